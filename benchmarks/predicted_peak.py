@@ -232,12 +232,12 @@ def measure(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
 
 def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: Any, tokenizer: Any) -> tuple[float, int]:
     """Runs the steps; returns the seconds and number of those after the first."""
+    from datasets import Dataset
     from transformers import TrainerCallback
     from transformers.trainer_utils import SaveStrategy
 
     from sft_play.data.build.splits import DataSplit
     from sft_play.data.build.stats import RowStats
-    from sft_play.data.masks.token_row import TokenRow
     from sft_play.training.loop.trainer import build_plan_callbacks, build_trainer
 
     times: list[float] = []
@@ -248,7 +248,8 @@ def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: An
             times.append(time.perf_counter())
 
     ids = [7 + index % 50 for index in range(row.seq_len)]
-    rows = [TokenRow("random", list(ids), list(ids)) for _ in range(plan.batch.effective_batch * STEPS)]
+    row_count = plan.batch.effective_batch * STEPS
+    rows = Dataset.from_dict({"input_ids": [ids] * row_count, "labels": [ids] * row_count})
     with tempfile.TemporaryDirectory() as folder:
         run_folder = RunFolder(Path(folder) / "run")
         trainer = build_trainer(
@@ -258,7 +259,7 @@ def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: An
             model=model,
             tokenizer=tokenizer,
             peft_config=model_spec.peft_config,
-            train_split=DataSplit(tuple(rows), RowStats("random", "text")),
+            train_split=DataSplit(rows, RowStats("random", "text")),
             eval_split=None,
         )
         for callback in (Watch(), *build_plan_callbacks(config, plan, run_folder, trainer)):

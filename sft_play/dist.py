@@ -32,7 +32,7 @@ from sft_play.log import one_line
 from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.training.checkpoints.full_state_dict import adapter_parameters, gather_to_cpu
 from sft_play.training.checkpoints.model_saving import check_saved_weights, saved_shapes, write_weights
-from sft_play.training.distributed import gather_values, init_deepspeed, remove_abandoned_locks, require_same_inputs
+from sft_play.training.distributed import announce_compile_waits, gather_values, init_deepspeed, require_same_inputs
 
 __all__ = ["DistConfig", "NoOpAccelerator", "get_accelerator", "save_sharded", "wrap_model_optimizer"]
 
@@ -209,7 +209,7 @@ def _new_accelerator(settings: DistConfig, precision: str, deepspeed: dict[str, 
     options: dict[str, Any] = {"cpu": on_cpu}
     if deepspeed:
         remove_accelerate_variables(os.environ)
-        remove_abandoned_locks()
+        announce_compile_waits()
         if "RANK" not in os.environ:  # DeepSpeed looks for MPI unless a launcher has set the ranks
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             os.environ["MASTER_PORT"] = "0"  # rank 0 listens at any port that is free

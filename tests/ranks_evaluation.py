@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 2 --module tests.ranks_evaluation MODEL O
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from sft_play.data.build.stats import RowStats
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.machine.hardware import Hardware
 from sft_play.models.config_json import load_model_shape
+from sft_play.planner.batching import MicroBatches
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.runs.folder import RunFolder
 from sft_play.training.loop.trainer import build_trainer
@@ -40,20 +42,32 @@ def rows_of(count: int = len(LENGTHS)) -> Dataset:
     return Dataset.from_dict({"input_ids": ids, "labels": labels, "source": [0] * len(ids)})
 
 
-def trainer_of(model: Path, folder: Path, *overrides: str, ranks: int = 1, rows: Dataset | None = None) -> Any:
-    """A trainer of full weights on a CPU."""
-    text = (
-        f"model: {{name: {model}, max_seq_len: 48}}\ntuning: {{mode: full}}\n"
-        "train: {effective_batch_size: 4, batch_size: 2, max_steps: 2, report_to: [], save_steps: 9, warmup_steps: 0}\n"
-    )
-    config = config_from_text(text, name="run.yaml", overrides=list(overrides))
-    plan = make_plan(
-        PlanRequest(config, load_model_shape(str(model)), Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks))
-    )
+def trainer_of(
+    model: Path,
+    folder: Path,
+    *overrides: str,
+    ranks: int = 1,
+    rows: Dataset | None = None,
+    text: str = "train: {effective_batch_size: 4, batch_size: 2, max_steps: 2, report_to: [], save_steps: 9,"
+    " warmup_steps: 0}",
+    cut: MicroBatches | None = None,
+    **loaded: Any,
+) -> Any:
+    """A trainer of full weights on a CPU, for rows of our own, which it also evaluates. `cut`: other micro-batches than
+    those of the plan; `loaded`: how the model is."""
+    head = f"model: {{name: {model}, max_seq_len: 48}}\ntuning: {{mode: full}}\n"
+    config = config_from_text(head + text, name="run.yaml", overrides=list(overrides))
+    machine = Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks)
+    plan = make_plan(PlanRequest(config, load_model_shape(str(model)), machine))
+    assert plan.batch.ranks == ranks
+    if cut is not None:
+        plan = dataclasses.replace(plan, micro_batches=cut)
     split = DataSplit(rows_of() if rows is None else rows, RowStats("rows", "rows"))
+    loaded.setdefault("dtype", getattr(torch, plan.precision.load))
+    torch.manual_seed(1)
     return build_trainer(
-        config, plan, RunFolder(folder / "run"), peft_config=None,
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, plan.precision.load)),
+        config, plan, RunFolder(folder), peft_config=None,
+        model=AutoModelForCausalLM.from_pretrained(model, **loaded),
         tokenizer=AutoTokenizer.from_pretrained(model), train_split=split, eval_split=split,
     )  # fmt: skip
 

@@ -12,20 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sft_play.config.load import config_from_text
-from sft_play.data.build.splits import DataSplit
-from sft_play.data.build.stats import RowStats
-from sft_play.machine.hardware import Hardware
-from sft_play.models.config_json import load_model_shape
 from sft_play.planner.batching import MicroBatches
-from sft_play.planner.decide import PlanRequest, make_plan
-from sft_play.runs.folder import RunFolder
-from sft_play.training.loop.trainer import build_trainer
 from sft_play.training.model import attention_functions
 from tests.ranks import write_found
-from tests.ranks_evaluation import rows_of
+from tests.ranks_evaluation import trainer_of as own_trainer
 
 CUTS = {
     "one row": MicroBatches(1),
@@ -40,30 +31,15 @@ STEPS = 5
 
 def trainer_of(model: Path, folder: Path, cut: MicroBatches, *, ranks: int, bf16: bool) -> Any:
     """A trainer of full weights over `ranks`, at a constant learning rate."""
-    rate = "learning_rate: 1e-2, lr_scheduler_type: constant, warmup_steps: 0, optim: adamw_torch"
     text = (
-        f"model: {{name: {model}, max_seq_len: 48}}\ntuning: {{mode: full}}\n"
         f"train: {{effective_batch_size: 4, max_steps: {STEPS}, report_to: [], save_steps: 2, logging_steps: 1,\n"
-        f"        bf16: {str(bf16).lower()}, save_total_limit: 9, {rate}}}\n"
+        f"        bf16: {str(bf16).lower()}, save_total_limit: 9, optim: adamw_torch, warmup_steps: 0,\n"
+        "        learning_rate: 1e-2, lr_scheduler_type: constant}\neval: {steps: 0}\n"
     )
-    config = config_from_text(text, name="run.yaml")
-    plan = make_plan(
-        PlanRequest(
-            config, load_model_shape(str(model)), Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks), has_eval=False
-        )
+    attention = "sdpa" if cut.padded else attention_functions.VARLEN_ATTENTION
+    return own_trainer(
+        model, folder, text=text, cut=cut, ranks=ranks, dtype=torch.float32, attn_implementation=attention
     )
-    plan = dataclasses.replace(plan, micro_batches=cut)
-    assert plan.batch.ranks == ranks
-    torch.manual_seed(1)
-    return build_trainer(
-        config, plan, RunFolder(folder), peft_config=None,
-        model=AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32,
-            attn_implementation="sdpa" if cut.padded else attention_functions.VARLEN_ATTENTION,
-        ),
-        tokenizer=AutoTokenizer.from_pretrained(model), train_split=DataSplit(rows_of(), RowStats("rows", "rows")),
-        eval_split=None,
-    )  # fmt: skip
 
 
 def trained(model: Path, folder: Path, *, ranks: int, bf16: bool = False) -> dict[str, dict[str, list[float]]]:

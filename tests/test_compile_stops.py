@@ -1,22 +1,20 @@
-"""What torch compiles for a run: a stop meanwhile ends everything at once, and the lock of one that was killed is
-removed, while that of a living one never is."""
+"""What torch compiles for a run: a stop meanwhile ends everything at once, and a wait for another process is said."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
 import pytest
 
+from sft_play.process import waiting
 from sft_play.training import distributed
 from tests.conftest import ROOT, clean_environment
 from tests.processes import is_alive, wait_for
@@ -123,27 +121,6 @@ def test_a_stop_while_deepspeed_compiles_leaves_no_process_and_no_lock(compiling
     assert "Traceback" not in started.printed, started.printed
 
 
-@needs_deepspeed
-@needs_ninja
-@pytest.mark.slow
-def test_a_compile_that_was_killed_with_all_processes_does_not_hold_up_the_next_start(compiling, tmp_path):
-    killed = compiling("zero2_offload", "killed")
-    wait_for(lambda: compilers(tmp_path, 1) or killed.process.poll() is not None, said=lambda: killed.printed)
-    killed.agent_process()
-    tree = [psutil.Process(killed.process.pid), *psutil.Process(killed.process.pid).children(recursive=True)]
-    for process in reversed(tree):  # the compilers last: they outlive their rank for a moment
-        process.suspend()
-    for process in tree:
-        process.kill()
-    lock = tmp_path / "extensions" / "cpu_adam" / "lock"
-    killed.end(20)
-    assert lock.exists()
-    again = compiling("zero2_offload", "again", CXX="c++")
-    assert again.end(600) == 0, again.printed
-    assert again.printed.count(f"{lock} was left by a process that was killed while it compiled: removed") == 1
-    assert not lock.exists()
-
-
 DEAF = """
 import datetime, sys
 from torch.distributed import TCPStore
@@ -181,147 +158,20 @@ def test_a_stop_that_torch_does_not_hear_ends_what_has_nothing_to_save(when, wai
         assert took_s > 2
 
 
-# --- locks ------------------------------------------------------------------------------------------------------------
-
-HOLDS = """
-import sys, time
-from torch.utils.file_baton import FileBaton
-if sys.argv[2] == "ours":
-    from sft_play.training.distributed import remove_abandoned_locks
-    remove_abandoned_locks()
-lock = FileBaton(sys.argv[1])
-assert lock.try_acquire()
-print("holds", flush=True)
-sys.stdin.readline()
-lock.release()
-"""
-
-
-@pytest.fixture
-def holder(tmp_path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts a process that holds torch's lock until it reads a line; `whose`: of ours, or another tool's."""
-    held: list[subprocess.Popen[str]] = []
-
-    def hold(whose: str) -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", HOLDS, str(tmp_path / "lock"), whose]
-        one = subprocess.Popen(words, cwd=ROOT, env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               text=True)  # fmt: skip
-        held.append(one)
-        assert one.stdout is not None
-        assert one.stdout.readline() == "holds\n"
-        return one
-
-    yield hold
-    for one in held:
-        one.kill()
-        one.communicate()
-
-
-@pytest.fixture
-def taken(tmp_path, monkeypatch, caplog) -> Callable[..., threading.Thread]:
-    """Begins to wait for the lock, as a run of ours does, which looks more often here."""
+def test_a_wait_for_what_another_process_compiles_names_its_lock(tmp_path, monkeypatch, caplog):
+    """One that was killed leaves it, and torch waits for ever."""
     from torch.utils.file_baton import FileBaton
 
-    monkeypatch.setattr(FileBaton, "try_acquire", FileBaton.try_acquire)  # set back at the end
+    monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.1)
+    monkeypatch.setattr(FileBaton, "wait", FileBaton.wait)  # set back at the end
     caplog.set_level("INFO")
-    distributed.remove_abandoned_locks()
-
-    def wait(lock: Path = tmp_path / "lock") -> threading.Thread:
-        waits = threading.Thread(target=FileBaton(str(lock), 0.005).try_acquire, daemon=True)
-        waits.start()
-        return waits
-
-    return wait
-
-
-@pytest.mark.parametrize("whose", ["ours", "another tool's"])
-def test_a_lock_is_removed_once_its_owner_is_killed_and_not_before(holder, taken, tmp_path, caplog, whose):
-    owner = holder(whose)
-    made = (tmp_path / "lock").stat().st_ino
-    waits = taken()
-    waits.join(1.0)
-    assert waits.is_alive(), "the owner lives"
-    assert (tmp_path / "lock").stat().st_ino == made
-    owner.kill()
-    waits.join(20)
-    assert not waits.is_alive()
-    assert (tmp_path / "lock").exists(), "it is the one of who has waited"
-    assert caplog.text.count("was left by a process that was killed while it compiled: removed") == 1
-
-
-@pytest.mark.parametrize("whose", ["ours", "another tool's"])
-def test_a_lock_that_is_released_is_taken_without_a_word(holder, taken, tmp_path, caplog, whose):
-    owner = holder(whose)
-    waits = taken()
-    waits.join(0.5)
-    owner.communicate("\n", timeout=20)
-    assert owner.returncode == 0
-    waits.join(20)
-    assert not waits.is_alive()
-    assert "was left" not in caplog.text
-
-
-@pytest.mark.parametrize("through", ["", "link"], ids=["its path", "a link, as many caches are"])
-def test_a_lock_stays_as_long_as_compilers_work_in_its_folder(taken, tmp_path, through):
-    """ninja goes on for a while where the process that runs it is killed; the kernel knows its folder without links."""
-    (tmp_path / "lock").touch()
-    if through:
-        (tmp_path / through).symlink_to(tmp_path)
-    with subprocess.Popen(["sleep", "600"], cwd=tmp_path) as ninja:
-        waits = taken(tmp_path / through / "lock")
-        waits.join(1.0)
-        has_waited = waits.is_alive()
-        ninja.kill()
-    assert has_waited
-    waits.join(20)
-    assert not waits.is_alive()
-
-
-def test_of_many_that_find_a_lock_left_behind_each_gets_its_turn(holder, taken, tmp_path, caplog):
-    holder("another tool's").kill()
-    turns: list[float] = []
-
-    def compile_once() -> None:
-        from torch.utils.file_baton import FileBaton
-
-        lock = FileBaton(str(tmp_path / "lock"), 0.005)
-        assert lock.try_acquire()
-        turns.append(time.monotonic())
-        time.sleep(0.2)
-        turns.append(time.monotonic())
-        lock.release()
-
-    taken().join(20)
-    (tmp_path / "lock").unlink()
-    (tmp_path / "lock").touch()
-    together = [threading.Thread(target=compile_once, daemon=True) for _ in range(6)]
-    for one in together:
-        one.start()
-    for one in together:
-        one.join(30)
-    assert len(turns) == 12
-    assert turns == sorted(turns), "two compiled at the same time"
-    assert not (tmp_path / "lock").exists()
-
-
-def test_a_lock_whose_owner_cannot_be_seen_stays_and_the_line_says_how_to_remove_it(
-    taken, tmp_path, caplog, monkeypatch
-):
-    """Another user's, or one on a disk that other machines write to: the kernel gives no lease."""
-    from sft_play.process import waiting
-
-    monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.2)
-
-    def refused(*_: object) -> int:
-        raise OSError(22, os.strerror(22))
-
-    monkeypatch.setattr(distributed.fcntl, "fcntl", refused)
+    distributed.announce_compile_waits()
     lock = tmp_path / "lock"
     lock.touch()
-    waits = taken()
-    waits.join(1.5)
+    waits = threading.Thread(target=FileBaton(str(lock), 0.005).wait, daemon=True)
+    waits.start()
+    waits.join(1.0)
     assert waits.is_alive()
-    assert lock.exists()
     assert f"Waiting for the process that compiles in {tmp_path} (if there is none: rm {lock})" in caplog.text
     lock.unlink()
     waits.join(20)

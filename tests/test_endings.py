@@ -215,7 +215,7 @@ def test_the_processes_of_a_data_loader_end_when_the_trainer_is_killed(config, t
         assert len(workers) >= 2
         os.kill(trainer.pid, signal.SIGSTOP)  # it can tell them nothing any more
         trainer.kill()
-    wait_for(lambda: not any(map(is_alive, workers)), within_s=3)  # torch's own watch looks every 5 s
+    wait_for(lambda: not any(map(is_alive, workers)), within_s=15)  # torch's own watch looks every 5 s
 
 
 ENDED_OTHERWISE = {

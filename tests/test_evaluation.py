@@ -37,23 +37,20 @@ def walk(model: str, mode: str, layout: Layout, *words: str, **step: Any) -> Ste
     model=st.sampled_from(MODELS),
     mode=st.sampled_from(["qlora", "lora", "full"]),
     layout=st.sampled_from(LAYOUTS),
-    micro=st.sampled_from([1, 2, 4, 8]),
-    accum=st.sampled_from([1, 4]),
-    length=st.sampled_from([256, 1000, 4096]),
-    checkpointed=st.sampled_from([0, 6, None]),
-    attention=st.sampled_from(["sdpa", "eager", "flash_attention_2"]),
-    capability=st.sampled_from([(7, 5), (8, 0), (9, 0)]),
     on_gpu=st.booleans(),
-)
-def test_the_evaluation_batch_is_the_largest_that_stays_within_the_step(
-    model, mode, layout, micro, accum, length, checkpointed, attention, capability, on_gpu
-):
+    step=st.fixed_dictionaries({
+        "micro_batch": st.sampled_from([1, 2, 4, 8]),
+        "grad_accum": st.sampled_from([1, 4]),
+        "seq_len": st.sampled_from([256, 1000, 4096]),
+        "checkpointed_layers": st.sampled_from([0, 6, None]),
+        "attention": st.sampled_from(["sdpa", "eager", "flash_attention_2"]),
+        "capability": st.sampled_from([(7, 5), (8, 0), (9, 0)]),
+    }),
+)  # fmt: skip
+def test_the_evaluation_batch_is_the_largest_that_stays_within_the_step(model, mode, layout, on_gpu, step):
     """What is reserved for it, on a CPU its tensors, is within the step's tensors; one row more is beyond, or 64 were
     enough."""
-    made = walk(
-        model, mode, layout, micro_batch=micro, grad_accum=accum, seq_len=length, checkpointed_layers=checkpointed,
-        attention=attention, capability=capability, on_gpu=on_gpu,
-    )  # fmt: skip
+    made = walk(model, mode, layout, on_gpu=on_gpu, **step)
 
     def beyond(terms: Any) -> int:
         """What is reserved beyond tensors on a GPU: 60% of what passes."""
@@ -61,10 +58,10 @@ def test_the_evaluation_batch_is_the_largest_that_stays_within_the_step(
         passing = sum(terms.values()) - resident
         return int(0.6 * passing + 0.125 * terms["gradients"]) if on_gpu else 0
 
-    step = [sum(terms.values()) for terms in made.training_phases.values()]
+    trained = [sum(terms.values()) for terms in made.training_phases.values()]
 
     def is_within(rows: int) -> bool:
-        return all(sum(terms.values()) + beyond(terms) <= max(step) + 1 for _, terms in made.evaluation_phases(rows))
+        return all(sum(terms.values()) + beyond(terms) <= max(trained) + 1 for _, terms in made.evaluation_phases(rows))
 
     rows = max_evaluation_rows(made)
     assert 1 <= rows <= MAX_EVALUATION_ROWS
@@ -81,16 +78,12 @@ def test_evaluation_never_raises_what_a_plan_needs(model, machine):
     )
     assert judged.choice.step.eval_batch == judged.eval_batch > judged.batch.micro_batch
     assert (judged.memory.allocated, judged.memory.required) == (plain.memory.allocated, plain.memory.required)
-    (said,) = [line for line in judged.reasons if line.startswith("evaluation: ")]
-    gib = judged.memory.by_moment["evaluation"][1] / 2**30
-    assert f"{judged.eval_batch} rows at a time per rank, rows of similar length together; {gib:.2f} GiB" in said
     assert judged.as_json()["eval_batch"] == judged.eval_batch
-    assert not [line for line in plain.reasons if line.startswith("evaluation: ")]
+    assert [sum(line.startswith("evaluation: ") for line in plan.reasons) for plan in (judged, plain)] == [1, 0]
     overrides = ["tuning.mode=qlora", "eval.batch_size=3"]
     three = config_from_text(f"model: {{name: {model}}}", name="x", overrides=overrides)
     given = make_plan(PlanRequest(three, load_model_shape(model), parse_hardware(machine)))
     assert given.eval_batch == 3
-    assert any("3 rows at a time per rank (eval.batch_size is given)" in line for line in given.reasons)
 
 
 def test_a_micro_batch_of_one_row_has_no_mask_and_its_evaluation_has_one():
@@ -142,7 +135,7 @@ def test_the_longest_rows_come_first_and_equal_ones_in_their_order():
 
 
 @pytest.mark.build
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_ranks_that_share_rows_each_get_every_batch(seed):
     """Batch n goes to rank n modulo the ranks, so that the ranks of a group have consecutive ones."""
     from datasets import Dataset
@@ -215,14 +208,6 @@ def test_the_loss_is_the_mean_over_trained_tokens_whatever_batches_and_ranks(
 
 
 @pytest.mark.build
-def test_an_evaluation_is_the_same_to_the_last_bit_when_it_is_repeated(tmp_path, tiny_llama):
-    from tests.ranks_evaluation import trainer_of
-
-    trainer = trainer_of(tiny_llama, tmp_path, "eval.batch_size=4")
-    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
-
-
-@pytest.mark.build
 def test_batches_of_the_evaluation_hold_rows_of_like_length(tmp_path, tiny_llama):
     from tests.ranks_evaluation import LENGTHS, trainer_of
 
@@ -251,31 +236,10 @@ def test_a_traced_evaluation_has_a_mask_of_its_own():
 
     def at(**changes: Any) -> int:
         base = dataclasses.replace(SMALL, capability=(8, 0), seq_len=256, attention="sdpa", eval_batch=8)
-        return trace_step(dataclasses.replace(base, **changes)).phases["evaluation"][
-            1
-        ]  # reserved: the peak is the head's
+        # reserved: the peak is the head's
+        return trace_step(dataclasses.replace(base, **changes)).phases["evaluation"][1]
 
     plain = at()
     assert at(eval_mask="ones") == plain
     assert at(eval_mask="padded") >= plain + 8 * 256**2  # booleans, one a pair of tokens
     assert at(eval_mask="padded") == at(mask="padded") == at(mask="packed", eval_mask="padded")
-
-
-@pytest.mark.build
-@pytest.mark.slow
-def test_the_trace_finds_the_evaluation_within_the_training_step():
-    from sft_play.models.config_json import load_config_json
-    from sft_play.trace.confirm import step_settings
-    from sft_play.trace.step import trace_step
-
-    model = "Qwen/Qwen2.5-0.5B"
-    words = ["tuning.mode=lora", "train.gradient_checkpointing=true"]
-    config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=words)
-    shape = load_model_shape(model)
-    choice = make_plan(PlanRequest(config, shape, parse_hardware("RTX4090"))).choice
-    found = trace_step(step_settings(config, load_config_json(model), shape, choice.precision, choice.step)).phases
-    training = [max(found[name][kind] for name in ("forward", "backward", "optimizer")) for kind in (0, 1)]
-    assert choice.step.eval_batch > choice.step.micro_batch
-    assert found["evaluation"][0] <= training[0]
-    assert found["evaluation"][1] <= training[1]
-    assert choice.memory.moments["evaluation"] == pytest.approx(found["evaluation"][0], rel=0.01)

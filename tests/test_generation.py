@@ -16,7 +16,7 @@ from sft_play.training.measure import exact_match
 from sft_play.training.measure.exact_match import batch_by_tokens
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_batches_hold_as_many_rows_as_their_tokens_allow(seed):
     draw = random.Random(seed)
     tokens = [draw.randint(1, 400) for _ in range(draw.randint(0, 80))]
@@ -42,9 +42,14 @@ def test_a_tokens_keys_and_values_are_counted(model, nbytes):
     assert kv_cache_bytes_per_token(load_model_shape(model), 2) == nbytes
 
 
-@pytest.mark.parametrize("machine", ["1xRTX3060", "1xRTX4090", "1xH100", "2xH200", "4xRTX4090"])
-@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B"])
-@pytest.mark.parametrize("has_eval", [True, False])
+@pytest.mark.parametrize(
+    ("machine", "model", "has_eval"),
+    [
+        ("1xRTX3060", "Qwen/Qwen2.5-0.5B", True),
+        ("1xH100", "Qwen/Qwen2.5-7B", False),
+        ("4xRTX4090", "meta-llama/Llama-3.1-8B", True),
+    ],
+)
 def test_the_caches_of_a_batch_fit_where_a_step_fits(machine, model, has_eval):
     config = config_from_text(f"model: {{name: {model}}}", name="x")
     shape = load_model_shape(model)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
+from transformers import AutoModelForCausalLM, TrainingArguments
 
+from sft_play.training.loop.loop import PlannedLoop
+from sft_play.training.loop.optimizers import loraplus_groups
 from tests.models import uneven_run
 from tests.test_distributed import start
-from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
+from tests.test_learning_rate import run
+from tests.test_train import assert_resumes, losses, run_yaml, train, trained, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.build
 
@@ -16,19 +22,12 @@ PLUS = "tuning.lora.loraplus_lr_ratio=16"
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_the_groups_are_those_of_pefts_optimizer(tiny_llama, dora):
-    from peft import LoraConfig, get_peft_model
-    from peft.optimizers import create_loraplus_optimizer
-    from transformers import AutoModelForCausalLM
-
-    from sft_play.training.loop.optimizers import loraplus_parameter_ids, split_loraplus_group
-
     base = AutoModelForCausalLM.from_pretrained(tiny_llama)
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"], use_dora=dora))
     theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
     wanted = {id(one): group["lr"] for group in theirs.param_groups for one in group["params"]}
     params = [one for one in model.parameters() if one.requires_grad]
-    fast = loraplus_parameter_ids(model)
-    groups = split_loraplus_group({"params": params, "lr": 1e-3, "weight_decay": 0.1}, fast, ratio=16)
+    groups = loraplus_groups([{"params": params, "lr": 1e-3, "weight_decay": 0.1}], model, ratio=16)
     ours = {id(one): group["lr"] for group in groups for one in group["params"]}
     assert ours == wanted
     assert set(ours.values()) == {1e-3, 16e-3}
@@ -36,41 +35,28 @@ def test_the_groups_are_those_of_pefts_optimizer(tiny_llama, dora):
 
 @pytest.mark.parametrize("bf16", ["true", "false"])
 @pytest.mark.parametrize("more", ["tuning.mode=qlora", "tuning.lora.use_dora=true", "train.optim=lion_8bit"])
-def test_a_run_resumes_to_the_same_bits(train, bf16, more):  # noqa: F811
+def test_a_run_resumes_to_the_same_bits(trained, bf16, more):  # noqa: F811
     given = (PLUS, "tuning.mode=lora", more, f"train.bf16={bf16}", "train.max_steps=4", "train.save_steps=2",
              "train.learning_rate=2e-3")  # fmt: skip
-    code, printed, whole = train("whole", *given)
-    assert code == 0, printed
-    code, printed, parts = train("parts", *given, "train.stop_after_steps=2")
-    assert code == 0, printed
+    _, parts = assert_resumes(trained, *given)
     state = torch.load(parts / "checkpoints" / "checkpoint-2" / "optimizer.pt", weights_only=False)
     slow, fast = state["param_groups"]
     assert fast["lr"] == pytest.approx(16 * slow["lr"])
     assert fast["initial_lr"] == pytest.approx(16 * 2e-3)
-    code, printed, parts = train("parts", *given, verb="resume")
-    assert code == 0, printed
-    assert losses(parts) == losses(whole)
-    assert_same_bits(weights(parts), weights(whole))
 
 
-def test_only_lora_b_moves_faster(train):  # noqa: F811
+def test_only_lora_b_moves_faster(trained):  # noqa: F811
     """After the first step lora_A is where it was, as B was zero; B is as far away as the rate says: Adam's first step
     is the rate's size."""
     for name, ratio in (("plain", 1), ("plus", 8)):
-        code, printed, folder = train(name, "tuning.mode=lora", f"tuning.lora.loraplus_lr_ratio={ratio}",
+        folder = trained(name, "tuning.mode=lora", f"tuning.lora.loraplus_lr_ratio={ratio}",
                                       "train.max_steps=1", "train.learning_rate=1e-3")  # fmt: skip
-        assert code == 0, printed
         moved = [one.abs().max().item() for name, one in weights(folder).items() if "lora_B" in name]
         assert moved == pytest.approx([ratio * 1e-3] * len(moved), rel=1e-2)
 
 
 def test_an_optimizer_that_is_asked_for_twice_has_the_ratio_once(tmp_path, tiny_llama):
     """As under DeepSpeed, where deepspeed_init and the Trainer both ask."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, TrainingArguments
-
-    from sft_play.training.loop.loop import PlannedLoop
-
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama), LoraConfig(target_modules=["q_proj"]))
     arguments = TrainingArguments(output_dir=str(tmp_path), learning_rate=1e-3, report_to=[], use_cpu=True)
     loop = object.__new__(PlannedLoop)  # as far as the Trainer's own method reads it
@@ -83,8 +69,6 @@ def test_an_optimizer_that_is_asked_for_twice_has_the_ratio_once(tmp_path, tiny_
 
 
 def test_the_ratio_lowers_the_automatic_rate():
-    from tests.test_learning_rate import run
-
     plain = run()
     plus = plain.model_copy(
         update={"tuning": plain.tuning.model_copy(

@@ -28,7 +28,6 @@ PUBLIC_FIELDS = {
     "finished.listing": {"kept"},
     "planner.precision": {"what"},
     "training.heartbeat": {"where"},
-    "training.unsloth.unsloth_run": {"asked"},
 }
 """Such names that are keys of YAML, JSON or recorded data, by module."""
 

@@ -11,7 +11,7 @@ from sft_play.errors import ConfigError
 from sft_play.training.loop.optimizers import MuonWithAdamW, muon_matrices, stochastic_rounding_class
 from tests.test_add_tokens import check_trace
 from tests.test_distributed import start
-from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
+from tests.test_train import assert_resumes, losses, run_yaml, train, trained  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.build
 
@@ -24,19 +24,12 @@ def modes_of(optim: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("bf16", ["true", "false"])
 @pytest.mark.parametrize(("optim", "mode"), [(optim, mode) for optim in NEW for mode in modes_of(optim)])
-def test_a_run_learns_and_resumes_to_the_same_bits(train, optim, mode, bf16):  # noqa: F811
+def test_a_run_learns_and_resumes_to_the_same_bits(trained, optim, mode, bf16):  # noqa: F811
     given = (f"train.optim={optim}", f"tuning.mode={mode}", f"train.bf16={bf16}", "train.max_steps=4",
              "train.save_steps=2", "train.learning_rate=3e-3")  # fmt: skip
     if (mode, bf16) == ("full", "true"):
         given = (*given, "train.weight_updates=stochastic")
-    code, printed, whole = train("whole", *given)
-    assert code == 0, printed
-    code, printed, parts = train("parts", *given, "train.stop_after_steps=2")
-    assert code == 0, printed
-    code, printed, parts = train("parts", *given, verb="resume")
-    assert code == 0, printed
-    assert losses(parts) == losses(whole)
-    assert_same_bits(weights(parts), weights(whole))
+    whole, _ = assert_resumes(trained, *given)
     assert losses(whole)[-1] < losses(whole)[0]
 
 

@@ -33,7 +33,6 @@ from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat, detect_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import SftPlayError
-from sft_play.training.loop.rows import to_dataset
 from tests.conftest import digest, need_documents_extra
 from tests.models import CHATML, make_tokenizer
 
@@ -403,7 +402,7 @@ def split(seed: int) -> dict[str, Any]:
         found: dict[str, Any] = {"notes": digest([note.replace(place, "F") for note in made.notes])}
         for name in ("train", "val", "test"):
             if (part := getattr(made, name)) is not None:
-                rows_of = [[list(row[key]) for key in ("input_ids", "labels")] for row in to_dataset(part.rows)]
+                rows_of = [[list(row[key]) for key in ("input_ids", "labels")] for row in part.rows]
                 stats = dataclasses.replace(part.stats, split=name)
                 findings = judge_split(stats, run.data, max_seq_len=40, max_positions=None)
                 told = [finding.found.replace(place, "F") for finding in findings]

@@ -10,16 +10,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from datasets import Dataset, Features, List, Value
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
 
+from sft_play.planner.batching import MicroBatches
+from sft_play.training.loop.rows import EpochOrder, StepBatches, pad_to_multiple, row_lengths, trained_tokens
+from sft_play.training.measure.monitor import source_losses
 from tests.conftest import chat
 from tests.models import uneven_run
+from tests.ranks_evaluation import trainer_of as own_trainer
+from tests.test_distributed import start
 
 pytestmark = pytest.mark.build
 
 
 def dataset(count: int):
-    from datasets import Dataset
-
     return Dataset.from_dict(
         {"input_ids": [[n, n + 1, n + 2] for n in range(count)], "labels": [[n, 5, 5] for n in range(count)]}
     )
@@ -31,9 +40,6 @@ LENGTHS = np.random.default_rng(5).integers(2, 60, size=64)
 def batches_of(count: int, *, micro: int, ranks: int, epoch: int = 0, by_length: bool = False) -> list[list[list[int]]]:
     """Micro-batches of each rank in steps of 8 rows, as the Trainer counts them: those that a step does not need are
     empty; FILLER is a masked row."""
-    from sft_play.planner.batching import MicroBatches
-    from sft_play.training.loop.rows import EpochOrder, StepBatches
-
     per_rank = []
     for rank in range(ranks):
         order = EpochOrder(count, seed=42, lengths=LENGTHS[:count] if by_length else None, effective_batch=8)
@@ -56,13 +62,10 @@ def steps_of(
     ]
 
 
-@pytest.mark.parametrize("count", [1, 5, 16, 21, 37])
-@pytest.mark.parametrize(
-    ("micro", "accum", "ranks"), [(2, 4, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4), (2, 1, 4)]
-)
+@pytest.mark.parametrize(("micro", "accum", "ranks"), [(2, 4, 1), (8, 1, 1), (1, 4, 2), (1, 2, 4), (2, 1, 4)])
 @pytest.mark.parametrize("by_length", [False, True])
-def test_a_step_has_the_same_rows_under_every_split_and_each_comes_once(count, micro, accum, ranks, by_length):
-    for epoch in (0, 3):
+def test_a_step_has_the_same_rows_under_every_split_and_each_comes_once(micro, accum, ranks, by_length):
+    for count, epoch in itertools.product([1, 5, 16, 37], (0, 3)):
         steps = steps_of(count, micro=micro, accum=accum, ranks=ranks, epoch=epoch, by_length=by_length)
         assert sorted(n for step in steps for n in step) == list(range(count))
         assert len(steps) == math.ceil(count / 8)
@@ -80,11 +83,6 @@ def test_rows_that_ranks_have_at_the_same_time_are_of_like_length(micro, accum, 
 
 
 def test_the_order_is_that_of_accelerates_seedable_sampler():
-    import torch
-    from accelerate.data_loader import SeedableRandomSampler
-
-    from sft_play.training.loop.rows import EpochOrder
-
     theirs = SeedableRandomSampler(range(21), data_seed=42, generator=torch.Generator())
     ours = EpochOrder(21, seed=42)
     for epoch in (0, 1, 5):
@@ -93,21 +91,7 @@ def test_the_order_is_that_of_accelerates_seedable_sampler():
         assert list(ours) == list(theirs)
 
 
-def test_masked_rows_hold_no_token_that_is_trained_on():
-    from sft_play.training.loop.rows import pad_to_multiple
-
-    rows = pad_to_multiple(dataset(5), multiple=4)
-    assert len(rows) == 8
-    assert rows[:5] == dataset(5)[:]
-    assert all(set(labels) == {-100} for labels in rows[5:]["labels"])
-    assert pad_to_multiple(dataset(8), multiple=4)[:] == dataset(8)[:]
-
-
 def test_a_filled_data_set_keeps_its_other_columns():
-    from datasets import Dataset, Features, List, Value
-
-    from sft_play.training.loop.rows import pad_to_multiple
-
     tokens = List(Value("int32"))
     columns = {"input_ids": tokens, "labels": tokens, "source": Value("int8"), "where": Value("string")}
     one = {"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]], "source": [1], "where": ["a.jsonl:1"]}
@@ -116,13 +100,8 @@ def test_a_filled_data_set_keeps_its_other_columns():
     assert rows[1] == {"input_ids": [1, 2], "labels": [-100, -100], "source": 1, "where": "a.jsonl:1"}
 
 
-def test_token_rows_become_columns_and_a_data_set_stays_what_it_is():
-    from sft_play.data.masks.token_row import TokenRow
-    from sft_play.training.loop.rows import row_lengths, to_dataset, trained_tokens
-
-    made = to_dataset([TokenRow("a:1", [1, 2, 3], [-100, -100, 3]), TokenRow("a:2", [4, 5], [4, 5])])
-    assert made[:] == {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, -100, 3], [4, 5]], "source": [0, 0]}
-    assert to_dataset(made) is made
+def test_the_tokens_of_a_data_set_are_counted():
+    made = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, -100, 3], [4, 5]]})
     assert row_lengths(made).tolist() == [3, 2]
     assert trained_tokens(made) == 2  # the first token of a row is never predicted
     assert trained_tokens(made.select([])) == 0
@@ -139,8 +118,6 @@ def series(run: Path, name: str) -> list[float]:
 
 def test_grouping_by_length_changes_no_step(tmp_path, tiny_llama, command):
     """Losses and weights of a run over an epoch with an uneven end equal those of the ungrouped one."""
-    from safetensors.torch import load_file
-
     path = uneven_run(tmp_path, tiny_llama)
     runs = {}
     for value in ("true", "false"):
@@ -178,37 +155,12 @@ def mixed_run(folder: Path, model: Path) -> Path:
 
 
 def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
-    """A trainer on rows of our own, in this process."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from sft_play.config.load import config_from_text
-    from sft_play.data.build.splits import DataSplit
-    from sft_play.data.build.stats import RowStats
-    from sft_play.machine.hardware import Hardware
-    from sft_play.models.config_json import load_model_shape
-    from sft_play.planner.decide import PlanRequest, make_plan
-    from sft_play.runs.folder import RunFolder
-    from sft_play.training.loop.trainer import build_trainer
-
-    text = (
-        f"model: {{name: {model}, max_seq_len: 48}}\ntask_mode: cpt_mixed\ntuning: {{mode: full}}\n"
-        "data: {text_path: none.txt}\n"
-        "train: {effective_batch_size: 4, batch_size: 2, max_steps: 2, report_to: [], save_steps: 9, warmup_steps: 0}\n"
-    )
-    config = config_from_text(text, name="run.yaml", overrides=overrides)
-    machine = Hardware((), "CPU", 2, 2**34, 2**34)
-    split = DataSplit(rows, RowStats("rows", "rows"))
-    plan = make_plan(PlanRequest(config, load_model_shape(str(model)), machine))
-    return build_trainer(
-        config, plan, RunFolder(folder / "run"), peft_config=None,
-        model=AutoModelForCausalLM.from_pretrained(model), tokenizer=AutoTokenizer.from_pretrained(model),
-        train_split=split, eval_split=split,
-    )  # fmt: skip
+    """A trainer on rows of our own that are chats and text, in this process."""
+    mixed = ("task_mode=cpt_mixed", "data.text_path=none.txt", "train.bf16=false")
+    return own_trainer(model, folder / "run", *mixed, *overrides, rows=rows)
 
 
 def sourced(lengths: list[int], sources: list[int]) -> Any:
-    from datasets import Dataset
-
     draw = np.random.default_rng(1)
     ids = [draw.integers(3, 300, size=length).tolist() for length in lengths]
     return Dataset.from_dict({"input_ids": ids, "labels": ids, "source": sources})
@@ -217,9 +169,6 @@ def sourced(lengths: list[int], sources: list[int]) -> Any:
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_losses_of_chats_and_texts_are_means_over_their_own_tokens(tmp_path, tiny_llama, packing):
     """Against each row's loss by the model itself; all eight rows are seen in the two steps that are logged once."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     rows = sourced([9, 30, 20, 12, 5, 40, 17, 3], [0, 1, 0, 1, 0, 1, 0, 0])
     trainer = trainer_of(
         tmp_path, tiny_llama, rows, f"data.packing={packing}", "train.logging_steps=2", "train.learning_rate=1e-9",
@@ -260,8 +209,6 @@ def test_a_source_without_a_token_has_no_loss_and_one_mode_has_no_sources(tmp_pa
 
 
 def test_the_sources_of_every_rank_count():
-    from sft_play.training.measure.monitor import source_losses
-
     # rank 0: chats 6.0 over 3 tokens, text 4.0 over 1; rank 1: chats 2.0 over 1, no text
     assert source_losses([[6.0, 3, 4.0, 1], [2.0, 1, 0.0, 0]], prefix="eval_") == {
         "eval_loss_chat": 2.0,
@@ -271,8 +218,6 @@ def test_the_sources_of_every_rank_count():
 
 
 def test_a_run_on_chats_and_text_logs_the_loss_of_each(tmp_path, tiny_llama, command):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     path = mixed_run(tmp_path, tiny_llama)
     code, said = command("train", "--config", str(path), "output.name=mixed")
     assert code == 0, said
@@ -288,8 +233,6 @@ def test_a_run_on_chats_and_text_logs_the_loss_of_each(tmp_path, tiny_llama, com
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_packs_and_sources_are_the_same_over_ranks(tmp_path, tiny_llama, strategy):
-    from tests.test_distributed import start
-
     path = mixed_run(tmp_path, tiny_llama)
     words = ["--config", str(path), "data.packing=best_fit", "train.logging_steps=1"]
     for name, command, given in (
@@ -302,30 +245,3 @@ def test_packs_and_sources_are_the_same_over_ranks(tmp_path, tiny_llama, strateg
     for name in ("loss", "loss_chat", "loss_text", "eval_loss", "eval_loss_chat", "num_tokens", "samples_seen"):
         assert series(two, name) == pytest.approx(series(one, name), rel=1e-4), name
         assert series(one, name)
-
-
-def test_every_document_ends_with_the_end_of_text_however_it_is_cut_into_blocks(tmp_path, tiny_llama):
-    from sft_play.config.load import config_from_text
-    from sft_play.data.build.splits import build_splits
-    from sft_play.data.masks.tokenizer import end_of_text_id
-    from sft_play.data.sources.files import find_data_paths
-    from sft_play.training.loop.rows import to_dataset
-    from sft_play.training.prepare.tokenizer import load_tokenizer
-
-    texts = [f"document {n}: " + "yes no " * n for n in range(1, 9)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = config_from_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 16}}\ntask_mode: cpt\n"
-        f"data: {{train_path: {tmp_path}/text.jsonl, val_path: null, test_path: null}}\n",
-        name="run.yaml",
-    )
-    tokenizer = load_tokenizer(config).tokenizer
-    splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=16)
-    blocks = to_dataset(splits.train.rows)["input_ids"]
-    assert all(len(block) == 16 for block in blocks)
-    stream = [token for block in blocks for token in block]
-    end, wanted = end_of_text_id(tokenizer), []
-    for text in texts:
-        wanted += [*tokenizer(text)["input_ids"], end]
-    assert stream == wanted[: len(stream)]
-    assert len(wanted) - len(stream) < 16

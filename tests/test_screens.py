@@ -297,7 +297,7 @@ def test_step_lines_are_the_same_in_a_terminal_in_a_pipe_and_in_the_log(capsys, 
     for is_terminal in (True, False):
         set_up_logging("train")
         monkeypatch.setattr(sys.stdout, "isatty", lambda answer=is_terminal: answer, raising=False)
-        progress = Progress(count_tokens=lambda: 100, clock=functools.partial(next, iter(range(10**6))))
+        progress = Progress(clock=functools.partial(next, iter(range(10**6))))
         state: Any = type("State", (), {"global_step": 0, "max_steps": 40, "is_world_process_zero": True})()
         progress.on_train_begin(None, state, None)
         for step in range(1, 41):

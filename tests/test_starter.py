@@ -284,14 +284,13 @@ def test_the_base_reads_the_turns_of_its_corpus_as_the_tokens_that_fine_tuning_u
     from sft_play.config.load import load_config
     from sft_play.data.build.splits import build_splits
     from sft_play.data.sources.files import find_data_paths
-    from sft_play.training.loop.rows import to_dataset
 
     documents = corpus_documents(300)
     tokenizer = starter_base.make_tokenizer(documents)
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     config = load_config(starter_base.RECIPE, overrides=[f"data.train_path={tmp_path}/corpus.jsonl"]).config
     splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=128)
-    stream = [token for block in to_dataset(splits.train.rows)["input_ids"] for token in block]
+    stream = [token for block in splits.train.rows["input_ids"] for token in block]
     wanted = [token for text in documents for token in [*tokenizer(text).input_ids, tokenizer.pad_token_id]]
     assert stream == wanted[: len(stream)]
     assert stream.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) > 100

@@ -97,20 +97,20 @@ def test_rows_that_were_not_evaluated_yet_take_what_the_others_did_and_unknown_o
 
 
 def test_a_line_has_what_follows_and_not_what_came_between_steps() -> None:
-    clock = iter([1.0, 2.0, 6.0, 41.0, 45.0])
-    progress = Progress(count_tokens=lambda: 0, estimate_remaining=lambda: (70.0, ""), clock=lambda: next(clock))
+    clock, logs = iter([1.0, 2.0, 6.0, 41.0, 45.0]), {"loss": 1.0, "tokens_per_s": 1.0}
+    progress = Progress(estimate_remaining=lambda: (70.0, ""), clock=lambda: next(clock))
     state: Any = TrainerState(max_steps=3)
     progress.on_train_begin(None, state, None)  # type: ignore[arg-type]
     progress.on_step_begin(None, state, None)  # type: ignore[arg-type]
     progress.on_step_end(None, state, None)  # type: ignore[arg-type] # at 6 s: then a profile is written for 35 s
     assert progress.training_s == 4
-    assert progress.format_line(1, 3).endswith("78 seconds left")  # 2 steps of 4 s, and 70 s
+    assert progress.format_line(1, 3, logs).endswith("78 seconds left")  # 2 steps of 4 s, and 70 s
     progress.on_step_begin(None, state, None)  # type: ignore[arg-type]
     progress.on_step_end(None, state, None)  # type: ignore[arg-type]
     assert progress.training_s == 8
-    assert progress.format_line(3, 3).endswith("70 seconds left")
+    assert progress.format_line(3, 3, logs).endswith("70 seconds left")
     progress._estimate_remaining = lambda: (0.0, ", evaluations not counted")
-    assert progress.format_line(3, 3).endswith(" left, evaluations not counted")
+    assert progress.format_line(3, 3, logs).endswith(" left, evaluations not counted")
 
 
 def run_yaml(folder: Path, model: Path, more: str) -> Path:

@@ -149,7 +149,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig
 
-    from sft_play.training.loop.trainer import PlannedTrainer, _checkpointing_arguments
+    from sft_play.training.loop.trainer import PlannedTrainer
     from tests.models import make_tokenizer
 
     make_tokenizer(tmp_path)
@@ -171,7 +171,8 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         output_dir=str(tmp_path / "run"), per_device_train_batch_size=4, max_steps=3, use_cpu=True, bf16=True,
         optim="adamw_torch_fused", report_to=[], save_strategy="no", disable_tqdm=True, max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
-        **_checkpointing_arguments(settings.checkpointing, offload=False),
+        activation_checkpointing=settings.checkpointing,
+        activation_checkpointing_kwargs={"use_reentrant": False},
     )  # fmt: skip
     with log, patches.install_patches(patches.TraceState(settings, log)):
         trainer = PlannedTrainer(

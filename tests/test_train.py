@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
+from collections.abc import Callable
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from transformers import (
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GenerationConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sft_play.errors import TrainingError
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, first_start_date
 from sft_play.training.checkpoints import checkpoints
+from sft_play.training.loop import trainer
 from sft_play.training.loop.callbacks import GradientCheck, Progress
 from sft_play.training.loop.loop import PlannedLoop
-from tests.bundled import data_file
 from tests.conftest import chat
 from tests.models import make_llama, make_tokenizer
 
@@ -51,6 +66,18 @@ def train(command, run_yaml, tmp_path):
     return run
 
 
+@pytest.fixture
+def trained(train):
+    """Trains as `train` does, to a good end; returns the run folder."""
+
+    def run(*words: str, **options: str) -> Path:
+        code, printed, folder = train(*words, **options)
+        assert code == 0, printed
+        return folder
+
+    return run
+
+
 def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -68,6 +95,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
+def assert_resumes(trained, *given: str, stop: int = 2) -> tuple[Path, Path]:
+    """A run that is stopped and resumed has the losses and weights of an unbroken one, to the bit; both folders."""
+    whole = trained("whole", *given)
+    trained("parts", *given, f"train.stop_after_steps={stop}")
+    parts = trained("parts", *given, verb="resume")
+    assert losses(parts) == losses(whole)
+    assert_same_bits(weights(parts), weights(whole))
+    return whole, parts
+
+
 def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
@@ -76,9 +113,8 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("mode", ["qlora", "lora", "full"])
 def test_a_run_writes_its_whole_folder(train, mode):
-    code, printed, folder = train(
-        "one", f"tuning.mode={mode}", "train.report_to=[tensorboard]", "eval.before_training=true"
-    )
+    words = ("train.report_to=[tensorboard]", "eval.before_training=true")
+    code, printed, folder = train("one", f"tuning.mode={mode}", *words)
     assert code == 0, printed
     kind = "model" if mode == "full" else "adapter"
     assert {path.name for path in folder.iterdir()} == {
@@ -92,66 +128,37 @@ def test_a_run_writes_its_whole_folder(train, mode):
     assert summary["after"]["loss"] < summary["before"]["loss"]
     assert (summary["steps"], summary["exit"]) == (2, 0)
     peak = summary["peak_bytes"]
-    assert peak["measured_rss"] > 0
-    assert peak["measured_allocated"] is None
-    assert peak["predicted_allocated"] > 0
+    assert (peak["measured_rss"] > 0, peak["measured_allocated"], peak["predicted_allocated"] > 0) == (True, None, True)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["status"] == "finished"
+    assert (manifest["status"], manifest["seed"]) == ("finished", 42)
     assert manifest["versions"]["torch"] == torch.__version__
     assert len(manifest["data"]["train"]["sha256"]) == 64
-    assert manifest["seed"] == 42
-    assert manifest["hardware"]["cpu_cores"] >= 1
-    assert [path for path in (folder / "tb").iterdir() if "tfevents" in path.name]
+    assert "template_date" not in manifest  # the template writes none
     assert "Starting new bnb run with fp32 precision on the CPU" in printed
-    assert "Effective batch size: 8" in (folder / "train.log").read_text()
     assert json.loads((folder / "plan.json").read_text())["effective_batch"] == 8
     assert losses(folder)[1] < losses(folder)[0]
+    events = EventAccumulator(str(folder / "tb"))
+    events.Reload()
+    assert [scalar.value for scalar in events.Scalars("train/loss")] == pytest.approx(losses(folder))
     if mode == "full":
-        from transformers import AutoTokenizer, GenerationConfig
-
         end = AutoTokenizer.from_pretrained(folder / kind).convert_tokens_to_ids("<|im_end|>")
         stops = GenerationConfig.from_pretrained(folder / kind).eos_token_id
         assert end in (stops if isinstance(stops, list) else [stops])  # what ends a turn ends an answer of the model
 
 
-def test_tensorboard_gets_the_same_loss_as_the_metrics_file(train):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    _, _, folder = train("one", "train.report_to=[tensorboard]")
-    events = EventAccumulator(str(folder / "tb"))
-    events.Reload()
-    assert [scalar.value for scalar in events.Scalars("train/loss")] == pytest.approx(losses(folder))
-
-
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_one_times_eight_equals_eight_times_one(train, mode):
-    same = [f"tuning.mode={mode}", "train.max_steps=3"]
+def test_one_times_eight_equals_eight_times_one(train, tmp_path, mode):
+    """Eight rows, one with a long answer: the mean is over tokens, however they are split into micro-batches."""
+    path = tmp_path / "rows.jsonl"
+    rows = [chat("hello", "yes no yes no yes no yes no"), *(chat(f"what is {n}?", "no") for n in range(7))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    same = [f"data.train_path={path}", "data.val_fraction=0.0", f"tuning.mode={mode}", "train.max_steps=3"]
     _, _, one = train("one", *same, "train.batch_size=1")
     _, _, eight = train("eight", *same, "train.batch_size=8")
     assert json.loads((one / "plan.json").read_text())["grad_accum"] == 8
     assert losses(one) == pytest.approx(losses(eight), rel=1e-4)
     for name, tensor in weights(one).items():
         torch.testing.assert_close(tensor, weights(eight)[name], rtol=1e-3, atol=1e-4)
-
-
-def test_rows_of_unequal_length_weigh_by_their_tokens(train, tmp_path):
-    """Eight rows, one with a long answer: the mean is over tokens, however they are split into micro-batches."""
-    path = tmp_path / "rows.jsonl"
-    rows = [chat("hello", "yes no yes no yes no yes no"), *(chat(f"what is {n}?", "no") for n in range(7))]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    same = [f"data.train_path={path}", "data.val_fraction=0.0", "tuning.mode=full", "train.max_steps=2"]
-    _, _, one = train("one", *same, "train.batch_size=2")
-    _, _, eight = train("eight", *same, "train.batch_size=8")
-    assert losses(one) == pytest.approx(losses(eight), rel=1e-4)
-
-
-def test_the_evaluation_loss_does_not_depend_on_its_batch_size(train):
-    same = ["eval.steps=1", "train.max_steps=1", "tuning.mode=lora"]
-    found = []
-    for size in (1, 5, 13):
-        _, _, folder = train(f"size{size}", *same, f"eval.batch_size={size}")
-        found.append(next(line["eval_loss"] for line in metrics(folder) if "eval_loss" in line))
-    assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["qlora", "full"])
@@ -187,22 +194,13 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(train, mod
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[index][key])), (index, key)
 
 
-def test_a_run_with_workers_and_dropout_resumes_to_the_same_numbers_across_epochs(train):
-    same = ["tuning.mode=lora", "train.max_steps=9", "tuning.lora.dropout=0.2", "train.dataloader_num_workers=2"]
-    _, _, whole = train("whole", *same)
-    train("parts", *same, "train.stop_after_steps=3")
-    code, printed, parts = train("parts", *same, verb="resume")
-    assert code == 0, printed
-    assert losses(whole) == losses(parts)
-    assert_same_bits(weights(whole), weights(parts))
-
-
-def test_losses_logged_every_few_steps_are_the_same_after_a_resume(train):
-    same = ["tuning.mode=lora", "train.max_steps=6", "train.logging_steps=3", "eval.steps=3"]
-    _, _, whole = train("whole", *same)
-    train("parts", *same, "train.stop_after_steps=2")
-    _, _, parts = train("parts", *same, verb="resume")
-    assert losses(whole) == losses(parts)
+def test_a_run_stopped_at_the_end_of_an_epoch_resumes_to_the_same_numbers(trained):
+    """The stop falls on the epoch's last step, before its evaluation, and between two logged losses. Rows come from
+    workers."""
+    same = ["tuning.mode=lora", "train.max_steps=9", "eval.steps=null", "tuning.lora.dropout=0.1",
+            "train.save_steps=null", "train.logging_steps=4", "train.dataloader_num_workers=2"]  # fmt: skip
+    whole, parts = assert_resumes(trained, *same, stop=6)
+    assert next(line["step"] for line in metrics(whole) if "eval_loss" in line) == 6
     for name in ("num_tokens", "samples_seen", "eval_test_num_tokens", "eval_num_tokens"):  # counted on
         assert logged(whole, name) == logged(parts, name), name
     assert logged(whole, "num_tokens")[-1] > logged(whole, "num_tokens")[0] > 0
@@ -236,7 +234,7 @@ def test_the_short_command_goes_on_with_the_settings_of_the_start(run_yaml, comm
     assert json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())["steps"] == 4
 
 
-@pytest.mark.parametrize("whole", [(), ("config",), ("dir",), ("config", "dir")])
+@pytest.mark.parametrize("whole", [(), ("config", "dir")])
 def test_a_run_and_its_config_are_named_from_the_current_folder_on(run_yaml, command, tmp_path, monkeypatch, whole):
     """However they are given: all lines of all commands name them alike."""
     monkeypatch.chdir(tmp_path)
@@ -285,21 +283,13 @@ def test_a_run_does_not_go_on_with_other_base_weights(train, tmp_path):
     assert "data weights: the content of" in printed
 
 
-def test_a_full_run_of_a_mixture_of_experts_resumes_to_the_same_numbers(train, tmp_path):
+def test_a_full_run_of_a_mixture_of_experts_resumes_to_the_same_numbers(trained, tmp_path):
     """Experts have other names on the hub than in memory: a checkpoint under hub names would not be loaded again."""
     folder = make_mixtral(tmp_path / "mixtral")
-    same = [f"model.name={folder}", "tuning.mode=full", "train.max_steps=4"]
-    _, _, whole = train("whole", *same)
-    train("parts", *same, "train.stop_after_steps=2")
-    code, printed, parts = train("parts", *same, verb="resume")
-    assert code == 0, printed
-    assert losses(whole) == losses(parts)
-    assert_same_bits(weights(whole), weights(parts))
+    assert_resumes(trained, f"model.name={folder}", "tuning.mode=full", "train.max_steps=4")
 
 
 def make_mixtral(folder: Path) -> Path:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     folder.mkdir()
     make_tokenizer(folder)
     torch.manual_seed(0)
@@ -318,25 +308,6 @@ SMALL = {
     "eos_token_id": 2,
     "bos_token_id": None,
 }
-
-
-def test_a_run_stopped_at_the_end_of_an_epoch_resumes_to_the_same_numbers(train):
-    """51 rows of 64 train; 7 steps of 8 an epoch: the stop falls on the epoch's last step, before its evaluation."""
-    same = [
-        "tuning.mode=lora",
-        "train.max_steps=9",
-        "eval.steps=null",
-        "tuning.lora.dropout=0.1",
-        "train.save_steps=null",
-    ]
-    _, _, whole = train("whole", *same)
-    per_epoch = next(line["step"] for line in metrics(whole) if "eval_loss" in line)
-    assert 1 < per_epoch < 9
-    train("parts", *same, f"train.stop_after_steps={per_epoch}")
-    code, printed, parts = train("parts", *same, verb="resume")
-    assert code == 0, printed
-    assert losses(whole) == losses(parts)
-    assert_same_bits(weights(whole), weights(parts))
 
 
 def test_evaluating_before_and_while_training_changes_no_number(train):
@@ -372,24 +343,10 @@ def test_if_exists_resume_starts_goes_on_and_then_has_nothing_to_do(train):
     assert json.loads((folder / "summary.json").read_text())["steps"] == 4
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_last_whole_one(train):
-    same = ["train.max_steps=4", "train.save_steps=1"]
-    _, _, folder = train("one", *same, "train.stop_after_steps=3")
-    newest = folder / "checkpoints" / "checkpoint-3" / "optimizer.pt"
-    newest.write_bytes(newest.read_bytes()[:-100])
-    code, printed, _ = train("one", *same, verb="resume")
-    assert code == 0
-    assert "Resuming bnb run from step 2" in printed
-    assert "checkpoint-3 is skipped: optimizer.pt has" in printed
-
-
 def test_checkpoints_are_kept_to_the_limit(train):
     _, _, folder = train("one", "train.max_steps=4", "train.save_steps=1", "train.save_total_limit=2")
-    assert [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")] == [
-        "checkpoint-3",
-        "checkpoint-4",
-    ]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["checkpoint-3", "checkpoint-4"]
+    assert len(checkpoints.complete_checkpoints(folder / "checkpoints")) == 2
 
 
 @pytest.fixture
@@ -399,51 +356,31 @@ def any_rate(monkeypatch):
 
 
 @pytest.mark.usefixtures("any_rate")
-def test_the_best_model_is_kept_and_loaded_at_the_end(train):
-    """A learning rate that ruins the model: the first evaluation is the best one, and patience ends the run."""
-    same = [
-        "train.max_steps=8",
-        "tuning.mode=lora",
-        "train.learning_rate=30.0",
-        "train.lr_scheduler_type=constant",
-        "eval.steps=1",
-        "train.load_best_model_at_end=true",
-        "train.early_stopping_patience=2",
-        "train.save_total_limit=1",
-    ]
-    code, printed, folder = train("one", *same)
-    assert code == 0, printed
-    seen = {line["step"]: line["eval_loss"] for line in metrics(folder) if "eval_loss" in line and line["step"] > 0}
-    best = min(seen, key=lambda step: seen[step])
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] < 8
-    assert summary["after"]["loss"] == pytest.approx(seen[best], rel=1e-4)
-    assert (folder / "checkpoints" / f"checkpoint-{best}").is_dir()
-
-
-@pytest.mark.usefixtures("any_rate")
-@pytest.mark.parametrize("stopped", [2, "after its last step"])
-def test_patience_is_not_begun_again_by_a_resume(train, monkeypatch, stopped):
+def test_patience_is_not_begun_again_by_a_resume(train, trained, monkeypatch):
+    """A learning rate that ruins the model: the first evaluation is the best one, whose weights are kept and loaded at
+    the end, and patience ends the run. Others are stopped after two steps, and after the last one."""
     words = ["train.max_steps=8", "tuning.mode=lora", "train.learning_rate=30.0", "train.lr_scheduler_type=constant",
              "train.save_steps=1", "eval.steps=1", "train.load_best_model_at_end=true",
-             "train.early_stopping_patience=2"]  # fmt: skip
-    code, _, unbroken = train("unbroken", *words)
-    assert code == 0
-    assert 2 < len(losses(unbroken)) < 8
-    with monkeypatch.context() as patch:
-        if stopped == 2:
-            words.append("train.stop_after_steps=2")
-        else:
-
-            def fail(*_):
-                raise TrainingError("ended here")
-
-            patch.setattr("sft_play.training.run.build_summary", fail)
-        code, _, _ = train("two", *words)
-        assert code == (0 if stopped == 2 else 2)
-    code, printed, folder = train("two", *words[:8], verb="resume")
+             "train.early_stopping_patience=2", "train.save_total_limit=1"]  # fmt: skip
+    code, printed, unbroken = train("unbroken", *words)
     assert code == 0, printed
-    assert losses(folder) == losses(unbroken)
+    assert 2 < len(losses(unbroken)) < 8
+    seen = {line["step"]: line["eval_loss"] for line in metrics(unbroken) if "eval_loss" in line and line["step"] > 0}
+    best = min(seen, key=lambda step: seen[step])
+    summary = json.loads((unbroken / "summary.json").read_text())
+    assert summary["after"]["loss"] == pytest.approx(seen[best], rel=1e-4)
+    assert (unbroken / "checkpoints" / f"checkpoint-{best}").is_dir()
+
+    def fail(*_):
+        raise TrainingError("ended here")
+
+    assert train("early", *words, "train.stop_after_steps=2")[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("sft_play.training.run.build_summary", fail)
+        assert train("late", *words)[0] == 2
+    for name in ("early", "late"):
+        folder = trained(name, *words, verb="resume")
+        assert losses(folder) == losses(unbroken)
 
 
 class TestGradientCheck:
@@ -460,16 +397,12 @@ class TestGradientCheck:
         model.used(torch.ones(1, 2)).sum().backward()
         with pytest.raises(TrainingError, match=r"2 of 4 trainable tensors.*unused\.weight, unused\.bias"):
             GradientCheck().on_pre_optimizer_step(None, self.State(), None, model=model)
-
-    def test_a_gradient_of_zeros_is_none(self):
-        model = self.Model()
         (model.used(torch.zeros(1, 2)).sum() + model.unused(torch.ones(1, 2)).sum()).backward()
+        model.used.weight.grad.zero_()  # one of zeros is none
         with pytest.raises(TrainingError, match=r"used\.weight"):
             GradientCheck().on_pre_optimizer_step(None, self.State(), None, model=model)
 
     def test_lora_a_is_looked_at_once_its_b_has_left_zero(self):
-        from peft import LoraConfig, get_peft_model
-
         model = get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"], r=1))
         check = GradientCheck()
         model(torch.ones(1, 2)).sum().backward()
@@ -488,26 +421,13 @@ class TestGradientCheck:
 
     @pytest.mark.usefixtures("any_rate")
     def test_a_run_that_its_learning_rate_broke_names_the_learning_rate(self, train):
-        """Not the tensors: at the third step no gradient is left, or the loss is not a number."""
+        """At the third step no gradient is left, or the loss is not a number."""
         code, printed, _ = train("one", "train.learning_rate=1e6", "train.max_steps=8", "train.on_nan=stop")
         assert code == 2
         assert "start a new run with a lower train.learning_rate" in printed
-        assert "lora_A" not in printed.splitlines()[-1]
-
-    def test_gradients_that_all_end_after_some_were_there_are_told_from_a_tensor_without_any(self):
-        model = self.Model()
-        check = GradientCheck()
-        check._unchecked = {name: value for name, value in model.named_parameters() if name.startswith("unused")}
-        with pytest.raises(TrainingError, match="every gradient is zero, though"):
-            check.on_pre_optimizer_step(None, self.State(), None, model=model)
-        model.used(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(TrainingError, match=r"unused\.weight"):
-            check.on_pre_optimizer_step(None, self.State(), None, model=model)
 
     def test_a_run_whose_frozen_layers_pass_no_gradient_stops(self, train, monkeypatch):
         """As the trap would do it: the first layer's adapters get nothing."""
-        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
         real = LlamaDecoderLayer.forward
 
         def cut(self, hidden_states, *args, **options):
@@ -521,22 +441,9 @@ class TestGradientCheck:
         assert "layers.0" in printed
 
 
-@pytest.mark.usefixtures("any_rate")
-def test_a_loss_that_is_not_a_number_stops_the_run(train):
-    code, printed, folder = train(
-        "one", "tuning.mode=full", "train.learning_rate=1e30", "train.max_grad_norm=0.0", "train.max_steps=6"
-    )
-    assert code == 2
-    assert re.search("the (loss|gradient norm) is (nan|inf)|not finite", printed), printed
-    assert json.loads((folder / "manifest.json").read_text())["status"] == "failed"
-
-
 def in_fp16(monkeypatch, scale: float) -> None:
     """Runs compute in fp16 from here on, as on a GPU: accelerate has it there alone, torch on a CPU too. The scale of
     the loss begins at `scale`."""
-    from accelerate import Accelerator
-
-    from sft_play.training.loop import trainer
 
     begin, arguments = Accelerator.__init__, trainer.training_arguments
 
@@ -572,35 +479,15 @@ def test_an_fp16_run_that_skips_every_step_stops(train, monkeypatch):
     assert json.loads((folder / "manifest.json").read_text())["status"] == "failed"
 
 
-@pytest.mark.parametrize(("before", "step"), [("true", 0), ("false", 1)])
-def test_activations_that_leave_fp16s_range_say_so(train, monkeypatch, before, step):
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    real = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: real(self, x) * 1e12)
-    in_fp16(monkeypatch, 2.0**16)
-    code, printed, _ = train("one", "tuning.mode=lora", "train.max_steps=3", f"eval.before_training={before}")
-    assert code == 2
-    assert f"step {step}: the loss is nan; activations or gradients left fp16's range, which ends at 65,504" in printed
-
-
 REFUSALS = {
     "D1": ("tuning.lora.target_modules=[query_key_value]", "The linear layers are: down_proj, gate_proj, k_proj"),
     "D2 targets": ("tuning.lora.target_modules=[q_proj, qproj]", "qproj matches nothing (did you mean q_proj?)"),
-    "D2 saved": ("tuning.lora.modules_to_save=[lm_heed]", "lm_heed matches nothing (did you mean lm_head?)"),
-    "no targets": ("tuning.lora.target_modules=[]", "tuning.lora.target_modules: expected auto or a list"),
-    "saved layers": ("tuning.lora.modules_to_save=[mlp]", "holds linear layers that get adapters"),
     "head": ("tuning.lora.target_modules=[lm_head]", "the output head, which takes no adapter"),
     "both": ("tuning.lora.modules_to_save=[q_proj]", "holds linear layers that get adapters"),
-    "D6 path": ("model.name=/no/such/model", "model path /no/such/model does not exist"),
     "mesh": ("model.mesh_shape=[1, 3]", "(tuning.mode=lora can); use [[3], [fsdp]]"),
     "batch": ("train.batch_size=3", "use 6 or 9"),
     "flash": ("model.attn_implementation=flash_attention_2", "has kernels for GPUs, and this run uses the CPU"),
     "unsloth": ("tuning.backend=unsloth", "set tuning.backend_fallback=bnb"),
-    "tracker": ("train.report_to=[mlflow]", "mlflow is not installed"),
-    "template": ("data.chat_template=nothing.jinja", "is neither a file"),
-    "E1": ("data.train_path=/no/such/rows.jsonl", "the folder /no/such does not exist"),
-    "key": ("train.learning_rat=1", "did you mean train.learning_rate?"),
 }
 
 
@@ -615,17 +502,6 @@ def test_a_refusal_is_one_message_with_exit_code_2_and_nothing_is_left(train, tm
     assert not (tmp_path / "outputs").exists() or not list((tmp_path / "outputs").iterdir())
 
 
-def test_a_fault_of_ours_keeps_its_traceback(train, monkeypatch):
-    import sft_play.training.run as module
-
-    def broken(*_):
-        raise ZeroDivisionError("ours")
-
-    monkeypatch.setattr(module, "prepare_stages", broken)
-    with pytest.raises(ZeroDivisionError, match="ours"):
-        train("one")
-
-
 def test_a_backend_that_falls_back_says_so_and_records_it(train):
     code, printed, folder = train("one", "tuning.backend=unsloth", "tuning.backend_fallback=bnb")
     assert code == 0
@@ -633,19 +509,6 @@ def test_a_backend_that_falls_back_says_so_and_records_it(train):
     assert any(
         "bnb instead of unsloth" in choice for choice in json.loads((folder / "manifest.json").read_text())["choices"]
     )
-
-
-def test_no_length_is_proposed_that_the_model_has_no_positions_for(train, tmp_path):
-    """The tiny model has 512; every row needs more."""
-    path = tmp_path / "long.jsonl"
-    path.write_text("".join(json.dumps(chat(f"{number}", "no " * 900)) + "\n" for number in range(5)))
-    files = (f"data.train_path={path}", "data.val_path=null", "data.test_path=null")
-    code, printed, _ = train("short", *files, "model.max_seq_len=256")
-    assert code == 2
-    assert "set model.max_seq_len=512, the most that the model has: 54.5% kept" in printed
-    code, printed, _ = train("whole", *files, "model.max_seq_len=4096")
-    assert code == 2
-    assert "the model has no more positions: split or shorten the rows" in printed
 
 
 def test_a_base_model_without_template_is_refused_before_all_rows_are_read(train, tmp_path):
@@ -657,108 +520,84 @@ def test_a_base_model_without_template_is_refused_before_all_rows_are_read(train
     assert "has no chat template" in printed
     assert "chatml, plain" in printed
     assert "not valid JSON" not in printed
-    code, printed, _ = train("one", f"model.name={folder}", "data.chat_template=plain")
+    code, printed, _ = train("one", f"model.name={folder}", "data.chat_template=plain", "train.max_steps=1")
     assert code == 0, printed
     assert "Chat template: the built-in plain" in printed
-    template = tmp_path / "mine.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    code, printed, _ = train("two", f"model.name={folder}", f"data.chat_template={template}")
-    assert code == 0, printed
 
 
 def test_a_tokenizer_larger_than_the_model_resizes_only_where_it_is_trained(train, tmp_path):
-    folder = make_llama(tmp_path / "small", vocab_size=262)
-    code, printed, _ = train("one", f"model.name={folder}")
+    small, large = make_llama(tmp_path / "small", vocab_size=262), make_llama(tmp_path / "large", vocab_size=512)
+    code, printed, _ = train("one", f"model.name={small}")
     assert code == 2
     assert "modules_to_save=[embed_tokens, lm_head]" in printed
-    code, printed, run = train("two", f"model.name={folder}", "tuning.mode=full")
-    assert code == 0, printed
-    assert "Embeddings: resized from 262 to" in printed
-    assert weights(run)["model.embed_tokens.weight"].shape[0] > 262
+    for name, folder in (("two", small), ("three", large)):  # a smaller one shrinks nothing
+        code, printed, run = train(name, f"model.name={folder}", "tuning.mode=full", "train.max_steps=1")
+        assert code == 0, printed
+        assert ("Embeddings: resized from 262 to" in printed) == (folder is small)
+        rows = weights(run)["model.embed_tokens.weight"].shape[0]
+        assert (rows > 262) if folder is small else (rows == 512)
 
 
-def test_a_tokenizer_smaller_than_the_model_shrinks_nothing(train, tmp_path):
-    folder = make_llama(tmp_path / "large", vocab_size=512)
-    _, printed, run = train("one", f"model.name={folder}", "tuning.mode=full")
-    assert "resized" not in printed
-    assert weights(run)["model.embed_tokens.weight"].shape[0] == 512
+def without(name: str) -> Callable[[Path], None]:
+    """Removes a tensor from a base's weights."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors.pop(name)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return change
 
 
-def test_pickled_weights_are_not_read(train, tmp_path, tiny_llama):
-    folder = tmp_path / "pickled"
-    folder.mkdir()
-    for file in tiny_llama.iterdir():
-        if file.suffix != ".safetensors":
-            (folder / file.name).write_bytes(file.read_bytes())
+def configured(**changes: Any) -> Callable[[Path], None]:
+    """Changes a base's config.json."""
+
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def stored(content: bytes) -> Callable[[Path], object]:
+    """Writes other bytes as a base's weights."""
+    return lambda folder: (folder / "model.safetensors").write_bytes(content)
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    code, printed, run = train("one", f"model.name={folder}")
-    assert code == 2
-    assert "pickled weights can run code and are not read" in printed
-    assert not run.exists()
 
 
-def test_missing_weights_are_not_filled_with_random_numbers(train, tmp_path, tiny_llama):
-    folder = tmp_path / "partial"
-    folder.mkdir()
-    for file in tiny_llama.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    tensors.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    code, printed, _ = train("one", f"model.name={folder}")
-    assert code == 2
-    assert "do not match its config.json: model.layers.1.mlp.up_proj.weight" in printed
+UNUSABLE = {
+    "pickled": (pickled, "pickled weights can run code and are not read"),
+    "a weight is missing": (
+        without("model.layers.1.mlp.up_proj.weight"),
+        "do not match its config.json: model.layers.1.mlp.up_proj.weight",
+    ),
+    "no head": (configured(tie_word_embeddings=False), "do not match its config.json: lm_head.weight"),
+    "masked": (configured(architectures=["BertForMaskedLM"]), "not a causal language model"),
+    "quantised": (configured(quantization_config={"quant_method": "gptq", "bits": 4}), "already quantised (gptq)"),
+    "no such activation": (configured(hidden_act="nope"), "transformers cannot build a LlamaConfig"),
+    "no number": (configured(num_key_value_heads="x"), "needs a whole number"),
+    "other shapes": (configured(hidden_size=32), "cannot be loaded"),
+    "git lfs": (stored(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"), "cannot be loaded"),
+}
 
 
-def test_a_model_without_its_own_output_head_is_refused(train, tmp_path):
-    folder = make_llama(tmp_path / "untied", tie_word_embeddings=False)
-    tensors = load_file(folder / "model.safetensors")
-    tensors.pop("lm_head.weight")
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    code, printed, _ = train("one", f"model.name={folder}")
-    assert code == 2
-    assert "do not match its config.json: lm_head.weight" in printed
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"architectures": ["BertForMaskedLM"]}, "not a causal language model"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "already quantised (gptq)"),
-        ({"hidden_act": "nope"}, "transformers cannot build a LlamaConfig"),
-        ({"num_key_value_heads": "x"}, "needs a whole number"),
-        ({"hidden_size": 32}, "cannot be loaded"),
-    ],
-)
-def test_a_config_that_cannot_be_trained_is_refused_and_nothing_is_left(train, tmp_path, tiny_llama, change, message):
+@pytest.mark.parametrize("case", sorted(UNUSABLE))
+def test_a_base_that_cannot_be_trained_is_refused_and_nothing_is_left(train, tmp_path, tiny_llama, case):
+    change, message = UNUSABLE[case]
     folder = tmp_path / "changed"
     shutil.copytree(tiny_llama, folder)
-    config = json.loads((folder / "config.json").read_text()) | change
-    (folder / "config.json").write_text(json.dumps(config))
+    change(folder)
     code, printed, run = train("one", f"model.name={folder}", "tuning.mode=lora")
     assert code == 2, printed
     assert message in printed
     assert not run.exists()
 
 
-@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", b""])
-def test_a_weights_file_that_is_none_is_one_message(train, tmp_path, tiny_llama, content):
-    folder = tmp_path / "garbage"
-    shutil.copytree(tiny_llama, folder)
-    (folder / "model.safetensors").write_bytes(content)
-    code, printed, run = train("one", f"model.name={folder}")
-    assert code == 2, printed
-    assert "cannot be loaded" in printed
-    assert not run.exists()
-
-
 def test_the_text_tower_of_an_image_text_model_is_trained(train, tmp_path):
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
     folder = tmp_path / "gemma"
     folder.mkdir()
     make_tokenizer(folder)
@@ -780,56 +619,6 @@ def test_the_text_tower_of_an_image_text_model_is_trained(train, tmp_path):
         torch.testing.assert_close(tensor, source[name], rtol=0, atol=1e-6 if is_text else 0)
     again = Gemma3ForConditionalGeneration.from_pretrained(run / "model")
     assert type(again.config.vision_config) is type(whole.config.vision_config)
-    code, printed, _ = train("two", f"model.name={folder}")
-    assert code == 0, printed
-
-
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", pytest.param("qwen3", marks=pytest.mark.slow)])
-def test_other_architectures_train(train, tmp_path, name):
-    from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
-
-    folder = tmp_path / name
-    if name == "mixtral":
-        make_mixtral(folder)
-    else:
-        folder.mkdir()
-        make_tokenizer(folder)
-        if name == "gpt2":
-            config = GPT2Config(vocab_size=400, n_embd=64, n_layer=2, n_head=4, n_positions=128)
-            GPT2LMHeadModel(config).save_pretrained(folder)
-        else:
-            Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16)).save_pretrained(folder)
-    code, printed, _ = train("one", f"model.name={folder}", "eval.before_training=true", "eval.generate_rows=2")
-    assert code == 0, printed
-    assert ("none on experts" in printed) == (name == "mixtral")
-
-
-FEW_ROWS = ("model.max_seq_len=512", "data.val_fraction=0.0", "train.effective_batch_size=2",
-            "data.max_lost_fraction=1.0")  # fmt: skip
-PLAIN = ("task_mode=cpt", "model.max_seq_len=64")
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("bundled/rows/alpaca.json", FEW_ROWS),
-        ("bundled/rows/openai_chat.jsonl", FEW_ROWS),
-        ("bundled/documents/verse.txt", (*PLAIN, "data.val_fraction=0.0")),
-        *(
-            pytest.param(name, overrides, marks=pytest.mark.slow)
-            for name, overrides in (
-                ("sft/gsm8k/test.jsonl", ("model.max_seq_len=512", "data.max_lost_fraction=1.0")),
-                ("sft/llamafactory/identity.json", ("model.max_seq_len=512",)),
-                ("sft/openai_cookbook/toy_chat_fine_tuning.jsonl", FEW_ROWS),
-                ("corpora/tinyshakespeare.txt", (*PLAIN, "data.val_fraction=0.01")),
-            )
-        ),
-    ],
-)
-def test_real_files_train_as_they_are(train, name, overrides):
-    code, printed, folder = train(Path(name).stem, f"data.train_path={data_file(name)}", *overrides)
-    assert code == 0, printed
-    assert len(losses(folder)) == 2
 
 
 def test_plain_text_trains_every_token_and_mixed_runs_both_kinds(train, tmp_path):
@@ -843,77 +632,40 @@ def test_plain_text_trains_every_token_and_mixed_runs_both_kinds(train, tmp_path
     assert "0.3 of the sequences" in printed
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor", "paged_adamw_8bit"])
-def test_other_optimizers_and_switches_train(train, optim):
-    code, printed, _ = train(
-        optim, f"train.optim={optim}", "tuning.lora.use_dora=true", "tuning.lora.use_rslora=true", "tuning.mode=lora",
-        "train.gradient_checkpointing=true", "train.bf16=true",
-    )  # fmt: skip
-    assert code == 0, printed
-    assert "with bf16 precision" in printed
-
-
-class TestProgress:
-    class State:
-        global_step, max_steps, is_world_process_zero = 0, 10, True
-
-    def test_speed_and_time_left_count_training_steps_only(self):
-        clock = iter([1.0, 10.0, 14.0, 114.0, 118.0, 118.0, 118.0, 118.0])
-        progress = Progress(count_tokens=lambda: 800, clock=lambda: next(clock))
-        state = self.State()
-        progress.on_train_begin(None, state, None)  # at 1 s: then the longest rows are tried
-        progress.on_step_begin(None, state, None)  # at 10 s
-        progress.on_step_end(None, state, None)  # at 14 s: then 100 s of evaluation
-        progress.on_step_begin(None, state, None)  # at 114 s
-        line = progress.format_line(2, 10)  # at 118 s: 8 s of training, 800 tokens, 8 steps left at 4 s each
-        assert line == "100 tokens/s  32 seconds left"
-
-
-def test_memory_that_runs_out_is_exit_code_3_with_what_was_predicted(train, monkeypatch):
-    from sft_play.training.loop.trainer import PlannedTrainer
-
-    def full(*_args, **_options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(PlannedTrainer, "training_step", full)
-    code, printed, folder = train("one")
-    assert code == 3
-    assert "CUDA out of memory; the plan predicted " in printed
-    assert "(CUDA out of memory. Tried to allocate 2.00 GiB)" in printed
-    assert "try SET='train.batch_size=4 train.grad_accum=2'" in printed
-    assert json.loads((folder / "manifest.json").read_text())["status"] == "failed"
+def test_speed_and_time_left_count_training_steps_only():
+    state = SimpleNamespace(global_step=0, max_steps=10)
+    clock = iter([1.0, 10.0, 14.0, 114.0, 118.0, 118.0, 118.0, 118.0])
+    progress = Progress(clock=lambda: next(clock))
+    progress.on_train_begin(None, state, None)  # at 1 s: then the longest rows are tried
+    progress.on_step_begin(None, state, None)  # at 10 s
+    progress.on_step_end(None, state, None)  # at 14 s: then 100 s of evaluation
+    progress.on_step_begin(None, state, None)  # at 114 s
+    line = progress.format_line(2, 10, {"loss": 1.5, "tokens_per_s": 100.0})  # at 118 s: 8 steps left at 4 s each
+    assert line == "loss 1.5000  100 tokens/s  32 seconds left"
 
 
 def test_fewer_rows_than_one_effective_batch_are_said_aloud(train):
-    code, printed, _ = train("one", "train.effective_batch_size=256", "train.max_steps=1")
+    code, printed, _ = train("one", "train.effective_batch_size=64", "train.max_steps=1")
     assert code == 0, printed
-    assert "rows are fewer than one effective batch of 256" in printed
+    assert "rows are fewer than one effective batch of 64" in printed
 
 
-def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(train, tmp_path, monkeypatch):
-    from datetime import date
-
-    from sft_play.runs.folder import first_start_date
-
+def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(trained, tmp_path, monkeypatch):
     template = tmp_path / "dated.jinja"
     template.write_text(
         "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
     )
-    code, printed, folder = train("dated", f"data.chat_template={template}")
-    assert code == 0, printed
+    folder = trained("dated", f"data.chat_template={template}", "train.max_steps=1")
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["template_date"] == str(date.today())
     manifest["template_date"] = "2001-02-03"
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert first_start_date(RunFolder(folder)) == date(2001, 2, 3)
-    code, _, folder = train("undated")
-    assert "template_date" not in json.loads((folder / "manifest.json").read_text())
 
 
-@pytest.mark.parametrize("way", ["removed", "renamed", "emptied"])
-@pytest.mark.parametrize("save_steps", [1, 500])
-def test_a_folder_that_goes_away_under_its_run_is_one_message(train, monkeypatch, tmp_path, way, save_steps):
+@pytest.mark.parametrize(("way", "save_steps"), [("renamed", 1), ("emptied", 500)])
+def test_a_folder_that_goes_away_under_its_run_is_one_message(train, trained, monkeypatch, tmp_path, way, save_steps):
     """At a checkpoint, or when the trained weights are written."""
     real = PlannedLoop.training_step
 
@@ -924,8 +676,7 @@ def test_a_folder_that_goes_away_under_its_run_is_one_message(train, monkeypatch
                 folder.rename(folder.with_name("other"))
             else:
                 shutil.rmtree(folder)
-                if way == "emptied":
-                    folder.mkdir()
+                folder.mkdir()
         return real(self, *arguments, **options)
 
     monkeypatch.setattr(PlannedLoop, "training_step", takes_away)
@@ -937,5 +688,4 @@ def test_a_folder_that_goes_away_under_its_run_is_one_message(train, monkeypatch
     assert "could not be written" not in said
     if way == "renamed":  # and there it goes on
         same = ("train.max_steps=3", f"train.save_steps={save_steps}", "tuning.mode=lora")
-        code, said, _ = train("other", *same, verb="resume")
-        assert code == 0, said
+        trained("other", *same, verb="resume")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -46,7 +45,7 @@ def trainer(*, is_deepspeed: bool = True) -> Any:
     plugin = SimpleNamespace(deepspeed_config={})
     return SimpleNamespace(
         is_deepspeed_enabled=is_deepspeed, heartbeat=SimpleNamespace(note=lambda *_: None), model_wrapped=None,
-        watch_writing=lambda _: contextlib.nullcontext(), wait_for_disk=lambda: None,
+        wait_for_disk=lambda: None,
         accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)),
     )  # fmt: skip
 

@@ -16,14 +16,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -42,15 +43,16 @@ from sft_play.process.failures import Failure, read_failure
 from sft_play.runs.folder import RunFolder, check_same_run, new_manifest
 from sft_play.runs.lookup import create_run
 from sft_play.text import GIB
+from sft_play.training import unsloth_run, unsloth_worker
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.model_saving import saved_shapes
-from sft_play.training.measure.exact_match import Question
-from sft_play.training.prepare import prepare
+from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec
-from sft_play.training.unsloth import unsloth_run, unsloth_worker
 from tests import warm
 from tests.conftest import ROOT
 from tests.models import uneven_run
+from tests.test_options import on_cpu
+from tests.test_train import trained  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.build
 
@@ -121,9 +123,6 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
 
 def adapter_in_peft(folder: Path) -> dict[str, torch.Tensor]:
     """The adapter of a run as PEFT has it once it is loaded onto its base."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from transformers import AutoModelForCausalLM
-
     path = folder / "adapter"
     base = json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"]
     return get_peft_model_state_dict(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), path))
@@ -143,59 +142,26 @@ def problem(config: Any, machine: Hardware = CPU, **asked: Any) -> str | None:
     return None
 
 
-def test_without_a_gpu_and_an_environment_both_are_named_and_how_to_get_one(no_unsloth):
-    said = problem(config())
-    assert said is not None
-    assert "CUDA GPU" in said
-    assert "make setup-unsloth" in said
-
-
-def test_with_a_gpu_only_the_environment_is_missing(no_unsloth):
-    said = problem(config(), parse_hardware("1xH100"))
-    assert said is not None
-    assert "make setup-unsloth" in said
-    assert "there is none here" not in said
-
-
-def test_an_environment_that_is_named_and_not_there_is_said_by_its_name(monkeypatch, tmp_path):
+def test_what_is_missing_is_named_and_how_to_get_it(no_unsloth, monkeypatch, tmp_path):
+    on_cpu, on_gpu = str(problem(config())), str(problem(config(), parse_hardware("1xH100")))
+    assert "CUDA GPU" in on_cpu
+    assert all("make setup-unsloth" in said for said in (on_cpu, on_gpu))
+    assert "there is none here" not in on_gpu
     monkeypatch.setenv("UNSLOTH_VENV", str(tmp_path / "nothing"))
-    said = problem(config())
-    assert said is not None
-    assert f"UNSLOTH_VENV={tmp_path}/nothing" in said
+    assert f"UNSLOTH_VENV={tmp_path}/nothing" in str(problem(config()))
 
 
-def test_the_environment_in_the_present_folder_is_found(no_unsloth, tmp_path):
-    assert software.find_unsloth_python({}) is None
-    python = tmp_path / ".venv-unsloth" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text("")
-    python.chmod(0o755)
-    assert software.find_unsloth_python({}) == python
-    assert software.find_unsloth_python({"UNSLOTH_VENV": str(tmp_path / ".venv-unsloth")}) == python
+UNSUPPORTED = (
+    *("tuning.mode=full", "tuning.lora.use_dora=true", "tuning.lora.modules_to_save=[lm_head]"),
+    *("data.packing=best_fit", "train.gradient_checkpointing=3", "model.attn_implementation=eager"),
+    *("model.experts_implementation=eager", "task_mode=cpt_mixed data.text_path=x.txt"),
+)
 
 
-UNSUPPORTED = {
-    "tuning.mode=full": "tuning.mode=full",
-    "task_mode=cpt_mixed data.text_path=x.txt": "task_mode=cpt_mixed",
-    "tuning.lora.use_dora=true": "tuning.lora.use_dora=true",
-    "tuning.lora.modules_to_save=[lm_head]": "tuning.lora.modules_to_save",
-    "data.packing=best_fit": "data.packing",
-    "train.gradient_checkpointing=3": "train.gradient_checkpointing=3",
-    "model.attn_implementation=eager": "model.attn_implementation",
-    "model.experts_implementation=eager": "model.experts_implementation",
-}
-
-
-@pytest.mark.parametrize("override", sorted(UNSUPPORTED))
-def test_what_is_not_supported_is_named_before_anything_loads(standin, override):
-    said = problem(config(*override.split()))
-    assert said is not None
-    assert UNSUPPORTED[override] in said
-
-
-def test_all_that_is_not_supported_is_named_at_once(standin):
-    said = problem(config("tuning.lora.use_dora=true", "data.packing=best_fit"))
-    assert said is not None
+def test_what_is_not_supported_is_named_before_anything_loads(standin):
+    for overrides in UNSUPPORTED:
+        assert overrides.split()[0].partition("=")[0] in str(problem(config(*overrides.split()))), overrides
+    said = str(problem(config("tuning.lora.use_dora=true", "data.packing=best_fit")))  # all at once
     assert "use_dora" in said
     assert "packing" in said
 
@@ -211,12 +177,6 @@ def test_every_option_is_carried_or_made_here_or_refused_when_it_is_set(monkeypa
     assert set(all_options()) >= backend._SUPPORTED_OPTIONS
 
 
-def test_an_option_that_nobody_told_the_bridge_of_is_refused(monkeypatch):
-    new = dataclasses.replace(all_options()["train.seed"], path="train.new", owner="training.model.new")
-    monkeypatch.setattr(backend, "all_options", lambda: {**all_options(), "train.new": new})
-    assert any(item.startswith("train.new=") for item in backend.unsupported_options(config()))
-
-
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
@@ -226,9 +186,7 @@ def test_an_option_that_nobody_told_the_bridge_of_is_refused(monkeypatch):
     ],
 )
 def test_layouts_nodes_and_launchers_that_it_has_not_are_named(standin, asked, words):
-    said = problem(config(), **asked)
-    assert said is not None
-    assert words in said
+    assert words in str(problem(config(), **asked))
 
 
 @pytest.mark.parametrize(("gpu", "device", "fine"), [(True, "cuda", True), (True, "hip", True), (True, "cpu", False),
@@ -255,19 +213,6 @@ def test_models_that_it_cannot_train_as_the_run_says_are_named():
     assert stored is None or "loads float32 and computes in bfloat16" in stored
 
 
-def test_a_model_that_its_shapes_belie_is_found_before_its_weights_are_loaded():
-    def said(precision: Any = "bfloat16", **changes: Any) -> str | None:
-        plain = {"text_tower": None, "peft_config": SimpleNamespace(fan_in_fan_out=False), "resize_to": None}
-        spec = SimpleNamespace(**{**plain, **changes})
-        return prepare._unsloth_problem(spec, Precision("bfloat16", precision, ""))  # type: ignore[arg-type]
-
-    assert said() is None
-    assert "image-text" in str(said(text_tower=object()))
-    assert "Conv1D" in str(said(peft_config=SimpleNamespace(fan_in_fan_out=True)))
-    assert "embeddings" in str(said(resize_to=7))
-    assert "loads float32 and computes in bfloat16" in str(said("float32"))
-
-
 def test_the_types_with_transposed_layers_are_those_whose_code_has_them():
     """Of all causal language models of transformers."""
     folder = Path(transformers.__file__).parent / "models"
@@ -280,13 +225,6 @@ def test_the_types_with_transposed_layers_are_those_whose_code_has_them():
     assert transposed == set(backend.TRANSPOSED_MODEL_TYPES)
 
 
-def test_an_unsloth_that_cannot_be_used_is_refused_in_its_own_words(standin, monkeypatch):
-    monkeypatch.setenv("UNSLOTH_STANDIN_FAULT", "import")
-    said = problem(config())
-    assert said is not None
-    assert "NotImplementedError: Unsloth cannot find any torch accelerator" in said
-
-
 def test_an_environment_without_what_the_loop_imports_is_refused_by_the_packages_names(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "unsloth_standin"))
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
@@ -297,45 +235,21 @@ def test_an_environment_without_what_the_loop_imports_is_refused_by_the_packages
 
 
 def test_unsloth_is_asked_for_its_device_and_versions(standin):
-    assert problem(config()) is None
     python, answer = backend.require_unsloth(config(), CPU, layout="single", is_rank=False)
     assert python == standin.parent / "env" / "bin" / "python"
     assert answer.device == "cpu"
     assert answer.versions["torch"] == torch.__version__
 
 
-def test_the_worker_gets_no_packages_and_no_place_of_this_process():
-    given = {
-        "PYTHONPATH": "/ours", "VIRTUAL_ENV": "/ours", "RANK": "1", "WORLD_SIZE": "2", "HF_TOKEN": "kept",
-        "UNSLOTH_COMPILE_LOCATION": "/mine",
-    }  # fmt: skip
-    told = software.worker_environment(given)
-    assert not {"PYTHONPATH", "VIRTUAL_ENV", "RANK", "WORLD_SIZE"} & set(told)
-    assert (told["HF_TOKEN"], told["UNSLOTH_COMPILE_LOCATION"]) == ("kept", "/mine")
-    assert told["UNSLOTH_DISABLE_STATISTICS"] == "1"
+def test_an_unsloth_that_cannot_be_used_is_refused_in_its_own_words(standin, monkeypatch):
+    monkeypatch.setenv("UNSLOTH_STANDIN_FAULT", "import")
+    assert "NotImplementedError: Unsloth cannot find any torch accelerator" in str(problem(config()))
 
 
 # --- what is handed over ----------------------------------------------------------------------------------------------
 
 
-def document(folder: Path, **changes: Any) -> unsloth_run.Handover:
-    told = {
-        "folder": str(folder), "config_path": "run.yaml", "overrides": ["a=b"], "config": {"model": {"name": "x"}},
-        "plan": {}, "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None,
-        "splits": {}, "held_out": "val",
-        "asked": [Question(prompt_ids=[1], prompt_text="é", reference="a")], "asked_while_training": [],
-        "stop_ids": [2],
-        "model_path": "m", "target_modules": ["q"], "tensors": {"a": [2, 3]},
-    }  # fmt: skip
-    return unsloth_run.Handover(**{**told, **changes})
-
-
-def test_a_document_is_read_as_it_was_written(tmp_path):
-    made = document(tmp_path)
-    assert unsloth_run.Handover.model_validate_json(made.model_dump_json(indent=1)) == made
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_rows_are_read_token_for_token_as_they_were_written(tmp_path, seed):
     draw = torch.Generator().manual_seed(seed)
     rows = []
@@ -371,12 +285,10 @@ def ended(tmp_path: Path, *words: tuple[int, tuple[str, str, str, int] | None]) 
     ("words", "stopped", "kind", "message"),
     [
         ([(3, ("user", "DoesNotFit", "too much", 1))], 0, DoesNotFit, "too much"),
-        ([(2, ("user", "BackendError", "no such", 1))], 0, BackendError, "no such"),
         ([(1, ("fault", "KeyError", "'x'", 1))], 0, RuntimeError, "KeyError: 'x'"),
         ([(130, ("stopped", "Interrupted", "stopped at step 2", 1))], 1, Interrupted, "stopped at step 2"),
         ([(-signal.SIGKILL, None)], 0, BackendError, "killed by SIGKILL \\(out of memory"),
         ([(-signal.SIGKILL, None)], 2, Interrupted, "ended at once"),
-        ([(7, None)], 0, BackendError, "exit code 7"),
         ([(1, ("peer", "DistBackendError", "gone", 1)), (2, ("user", "ModelError", "root", 2))], 0, ModelError, "root"),
         ([(2, ("user", "ModelError", "later", 5)), (2, ("user", "ModelError", "first", 2))], 0, ModelError, "first"),
     ],
@@ -384,9 +296,6 @@ def ended(tmp_path: Path, *words: tuple[int, tuple[str, str, str, int] | None]) 
 def test_the_first_failure_that_follows_from_no_other_is_raised(tmp_path, words, stopped, kind, message):
     with pytest.raises(kind, match=message):
         unsloth_run._raise_first_failure(ended(tmp_path, *words), signal_count=stopped)
-
-
-def test_processes_that_ended_well_raise_nothing(tmp_path):
     unsloth_run._raise_first_failure(ended(tmp_path, (0, None), (0, None)), signal_count=0)
 
 
@@ -405,10 +314,6 @@ def test_a_backend_is_not_changed_by_going_on(tmp_path, tiny_llama):
 
 
 def test_what_unsloth_changes_of_the_arguments_stops_the_run(tmp_path, monkeypatch, tiny_llama):
-    from transformers import TrainingArguments
-
-    from tests.test_options import on_cpu
-
     class Changed(TrainingArguments):
         def __post_init__(self):
             self.optim = "adamw_torch"
@@ -423,9 +328,6 @@ def test_what_unsloth_changes_of_the_arguments_stops_the_run(tmp_path, monkeypat
 
 
 def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, tiny_llama):
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
     run = load_config(uneven_run(tmp_path, tiny_llama), overrides=("tuning.mode=lora",)).config
     drawn = build_model_spec(run, Precision("float32", "float32", ""), tokenizer_size=100)
     shapes = saved_shapes(build_meta_model(drawn, trust_remote_code=False))
@@ -449,8 +351,6 @@ def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, t
 
 def recorded(monkeypatch) -> list[dict[str, Any]]:
     """Every batch that a run in this process trains on from now on."""
-    from sft_play.training.loop.trainer import PlannedTrainer
-
     batches: list[dict[str, Any]] = []
     step = PlannedTrainer.training_step
 
@@ -463,7 +363,7 @@ def recorded(monkeypatch) -> list[dict[str, Any]]:
     return batches
 
 
-def trained(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def batches_of(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The batches of the notes without the first of each start, on which the longest rows are only tried."""
     passed, is_tried = [], False
     for one in said:
@@ -475,12 +375,13 @@ def trained(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return passed
 
 
-def test_a_run_on_unsloth_stops_resumes_and_equals_the_other_backends(train, standin, monkeypatch, command, tmp_path):
+def test_a_run_on_unsloth_stops_resumes_and_equals_the_other_backends(
+    train, trained, standin, monkeypatch, command, tmp_path  # noqa: F811
+):  # fmt: skip
     """The same rows with the same labels in the same order, the same losses (LoRA, fp32, 1e-5), files and figures; its
     adapter is read by PEFT and its checkpoint by `consolidate`."""
     batches = recorded(monkeypatch)
-    code, printed, other = train("bnb", "eval.generate_rows=2", "eval.max_new_tokens=4")
-    assert code == 0, printed
+    other = trained("bnb", "eval.generate_rows=2", "eval.max_new_tokens=4")
     asked = ("tuning.backend=unsloth", "eval.generate_rows=2", "eval.max_new_tokens=4")
     code, printed, folder = train("mine", *asked, "train.stop_after_steps=3")
     assert code == 0, printed
@@ -495,7 +396,7 @@ def test_a_run_on_unsloth_stops_resumes_and_equals_the_other_backends(train, sta
     assert "Resuming unsloth run from step 3" in printed
 
     said = notes(standin)
-    assert trained(said) == batches
+    assert batches_of(said) == batches
     (loaded, *_) = [one for one in said if one.get("called") == "from_pretrained"]
     assert (loaded["dtype"], loaded["load_in_4bit"], loaded["use_exact_model_name"]) == ("torch.float32", False, True)
     assert {one["called"] for one in said if "called" in one} >= {"for_inference", "for_training"}
@@ -533,18 +434,15 @@ def test_a_failure_of_its_process_is_one_message_and_nothing_is_left(train, stan
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "answer", "words"), [("memory", 3, "CUDA out of memory; the plan predicted"),
-                                                        ("adapters", 2, "adapters are not those of the run"),
                                                         ("killed", 2, "was killed by SIGKILL")])  # fmt: skip
 def test_other_failures_have_their_exit_codes(train, standin, monkeypatch, fault, answer, words):
     monkeypatch.setenv("UNSLOTH_STANDIN_FAULT", fault)
     code, printed, _ = train("mine", "tuning.backend=unsloth")
-    assert code == answer
-    assert words in printed
+    assert (code, words in printed) == (answer, True), printed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_stops_and_answers_130(standin, tmp_path, tiny_llama, number):
+def test_a_signal_saves_stops_and_answers_130(standin, tmp_path, tiny_llama):
     """Signalled is the process of the command alone; Unsloth's, in a session of its own, is told by it."""
     path = uneven_run(tmp_path, tiny_llama)
     words = ("tuning.mode=lora", "tuning.backend=unsloth", "output.name=mine", "train.max_steps=3000")
@@ -556,7 +454,7 @@ def test_a_signal_saves_stops_and_answers_130(standin, tmp_path, tiny_llama, num
         assert process.poll() is None, (tmp_path / "log").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=120) == 130, (tmp_path / "log").read_text()
     printed = (tmp_path / "log").read_text()
     assert "saving at the end of this step, then stopping" in printed
@@ -567,38 +465,23 @@ def test_a_signal_saves_stops_and_answers_130(standin, tmp_path, tiny_llama, num
     assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
 
 
-def test_a_run_of_the_other_backend_is_not_resumed_on_unsloth(train, standin):
-    code, printed, _ = train("other", "train.stop_after_steps=1", "eval.before_training=false")
-    assert code == 0, printed
-    same = ("eval.before_training=false", "tuning.backend=unsloth")
-    code, printed, _ = train("other", *same, verb="resume", flags=("--run", "other"))
-    assert code == 2
-    assert 'tuning.backend: the run has "bnb", now "unsloth"' in printed
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("bf16", [False, True])
-def test_qlora_trains_as_the_other_backend_does(train, standin, bf16):
-    words = ("tuning.mode=qlora", f"train.bf16={str(bf16).lower()}", "train.gradient_checkpointing=true")
-    code, printed, other = train("other", *words)
-    assert code == 0, printed
-    code, printed, folder = train("mine", *words, "tuning.backend=unsloth")
-    assert code == 0, printed
-    assert losses(folder) == pytest.approx(losses(other), rel=5e-3 if bf16 else 1e-5)
+def test_qlora_trains_as_the_other_backend_does(trained, standin):  # noqa: F811
+    words = ("tuning.mode=qlora", "train.bf16=true", "train.gradient_checkpointing=true")
+    other = trained("other", *words)
+    folder = trained("mine", *words, "tuning.backend=unsloth")
+    assert losses(folder) == pytest.approx(losses(other), rel=5e-3)
     assert_same(adapter_in_peft(folder), weights(folder))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bf16", [False, True])
-def test_two_processes_train_and_judge_as_one(train, standin, bf16):
-    """DDP on two CPU processes; bf16 rounds otherwise in each."""
-    words = ("tuning.backend=unsloth", f"train.bf16={str(bf16).lower()}")
-    code, printed, one = train("one", *words)
-    assert code == 0, printed
-    code, printed, two = train("two", *words, verb="train-distributed", flags=("--nproc", "2"))
-    assert code == 0, printed
+def test_two_processes_train_and_judge_as_one(trained, standin):  # noqa: F811
+    """DDP on two CPU processes."""
+    words = ("tuning.backend=unsloth",)
+    one = trained("one", *words)
+    two = trained("two", *words, verb="train-distributed", flags=("--nproc", "2"))
     assert "ddp proved: the model is a DistributedDataParallel over 2 ranks" in (two / "train.log").read_text()
-    limit = 5e-3 if bf16 else 1e-5
+    limit = 1e-5
     assert losses(two) == pytest.approx(losses(one), rel=limit)
     ends = [json.loads((folder / "summary.json").read_text()) for folder in (one, two)]
     for key in ("before", "after"):
@@ -609,23 +492,20 @@ def test_two_processes_train_and_judge_as_one(train, standin, bf16):
 # --- the plan, and Unsloth itself -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hardware", ["1xRTX4090", "8xH100"])
-def test_the_plan_says_what_it_does_not_know(command, hardware):
-    path = ROOT / "configs" / "run_unsloth.yaml"
+def test_the_plan_says_what_it_does_not_know(command):
+    hardware, path = "8xH100", ROOT / "configs" / "run_unsloth.yaml"
     code, printed = command("plan", "--config", str(path), "--hardware", hardware, "--json")
     assert code == 0
     plan = json.loads(printed)
     said = " ".join(plan["reasons"])
     assert "Unsloth itself was not measured" in said
     assert ("STRATEGY=ddp" in said) == (plan["layout"] not in ("single", "ddp"))
-    code, printed = command("plan", "--config", str(ROOT / "configs/run_bnb.yaml"), "--hardware", hardware, "--json")
-    assert "Unsloth" not in " ".join(json.loads(printed)["reasons"])
 
 
 def test_plan_check_doctor_and_train_refuse_it_in_the_same_words(no_unsloth, command, tiny_llama, tmp_path):
     path = uneven_run(tmp_path, tiny_llama)
     words = ("--config", str(path), "tuning.mode=lora", "tuning.backend=unsloth")
-    for verb in ("plan", "check", "doctor", "train", "train-distributed", "launch-command"):
+    for verb in ("plan", "check", "train", "train-distributed"):
         code, printed = command(verb, *words)
         assert code == 2, (verb, printed)
         assert "tuning.backend=unsloth cannot run here: " in printed, verb
@@ -642,7 +522,7 @@ def test_where_it_falls_back_the_plan_is_that_of_the_backend_that_runs(no_unslot
     assert code == 0, printed
     assert "Backend: bnb instead of unsloth: " in printed
     asks = ["tuning.backend=unsloth", "tuning.backend_fallback=bnb"]
-    for machine, layout in (("1xH100", "single"), ("2xRTX4090", "ddp"), ("cpu", "single")):
+    for machine, layout in (("2xRTX4090", "ddp"), ("cpu", "single")):
         here = dataclasses.replace(parse_hardware(machine), named=False)
         plans = [
             plan_run(load_config(path, overrides=["tuning.mode=lora", *words]).config, here, layouts=(layout,))
@@ -664,11 +544,9 @@ def test_unsloth_itself_has_what_the_worker_calls():
 @needs_real
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
-def test_unsloth_itself_trains_as_the_other_backend_does(train, mode):
+def test_unsloth_itself_trains_as_the_other_backend_does(trained, mode):  # noqa: F811
     """Measured with Unsloth 2026.10.9 on a CPU: losses differ by 2e-7 (LoRA) and 3e-7 (QLoRA)."""
-    code, printed, other = train("other", f"tuning.mode={mode}")
-    assert code == 0, printed
-    code, printed, folder = train("mine", f"tuning.mode={mode}", "tuning.backend=unsloth")
-    assert code == 0, printed
+    other = trained("other", f"tuning.mode={mode}")
+    folder = trained("mine", f"tuning.mode={mode}", "tuning.backend=unsloth")
     on_gpu = torch.cuda.is_available()
     assert losses(folder) == pytest.approx(losses(other), rel=2e-2 if on_gpu else 1e-5)

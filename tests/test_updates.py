@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -147,18 +148,12 @@ def test_how_updates_reach_the_weights(mode, wish, dtype, layout, masters, load,
     assert (found.reason != BF16.reason) == changed
 
 
-def test_fp32_weights_stay_what_they_are():
-    fp32 = Precision("bfloat16", "float32", "x")
-    for wish in ("auto", "bfloat16", "stochastic"):
-        assert apply_weight_updates(fp32, run("full", f"train: {{weight_updates: {wish}}}"), "single") == fp32
-
-
 def planned(config: RunConfig, machine: str) -> Plan:
     return make_plan(PlanRequest(config, load_model_shape(config.model.name), parse_hardware(machine)))
 
 
-@pytest.mark.parametrize("machine", ["1xRTX4090", "1xA100-80GB", "1xH200", "2xRTX4090", "8xRTX4090", "1xL40S"])
-@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B"])
+@pytest.mark.parametrize("machine", ["1xRTX4090", "1xA100-80GB", "2xRTX4090"])
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B"])
 def test_full_in_bf16_holds_fp32_weights_wherever_they_fit(machine, model):
     """Rounding is planned exactly where no plan with fp32 weights, or an engine's fp32 copies, fits without offload."""
     plan = planned(run("full", name=model), machine)
@@ -177,14 +172,10 @@ def test_full_in_bf16_holds_fp32_weights_wherever_they_fit(machine, model):
 
 @pytest.mark.parametrize("asked", ["train.weight_updates=float32", "model.dtype=float32"])
 def test_fp32_weights_that_do_not_fit_are_to_be_given_up_first(asked):
-    config = config_from_text(
-        "model: {name: Qwen/Qwen2.5-1.5B}\ntuning: {mode: full}", name="run.yaml", overrides=[asked]
-    )
-    found = make_advised_plan(
-        PlanRequest(
-            config, load_model_shape(config.model.name), parse_hardware("1xRTX4090"), allowed_layouts=("single",)
-        )
-    )
+    text = "model: {name: Qwen/Qwen2.5-1.5B}\ntuning: {mode: full}"
+    config = config_from_text(text, name="run.yaml", overrides=[asked])
+    shape, card = load_model_shape(config.model.name), parse_hardware("1xRTX4090")
+    found = make_advised_plan(PlanRequest(config, shape, card, allowed_layouts=("single",)))
     assert not found.fits
     way = asked.partition("=")[0] + "=auto"
     assert way in [one.setting for one in found.suggestions]
@@ -222,7 +213,6 @@ def test_adapters_are_fp32_unless_bf16_is_asked_for_by_name(mode, wish, compute,
     ("mode", "machine", "only", "more", "said"),
     [
         ("qlora", "1xRTX4090", "single", "", "adapters and their states are bf16"),
-        ("lora", "2xH100", "ddp", "", "adapters and their states are bf16"),
         ("qlora", "2xH100", "fsdp", "", "adapters and their states are bf16"),
         ("lora", "2xH100", "fsdp", "", "fsdp still steps adapters in fp32"),
         ("qlora", "2xH100", "zero2", "", "zero2 still steps adapters in fp32"),
@@ -293,7 +283,6 @@ def saved_dtypes(folder: Path) -> set[str]:
     ("mode", "more", "trained", "states", "moved", "lost"),
     [
         ("qlora", (), "float32", "float32", (0.95, 1.0), False),
-        ("lora", (), "float32", "float32", (0.95, 1.0), False),
         ("qlora", ("tuning.lora.dtype=bfloat16",), "bfloat16", "bfloat16", (0.0, 0.95), None),
         ("full", (), "float32", "float32", (0.95, 1.0), False),
         ("full", ("train.weight_updates=stochastic",), "bfloat16", "float32", (0.0, 0.5), False),
@@ -304,9 +293,8 @@ def test_a_run_says_and_records_its_dtypes_and_what_a_step_moves(
     world, command, mode, more, trained, states, moved, lost
 ):
     name = "-".join([mode, *more]).replace("=", "-")
-    code, printed = command(
-        "train", "--config", str(world / "run.yaml"), f"tuning.mode={mode}", f"output.name={name}", *more
-    )
+    words = ("--config", str(world / "run.yaml"), f"tuning.mode={mode}", f"output.name={name}")
+    code, printed = command("train", *words, *more)
     assert code == 0, printed
     found = summary_of(world, name)["updates"]
     assert found["adapters" if mode != "full" else "weights"] == [trained]
@@ -363,8 +351,7 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
 @pytest.mark.parametrize(
     ("strategy", "mode", "copies"),
     [
-        ("ddp", "full", []), ("ddp", "qlora", []), ("fsdp", "full", []), ("fsdp", "qlora", []), ("tp", "lora", []),
-        ("zero2", "qlora", ["float32"]), ("zero2", "full", ["float32"]), ("zero3", "lora", ["float32"]),
+        ("ddp", "full", []), ("fsdp", "qlora", []), ("tp", "lora", []), ("zero2", "qlora", ["float32"]),
         ("zero3", "full", ["float32"]),
     ],
 )  # fmt: skip
@@ -385,17 +372,6 @@ def test_every_layout_steps_fp32_and_saves_in_the_dtype_of_the_base(world, strat
 
 
 @pytest.mark.parametrize(
-    ("share", "how", "lost"),
-    [
-        (0.49, "bfloat16", True), (0.51, "bfloat16", False), (0.49, "float32", True), (0.01, "stochastic", False),
-        (None, "bfloat16", False),
-    ],
-)  # fmt: skip
-def test_updates_count_as_lost_below_a_half_unless_they_are_rounded_stochastically(share, how, lost):
-    assert UpdateFacts(("bfloat16",), (), (), (), share, how).is_lost is lost
-
-
-@pytest.mark.parametrize(
     ("weights", "adapters", "masters", "named", "way"),
     [
         (("bfloat16",), (), (), "bfloat16", "train.weight_updates=auto, or a higher"),
@@ -405,23 +381,12 @@ def test_updates_count_as_lost_below_a_half_unless_they_are_rounded_stochastical
     ],
 )
 def test_the_warning_names_what_is_stepped_and_a_setting_that_would_help(weights, adapters, masters, named, way):
-    warning = UpdateFacts(weights, adapters, masters, (), 0.1, "float32").warning
+    facts = UpdateFacts(weights, adapters, masters, (), 0.1, "float32")
+    assert facts.is_lost
+    assert not dataclasses.replace(facts, moved_share=0.51).is_lost
+    warning = facts.warning
     assert f"since {named} has too few digits" in warning
     assert way in warning
-
-
-def test_workers_of_data_run_where_a_fork_server_is_the_default(world, command, monkeypatch):
-    """Python 3.14 starts processes by a fork server, which would be the parent that a worker looks for."""
-    import multiprocessing
-
-    before = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("forkserver", force=True)
-    try:
-        code, printed = command("train", "--config", str(world / "run.yaml"), "tuning.mode=lora", "train.max_steps=2",
-                                "output.name=workers", "train.dataloader_num_workers=1")  # fmt: skip
-    finally:
-        multiprocessing.set_start_method(before, force=True)
-    assert code == 0, printed
 
 
 def test_of_a_base_that_is_divided_a_checkpoint_of_adapters_reads_no_layer(world):

@@ -20,7 +20,7 @@ from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
 from sft_play.training.loop.loop_evaluation import EvaluatedLoop
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.measure.monitor import Monitor
-from sft_play.training.unsloth.unsloth_run import UnslothLoop
+from sft_play.training.unsloth_run import UnslothLoop
 
 pytestmark = pytest.mark.build
 LOOPS = (CheckpointedLoop, EvaluatedLoop, PlannedLoop, PlannedTrainer, UnslothLoop)

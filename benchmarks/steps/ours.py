@@ -202,11 +202,10 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
 
     Columns: input_ids, labels, attention_mask (ones). No row's first token has a label.
     """
-    from sft_play.training.loop.rows import to_dataset
     from sft_play.training.model import attention_functions
 
     config, plan, spec = job.loaded.config, job.plan, prepared.model_spec
-    rows = to_dataset(prepared.splits.train.rows).select_columns(["input_ids", "labels"])
+    rows = prepared.splits.train.rows.select_columns(["input_ids", "labels"])
 
     def completed(batch: dict[str, Any]) -> dict[str, Any]:
         # a causal model predicts no first token; other trainers count it among the trained ones where it has a label

@@ -161,7 +161,7 @@ def load_or_measure(
 UNSLOTH_VARIABLE = "UNSLOTH_VENV"
 # What `make setup-unsloth` builds.
 UNSLOTH_FOLDER = ".venv-unsloth"
-WORKER_SCRIPT = Path(__file__).resolve().parents[1] / "training" / "unsloth" / "unsloth_worker.py"
+WORKER_SCRIPT = Path(__file__).resolve().parents[1] / "training" / "unsloth_worker.py"
 # Begins the line in which the worker answers `--probe`; the same as there, where nothing of this package is imported
 # before Unsloth.
 WORKER_ANSWER_PREFIX = "sft-play answers: "

@@ -6,18 +6,15 @@ run over, all publish how far they are, and no shared disk is needed.
 
 import contextlib
 import datetime
-import fcntl
 import importlib
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.utils.file_baton import FileBaton
@@ -33,7 +30,7 @@ from sft_play.text import GIB
 
 logger = logging.getLogger(__name__)
 _HOST = socket.gethostname()
-# How long ranks wait for a disk at most. The heartbeat ends the wait earlier where no bytes move.
+# How long ranks wait for a disk at most; the heartbeat ends the wait earlier.
 DISK_TIMEOUT = datetime.timedelta(days=7)
 # Between two looks whether rank 0 has planned, which may take as long as to count the tokens of every row.
 _POLL_S = 0.2
@@ -83,19 +80,17 @@ def long_timeout_group(*, purpose: str = "the run") -> Any:
     own."""
     if world_size() == 1:
         return None
-    world = dist.group.WORLD
-    if any(group is not world for group, _ in _long_timeout_groups):
-        _long_timeout_groups.clear()
-    if (world, purpose) not in _long_timeout_groups:
-        _long_timeout_groups[world, purpose] = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
-    return _long_timeout_groups[world, purpose]
+    key = dist.group.WORLD, purpose  # another run's group is of another world
+    if key not in _long_timeout_groups:
+        _long_timeout_groups[key] = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+    return _long_timeout_groups[key]
 
 
 @contextlib.contextmanager
 def process_group(plan: Plan, *, timeout_s: float, uses_deepspeed: bool = False) -> Any:
     """The process group of all ranks, with our timeout, destroyed at the end of the run; DeepSpeed gets it at once,
     since ZeRO-3 divides weights while they are read."""
-    remove_abandoned_locks()
+    announce_compile_waits()
     if plan.choice.layout.ranks == 1 and "RANK" not in os.environ:
         yield
         return
@@ -111,8 +106,7 @@ def process_group(plan: Plan, *, timeout_s: float, uses_deepspeed: bool = False)
         yield
     finally:
         _long_timeout_groups.clear()  # the group ends with the default one; the next run needs a new one
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def sum_over_ranks(value: int) -> int:
@@ -206,11 +200,7 @@ def check_shared_disk(path: Path, plan: Plan) -> bool:
 
 def gather_numbers(numbers: torch.Tensor) -> list[list[float]]:
     """A vector of numbers of every rank, on all ranks."""
-    if world_size() == 1:
-        return [numbers.tolist()]
-    parts = [torch.empty_like(numbers) for _ in range(world_size())]
-    dist.all_gather(parts, numbers)
-    return [part.tolist() for part in parts]
+    return gather_values(numbers.tolist())
 
 
 def batch_rank(layout: Layout) -> int:
@@ -230,47 +220,29 @@ def init_deepspeed(*, on_cpu: bool) -> None:
     from deepspeed import comm
 
     backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of this name is torch itself
-    build = getattr(backend, "build_shm_op", None)  # DeepSpeed's own name; without it, it is compiled
-    if build is not None:
-        backend.build_shm_op = lambda: None
+    build = backend.build_shm_op
+    backend.build_shm_op = lambda: None
     try:
         comm.init_distributed("gloo", auto_mpi_discovery=False)
     finally:
-        if build is not None:
-            backend.build_shm_op = build
+        backend.build_shm_op = build
 
 
 # --- what torch compiles for a run, such as DeepSpeed's CPU Adam ------------------------------------------------------
-_try_acquire = FileBaton.try_acquire
+_wait_for_compile = FileBaton.wait
 
 
-def remove_abandoned_locks() -> None:
-    """Let this process remove locks of compiles that were killed. torch makes a file, keeps it open until it has
-    compiled, and removes it (`torch/utils/file_baton.py`); others wait until it is gone, for ever after a kill."""
-    FileBaton.try_acquire = _wait_for_lock
+def announce_compile_waits() -> None:
+    """Say what this process waits for where another compiles: torch makes a file, removes it once it
+    has compiled, and others wait until it is gone (`torch/utils/file_baton.py`), for ever after a
+    kill."""
+    FileBaton.wait = _announce_wait
 
 
-def _wait_for_lock(baton: FileBaton) -> bool:
-    """Take the lock, however long it takes: torch itself would go on once it is gone, as if its owner had compiled;
-    where it has, ninja finds nothing left to do. A lock stays whose owner cannot be known: another user's, or one on a
-    disk of several machines."""
-    lock, is_abandoned = Path(baton.lock_file_path).resolve(), False
+def _announce_wait(baton: FileBaton) -> None:
+    lock = Path(baton.lock_file_path).resolve()
     with report_wait(f"Waiting for the process that compiles in {lock.parent} (if there is none: rm {lock})"):
-        while not _try_acquire(baton):
-            was_abandoned, is_abandoned = is_abandoned, False
-            with contextlib.suppress(OSError), lock.open(encoding="utf-8") as file:
-                # The kernel gives a lease where nobody else has the file open, and holds up who opens it meanwhile,
-                # telling this process by SIGIO, which would end it.
-                fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
-                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-                # ninja and compilers, which work in the folder, outlive an owner that is killed
-                is_abandoned = all(process.info["cwd"] != str(lock.parent) for process in psutil.process_iter(["cwd"]))
-                # twice, since an owner that lives closes its lock a moment before it removes it; another may have now
-                if was_abandoned and is_abandoned and os.fstat(file.fileno()).st_nlink:
-                    lock.unlink()
-                    logger.warning("%s was left by a process that was killed while it compiled: removed", lock)
-            time.sleep(10 * baton.wait_seconds)  # of torch: 0.1 s
-    return True
+        _wait_for_compile(baton)
 
 
 # --- the store beside the process group -------------------------------------------------------------------------------

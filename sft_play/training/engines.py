@@ -3,13 +3,14 @@ does, read from live objects before the first step: transformers and accelerate 
 warning."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import ParallelismConfig
-from accelerate.utils import DDPCommunicationHookType
+from accelerate.state import PartialState
+from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -57,7 +58,13 @@ def engine_arguments(
             "cpu_ram_efficient_loading": False,  # `model_loading` reads the weights, or every rank has them
             "state_dict_type": "FULL_STATE_DICT",  # with another, Trainer.save_model writes no weights at all
         }
-    return arguments | _parallelism_arguments(plan.choice.layout)
+    layout = plan.choice.layout
+    ranks = layout.gradient_ranks  # context parallelism: to FSDP2 these are data-parallel ranks with shorter rows
+    if layout.is_fsdp and (layout.tensor_parallel > 1 or ranks > layout.shard):
+        config_class = _TensorParallelConfig if layout.tensor_parallel > 1 else ParallelismConfig
+        sizes = {"dp_replicate_size": ranks // layout.shard, "dp_shard_size": layout.shard}
+        arguments["parallelism_config"] = config_class(**sizes, tp_size=layout.tensor_parallel)
+    return arguments
 
 
 class _TensorParallelConfig(ParallelismConfig):
@@ -77,29 +84,11 @@ class _TensorParallelConfig(ParallelismConfig):
         return [*self.dp_dim_names, "tp"]
 
 
-def _parallelism_arguments(layout: Layout) -> dict[str, Any]:
-    """Context parallelism needs none: to FSDP2 its ranks are data-parallel ranks with shorter rows."""
-    ranks = layout.gradient_ranks
-    if not layout.is_fsdp or (layout.tensor_parallel == 1 and ranks == layout.shard):
-        return {}
-    config_class = _TensorParallelConfig if layout.tensor_parallel > 1 else ParallelismConfig
-    sizes = {"dp_replicate_size": ranks // layout.shard, "dp_shard_size": layout.shard}
-    return {"parallelism_config": config_class(**sizes, tp_size=layout.tensor_parallel)}
-
-
 def allow_fsdp_on_cpu(plan: Plan) -> None:
-    """Let accelerate shard over CPU ranks, for which it would choose DDP: its type is changed to multi-GPU after the
-    Trainer's arguments have made the group; `check_engine` verifies it. Raises TrainingError: its state differs."""
-    if not plan.choice.layout.is_fsdp or plan.hardware.device != "cpu":
-        return
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    state = PartialState._shared_state
-    if state.get("distributed_type") is not DistributedType.MULTI_CPU:
-        raise TrainingError("FSDP on CPU ranks: accelerate's state is not MULTI_CPU as expected; this version of it is "
-                            "not supported: use another layout (STRATEGY=ddp)")  # fmt: skip
-    state["distributed_type"] = DistributedType.MULTI_GPU
+    """Let accelerate shard over CPU ranks, for which it would choose DDP: its type is changed to
+    multi-GPU after the Trainer's arguments have made the group; `check_engine` verifies it."""
+    if plan.choice.layout.is_fsdp and plan.hardware.device == "cpu":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def set_gradient_reduction(trainer: Any, plan: Plan, config: RunConfig) -> None:
@@ -111,17 +100,15 @@ def set_gradient_reduction(trainer: Any, plan: Plan, config: RunConfig) -> None:
     if plan.layout == "single":
         return
     gradients = gradient_sync(config, plan.precision, plan.layout)
-    trainer.micro_steps_per_reduction = gradients.interval if isinstance(gradients.interval, int) else 1
+    if isinstance(gradients.interval, int):
+        trainer.micro_steps_per_reduction = gradients.interval
     if plan.layout == "ddp" and gradients.is_compressed:
         trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(DTYPE_SHORT_NAMES[gradients.reduced_dtype])
     is_custom = gradients.is_compressed or gradients.gathered_dtype != plan.precision.compute
     if plan.choice.layout.is_fsdp and is_custom:
         # None: FSDP2 casts nothing. A dtype casts the inputs of every unit too, and its output
-        param_dtype = (
-            None
-            if gradients.gathered_dtype == "float32" == plan.precision.compute
-            else getattr(torch, gradients.gathered_dtype)
-        )
+        is_fp32 = gradients.gathered_dtype == plan.precision.compute == "float32"
+        param_dtype = None if is_fp32 else getattr(torch, gradients.gathered_dtype)
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=getattr(torch, gradients.reduced_dtype), output_dtype=param_dtype
         )
@@ -134,7 +121,7 @@ def is_deepspeed(wrapped: Any) -> bool:
 
 def local_shard(tensor: Any) -> Any:
     """This rank's part of a tensor that is divided over ranks; the tensor itself where it is not."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -147,37 +134,25 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 def checkpoint_bytes(trainer: Any) -> int:
     """The least that a checkpoint takes: what trains, with the optimizer's states. All ranks call it."""
     values = [value for state in unwrap_optimizer(trainer.optimizer).state.values() for value in state.values()]
-    states = [value for value in values if isinstance(value, torch.Tensor)]
-    if not is_deepspeed(trainer.model_wrapped):
-        return trained_bytes(trainer) + _total_bytes(states)
-    return trained_bytes(trainer) + distributed.sum_over_ranks(
-        _total_bytes([*fp32_partitions(trainer.model_wrapped), *states])
-    )
-
-
-def _total_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    state_bytes = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    if is_deepspeed(trainer.model_wrapped):
+        state_bytes += sum(partition.nbytes for partition in fp32_partitions(trainer.model_wrapped))
+        state_bytes = distributed.sum_over_ranks(state_bytes)
+    return trained_bytes(trainer) + state_bytes
 
 
 def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
     """What the weights that train take on all ranks together, in this dtype or their own."""
-    return sum(
-        int(getattr(parameter, "ds_numel", parameter.numel()))
-        * (dtype.itemsize if dtype is not None else parameter.element_size())
-        for parameter in trainer.model.parameters()
-        if parameter.requires_grad
-    )
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    sizes = [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained]
+    return int(sum(size * (dtype or weight.dtype).itemsize for size, weight in zip(sizes, trained, strict=True)))
 
 
 def fp32_partitions(engine: Any) -> list[torch.Tensor]:
-    """DeepSpeed's fp32 partitions of the trained weights; raises TrainingError where it keeps them elsewhere."""
-    optimizer = engine.optimizer
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
-        groups = getattr(optimizer, name, None)
-        if groups is not None:
-            return list(groups)
-    raise TrainingError(f"DeepSpeed's {type(optimizer).__name__} keeps its partitions under unknown names; the engine "
-                        "cannot be checked, and nothing was trained")  # fmt: skip
+    """DeepSpeed's fp32 partitions of the trained weights."""
+    if engine.zero_optimization_stage() == 3:
+        return list(engine.optimizer.fp32_partitioned_groups_flat)
+    return list(engine.optimizer.single_partition_of_fp32_groups)
 
 
 def release_engine(trainer: Any) -> None:
@@ -189,7 +164,7 @@ def release_engine(trainer: Any) -> None:
     engine.destroy()
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
-    getattr(parameter_offload, "FWD_MODULE_STACK", []).clear()
+    parameter_offload.FWD_MODULE_STACK.clear()
     for method in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
         # the cache lies below the decorator that marks the method for profilers
         cells = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]
@@ -259,44 +234,26 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     whole_bytes, local_bytes = trained_bytes_held(trainer)
     frozen_whole_bytes, frozen_local_bytes, persistent_bytes = frozen_bytes(wrapped)
     sizes, frozen_sizes = distributed.gather_values(local_bytes), distributed.gather_values(frozen_local_bytes)
-    engine_check = EngineCheck(
-        layout.name,
-        type(wrapped).__name__,
-        distributed.world_size(),
-        whole_bytes,
-        tuple(sizes),
-        frozen_whole_bytes,
-        tuple(frozen_sizes),
-    )
-    replicated_trained, replicated_frozen = (_replicated_bytes(wrapped, is_trainable) for is_trainable in (True, False))
-    expected = _expected_share(whole_bytes, replicated_trained, layout) if layout.shards_states else whole_bytes
-    _require_divided(layout, "trained", whole_bytes, sizes, share=expected)
-    divided_sizes = [frozen_size - persistent_bytes for frozen_size in frozen_sizes]
-    expected = (
-        _expected_share(frozen_whole_bytes - persistent_bytes, replicated_frozen, layout)
-        if layout.shards_params
-        else frozen_whole_bytes
-    )
-    _require_divided(layout, "frozen", frozen_whole_bytes - persistent_bytes, divided_sizes, share=expected)
-    return engine_check
+    if layout.shards_states:
+        _require_divided(wrapped, layout, "trained", whole_bytes, sizes)
+    if layout.shards_params:
+        divided_sizes = [frozen_size - persistent_bytes for frozen_size in frozen_sizes]
+        _require_divided(wrapped, layout, "frozen", frozen_whole_bytes - persistent_bytes, divided_sizes)
+    return EngineCheck(
+        layout.name, type(wrapped).__name__, distributed.world_size(), whole_bytes, tuple(sizes),
+        frozen_whole_bytes, tuple(frozen_sizes),
+    )  # fmt: skip
 
 
-def _expected_share(whole_bytes: int, replicated_bytes: int, layout: Layout) -> float:
-    return (replicated_bytes + (whole_bytes - replicated_bytes) / layout.tensor_parallel) / layout.shard
-
-
-def _replicated_bytes(wrapped: Any, is_trainable: bool) -> int:
-    """Bytes of weights that every rank of a tensor-parallel group has: embedding, head and norms; 0 without one."""
-    replicated = 0
+def _require_divided(wrapped: Any, layout: Layout, kind: str, whole_bytes: int, sizes: Sequence[int]) -> None:
+    """Raises TrainingError where a rank holds more than its share of the trained or the frozen bytes."""
+    replicated = 0  # by tensor-parallel ranks, each of which has embedding, head and norms
     for parameter in wrapped.parameters():
-        if parameter.requires_grad is is_trainable and isinstance(parameter, DTensor):
+        if parameter.requires_grad is (kind == "trained") and isinstance(parameter, DTensor):
             axes = parameter.device_mesh.mesh_dim_names or ()
             if "tp" in axes and parameter.placements[axes.index("tp")].is_replicate():
                 replicated += parameter.nbytes
-    return replicated
-
-
-def _require_divided(layout: Layout, kind: str, whole_bytes: int, sizes: Sequence[int], *, share: float) -> None:
+    share = (replicated + (whole_bytes - replicated) / layout.tensor_parallel) / layout.shard
     if layout.tensor_parallel > 1 and whole_bytes and share >= whole_bytes / layout.shard:
         share = 0.0  # nothing was divided along the axis: any bytes are too many
     # the fixed part is for small models, where padding alone is more than the slack
@@ -328,10 +285,12 @@ def frozen_bytes(wrapped: Any) -> tuple[int, int, int]:
     purpose (up to `stage3_param_persistence_threshold`)."""
     whole_bytes = local_bytes = persistent_bytes = 0
     for parameter in (weight for weight in wrapped.parameters() if not weight.requires_grad):
-        width, is_persistent = parameter.element_size(), getattr(parameter, "ds_persist", False)
+        width = parameter.element_size()
         # where ZeRO-3 has divided it the parameter itself is empty between its uses
         size = width * getattr(parameter, "ds_numel", parameter.numel())
         shard_size = width * getattr(parameter, "ds_tensor", local_shard(parameter)).numel()
-        whole_bytes, local_bytes = whole_bytes + size, local_bytes + (size if is_persistent else shard_size)
-        persistent_bytes += size if is_persistent else 0
+        if getattr(parameter, "ds_persist", False):
+            persistent_bytes += size
+            shard_size = size
+        whole_bytes, local_bytes = whole_bytes + size, local_bytes + shard_size
     return whole_bytes, local_bytes, persistent_bytes

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,12 +35,14 @@ INTERVAL_S = 2.0
 NOTE_BYTES = 64
 # How long the store may take to answer: it may be gone with the first node.
 STORE_TIMEOUT_S = 10.0
+# Bytes a second that a disk writes at least: what is saved gets so much more time than the timeout.
+SLOWEST_DISK = 20 << 20
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's sign of life: what it last began (the `count`th thing), how long ago, and where its code is; `published`
-    is in seconds since 1970, `number` counts them; `moved` are the bytes written or read so far."""
+    """A rank's sign of life: what it last began (the `count`th thing), how long ago, and where its
+    code is; `published` is in seconds since 1970, `number` counts them."""
 
     rank: int
     host: str
@@ -52,7 +54,6 @@ class Beat:
     published: float
     number: int
     where: str = ""
-    moved: int = 0
 
     @property
     def position(self) -> str:
@@ -61,17 +62,16 @@ class Beat:
 
 
 def laggards(beats: Sequence[Beat], silent_ranks: Collection[int]) -> list[Beat]:
-    """Find the ranks that the others wait for: those without a sign of life, else those that began the fewest things
-    and whose bytes do not move. Empty where all are equal."""
+    """Find the ranks that the others wait for: those without a sign of life, else those that began
+    the fewest things. Empty where all are equal."""
     silent_beats = [beat for beat in beats if beat.rank in silent_ranks]
     if silent_beats:
         return silent_beats
     least_count = min((beat.count for beat in beats), default=0)
     slowest = [beat for beat in beats if beat.count == least_count]
-    if any(beat.moved for beat in slowest):
-        longest_s = max(beat.since_s for beat in slowest)
-        slowest = [beat for beat in slowest if beat.since_s > longest_s / 2]
-    return slowest if len(slowest) < len(beats) else []
+    if len(slowest) == len(beats):
+        return []
+    return slowest
 
 
 def stall_report(
@@ -83,10 +83,11 @@ def stall_report(
     parts = [f"rank {rank} has never given a sign of life" for rank in missing_ranks]
     stopped_beats = laggards(beats, silent_ranks)
     for beat in stopped_beats:
+        last_sign = f"{beat.since_s:.0f} s ago"
         if beat.rank in silent_ranks:
             last_sign = f"its last sign of life {max(0.0, now - beat.published):.0f} s ago"
-        else:
-            last_sign = f"{beat.since_s:.0f} s ago{f', in {beat.where}' if beat.where else ''}"
+        elif beat.where:
+            last_sign += f", in {beat.where}"
         parts.append(f"rank {beat.rank} (host {beat.host}) stopped at {beat.position}, {last_sign}")
     if not parts:
         positions = ", ".join(f"rank {beat.rank} in {beat.where or 'unknown code'}" for beat in beats)
@@ -95,7 +96,8 @@ def stall_report(
     if waiting_beats:
         positions = " or ".join(sorted({beat.position for beat in waiting_beats}))
         verb = "waits" if len(waiting_beats) == 1 else "wait"
-        parts.append(f"{format_ranks([beat.rank for beat in waiting_beats])} {verb} for it at {positions}")
+        ranks = format_ranks([beat.rank for beat in waiting_beats])
+        parts.append(f"{ranks} {verb} for it at {positions}")
     return f"{head}: {'; '.join(parts)}"
 
 
@@ -108,18 +110,11 @@ def read_note(path: Path) -> tuple[int, str] | None:
         return None
 
 
-def _folder_bytes(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # it was renamed meanwhile
-            total += path.stat().st_size
-    return total
-
-
 class Heartbeat:
-    """While open, watches that this rank makes progress; after `timeout_s` without any it is ended with a report. The
-    clock starts at the first `note`, and restarts with every moved byte. An exception that passes through is recorded
-    before the ranks' connections are closed. Does nothing for one process."""
+    """While open, watches that this rank makes progress; after `timeout_s` without any it is ended
+    with a report. The clock starts at the first note, and restarts with each. An exception that
+    passes through is recorded before the ranks' connections are closed. Does nothing for one
+    process."""
 
     def __init__(self, timeout_s: float, *, interval_s: float = INTERVAL_S) -> None:
         self.timeout_s = timeout_s
@@ -128,17 +123,14 @@ class Heartbeat:
         self._interval_s = min(interval_s, timeout_s / 4)
         self._note_count = self._publish_count = 0
         self._last_progress: float | None = None
-        self._moved_bytes = self._published_bytes = self._all_moved_bytes = 0
-        self._watched_folder: Path | None = None
-        self._watched_bytes = 0
-        self._is_waiting = False
+        # Seconds that what began last may take.
+        self._limit_s = timeout_s
         self._rank = self._world_size = 0
         self._store: Any = None
         self._note_file: IO[bytes] | None = None
         self._stop_event = threading.Event()
         self._report_lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._main_thread_id = threading.main_thread().ident
 
     def __enter__(self) -> Heartbeat:
         if not dist.is_initialized() or dist.get_world_size() < 2:
@@ -157,41 +149,29 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def note(self, step: int, activity: str) -> None:
-        """Record what begins now, such as `training` or `saving`; cheap enough for every micro-step."""
+    def note(self, step: int, activity: str, *, saved_bytes: int = 0) -> None:
+        """Record what begins now, such as `training` or `saving`; cheap enough for every micro-step.
+        `saved_bytes`: what is written meanwhile, which may take longer than the timeout."""
         self.last_note = step, activity
         if self._thread is None:
             return
         self._note_count += 1
+        self._limit_s = self.timeout_s + saved_bytes / SLOWEST_DISK
         self._last_progress = time.monotonic()
         if self._note_file is not None:
             # into the page cache, where it outlives this process however it ends
             self._note_file.seek(0)
             self._note_file.write(f"{step} {activity}"[:NOTE_BYTES].ljust(NOTE_BYTES).encode())
 
-    def add_moved_bytes(self, byte_count: int) -> None:
-        """Record bytes that were written or read: the current activity makes progress."""
-        if self._thread is not None and byte_count > 0:
-            self._moved_bytes += byte_count
-            self._restart_clock()
+    def note_wait(self) -> None:
+        """Record that this rank has done its part of what it began last, and waits for the others."""
+        self._note_count += 1
+        if self._last_progress is not None:
+            self._last_progress = time.monotonic()
 
-    @contextlib.contextmanager
-    def watching(self, folder: Path) -> Iterator[None]:
-        """While open, bytes by which the files in a folder grow count as moved: for files that libraries write."""
-        self._watched_bytes, self._watched_folder = _folder_bytes(folder), folder
-        try:
-            yield
-        finally:
-            self._watched_folder = None
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """While open, this rank waits for others that write or read, and its clock restarts as long as any does."""
-        was_waiting, self._is_waiting = self._is_waiting, True
-        try:
-            yield
-        finally:
-            self._is_waiting = was_waiting
+    def stop_clock(self) -> None:
+        """Let what begins now take any time, until the next note: reading weights and checkpoints."""
+        self._last_progress = None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._stop_event.set()
@@ -199,77 +179,54 @@ class Heartbeat:
             return
         if error is not None:
             with self._report_lock:
-                self._record_error(error)
+                if failures.failure_kind(error) == "hung":
+                    self._report_stall()
+                else:
+                    failures.report_to_agent(error)
         self._thread.join(self._interval_s)
         if self._note_file is not None:
             self._note_file.close()
             self._note_file = None
 
-    def _record_error(self, error: BaseException) -> None:
-        kind = failures.failure_kind(error)
-        is_on_several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size)) < self._world_size
-        if kind == "hung":
-            self._report_stall()
-        elif kind == "peer" and is_on_several_nodes:
-            failures.record_failure("peer", self._describe_lost_ranks(), error=error)
-        else:
-            failures.report_to_agent(error)
-
     # --- the thread ---------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         self._publish()
         # until the next sign of life, or until this rank has waited too long
-        while not self._stop_event.wait(max(0.05, min(self._interval_s, self.timeout_s - self._idle_s()))):
-            folder = self._watched_folder
-            if folder is not None:
-                size = _folder_bytes(folder)
-                self.add_moved_bytes(size - self._watched_bytes)
-                self._watched_bytes = size
+        while not self._stop_event.wait(max(0.05, min(self._interval_s, self._limit_s - self._idle_s()))):
             self._publish()
-            if self._idle_s() >= self.timeout_s:
-                with self._report_lock:
-                    if not self._stop_event.is_set():
-                        self._report_stall()
-                        logging.shutdown()
-                        os._exit(1)  # the main thread is inside a collective that nothing else ends
-
-    def _restart_clock(self) -> None:
-        if self._last_progress is not None:
-            self._last_progress = time.monotonic()
+            if self._idle_s() < self._limit_s:
+                continue
+            with self._report_lock:
+                if not self._stop_event.is_set():
+                    self._report_stall()
+                    logging.shutdown()
+                    os._exit(1)  # the main thread is inside a collective that nothing else ends
 
     def _idle_s(self) -> float:
-        return time.monotonic() - self._last_progress if self._last_progress is not None else 0.0
+        last_progress = self._last_progress
+        return 0.0 if last_progress is None else time.monotonic() - last_progress
 
     def _publish(self) -> None:
-        """Put this rank's sign of life into the store, and its moved bytes into the sum of all ranks', whose growth
-        restarts the clock of one that waits."""
+        """Put this rank's sign of life into the store."""
         if self._store is None:
             return
         self._publish_count += 1
-        idle_s, moved_bytes = self._idle_s(), self._moved_bytes
+        idle_s = self._idle_s()
         location = self._main_thread_location() if idle_s >= 2 * self._interval_s else ""
         beat = Beat(
-            self._rank, socket.gethostname(), os.getpid(), *self.last_note, self._note_count, round(idle_s, 1),
-            time.time(), self._publish_count, location, moved_bytes,
+            self._rank, socket.gethostname(), os.getpid(), *self.last_note, self._note_count,
+            round(idle_s, 1), time.time(), self._publish_count, location,
         )  # fmt: skip
         try:
             self._store.set(str(self._rank), json.dumps(asdict(beat)))
-            all_moved_bytes = int(self._store.add("moved", moved_bytes - self._published_bytes))
         except RuntimeError:  # the launcher has ended, which ends this rank too
             self._store = None
-            return
-        if self._is_waiting and all_moved_bytes > self._all_moved_bytes:
-            self._restart_clock()
-        self._published_bytes, self._all_moved_bytes = moved_bytes, all_moved_bytes
 
     def _main_thread_location(self) -> str:
-        """Where the main thread is: its innermost frame outside torch, else the innermost."""
-        frame = innermost = sys._current_frames().get(self._main_thread_id or 0)
-        while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
-            frame = frame.f_back
-        outer = frame or innermost
-        if outer is None:
-            return ""
+        """Where the main thread is: its innermost frame outside torch."""
+        outer = sys._current_frames()[threading.main_thread().ident or 0]
+        while f"{os.sep}torch{os.sep}" in outer.f_code.co_filename and outer.f_back is not None:
+            outer = outer.f_back
         return f"{outer.f_code.co_name} ({Path(outer.f_code.co_filename).name}:{outer.f_lineno})"
 
     def _report_stall(self) -> None:
@@ -307,17 +264,9 @@ class Heartbeat:
         return beats, {beat.rank for beat in beats if earlier_numbers.get(beat.rank) == beat.number}
 
     def _read_beats(self) -> list[Beat]:
-        beats: list[Beat] = []
+        if self._store is None:
+            return []
         with contextlib.suppress(RuntimeError):
-            for rank in range(self._world_size) if self._store is not None else ():
-                if self._store.check([str(rank)]):
-                    beats.append(Beat(**json.loads(self._store.get(str(rank)))))
-        return beats
-
-    def _describe_lost_ranks(self) -> str:
-        beats, silent_ranks = self._find_silent_ranks()
-        lost_beats = [beat for beat in beats if beat.rank in silent_ranks]
-        if not lost_beats:
-            return "the launcher of another node has ended; see its output there"
-        listed = ", ".join(f"rank {beat.rank} (host {beat.host}, last at {beat.position})" for beat in lost_beats)
-        return f"{listed} gives no more signs of life; see the output of its host"
+            ranks = [str(rank) for rank in range(self._world_size) if self._store.check([str(rank)])]
+            return [Beat(**json.loads(self._store.get(rank))) for rank in ranks]
+        return []

@@ -26,7 +26,7 @@ from sft_play.training.model import attention_functions
 from sft_play.training.prepare.device_checks import explain_out_of_memory
 from sft_play.training.prepare.prepare import Prepared, data_facts, prepare_stages, require_agreement
 from sft_play.training.prepare.run_folder import log_start, open_run_folder
-from sft_play.training.unsloth.unsloth_run import train_with_unsloth
+from sft_play.training.unsloth_run import train_with_unsloth
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def train_stage(
     # until the plan's choice, since class checks run small models of many shapes
     attention_functions.enable_cudnn(enabled=False)
     with explain_out_of_memory(job.plan):
-        checkpoint = find_last_checkpoint(job.folder.checkpoints_path, monitors.heartbeat) if job.resume else None
+        checkpoint = find_last_checkpoint(job.folder.checkpoints_path) if job.resume else None
         monitors.peaks.clear()  # those of the stage before
         is_disk_shared = distributed.check_shared_disk(job.folder.manifest_path, job.plan)
         distributed.require_all(

@@ -22,7 +22,6 @@ from sft_play.errors import RunFolderError
 from sft_play.runs.files import free_disk_bytes, require_disk_space
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +42,15 @@ _DEEPSPEED_CLASSES = (
 _REFUSED_NAME = re.compile(r"GLOBAL ([\w.]+)")
 
 
-def find_last_checkpoint(folder: Path, heartbeat: Heartbeat) -> Path | None:
+def find_last_checkpoint(folder: Path) -> Path | None:
     """The last sound checkpoint on rank 0, which every rank has to find too, or None; later ones are named in a
     warning, and count no more. All ranks call it. Raises RunFolderError: all are damaged, or another node lacks it."""
     name_and_damaged: tuple[str | None, dict[Path, str]] = None, {}
     if distributed.is_first():
         shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # of a save that was killed
-        last, damaged = checkpoints.last_undamaged(folder, on_bytes=heartbeat.add_moved_bytes)
+        last, damaged = checkpoints.last_undamaged(folder)
         name_and_damaged = last.name if last else None, damaged
-    with heartbeat.waiting():
-        distributed.barrier(distributed.long_timeout_group())  # as long as reading takes
+    distributed.barrier(distributed.long_timeout_group())  # as long as reading takes
     name, damaged = distributed.broadcast_value(name_and_damaged)
     if damaged and name is None:
         raise RunFolderError(
@@ -68,8 +66,7 @@ def find_last_checkpoint(folder: Path, heartbeat: Heartbeat) -> Path | None:
         if distributed.is_first()
         else checkpoints.find_damage(checkpoint, reads_contents=distributed.is_first_of_node())
     )
-    with heartbeat.waiting():
-        distributed.barrier(distributed.long_timeout_group())
+    distributed.barrier(distributed.long_timeout_group())
     distributed.require_all(
         damage is None,
         f"the checkpoint {checkpoint} is missing or damaged on this node; every node reads it: copy the run folder to "
@@ -155,10 +152,7 @@ def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
             distributed.broadcast_value(free_disk_bytes(folder)),
             f"{checkpoint.name} for another number of ranks",
         )
-        with (
-            require_disk_space(folder, needed_bytes, purpose, available_bytes=available_bytes),
-            trainer.watch_writing(folder),
-        ):
+        with require_disk_space(folder, needed_bytes, purpose, available_bytes=available_bytes):
             if distributed.is_first():
                 logger.info("Converting the optimizer states of %d ranks for %d: %s",
                             len(state_files), distributed.world_size(), checkpoint)  # fmt: skip

@@ -1,14 +1,12 @@
 """Sharded checkpoints: each rank writes its part of weights and optimizer states, and reads what it needs of all.
 
 The format is torch's distributed checkpoint, which any number of ranks can read. Names are flat: `model.NAME`,
-`optimizer.NAME.STATE`. Bytes are counted as they reach the disk, so that a slow save can be told from one that hangs.
+`optimizer.NAME.STATE`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -21,7 +19,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
@@ -31,7 +28,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from sft_play.errors import TrainingError
-from sft_play.text import MIB
 from sft_play.training.checkpoints.full_state_dict import tied_weight_names
 
 # In a checkpoint: the folder of the parts.
@@ -40,9 +36,6 @@ SHARDS_FOLDER = "shards"
 CONTENTS_FILE = f"{SHARDS_FOLDER}/.metadata"
 # In a checkpoint: the optimizer's groups by the names of their parameters, and states that are not tensors.
 GROUPS_FILE = "optimizer_groups.pt"
-# What is written and then flushed to the disk at once: counted bytes are on the disk, and the last flush of a file,
-# during which nothing is counted, has no more than this to write.
-FLUSH_BYTES = 64 * MIB
 _ALLOWED_CLASSES = frozenset(
     {
         *("torch.Size", "torch.serialization._get_layout"),
@@ -54,9 +47,6 @@ _ALLOWED_CLASSES = frozenset(
         *("pathlib.PosixPath", "pathlib._local.PosixPath"),
     }
 )  # fmt: skip
-
-# Called with the bytes that were written or read.
-OnBytes = Callable[[int], None]
 
 
 def is_sharded(checkpoint: Path) -> bool:
@@ -98,27 +88,24 @@ def save_shard(
     checkpoint: Path,
     *,
     group: Any,
-    on_bytes: OnBytes,
     on_done: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a checkpoint's weights and optimizer states, each rank its part, into a folder that all see; all call it.
-    No tensor is gathered. `group`: one that waits as long as a disk takes; `on_bytes` is called with the bytes that
-    reach the disk, `on_done` once all of this rank are there. Raises TrainingError: a rank could not write."""
-    writer = _CountedWriter(checkpoint / SHARDS_FOLDER, on_bytes, on_done)
+    No tensor is gathered. `group`: one that waits as long as a disk takes; `on_done` is called once all bytes of this
+    rank are on the disk. Raises TrainingError: a rank could not write."""
+    writer = _PartWriter(checkpoint / SHARDS_FOLDER, on_done)
     with _explain_failure(f"the checkpoint {checkpoint} could not be written"):
         dcp.save(shard.tensors, storage_writer=writer, process_group=group)
     if dist.get_rank() == 0:
         torch.save(shard.groups_and_values, checkpoint / GROUPS_FILE)
 
 
-def load_sharded_weights(model: nn.Module, checkpoint: Path, *, group: Any | None, on_bytes: OnBytes) -> None:
+def load_sharded_weights(model: nn.Module, checkpoint: Path, *, group: Any | None) -> None:
     """Load weights into a model, divided or whole; all ranks. Raises TrainingError: one is missing or not read."""
-    _load_tensors(_weight_tensors(model), checkpoint, group=group, on_bytes=on_bytes)
+    _load_tensors(_weight_tensors(model), checkpoint, group=group)
 
 
-def load_sharded_optimizer(
-    model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any | None, on_bytes: OnBytes
-) -> None:
+def load_sharded_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any | None) -> None:
     """Load states and groups into an optimizer; all ranks. Raises TrainingError: they are of other parameters."""
     saved = torch.load(checkpoint / GROUPS_FILE, weights_only=True)
     states = get_optimizer_state_dict(model, optimizer)  # creates them where no step was taken yet
@@ -126,7 +113,7 @@ def load_sharded_optimizer(
     if saved_names != names:
         raise TrainingError(f"the checkpoint's optimizer has groups of {list(map(len, saved_names))} tensors, but this "
                             f"one has {list(map(len, names))}: it was written for other trained weights")  # fmt: skip
-    _load_tensors(_state_tensors(states), checkpoint, group=group, on_bytes=on_bytes)
+    _load_tensors(_state_tensors(states), checkpoint, group=group)
     for name, values in saved["values"].items():
         states["state"][name].update(values)
     set_optimizer_state_dict(model, optimizer, {"state": states["state"], "param_groups": saved["param_groups"]})
@@ -134,7 +121,7 @@ def load_sharded_optimizer(
 
 def stored_weight_specs(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name, shape and dtype of every weight in a checkpoint; raises TrainingError for a table that is not read."""
-    entries = _CountedReader(checkpoint / SHARDS_FOLDER).read_metadata().state_dict_metadata
+    entries = _PartReader(checkpoint / SHARDS_FOLDER).read_metadata().state_dict_metadata
     return {
         name.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
         for name, entry in entries.items()
@@ -169,10 +156,8 @@ def _state_tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _load_tensors(
-    tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, on_bytes: OnBytes = lambda _: None
-) -> None:
-    reader = _CountedReader(checkpoint / SHARDS_FOLDER, on_bytes)
+def _load_tensors(tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None) -> None:
+    reader = _PartReader(checkpoint / SHARDS_FOLDER)
     # without a group one process reads alone; dcp would otherwise ask for a default group
     with _explain_failure(f"the checkpoint {checkpoint} cannot be read"):
         dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -188,47 +173,11 @@ def _explain_failure(failure: str) -> Iterator[None]:
         raise TrainingError(f"{failure}: rank {rank}: {type(cause).__name__}: {cause}") from error
 
 
-class _CountedFile(io.FileIO):
-    """A file whose bytes are counted once they are on the disk."""
+class _PartWriter(dcp.FileSystemWriter):
+    """torch's writer, which calls `on_done` when this rank has nothing more to write."""
 
-    def __init__(self, path: Path, mode: str, on_bytes: OnBytes) -> None:
-        super().__init__(path, mode)
-        self._on_bytes, self._unflushed = on_bytes, 0
-
-    def write(self, data: Any) -> int:
-        """At most a piece, as raw files may; the buffer above writes the rest."""
-        count = super().write(memoryview(data).cast("B")[:FLUSH_BYTES]) or 0
-        self._unflushed += count
-        if self._unflushed >= FLUSH_BYTES:
-            getattr(os, "fdatasync", os.fsync)(self.fileno())  # macOS has no fdatasync
-            self._unflushed = 0
-        self._on_bytes(count)
-        return count
-
-    def readinto(self, buffer: Any) -> int:
-        count = super().readinto(buffer) or 0
-        self._on_bytes(count)
-        return count
-
-
-class _CountedFileSystem(FileSystem):
-    def __init__(self, on_bytes: OnBytes) -> None:
-        super().__init__()
-        self._on_bytes = on_bytes
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        counted_file = _CountedFile(Path(path), mode, self._on_bytes)
-        with io.BufferedWriter(counted_file) if "w" in mode else io.BufferedReader(counted_file) as stream:
-            yield stream
-
-
-class _CountedWriter(dcp.FileSystemWriter):
-    """torch's writer, counted; it calls `on_done` when this rank has nothing more to write."""
-
-    def __init__(self, path: Path, on_bytes: OnBytes, on_done: Callable[[], None]) -> None:
+    def __init__(self, path: Path, on_done: Callable[[], None]) -> None:
         super().__init__(path, overwrite=False)
-        self.fs = _CountedFileSystem(on_bytes)
         self._on_done = on_done
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -241,12 +190,8 @@ class _CountedWriter(dcp.FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-class _CountedReader(dcp.FileSystemReader):
-    """torch's reader, counted; it unpickles nothing but descriptions of tensors from the table of contents."""
-
-    def __init__(self, path: Path, on_bytes: OnBytes = lambda _: None) -> None:
-        super().__init__(path)
-        self.fs = _CountedFileSystem(on_bytes)
+class _PartReader(dcp.FileSystemReader):
+    """torch's reader; it unpickles nothing but descriptions of tensors from the table of contents."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """With tensors only: anything else would be unpickled by torch's planner."""

@@ -1,4 +1,4 @@
-"""Callbacks that watch a run: gradients, metrics, progress, and requests to stop."""
+"""Callbacks that watch a run: gradients, values that are not finite, metrics, progress, requests to stop."""
 
 import contextlib
 import json
@@ -9,22 +9,26 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, set_seed
 
 from sft_play.errors import TrainingError
+from sft_play.log import one_line
 from sft_play.planner.layout import Layout
+from sft_play.planner.precision import find_fp16_overflow, format_fp16_overflow
 from sft_play.process import failures
 from sft_play.process.signals import StopSignals, elapsed_s, raise_interrupt, training_begun
 from sft_play.process.waiting import report_wait
 from sft_play.text import format_duration
+from sft_play.training import distributed, engines
+from sft_play.training.checkpoints import checkpoints
 from sft_play.training.class_checks.adapter_trial import trained_pattern
-from sft_play.training.distributed import any_rank, batch_rank, max_over_ranks
-from sft_play.training.engines import local_shard
-from sft_play.training.loop.finite import describe_fp16_overflow
+from sft_play.training.loop.rows import EpochOrder
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +65,7 @@ class GradientCheck(TrainerCallback):
         parameters = dict(model.named_parameters())
         if is_fp16:
             gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-            if any_rank(not all(bool(torch.isfinite(local_shard(gradient)).all()) for gradient in gradients)):
+            if distributed.any_rank(not all(is_finite(engines.local_shard(gradient)) for gradient in gradients)):
                 return
         if self._unchecked is None:
             self._unchecked = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -71,22 +75,12 @@ class GradientCheck(TrainerCallback):
         ready = [name for name in self._unchecked if not self._has_zero_lora_b(name, parameters)]
         without_gradient = [name for name in ready if not _has_gradient(self._unchecked[name])]
         late = {name for name in without_gradient if trained_pattern(name) in self._late_gradients}
-        without_gradient, ready = ([name for name in names if name not in late] for names in (without_gradient, ready))
-        if without_gradient:
-            checked_parameters = [
-                parameters[name]
-                for name in parameters
-                if parameters[name].requires_grad and name not in self._unchecked
-            ]
-            if checked_parameters and not any(_has_gradient(parameter) for parameter in checked_parameters):
-                raise TrainingError(f"step {state.global_step + 1}: every gradient is zero, though earlier steps had "
-                                    "some: start a new run with a lower train.learning_rate")  # fmt: skip
-            listed_names = ", ".join(without_gradient[:6]) + (
-                f" and {len(without_gradient) - 6} more" if len(without_gradient) > 6 else ""
-            )
+        ready, faulty = ([name for name in names if name not in late] for names in (ready, without_gradient))
+        if faulty:
             raise TrainingError(
-                f"step {state.global_step + 1}: {len(without_gradient)} of {len(ready)} trainable tensors have no "
-                f"gradient ({listed_names}); they would learn nothing, so the run stops"
+                f"step {state.global_step + 1}: {len(faulty)} of {len(ready)} trainable tensors have no gradient "
+                f"({one_line(', '.join(faulty), limit=400)}); they would learn nothing, so the run stops. If "
+                "earlier steps had some, start a new run with a lower train.learning_rate"
             )
         for name in ready:
             del self._unchecked[name]
@@ -103,16 +97,18 @@ class GradientCheck(TrainerCallback):
         if not _LORA_A.search(name):
             return False
         lora_b = parameters.get(_LORA_A.sub(lambda match: match.group().replace("A", "B"), name))
-        return lora_b is not None and not any_rank(bool(torch.count_nonzero(local_shard(lora_b.detach()))))
+        return lora_b is not None and not distributed.any_rank(
+            bool(torch.count_nonzero(engines.local_shard(lora_b.detach())))
+        )
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:
     grad = parameter.grad
-    return any_rank(grad is not None and bool(torch.count_nonzero(local_shard(grad))))
+    return distributed.any_rank(grad is not None and bool(torch.count_nonzero(engines.local_shard(grad))))
 
 
 class MetricsFile(TrainerCallback):
-    """Appends what is logged to `metrics.jsonl`, and stops a run whose loss is NaN or infinite."""
+    """Appends what is logged to `metrics.jsonl`, and stops an fp16 run whose loss is NaN or infinite."""
 
     def __init__(self, path: Path, *, start_time: float, stage: str | None = None) -> None:
         """`start_time`: seconds since 1970; `stage`: written into every line, in a run that has stages."""
@@ -122,7 +118,7 @@ class MetricsFile(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, model: Any = None, **_: Any
     ) -> None:
-        """Write one line; raises TrainingError for a loss that is NaN or infinite (in fp16 before training too)."""
+        """Write one line; raises TrainingError for a loss in fp16 that is NaN or infinite."""
         if not state.is_world_process_zero or not logs:
             return
         entry: dict[str, Any] = {
@@ -136,13 +132,13 @@ class MetricsFile(TrainerCallback):
                 entry[key] = value if math.isfinite(value) else str(value)  # JSON has no NaN or infinity
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-        is_fp16 = bool(getattr(args, "fp16", False))
-        loss_keys = ("loss", "eval_loss", "test_loss") if is_fp16 and state.global_step == 0 else ("loss",)
-        for loss in map(logs.get, loss_keys):
-            if isinstance(loss, float) and not math.isfinite(loss):
-                default_advice = "look at the data of this step, or start a new run with a lower train.learning_rate"
-                advice = describe_fp16_overflow(model) if is_fp16 else default_advice
-                raise TrainingError(f"step {state.global_step}: the loss is {loss}; {advice}")
+        if args.fp16:  # in other dtypes `NonFiniteStepGuard` has seen it
+            loss_keys = ("loss", "eval_loss", "test_loss") if state.global_step == 0 else ("loss",)
+            for loss in map(logs.get, loss_keys):
+                if isinstance(loss, float) and not math.isfinite(loss):
+                    raise TrainingError(
+                        f"step {state.global_step}: the loss is {loss}; {describe_fp16_overflow(model)}"
+                    )
 
 
 # What is kept free for a checkpoint at least: this share of the limit, up to so many seconds.
@@ -158,12 +154,12 @@ class StopController(TrainerCallback):
         steps: int | None,
         *,
         hours: float | None = None,
-        pause_seconds: Mapping[str, Sequence[float]] | None = None,
+        pause_seconds: Mapping[str, Sequence[float]] = MappingProxyType({}),
         elapsed_s: Callable[[], float] = elapsed_s,
     ) -> None:
         """`pause_seconds`: seconds of the checkpoints and evaluations so far (`Monitor.pause_seconds`)."""
         self._steps, self._hours, self._elapsed_s = steps, hours, elapsed_s
-        self._pause_seconds = {} if pause_seconds is None else pause_seconds  # one that is still empty will be filled
+        self._pause_seconds = pause_seconds
         self._steps_done = 0
         self._step_start = self._longest_step_s = 0.0
         self.signal: int | None = None
@@ -196,9 +192,10 @@ class StopController(TrainerCallback):
                         state.global_step)  # fmt: skip
         should_stop = is_time_up or (self._steps is not None and self._steps_done >= self._steps)
         # a signal may reach one rank only, but all have to stop at the same step: -1 stops without one, -2 not at all
-        stop_signal = max_over_ranks(self.signal or (-1 if should_stop else -2))
+        stop_signal = distributed.max_over_ranks(self.signal or (-1 if should_stop else -2))
         if stop_signal > -2:
-            self.signal = stop_signal if stop_signal > 0 else None
+            if stop_signal > 0:
+                self.signal = stop_signal
             self.has_stopped_early = True
             control.should_save = True
             control.should_training_stop = True
@@ -232,14 +229,12 @@ class Progress(TrainerCallback):
     def __init__(
         self,
         *,
-        count_tokens: Callable[[], int],
         estimate_remaining: Callable[[], tuple[float, str]] = lambda: (0.0, ""),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`estimate_remaining`: seconds of what follows besides the steps that are left, and in words what these
         lack."""
-        self._count_tokens, self._estimate_remaining, self._clock = count_tokens, estimate_remaining, clock
-        self._loss = self._speed = self._memory = None
+        self._estimate_remaining, self._clock = estimate_remaining, clock
         self.start_step = 0
         self._start_time = self._last_line_time = 0.0
         self._paused_s = self._pause_start = 0.0
@@ -267,14 +262,12 @@ class Progress(TrainerCallback):
         self.start_step, self._paused_s = state.global_step, 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Remember the loss."""
-        if logs and isinstance(logs.get("loss"), float):
-            self._loss = logs["loss"]
-            self._speed, self._memory = logs.get("tokens_per_s"), logs.get("memory_peak_gib")
+        """Write a line about this step, if it is time for one."""
+        if logs and "loss" in logs:
             step, steps = state.global_step, state.max_steps
             if step in (self.start_step + 1, steps) or self._clock() - self._last_line_time >= LOG_INTERVAL_S:
                 self._last_line_time = self._clock()
-                logger.info("step %d/%d  %s", step, steps, self.format_line(step, steps))
+                logger.info("step %d/%d  %s", step, steps, self.format_line(step, steps, logs))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop the clock: evaluation and saving follow."""
@@ -287,25 +280,201 @@ class Progress(TrainerCallback):
             self._paused_s += self._clock() - self._pause_start
             self._pause_start = 0.0
 
-    def format_line(self, step: int, steps: int) -> str:
+    def format_line(self, step: int, steps: int, logs: Mapping[str, float]) -> str:
         """Loss, tokens per second of all ranks, the highest peak memory of a rank, and the time left after `step`."""
         steps_done = max(1, step - self.start_step)
         pauses_s, caveat = self._estimate_remaining()
         remaining_s = self.training_s / steps_done * (steps - step) + pauses_s
-        loss = f"loss {self._loss:.4f}  " if self._loss is not None else ""
-        speed = self._speed if self._speed is not None else self._count_tokens() / self.training_s
-        memory = f"peak {self._memory:.2f} GiB  " if self._memory is not None else ""
-        return f"{loss}{speed:,.0f} tokens/s  {memory}{format_duration(remaining_s)} left{caveat}"
+        memory = f"peak {logs['memory_peak_gib']:.2f} GiB  " if "memory_peak_gib" in logs else ""
+        figures = f"loss {logs['loss']:.4f}  {logs['tokens_per_s']:,.0f} tokens/s  {memory}"
+        return f"{figures}{format_duration(remaining_s)} left{caveat}"
 
 
-class RankSeedCallback(TrainerCallback):
-    """Seeds dropout differently on every rank: the Trainer seeds all alike. A resumed run restores its states later."""
+class RowsAndSeeds(TrainerCallback):
+    """Sets the epoch of the row order, which accelerate does not when a resumed run of several ranks
+    skips batches, and seeds dropout differently on every rank, where the Trainer seeds all alike."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, epoch_order: EpochOrder, layout: Layout) -> None:
+        self._epoch_order, self._layout = epoch_order, layout
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The first rank of a new run keeps the numbers of one process; ranks of a tensor-parallel group drop alike."""
-        rank = batch_rank(self._layout)
+        """Seed this rank; a resumed run restores its states later. The first one of a new run keeps the
+        numbers of one process; ranks of a tensor-parallel group drop alike."""
+        rank = distributed.batch_rank(self._layout)
         if rank or state.global_step:  # 100,003: above any number of ranks, so that no two steps share a seed
             set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Set the epoch of the step counter."""
+        self._epoch_order.set_epoch(int(state.epoch or 0))
+
+
+# --------------------------------------------------------------------------------------------------
+# Values that are not finite: a step that has them changes nothing, and no checkpoint holds them.
+
+# Steps that loss scaling leaves out one after the other at most: 65,536 / 2^17 is one half.
+MAX_SCALING_SKIPS = 17
+# Steps that `train.on_nan: skip` leaves out one after the other at most. A bad row is in one step; where every step is
+# bad, the weights or the settings are at fault, and the rows that are left out meanwhile are lost.
+MAX_SKIPPED_STEPS = 5
+
+
+class NonFiniteStepGuard(TrainerCallback):
+    """Looks at each step's gradient norm and loss before the update, on all ranks alike: where one is NaN or infinite
+    nothing changes, and the run stops or goes on (`train.on_nan`). DeepSpeed leaves such a step out itself, and so does
+    loss scaling, which is how fp16 finds its scale; where it leaves out one after the other, there is none."""
+
+    def __init__(self, trainer: Any, on_nan: Literal["stop", "skip"]) -> None:
+        self._trainer, self._on_nan = trainer, on_nan
+        self._consecutive_skips = 0
+        # Steps that were left out since this process started.
+        self.skipped_steps = 0
+        # Steps since the last log whose loss was not finite, and is not in the logged mean.
+        self.steps_without_loss = 0
+        self._loss_at_step_start: torch.Tensor | float = 0.0
+        self._last_logged_step = 0
+        # The optimizer's own, while a step is left out.
+        self._optimizer_step: Any = None
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Note the sum of losses before this step."""
+        self._loss_at_step_start = self._trainer._tr_loss.clone()
+        self._last_logged_step = self._trainer._globalstep_last_logged
+
+    def check_step(self, norm: Any) -> None:
+        """Called once a step's gradients are whole, before the update; waits for the device once, and for the other
+        ranks. `norm`: None where an engine keeps it. Raises TrainingError: the run is to stop for this step."""
+        trainer = self._trainer
+        norm, loss = _read_numbers(norm, trainer._tr_loss)
+        if trainer.args.fp16:
+            self._count_scaling_skip(norm)
+            return
+        has_bad_norm = norm is not None and not math.isfinite(norm)
+        fault_level = distributed.max_over_ranks(int(has_bad_norm) if math.isfinite(loss) else 2)
+        was_step_taken = trainer.is_deepspeed_enabled and not trainer.optimizer.step_was_skipped
+        if not trainer.is_deepspeed_enabled:
+            # the Trainer asks for it before it moves the learning rate
+            trainer.optimizer._is_overflow = bool(fault_level)
+            if fault_level:
+                self._optimizer_step = trainer.optimizer.step
+                trainer.optimizer.step = lambda *_, **__: None
+        if not fault_level:
+            self._consecutive_skips = 0
+            return
+        self._consecutive_skips += 1
+        self.skipped_steps += 1
+        problem = f"the gradient norm is {_format_value(norm)}"
+        if fault_level == 2:
+            problem = f"the loss is {_format_value(loss)}"
+            trainer._tr_loss.copy_(self._loss_at_step_start)
+            self.steps_without_loss += 1
+        self._stop_or_skip(problem, was_step_taken=was_step_taken)
+
+    def _count_scaling_skip(self, norm: float | None) -> None:
+        trainer, is_skipped = self._trainer, norm is not None and not math.isfinite(norm)
+        if trainer.is_deepspeed_enabled:
+            is_skipped = trainer.optimizer.step_was_skipped
+        if not distributed.any_rank(is_skipped):
+            self._consecutive_skips = 0
+            return
+        self._consecutive_skips += 1
+        step = trainer.state.global_step + 1
+        if self._consecutive_skips >= MAX_SCALING_SKIPS:
+            raise TrainingError(f"step {step}: this step and the {self._consecutive_skips - 1} before it were skipped, "
+                                "because gradients are not finite at any loss scale: "
+                                f"{describe_fp16_overflow(trainer.model)}")  # fmt: skip
+        logger.info("Step %d skipped: gradients not finite, which is how fp16 finds its loss scale", step)
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """The optimizer can step again."""
+        if self._optimizer_step is not None:
+            self._trainer.optimizer.step, self._optimizer_step = self._optimizer_step, None
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Raises TrainingError for a run, shorter than the limit, in which every step was left out."""
+        if self._consecutive_skips and self._consecutive_skips == state.global_step == state.max_steps:
+            reason = f": {describe_fp16_overflow(self._trainer.model)}" if self._trainer.args.fp16 else ""
+            raise TrainingError(
+                f"all {self._consecutive_skips} steps had values that are not finite: nothing was learned{reason}"
+            )
+
+    def correct_mean_loss(self, logs: dict[str, float]) -> dict[str, float]:
+        """Logs whose loss is the mean of the steps that were not left out; without a loss where all were."""
+        steps, skipped = self._trainer.state.global_step - self._last_logged_step, self.steps_without_loss
+        self.steps_without_loss = 0
+        if not skipped:
+            return logs
+        if steps > skipped:
+            return {**logs, "loss": logs["loss"] * steps / (steps - skipped)}
+        return {name: value for name, value in logs.items() if name != "loss"}
+
+    def _stop_or_skip(self, problem: str, *, was_step_taken: bool) -> None:
+        step = int(self._trainer.state.global_step) + 1
+        advice = (
+            f"{checkpoints.resume_note(Path(self._trainer.args.output_dir))}; look at the data of this step, or "
+            "start a new run with a lower train.learning_rate"
+        )
+        if was_step_taken:  # bf16.check_grad_overflow: false
+            raise TrainingError(f"step {step}: {problem}, and DeepSpeed has updated the weights with it; {advice}")
+        if self._on_nan == "stop":
+            raise TrainingError(f"step {step}: {problem}, so the step was not taken: nothing was changed. A resumed "
+                                f"run leaves such steps out with SET='train.on_nan=skip'; {advice}")  # fmt: skip
+        if self._consecutive_skips >= MAX_SKIPPED_STEPS:
+            raise TrainingError(f"step {step}: {problem}, and the {self._consecutive_skips - 1} steps before it were "
+                                f"skipped for the same; {advice}")  # fmt: skip
+        if distributed.is_first():
+            logger.warning("Step %d skipped: %s; weights, optimizer and learning rate stay as they were", step, problem)
+
+
+def describe_fp16_overflow(model: Any) -> str:
+    """Say what overflows in a model that leaves fp16's range, and what to do about it."""
+    text_config = model.config.get_text_config()
+    is_eager = getattr(text_config, "_attn_implementation", None) == "eager"
+    dropout = getattr(text_config, "attention_dropout", None) or 0.0
+    return format_fp16_overflow(
+        text_config.model_type, find_fp16_overflow(text_config.model_type, is_eager=is_eager, attention_dropout=dropout)
+    )
+
+
+def _read_numbers(norm: Any, loss: torch.Tensor) -> tuple[float | None, float]:
+    """Read norm and loss as numbers with one wait for the device; DeepSpeed's norm is already a number, or None."""
+    if not isinstance(norm, torch.Tensor):
+        return norm, loss.item()
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    values: list[float] = torch.stack([norm.to(loss.device).float(), loss.float()]).tolist()
+    return values[0], values[1]
+
+
+def _format_value(value: float | None) -> str:
+    return "not finite on another rank" if value is None or math.isfinite(value) else str(value)
+
+
+def require_finite(trainer: Any) -> None:
+    """Raises TrainingError on every rank where a weight that trains or a state is not finite on one of them."""
+    local_name = next((name for name, tensor in _trained_tensors(trainer) if not is_finite(tensor)), None)
+    faulty_name = next((name for name in distributed.gather_values(local_name) if name), None)
+    if faulty_name is not None:
+        raise TrainingError(
+            f"step {trainer.state.global_step}: {faulty_name} has values that are not finite, so no checkpoint is "
+            f"written; {checkpoints.resume_note(Path(trainer.args.output_dir))}"
+        )
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """True if all values are finite; read from the minimum and maximum, which need no copy of the tensor."""
+    return not tensor.numel() or all(map(math.isfinite, torch.stack(tensor.aminmax()).tolist()))
+
+
+def _trained_tensors(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    wrapped = trainer.model_wrapped
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad:
+            yield name, engines.local_shard(parameter.detach())
+    if engines.is_deepspeed(wrapped):
+        for tensor in engines.fp32_partitions(wrapped):
+            yield "the fp32 copy of the weights", tensor
+    for state in engines.unwrap_optimizer(trainer.optimizer).state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                yield f"the optimizer's {name}", engines.local_shard(value)

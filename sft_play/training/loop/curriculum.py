@@ -4,7 +4,6 @@ A stage is a run of its own in its own folder (`stages/NAME`), with a new optimi
 weights on by disk, so every layout and `resume` go the same way.
 """
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +11,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import Interrupted
@@ -24,6 +21,7 @@ from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.job import RunJob, resume_command
 from sft_play.training.measure.monitor import RunMonitors
+from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.prepare import Prepared, log_rows
 from sft_play.training.prepare.run_folder import layout_facts
 
@@ -43,12 +41,8 @@ class StageSequence:
         train_stage: Callable[..., dict[str, Any]],
     ) -> None:
         """`train_stage`: trains one stage, as `run.train_stage` does."""
-        self._job, self._prepared_stages, self._monitors, self._train_stage = (
-            job,
-            prepared_stages,
-            monitors,
-            train_stage,
-        )
+        self._job, self._prepared_stages = job, prepared_stages
+        self._monitors, self._train_stage = monitors, train_stage
         self._summaries: list[dict[str, Any]] = []
         # Optimizer steps since this process started.
         self._steps_trained = 0
@@ -67,17 +61,12 @@ class StageSequence:
         for stage_number, (stage, prepared) in enumerate(
             zip(self._job.stages, self._prepared_stages, strict=True), start=1
         ):
+            name, stage_count = stage.folder.stage_name, len(self._job.stages)
             # rank 0 decides for all: another node may not see the files yet
-            if distributed.broadcast_value(
-                stage.folder.has_finished(is_adapter=is_adapter) if distributed.is_first() else None
-            ):
-                logger.info(
-                    "Stage %d of %d, %s, is finished", stage_number, len(self._job.stages), stage.folder.stage_name
-                )
-                summary = read_summary(stage.folder.path) if distributed.is_first() else {}
-                self._summaries.append(
-                    {"name": stage.folder.stage_name, **_EMPTY_SUMMARY, **distributed.broadcast_value(summary)}
-                )
+            if distributed.broadcast_value(stage.folder.has_finished(is_adapter=is_adapter)):
+                logger.info("Stage %d of %d, %s, is finished", stage_number, stage_count, name)
+                summary = distributed.broadcast_value(read_summary(stage.folder.path))
+                self._summaries.append({"name": name, **_EMPTY_SUMMARY, **summary})
             elif self._remaining_steps() == 0:
                 status = STOPPED
                 break
@@ -95,10 +84,9 @@ class StageSequence:
         return None if max_steps is None else max(0, max_steps - self._steps_trained)
 
     def _train_prepared_stage(self, stage: RunJob, prepared: Prepared, begins_from: Path | None) -> str:
-        has_begun = distributed.broadcast_value(stage.folder.has_begun if distributed.is_first() else None)
-        checkpoint = (
-            find_last_checkpoint(stage.folder.checkpoints_path, self._monitors.heartbeat) if has_begun else None
-        )
+        self._monitors.heartbeat.stop_clock()
+        has_begun = distributed.broadcast_value(stage.folder.has_begun)
+        checkpoint = find_last_checkpoint(stage.folder.checkpoints_path) if has_begun else None
         resumed_step = checkpoints.checkpoint_step(checkpoint) if checkpoint is not None else 0
         if distributed.is_first():
             stage.folder.begin_stage(layout_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
@@ -109,17 +97,15 @@ class StageSequence:
         train_config = config.train.model_copy(update={"stop_after_steps": self._remaining_steps()})
         loaded = replace(stage.loaded, config=config.model_copy(update={"train": train_config}))
         stage_job = replace(stage, resume=bool(has_begun), loaded=loaded)
+        monitors = replace(self._monitors, start_time=time.time())
         try:
-            monitors = replace(self._monitors, start_time=time.time())
             summary = self._train_stage(stage_job, prepared, monitors, begins_from=begins_from)
         except Interrupted:
             self._write_summary(STOPPED, exit_code=Interrupted.exit_code)
             raise
         self._summaries.append({"name": stage.folder.stage_name, **summary})
         self._steps_trained += summary["steps"] - resumed_step
-        gc.collect()  # model, optimizer and engine of this stage are in reference cycles
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()  # model, optimizer and engine of this stage are in reference cycles
         return str(summary["status"])
 
     def _log_stage(self, stage_number: int, stage: RunJob) -> None:
@@ -158,33 +144,37 @@ _EMPTY_SUMMARY: dict[str, Any] = {"before": None, "wall_s": 0.0, "peak_bytes": {
 def _merge_summaries(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> dict[str, Any]:
     """`before` is the first stage's if the last is evaluated on the same rows; speed is weighted by time."""
     last_stage = stages[-1] if stages else {}
+    result = last_stage if len(stages) == len(configs) else {}
     is_same_split = _eval_data(configs[0]) == _eval_data(configs[-1])
+    highest = max(stages, key=_highest_peak, default={})
     wall_s = sum(stage["wall_s"] for stage in stages)
-    peak_keys = ("measured_reserved", "measured_rss")
-    highest = max(stages, key=lambda stage: max(stage["peak_bytes"].get(key) or 0 for key in peak_keys), default=None)
+    tokens = sum(stage["tokens_per_s"] * stage["wall_s"] for stage in stages)
+    own_fields = ("evaluations", "samples")
     return {
         "split": last_stage.get("split"),
         "before": stages[0]["before"] if stages and is_same_split else None,
-        "after": last_stage.get("after") if len(stages) == len(configs) else None,
-        "samples": last_stage.get("samples", []) if len(stages) == len(configs) else [],
-        "peak_bytes": highest["peak_bytes"] if highest else None,
-        "peak_bytes_by_moment": highest.get("peak_bytes_by_moment") if highest else None,
-        "tokens_per_s": round(sum(summary["tokens_per_s"] * summary["wall_s"] for summary in stages) / wall_s, 2)
-        if wall_s
-        else 0,
+        "after": result.get("after"),
+        "samples": result.get("samples", []),
+        "peak_bytes": highest.get("peak_bytes"),
+        "peak_bytes_by_moment": highest.get("peak_bytes_by_moment"),
+        "tokens_per_s": round(tokens / wall_s, 2) if wall_s else 0,
         "steps": sum(stage["steps"] for stage in stages),
         "engine_proof": last_stage.get("engine_proof"),
         "evaluations": [
-            {"stage": stage["name"], **summary} for stage in stages for summary in stage.get("evaluations", ())
+            {"stage": stage["name"], **entry} for stage in stages for entry in stage.get("evaluations", ())
         ],
-        "model_path": last_stage.get("model_path") if len(stages) == len(configs) else None,
-        "stages": [
-            {key: value for key, value in stage.items() if key not in ("evaluations", "samples")} for stage in stages
-        ],
+        "model_path": result.get("model_path"),
+        "stages": [{key: value for key, value in stage.items() if key not in own_fields} for stage in stages],
     }
+
+
+def _highest_peak(summary: dict[str, Any]) -> int:
+    peaks = summary["peak_bytes"]
+    return max(peaks.get("measured_reserved") or 0, peaks.get("measured_rss") or 0)
 
 
 def _eval_data(config: RunConfig) -> tuple[Any, ...]:
     data = config.data
     source_paths = [(source.path, source.val_path) for source in data.sources]
-    return data.test_path, data.val_path, data.val_fraction, data.train_path if data.val_fraction else "", source_paths
+    split_path = data.train_path if data.val_fraction else ""
+    return data.test_path, data.val_path, data.val_fraction, split_path, source_paths

@@ -23,21 +23,12 @@ from sft_play.planner.plan import Plan
 from sft_play.training import distributed
 from sft_play.training.checkpoints import last_checkpoint
 from sft_play.training.class_checks.replaced_code import ActiveKernels
-from sft_play.training.loop.callbacks import RankSeedCallback
-from sft_play.training.loop.loop_checkpoints import restore_counters
+from sft_play.training.loop.callbacks import RowsAndSeeds
+from sft_play.training.loop.loop_checkpoints import FINAL_SAVE_TIMEOUT_S, RestoredCounters
 from sft_play.training.loop.loop_evaluation import EvaluatedLoop
 from sft_play.training.loop.optimizers import loraplus_groups
 from sft_play.training.loop.out_of_memory import TRAINING, StepMemory
-from sft_play.training.loop.rows import (
-    COUNT_KEYS,
-    Collator,
-    EpochOrder,
-    SetEpochCallback,
-    StepBatches,
-    TrainingRows,
-    end_workers_with_parent,
-    row_lengths,
-)
+from sft_play.training.loop.rows import COUNT_KEYS, Collator, EpochOrder, StepBatches, TrainingRows, row_lengths
 from sft_play.training.loop.upstream import require_upstream_names
 from sft_play.training.measure.monitor import count_tokens
 from sft_play.training.model import attention_functions
@@ -79,53 +70,33 @@ class PlannedLoop(EvaluatedLoop):
         self._micro_steps, self._micro_step = 1, 0
         self._slot_batches: list[Any] = []
         super().__init__(plan=plan, **options)
-        self._set_rows(
-            options["train_dataset"],
-            packs,
-            sorts_by_length=sorts_by_length,
-            mix=mix,
-            adds_sources=adds_sources,
-            adds_masks=adds_masks,
-        )
-
-    def _set_rows(
-        self, rows: Any, packs: Packs | None, *, sorts_by_length: bool, mix: SourceMix | None, **options: Any
-    ) -> None:
-        plan, attention = self.plan, str(self.model.config.get_text_config()._attn_implementation)
-        micro_batches = plan.micro_batches
+        rows, attention = options["train_dataset"], str(self.model.config.get_text_config()._attn_implementation)
+        micro_batches, effective_batch = plan.micro_batches, plan.batch.effective_batch
         # the class was measured, and needs a mask
         if not micro_batches.padded and attention != attention_functions.VARLEN_ATTENTION:
             micro_batches = MicroBatches(micro_batches.rows)
         lengths = row_lengths(rows) if packs is None else packs.tokens
-        effective_batch = plan.batch.effective_batch
+        has_boundaries = "flash" in attention or attention == attention_functions.VARLEN_ATTENTION
+        # packs of one shape for cuDNN
+        min_tokens = plan.choice.step.seq_len if packs is not None and plan.choice.step.cudnn else 0
+        sorted_lengths = lengths if sorts_by_length else None
         self.epoch_order = EpochOrder(
-            len(lengths),
-            seed=self.args.seed,
-            lengths=lengths if sorts_by_length else None,
-            effective_batch=effective_batch,
-            mix=mix,
+            len(lengths), seed=self.args.seed, lengths=sorted_lengths, effective_batch=effective_batch, mix=mix
         )
-        data_parallel_rank, context_parallel_rank = divmod(
-            distributed.batch_rank(self._layout), self._layout.context_parallel
-        )
-        ranks = self._layout.data_parallel
+        context_parallel = self._layout.context_parallel
+        data_parallel_rank, context_parallel_rank = divmod(distributed.batch_rank(self._layout), context_parallel)
         self._step_batches = StepBatches(
-            self.epoch_order,
-            lengths,
-            micro_batches,
-            effective_batch=effective_batch,
-            rank=data_parallel_rank,
-            ranks=ranks,
-        )
+            self.epoch_order, lengths, micro_batches, effective_batch=effective_batch,
+            rank=data_parallel_rank, ranks=self._layout.data_parallel,
+        )  # fmt: skip
         self.step_memory = StepMemory(self, micro_batches)
         self.train_dataset: Any = TrainingRows(rows, packs=packs, joined=not micro_batches.padded)
         self.data_collator: Any = Collator(
             int(self.processing_class.pad_token_id),  # TRL makes sure that there is one
-            flat=not micro_batches.padded
-            or (packs is not None and ("flash" in attention or attention == attention_functions.VARLEN_ATTENTION)),
-            adds_chat_lengths=attention_functions.needs_chat_lengths(attention),
-            min_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
-            context_parallel_rank=context_parallel_rank, context_parallel_size=self._layout.context_parallel, **options,
+            flat=not micro_batches.padded or (packs is not None and has_boundaries),
+            adds_sources=adds_sources, adds_masks=adds_masks,
+            adds_chat_lengths=attention_functions.needs_chat_lengths(attention), min_tokens=min_tokens,
+            context_parallel_rank=context_parallel_rank, context_parallel_size=context_parallel,
         )  # fmt: skip
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -143,11 +114,10 @@ class PlannedLoop(EvaluatedLoop):
         )
         accelerator = self.accelerator
         # as for one process, whatever the ranks: else accelerate would give this rank only a share of its own batches
-        prepared = prepare_data_loader(
+        return prepare_data_loader(
             loader, accelerator.device, num_processes=1, process_index=0, put_on_device=accelerator.device_placement,
             non_blocking=accelerator.non_blocking,
         )  # fmt: skip
-        return end_workers_with_parent(prepared)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **options: Any) -> Any:
         """The batches of the next step, empty ones included, and its trained tokens; the wait for them is timed."""
@@ -175,28 +145,32 @@ class PlannedLoop(EvaluatedLoop):
     def train(self, *args: Any, **options: Any) -> Any:
         """Train. Early stopping watches only here: evaluations before and after training do not count for it."""
         # the longest rows are tried before the monitor begins to measure
-        callbacks: list[TrainerCallback] = [SetEpochCallback(self), RankSeedCallback(self._layout), self.step_memory]
+        callbacks: list[TrainerCallback] = [RowsAndSeeds(self.epoch_order, self._layout), self.step_memory]
         callbacks += [self._monitor, self.non_finite_guard]
         checkpoint = options.get("resume_from_checkpoint")
         if self._early_stopping is not None:
             callbacks.append(self._early_stopping)
         if checkpoint:
-            callbacks.append(restore_counters(self, self._early_stopping, Path(checkpoint)))
+            callbacks.append(RestoredCounters(self, self._early_stopping, Path(checkpoint)))
         if self.compile_monitor is not None:
             self.compile_monitor.on_compiled.append(self._monitor.exclude_wait)
             callbacks.append(self.compile_monitor)
         for callback in callbacks:
             self.add_callback(callback)
         try:
-            with self._finish_saving_at_end():
-                if not checkpoint:
-                    return super().train(*args, **options)
+            if checkpoint:
                 with (
                     last_checkpoint.forbid_pickled_code(Path(checkpoint)),
                     last_checkpoint.readable_checkpoint(self, Path(checkpoint)) as path,
                 ):
-                    return super().train(*args, **{**options, "resume_from_checkpoint": str(path)})
+                    output = super().train(*args, **{**options, "resume_from_checkpoint": str(path)})
+            else:
+                output = super().train(*args, **options)
+            self.finish_saving()
+            return output
         finally:
+            if self._checkpoint_writer is not None:
+                self._checkpoint_writer.wait_at_most(FINAL_SAVE_TIMEOUT_S)
             for callback in callbacks:
                 self.remove_callback(callback)
 
@@ -207,7 +181,7 @@ class PlannedLoop(EvaluatedLoop):
         optimizer = super().create_optimizer(model)
         groups = optimizer.param_groups
         if self._loraplus_lr_ratio != 1 and is_new:
-            groups = loraplus_groups(groups, self.model if model is None else model, ratio=self._loraplus_lr_ratio)
+            groups = loraplus_groups(groups, model or self.model, ratio=self._loraplus_lr_ratio)
         optimizer.param_groups = [group for group in groups if group["params"]]
         return optimizer
 
@@ -233,10 +207,12 @@ class PlannedLoop(EvaluatedLoop):
             return torch.zeros((), device=self.args.device)
 
         def compute(is_retry: bool) -> Any:
+            batches = inputs
             if is_retry:
-                *earlier_batches, last_batch = self.step_memory.collate_step()
-            else:
-                *earlier_batches, last_batch = inputs if isinstance(inputs, list) else [inputs]
+                batches = self.step_memory.collate_step()
+            elif not isinstance(inputs, list):
+                batches = [inputs]
+            *earlier_batches, last_batch = batches
             for batch in earlier_batches:
                 self._tr_loss += self._train_micro_step(model, batch, *args, **options)
             return self._train_micro_step(model, last_batch, *args, **options)
@@ -253,7 +229,7 @@ class PlannedLoop(EvaluatedLoop):
         reduction_context = self.accelerator.no_sync(model) if defers_reduction else contextlib.nullcontext()
         with self._monitor.timed_part("forward_backward"), reduction_context:
             loss = self.compute_micro_step(model, inputs, *args, **options)
-        step_tokens = args[0] if args else options.get("num_items_in_batch")
+        step_tokens = next(iter(args), options.get("num_items_in_batch"))
         if step_tokens is not None:
             # the loss was scaled up for DDP's mean over ranks; tensor-parallel ranks are not among those
             ranks = self.args.world_size // self._layout.tensor_parallel

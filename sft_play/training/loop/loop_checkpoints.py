@@ -19,15 +19,13 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from sft_play.errors import SftPlayError
-from sft_play.log import one_line
 from sft_play.runs.files import free_disk_bytes, require_disk_space, sync_folder
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints, full_state_dict, last_checkpoint, sharded_checkpoints
 from sft_play.training.checkpoints.model_saving import embeddings_to_save
 from sft_play.training.heartbeat import Heartbeat
-from sft_play.training.loop.finite import NonFiniteStepGuard, require_finite
+from sft_play.training.loop.callbacks import NonFiniteStepGuard, require_finite
 from sft_play.training.measure.monitor import Monitor
-from sft_play.training.prepare.device_checks import free_memory, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +33,28 @@ logger = logging.getLogger(__name__)
 LOGGING_STATE = "logging_state.json"
 
 
-# How long a run that fails waits for a checkpoint that was begun.
-_FINAL_SAVE_TIMEOUT_S = 300.0
+# What a checkpoint in parts cannot be resumed without.
+SHARDED_FILES = (
+    *("trainer_state.json", "scheduler.pt", sharded_checkpoints.CONTENTS_FILE),
+    sharded_checkpoints.GROUPS_FILE,
+)
+# How long a run that fails waits for a checkpoint that was begun: other ranks may never write their parts.
+FINAL_SAVE_TIMEOUT_S = 300.0
 
 
-class LoggingSumsCallback(TrainerCallback):
-    """Restores the sums that do not depend on the number of ranks, once the Trainer has set them to zero."""
+class RestoredCounters(TrainerCallback):
+    """Restores what a checkpoint counts and the Trainer does not read from it: early stopping's counter
+    now, and at the start of training the sums, once the Trainer has set them to zero; they do not
+    depend on the number of ranks."""
 
-    def __init__(self, trainer: Any, checkpoint: Path) -> None:
+    def __init__(self, trainer: Any, early_stopping: EarlyStoppingCallback | None, checkpoint: Path) -> None:
         self._trainer, self._path = trainer, checkpoint / LOGGING_STATE
+        if early_stopping is not None:
+            # the Trainer saves it, and restores it only together with all other callbacks
+            state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+            saved = state["stateful_callbacks"].get(EarlyStoppingCallback.__name__, {})
+            counter = saved.get("attributes", {}).get("early_stopping_patience_counter", 0)
+            early_stopping.early_stopping_patience_counter = int(counter)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Read the sums from the checkpoint."""
@@ -55,23 +66,6 @@ class LoggingSumsCallback(TrainerCallback):
         self._trainer._monitor.continue_from(state["seen"])
 
 
-def restore_counters(
-    trainer: Any, early_stopping: EarlyStoppingCallback | None, checkpoint: Path
-) -> LoggingSumsCallback:
-    """Restore early stopping's counter of a checkpoint now, and by the callback that is returned its sums."""
-    if early_stopping is not None:
-        early_stopping.early_stopping_patience_counter = _read_early_stopping_counter(checkpoint)
-    return LoggingSumsCallback(trainer, checkpoint)
-
-
-def _read_early_stopping_counter(checkpoint: Path) -> int:
-    """How often early stopping had seen no better evaluation when the checkpoint was written, which the Trainer saves
-    and restores only together with all other callbacks."""
-    callbacks = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["stateful_callbacks"]
-    attributes = callbacks.get(EarlyStoppingCallback.__name__, {}).get("attributes", {})
-    return int(attributes.get("early_stopping_patience_counter", 0))
-
-
 class CheckpointWriter:
     """A checkpoint that is written while training goes on, by a thread that also makes it whole and renames it: the
     thread of torch's `async_save` is one that an exit waits for, and the rest would wait for the next step."""
@@ -79,8 +73,6 @@ class CheckpointWriter:
     def __init__(self, write: Callable[[], None], *, step: int, needed_bytes: int) -> None:
         """`step`, `needed_bytes`: of the checkpoint, and the bytes that it takes at least."""
         self.step, self.needed_bytes = step, needed_bytes
-        # Whether training waits for it, so that its bytes are the rank's progress.
-        self.is_awaited = False
         self._write, self._start_time, self._duration_s = write, time.monotonic(), 0.0
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="sft_play checkpoint")
@@ -95,7 +87,6 @@ class CheckpointWriter:
 
     def wait(self) -> float:
         """Wait for its end; the seconds that it took. Raises what the thread did."""
-        self.is_awaited = True
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -142,7 +133,7 @@ class CheckpointedLoop(Trainer):
     def _get_output_dir(self, trial: Any) -> str:
         # `_save_checkpoint` asks here for the folder to write to. args.output_dir is not changed instead, since the
         # arguments are saved with each checkpoint
-        return str(self._staging) if self._staging is not None else str(super()._get_output_dir(trial))
+        return str(self._staging or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # overridden since callbacks hear of a checkpoint (on_save) only once it is written: too late to write it aside
@@ -150,10 +141,15 @@ class CheckpointedLoop(Trainer):
         folder, step = Path(self.args.output_dir), self.state.global_step
         self.heartbeat.note(step, "saving a checkpoint")
         require_finite(self)
-        free_space, needed_bytes = distributed.broadcast_value(free_disk_bytes(folder)), engines.checkpoint_bytes(self)
+        free_space = distributed.broadcast_value(free_disk_bytes(folder))
+        needed_bytes = engines.checkpoint_bytes(self)
+        self.heartbeat.note(step, "saving a checkpoint", saved_bytes=needed_bytes)
         try:
-            with self._require_room(step, needed_bytes, free_space=free_space):
-                self._write_with_retry(model, trial, needed_bytes)
+            with (
+                self._require_room(step, needed_bytes, free_space=free_space),
+                self._monitor.timed_part("checkpoint"),
+            ):
+                self._write_checkpoint(model, trial, needed_bytes)
         finally:
             self._staging = None
 
@@ -177,35 +173,12 @@ class CheckpointedLoop(Trainer):
         writer, self._checkpoint_writer = self._checkpoint_writer, None
         if writer is None:
             return
-        self.heartbeat.note(self.state.global_step, "waiting for a checkpoint")
-        with self._require_room(writer.step, writer.needed_bytes), self.heartbeat.waiting():
+        self.heartbeat.note(self.state.global_step, "waiting for a checkpoint", saved_bytes=writer.needed_bytes)
+        with self._require_room(writer.step, writer.needed_bytes):
             duration_s = writer.wait()
             self.wait_for_disk()
         logger.info("Checkpoint of step %d: written beside the training in %.0f s", writer.step, duration_s)
         self.pause_seconds["checkpoint"].append(duration_s)
-
-    @contextlib.contextmanager
-    def _finish_saving_at_end(self) -> Iterator[None]:
-        """Wait for a checkpoint at the end; after an error only as long as other ranks may take to write theirs."""
-        try:
-            yield
-            self.finish_saving()
-        finally:
-            if self._checkpoint_writer is not None:
-                self._checkpoint_writer.wait_at_most(_FINAL_SAVE_TIMEOUT_S)
-
-    def _write_with_retry(self, model: Any, trial: Any, needed_bytes: int) -> None:
-        """Write a checkpoint; where one process lacks memory for it, once more with what the caches held."""
-        with self._monitor.timed_part("checkpoint"):
-            try:
-                self._write_checkpoint(model, trial, needed_bytes)
-                return
-            except (RuntimeError, MemoryError) as error:
-                if distributed.world_size() > 1 or not is_out_of_memory(error):
-                    raise
-                logger.warning("Checkpoint: out of memory; once more without caches: %s", one_line(str(error)))
-            free_memory()
-            self._write_checkpoint(model, trial, needed_bytes)
 
     def _write_checkpoint(self, model: Any, trial: Any, needed_bytes: int) -> None:
         folder, step = Path(self.args.output_dir), self.state.global_step
@@ -214,8 +187,7 @@ class CheckpointedLoop(Trainer):
             checkpoints.create_staging(folder)
         distributed.barrier()  # no rank may write before the folder was emptied
         self._staging = staging = checkpoints.staging_path(folder)
-        with contextlib.nullcontext() if self.saves_shards else self.watch_writing(staging):
-            super()._save_checkpoint(model, trial)
+        super()._save_checkpoint(model, trial)
         self.wait_for_disk()  # every rank's files have to be there before the first one checks them
         if distributed.is_first_of_node() and not distributed.is_first():
             sync_folder(staging)  # only the node that wrote a file can bring it to a disk that nodes share
@@ -233,65 +205,35 @@ class CheckpointedLoop(Trainer):
                 is_kept = best.exists() or self.state.best_global_step == step
                 self.state.best_model_checkpoint = str(best) if is_kept else None
                 self.state.save_to_json(str(checkpoint_path / "trainer_state.json"))
-        best = self.state.best_model_checkpoint
-        commit = functools.partial(self._commit_checkpoint, checkpoint_path, folder, Path(best) if best else None)
-        shard, self._shard = self._shard, None
-        if shard is not None:
-            group = distributed.long_timeout_group(purpose="the thread that saves")
-            self._checkpoint_writer = CheckpointWriter(
-                lambda: self._write_in_background(shard, commit, checkpoint_path, group),
-                step=step,
-                needed_bytes=needed_bytes,
-            )
-            return
-        if distributed.is_first():
-            commit(on_bytes=self.heartbeat.add_moved_bytes)
-        self.wait_for_disk()
-
-    def _commit_checkpoint(
-        self, checkpoint_path: Path, folder: Path, best: Path | None, *, on_bytes: Callable[[int], None]
-    ) -> None:
-        checkpoints.commit_checkpoint(checkpoint_path, folder, required_files=self._required_files(), on_bytes=on_bytes)
-        checkpoints.rotate_checkpoints(folder, limit=self._checkpoint_limit, best_checkpoint=best)
-
-    def _write_in_background(
-        self, shard: sharded_checkpoints.CheckpointShard, commit: Callable[..., None], checkpoint_path: Path, group: Any
-    ) -> None:
-        """Save and commit on the writer's thread; bytes count as this rank's progress only while training waits."""
-
-        def on_bytes(count: int) -> None:
-            if self._checkpoint_writer is None or self._checkpoint_writer.is_awaited:
-                self.heartbeat.add_moved_bytes(count)
-
-        sharded_checkpoints.save_shard(shard, checkpoint_path, group=group, on_bytes=on_bytes)
-        if distributed.is_first():  # all parts are on the disk
-            commit(on_bytes=on_bytes)
-
-    def _required_files(self) -> tuple[str, ...]:
+        best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
+        required_files: tuple[str, ...] = checkpoints.RESUME_FILES
         if self.is_deepspeed_enabled:
-            return ("trainer_state.json", "latest")
-        if self.saves_shards:
-            return (
-                "trainer_state.json",
-                "scheduler.pt",
-                sharded_checkpoints.CONTENTS_FILE,
-                sharded_checkpoints.GROUPS_FILE,
-            )
-        return checkpoints.RESUME_FILES
+            required_files = ("trainer_state.json", "latest")
+        elif self.saves_shards:
+            required_files = SHARDED_FILES
 
-    @contextlib.contextmanager
-    def watch_writing(self, folder: Path) -> Iterator[None]:
-        """While open, the heartbeat watches the files of `folder` grow; other ranks than the first wait. Parts are
-        counted by their own writer, so that a rank that hangs is noticed although the others write."""
-        with self.heartbeat.watching(folder), contextlib.ExitStack() as wait_context:
-            if not distributed.is_first():
-                wait_context.enter_context(self.heartbeat.waiting())
-            yield
+        def commit() -> None:
+            if distributed.is_first():
+                checkpoints.commit_checkpoint(checkpoint_path, folder, required_files=required_files)
+                checkpoints.rotate_checkpoints(folder, limit=self._checkpoint_limit, best_checkpoint=best_path)
+
+        shard, self._shard = self._shard, None
+        if shard is None:
+            commit()
+            self.wait_for_disk()
+            return
+        group = distributed.long_timeout_group(purpose="the thread that saves")
+
+        def write() -> None:
+            sharded_checkpoints.save_shard(shard, checkpoint_path, group=group)
+            commit()  # all parts are on the disk
+
+        self._checkpoint_writer = CheckpointWriter(write, step=step, needed_bytes=needed_bytes)
 
     def wait_for_disk(self) -> None:
-        """Wait for all ranks, as long as bytes move on any of them; one process waits for nothing."""
-        with self.heartbeat.waiting():
-            distributed.barrier(distributed.long_timeout_group())
+        """Wait for all ranks, as long as their disks take; one process waits for nothing."""
+        self.heartbeat.note_wait()
+        distributed.barrier(distributed.long_timeout_group())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights; over ranks an adapter without its base, weights in parts with the optimizer's states."""
@@ -328,7 +270,7 @@ class CheckpointedLoop(Trainer):
             return
         path = Path(output_dir)
         if self.saves_shards:
-            self._save_shards(path)
+            self._save_shards(path, saved_bytes=engines.checkpoint_bytes(self))
         else:
             states = full_state_dict.full_optimizer_states(self.model, self.optimizer.optimizer)
             if distributed.is_first():
@@ -337,26 +279,18 @@ class CheckpointedLoop(Trainer):
             torch.save(self.lr_scheduler.state_dict(), path / "scheduler.pt")
         self.wait_for_disk()
 
-    def _save_shards(self, path: Path) -> None:
+    def _save_shards(self, path: Path, *, saved_bytes: int) -> None:
         step, start_time = self.state.global_step, time.monotonic()
-        with contextlib.ExitStack() as wait_context:
-
-            def on_done() -> None:
-                self.heartbeat.note(step, "waiting for the parts of a checkpoint")
-                wait_context.enter_context(self.heartbeat.waiting())
-
-            self.heartbeat.note(step, "writing its part of a checkpoint")
-            shard = sharded_checkpoints.collect_shard(self.model, self.optimizer.optimizer)
-            if self._saves_async:
-                self._shard = shard.copy_to_host()
-                return
-            sharded_checkpoints.save_shard(
-                shard,
-                path,
-                group=distributed.long_timeout_group(),
-                on_bytes=self.heartbeat.add_moved_bytes,
-                on_done=on_done,
-            )
+        self.heartbeat.note(step, "writing its part of a checkpoint", saved_bytes=saved_bytes)
+        shard = sharded_checkpoints.collect_shard(self.model, self.optimizer.optimizer)
+        if self._saves_async:
+            self._shard = shard.copy_to_host()
+            return
+        note_end = functools.partial(
+            self.heartbeat.note, step, "waiting for the parts of a checkpoint", saved_bytes=saved_bytes
+        )
+        group = distributed.long_timeout_group()
+        sharded_checkpoints.save_shard(shard, path, group=group, on_done=note_end)
         shard_count, seconds = distributed.world_size(), time.monotonic() - start_time
         logger.info("Checkpoint of step %d: %d parts in %.0f s", step, shard_count, seconds)
 
@@ -380,9 +314,7 @@ class CheckpointedLoop(Trainer):
         if path is not None and sharded_checkpoints.is_sharded(path):
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's wrapper
             group = distributed.long_timeout_group()
-            sharded_checkpoints.load_sharded_optimizer(
-                self.model, optimizer, path, group=group, on_bytes=self.heartbeat.add_moved_bytes
-            )
+            sharded_checkpoints.load_sharded_optimizer(self.model, optimizer, path, group=group)
         elif path is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             if path is not None and self.is_deepspeed_enabled:
@@ -399,9 +331,8 @@ class CheckpointedLoop(Trainer):
         # config.json as one of any class, which refuses words of some classes (DeepSeek-V4's kinds of layers)
         path = Path(resume_from_checkpoint)
         if sharded_checkpoints.is_sharded(path):
-            sharded_checkpoints.load_sharded_weights(
-                self.model, path, group=distributed.long_timeout_group(), on_bytes=self.heartbeat.add_moved_bytes
-            )
+            group = distributed.long_timeout_group()
+            sharded_checkpoints.load_sharded_weights(self.model, path, group=group)
         elif not self.is_fsdp_enabled and full_state_dict.has_adapter(self.model):
             full_state_dict.load_adapter_weights(self.model, path)
         elif not self.is_fsdp_enabled:
@@ -413,13 +344,10 @@ class CheckpointedLoop(Trainer):
     def _load_best_model(self) -> None:
         # at the end of training, with load_best_model_at_end; it reads files by itself, not by `_load_from_checkpoint`
         self.finish_saving()
+        self.heartbeat.stop_clock()
         # the others know where it was written aside
         best = distributed.broadcast_value(self.state.best_model_checkpoint)
-        damage = (
-            checkpoints.find_damage(Path(best), on_bytes=self.heartbeat.add_moved_bytes)
-            if distributed.is_first()
-            else None
-        )
+        damage = checkpoints.find_damage(Path(best)) if distributed.is_first() else None
         self.wait_for_disk()
         damage = distributed.broadcast_value(damage)
         if damage is not None:

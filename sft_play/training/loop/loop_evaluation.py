@@ -16,7 +16,6 @@ from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
 from sft_play.training.loop.out_of_memory import StepMemory
 from sft_play.training.loop.rows import (
     balanced_batch_size,
-    end_workers_with_parent,
     longest_first_order,
     pad_to_multiple,
     split_batch,
@@ -62,13 +61,13 @@ class EvaluatedLoop(CheckpointedLoop):
         super().__init__(**options)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The batches of an evaluation, the longest rows first; worker processes end with this one."""
+        """The batches of an evaluation, the longest rows first."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         order = longest_first_order(
             dataset, batch_size=self.args.per_device_eval_batch_size, repeats=self._layout.context_parallel
         )
         # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
-        return end_workers_with_parent(super().get_eval_dataloader(dataset.select(order)))
+        return super().get_eval_dataloader(dataset.select(order))
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Evaluate as the Trainer does, but count a row once: every rank of a context-parallel group gets it."""
@@ -92,18 +91,14 @@ class EvaluatedLoop(CheckpointedLoop):
         if result is not None:
             if self._eval_progress is not None:  # all ranks evaluate as many
                 self._eval_progress.add(rows * self._layout.data_parallel)
-            return self._weight_loss(result[0], inputs), *result[1:]
-        self._max_eval_rows = rows // 2
-        return self.prediction_step(model, inputs, *args, **options)
-
-    def _weight_loss(self, loss: torch.Tensor | None, inputs: Any) -> torch.Tensor | None:
-        if loss is not None:
             # the Trainer repeats this number for each row of the batch, and takes the mean over all rows
             tokens = (scored_labels(inputs) != IGNORED).sum()
-            rows = inputs["labels"].shape[0] / self._layout.context_parallel  # every rank of a group counts them
-            loss = loss * tokens / (rows * self._trained_tokens_per_eval_row)
+            counted_rows = rows / self._layout.context_parallel  # every rank of a group counts them
+            loss = result[0] * tokens / (counted_rows * self._trained_tokens_per_eval_row)
             loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))  # a batch may be masked whole: 0 / 0 is nan
-        return loss
+            return loss, *result[1:]
+        self._max_eval_rows = rows // 2
+        return self.prediction_step(model, inputs, *args, **options)
 
     def evaluate(
         self, eval_dataset: Any = None, *args: Any, questions: Sequence[Question] | None = None, **options: Any
@@ -144,13 +139,10 @@ class EvaluatedLoop(CheckpointedLoop):
                 metrics |= self._measure_exact_match(active_questions, prefix=prefix)
         if eval_dataset is None:
             self.last_metrics = (self.state.global_step, metrics)
-            exact_match = metrics.get("eval_exact_match")
-            exact_match_note = (
-                "" if exact_match is None else f", exact match {exact_match:.1%} of {len(active_questions):,} rows"
-            )
-            logger.info(
-                "Validation at step %d: loss %.4f%s", self.state.global_step, metrics["eval_loss"], exact_match_note
-            )
+            figures = f"loss {metrics['eval_loss']:.4f}"
+            if "eval_exact_match" in metrics:
+                figures += f", exact match {metrics['eval_exact_match']:.1%} of {len(active_questions):,} rows"
+            logger.info("Validation at step %d: %s", self.state.global_step, figures)
         return metrics
 
     def _measure_exact_match(self, questions: Sequence[Question], *, prefix: str) -> dict[str, float]:
@@ -182,18 +174,14 @@ class EvaluatedLoop(CheckpointedLoop):
         """Log; beside the loss of an evaluation what the head and the sources add up to over all ranks."""
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
         if prefix is not None and self._eval_head_sums is not None:
-            logs |= self._eval_metrics(self._eval_head_sums, prefix=prefix)
+            head, source_sums = self._eval_head_sums.tolist(), []
+            if self._eval_source_sums is not None:
+                source_sums = self._eval_source_sums.flatten().tolist()
+            sums_by_rank = distributed.gather_values((head, int(self._tokens_seen), source_sums))
+            self._eval_head_sums = self._eval_source_sums = None
+            logs |= head_metrics([head for head, _, _ in sums_by_rank], prefix=prefix)
+            if source_sums:
+                logs |= source_losses([sums for _, _, sums in sums_by_rank], self._monitor.sources, prefix=prefix)
+            tokens_seen = sum(tokens for _, tokens, _ in sums_by_rank[:: self._layout.tensor_parallel])
+            logs[f"{prefix}num_tokens"] = self._monitor.tokens_before_start + tokens_seen
         super().log(logs, start_time)
-
-    def _eval_metrics(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
-        tokens_seen = torch.as_tensor(self._tokens_seen, dtype=head.dtype, device=head.device).reshape(1)
-        source_sums = [] if self._eval_source_sums is None else [self._eval_source_sums.flatten()]
-        sums_by_rank = distributed.gather_numbers(torch.cat([head, tokens_seen, *source_sums]))
-        width = len(head)
-        metrics = head_metrics([rank[:width] for rank in sums_by_rank], prefix=prefix)
-        if source_sums:
-            metrics |= source_losses([rank[width + 1 :] for rank in sums_by_rank], self._monitor.sources, prefix=prefix)
-        counted_sums = sums_by_rank[:: self._layout.tensor_parallel]
-        self._eval_head_sums = self._eval_source_sums = None
-        tokens_seen_by_all = sum(rank[width] for rank in counted_sums)
-        return metrics | {f"{prefix}num_tokens": self._monitor.tokens_before_start + tokens_seen_by_all}

@@ -6,7 +6,7 @@ rate of its own for lora_B and vectors; PEFT's function makes an optimizer that 
 knows. Stochastic rounding (https://arxiv.org/abs/2010.06192): updates too small for bf16 arrive in expectation.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -24,10 +24,8 @@ _NOISE_STRIDE = 1_000_003
 
 def muon_matrices(model: Any) -> frozenset[nn.Parameter]:
     """The parameters that Muon steps: matrices, but for those of embeddings and of the output head."""
-    head = model.get_output_embeddings()
-    embedding_weights = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} | {
-        getattr(head, "weight", None)
-    }
+    embedding_weights = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    embedding_weights.add(getattr(model.get_output_embeddings(), "weight", None))
     return frozenset(
         parameter
         for parameter in model.parameters()
@@ -41,25 +39,21 @@ class MuonWithAdamW(Optimizer):
     def __init__(
         self, params: Any, *, matrices: Collection[nn.Parameter], lr: float, weight_decay: float = 0.0, **adamw: Any
     ) -> None:
-        param_groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
-        muon_groups, adamw_groups = (
-            [
-                {**group, "params": [parameter for parameter in group["params"] if (parameter in matrices) == is_muon]}
-                for group in param_groups
-            ]
-            for is_muon in (True, False)
-        )
-        muon_groups, adamw_groups = (
-            [group for group in optimizer if group["params"]] for optimizer in (muon_groups, adamw_groups)
-        )
+        parts: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for group in params:
+            for is_muon, part in parts.items():
+                chosen = [parameter for parameter in group["params"] if (parameter in matrices) == is_muon]
+                if chosen:
+                    part.append({**group, "params": chosen})
         options = {"lr": lr, "weight_decay": weight_decay}
-        self._muon = Muon(muon_groups, **options, adjust_lr_fn="match_rms_adamw") if muon_groups else None
-        self._adamw = AdamW(adamw_groups, **options, **{"fused": True, **adamw}) if adamw_groups else None
+        # torch's optimizers refuse an empty list
+        self._muon = Muon(parts[True], **options, adjust_lr_fn="match_rms_adamw") if parts[True] else None
+        self._adamw = AdamW(parts[False], **options, **{"fused": True, **adamw}) if parts[False] else None
+        optimizers = [optimizer for optimizer in (self._muon, self._adamw) if optimizer is not None]
         groups = [
-            {**group, _IS_MUON_KEY: part is self._muon}
-            for part in (self._muon, self._adamw)
-            if part is not None
-            for group in part.param_groups
+            {**group, _IS_MUON_KEY: optimizer is self._muon}
+            for optimizer in optimizers
+            for group in optimizer.param_groups
         ]
         super().__init__(groups, options)
 
@@ -80,25 +74,18 @@ class MuonWithAdamW(Optimizer):
 
 
 def loraplus_groups(groups: list[dict[str, Any]], model: Any, *, ratio: float) -> list[dict[str, Any]]:
-    """The groups of an optimizer, each as two: lora_B's parameters have `ratio` times its learning rate (LoRA+)."""
-    fast_ids = loraplus_parameter_ids(model)
-    return [part for group in groups for part in split_loraplus_group(group, fast_ids, ratio=ratio)]
-
-
-def loraplus_parameter_ids(model: Any) -> frozenset[int]:
-    """The parameters, by their `id`, that get the higher rate."""
-    # whole under ZeRO-3
-    shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in model.named_parameters()}
-    return frozenset(
-        id(weight) for name, weight in model.named_parameters() if "lora_B" in name or len(shapes[name]) == 1
-    )
-
-
-def split_loraplus_group(group: dict[str, Any], fast_ids: frozenset[int], *, ratio: float) -> Iterator[dict[str, Any]]:
-    """A group of an optimizer as two: the parameters with its own rate, and those with `ratio` times as much."""
-    for is_fast in (False, True):
-        params = [parameter for parameter in group["params"] if (id(parameter) in fast_ids) == is_fast]
-        yield {**group, "params": params, "lr": group["lr"] * (ratio if is_fast else 1.0)}
+    """Split each group of an optimizer in two (LoRA+): lora_B's parameters and vectors have `ratio`
+    times its learning rate."""
+    fast_ids, parts = set(), []
+    for name, parameter in model.named_parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # the whole one under ZeRO-3
+        if "lora_B" in name or len(shape) == 1:
+            fast_ids.add(id(parameter))
+    for group in groups:
+        for is_fast, factor in ((False, 1.0), (True, ratio)):
+            params = [parameter for parameter in group["params"] if (id(parameter) in fast_ids) == is_fast]
+            parts.append({**group, "params": params, "lr": group["lr"] * factor})
+    return parts
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -140,9 +127,10 @@ class _StochasticRounding(Optimizer):
             return
         # the dtypes of data and gradient have to agree at every assignment: so the gradient goes first and comes last
         rounded, gradient = parameter.data, parameter.grad
+        assert gradient is not None
         parameter.grad = None
         parameter.data = rounded.float()
-        parameter.grad = gradient.float() if gradient is not None else None
+        parameter.grad = gradient.float()
         try:
             super().step()
             exact = parameter.data

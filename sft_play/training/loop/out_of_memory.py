@@ -52,11 +52,8 @@ class StepMemory(TrainerCallback):
         """`micro_batches`: how steps are divided, as planned."""
         ranks = trainer._layout.data_parallel
         micro_steps = max(1, -(-trainer.plan.batch.effective_batch // (micro_batches.rows * ranks)))
-        self._trainer, self.micro_batches, self.batch_plan = (
-            trainer,
-            micro_batches,
-            BatchPlan(micro_batches.rows, micro_steps, ranks),
-        )
+        self._trainer, self.micro_batches = trainer, micro_batches
+        self.batch_plan = BatchPlan(micro_batches.rows, micro_steps, ranks)
         # Called when memory has run out, before anything is repeated.
         self.on_oom: list[Callable[[OomEvent], None]] = []
         self.has_halved = False
@@ -154,18 +151,14 @@ class StepMemory(TrainerCallback):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            halved_plan, is_retried_activity = (
-                self.batch_plan.halved,
-                self._trainer.heartbeat.last_note[1] in _RETRIED_ACTIVITIES,
-            )
-            should_restart = halved_plan is not None and is_retried_activity and not self.is_single_process
-            self._report_oom(
-                str(error),
-                retry="run" if should_restart else None,
-                retry_rows=halved_plan.micro_batch if halved_plan and should_restart else 0,
-            )
+            halved_plan = self.batch_plan.halved
             message = out_of_memory_message(self._trainer.plan, error, self.batch_plan)
-            raise OutOfMemory(message, batch=None if should_restart else self.batch_plan) from error
+            is_retried_activity = self._trainer.heartbeat.last_note[1] in _RETRIED_ACTIVITIES
+            if halved_plan is None or not is_retried_activity or self.is_single_process:
+                self._report_oom(str(error), retry=None, retry_rows=0)
+                raise OutOfMemory(message, batch=self.batch_plan) from error
+            self._report_oom(str(error), retry="run", retry_rows=halved_plan.micro_batch)
+            raise OutOfMemory(message, batch=None) from error
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Compute the longest rows of an epoch once and drop what came of it, so that a lack of memory shows now. Not
@@ -186,10 +179,8 @@ class StepMemory(TrainerCallback):
         rows_by_rank, rank = trainer._step_batches.largest_micro_step(self.micro_batches), trainer._step_batches.rank
         device, has_no_state = trainer.args.device, not getattr(trainer.optimizer, "state", None)
         optimizer_bytes = trainer.plan.memory.terms.get("optimizer", 0) if has_no_state else 0
-        sizes = (
-            min(_STAND_IN_BYTES, optimizer_bytes - offset) for offset in range(0, optimizer_bytes, _STAND_IN_BYTES)
-        )
-        stand_ins = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        stand_in_count = -(-optimizer_bytes // _STAND_IN_BYTES)
+        stand_ins = [torch.empty(_STAND_IN_BYTES, dtype=torch.uint8, device=device) for _ in range(stand_in_count)]
         if self.is_single_process and self.batch_plan.grad_accum > 1:
             for parameter in trainer.model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -200,14 +191,14 @@ class StepMemory(TrainerCallback):
 
 
 def _random_states() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    gpu_states = [(torch.cuda.get_rng_state, torch.cuda.set_rng_state)] if torch.cuda.is_available() else []
-    python_states = (random.getstate, random.setstate)
-    return [
-        python_states,
+    states: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (random.getstate, random.setstate),
         (np.random.get_state, np.random.set_state),
         (torch.get_rng_state, torch.set_rng_state),
-        *gpu_states,
     ]
+    if torch.cuda.is_available():
+        states.append((torch.cuda.get_rng_state, torch.cuda.set_rng_state))
+    return states
 
 
 def record_oom(job: RunJob, event: OomEvent) -> None:

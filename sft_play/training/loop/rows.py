@@ -2,28 +2,21 @@
 `EpochOrder`, `StepBatches`), and as the tensors of a micro-batch (`Collator`).
 """
 
-import functools
 import itertools
-import multiprocessing
-import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 import torch
-from datasets import Dataset, Features, List, Value, concatenate_datasets
-from transformers import TrainerCallback
+from datasets import Dataset, concatenate_datasets
 
 from sft_play.data.build.packing import Packs, group_by_length
 from sft_play.data.build.splits import SourceMix
-from sft_play.data.masks.token_row import IGNORED, TokenRow
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.planner.batching import MicroBatches
-from sft_play.process.signals import die_with_parent
 
 # The order of an epoch depends only on seed and epoch, and an optimizer step takes its next
 # effective batch, whatever the ranks, micro-batch and accumulation. A rank that has no row left for
@@ -38,20 +31,6 @@ FILLER_TOKENS = 2
 DEFAULT_SOURCES = ("chat", "text")
 # Rows of a table that are read at once.
 _READ_BATCH_ROWS = 50_000
-
-_FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")})
-
-
-def to_dataset(rows: Sequence[TokenRow] | Dataset) -> Dataset:
-    """Rows as the trainer takes them: columns input_ids, labels and source; a Dataset is returned unchanged."""
-    if isinstance(rows, Dataset):
-        return rows
-    columns: dict[str, list[Any]] = {
-        "input_ids": [row.input_ids for row in rows],
-        "labels": [row.labels for row in rows],
-        "source": [DEFAULT_SOURCES.index(getattr(row, "source", DEFAULT_SOURCES[0])) for row in rows],
-    }
-    return Dataset.from_dict(columns, features=_FEATURES)
 
 
 def _iter_column_chunks(dataset: Dataset, column: str) -> Iterator[Any]:
@@ -69,19 +48,12 @@ def trained_tokens(dataset: Dataset) -> int:
     """Count the trained tokens of a data set; the first token of a row is never predicted."""
     total = 0
     for column in _iter_column_chunks(dataset, "labels"):
-        is_trained = np.asarray(_flatten(column)) != IGNORED
+        is_trained = pc.list_flatten(column).to_numpy() != IGNORED
         lengths = pc.list_value_length(column).to_numpy()
         # an empty row has no first token, and its start is that of the next row
         starts = (np.cumsum(lengths) - lengths)[lengths > 0]
         total += int(is_trained.sum()) - int(is_trained[starts].sum())
     return total
-
-
-def _flatten(column: Any) -> npt.NDArray[Any]:
-    flat = pc.list_flatten(column)
-    assert isinstance(flat, pa.ChunkedArray)
-    values: np.ndarray[Any, np.dtype[Any]] = flat.to_numpy()
-    return values
 
 
 def pad_to_multiple(dataset: Dataset, *, multiple: int) -> Dataset:
@@ -133,46 +105,39 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
         """Several rows, read from the table at once (a data loader calls this for a whole batch)."""
         if not indices:
             return []
-        row_indices = [self._row_indices(index) for index in indices]
-        columns = self._read_columns(np.concatenate(row_indices))
-        ends = np.cumsum([len(rows_of_item) for rows_of_item in row_indices])
-        rows = [self._slice_row(columns, end - len(part), end) for part, end in zip(row_indices, ends, strict=True)]
-        return [_masked_row(row) if index == FILLER_INDEX else row for row, index in zip(rows, indices, strict=True)]
+        parts = [self._row_indices(index) for index in indices]
+        table = self._arrow_dataset[np.concatenate(parts).tolist()]
+        lengths = pc.list_value_length(table["input_ids"]).to_numpy()
+        # where each row of the table begins, and where the last one ends
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        labels = pc.list_flatten(table["labels"]).to_numpy().astype(np.int64)
+        labels[starts[:-1]] = IGNORED  # it would be predicted from nothing, or from another chat
+        sources = np.zeros(len(lengths), dtype=np.int64)
+        if self._has_sources:
+            sources = table["source"].to_numpy().astype(np.int64)
+        input_ids = pc.list_flatten(table["input_ids"]).to_numpy().astype(np.int64)
+        columns = {"input_ids": input_ids, "labels": labels, "sources": np.repeat(sources, lengths)}
+        rows, end = [], 0
+        for index, part in zip(indices, parts, strict=True):
+            start, end = end, end + len(part)
+            row = {name: values[starts[start] : starts[end]] for name, values in columns.items()}
+            chat_lengths = np.diff(starts[start : end + 1])
+            if index == FILLER_INDEX:
+                row = {name: np.resize(values, FILLER_TOKENS) for name, values in row.items()}
+                row["labels"] = np.full(FILLER_TOKENS, IGNORED)
+                chat_lengths = np.array([FILLER_TOKENS])
+            if self._has_chats:
+                row[CHAT_LENGTHS] = chat_lengths
+            rows.append(row)
+        return rows
 
     def _row_indices(self, index: int) -> npt.NDArray[np.int64]:
+        """The rows of the data set in a row or pack; the first stands for a masked one."""
         if index == FILLER_INDEX:
             return np.zeros(1, dtype=np.int64)
         if not 0 <= index < self._count:
             raise IndexError(index)
         return np.array([index]) if self._packs is None else self._packs[index]
-
-    def _read_columns(self, indices: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
-        """Tokens, labels and sources of rows, joined, and the start of each row (and the end of the last)."""
-        table = self._arrow_dataset[indices.tolist()]
-        lengths = pc.list_value_length(table["input_ids"]).to_numpy()
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        labels = _flatten(table["labels"]).astype(np.int64)
-        labels[starts[:-1]] = IGNORED  # it would be predicted from nothing, or from another chat
-        sources = table["source"].to_numpy() if self._has_sources else np.zeros(len(indices))
-        return {
-            "input_ids": _flatten(table["input_ids"]).astype(np.int64),
-            "labels": labels,
-            "sources": np.repeat(sources.astype(np.int64), lengths),
-            "starts": starts,
-        }
-
-    def _slice_row(self, columns: dict[str, npt.NDArray[np.int64]], start: int, end: int) -> dict[str, Any]:
-        starts = columns["starts"]
-        row: dict[str, Any] = {
-            name: columns[name][starts[start] : starts[end]] for name in ("input_ids", "labels", "sources")
-        }
-        return row if not self._has_chats else {**row, "chat_lengths": np.diff(starts[start : end + 1])}
-
-
-def _masked_row(row: dict[str, Any]) -> dict[str, Any]:
-    masked = {name: np.resize(row[name], FILLER_TOKENS) for name in ("input_ids", "sources")}
-    masked["labels"] = np.full(FILLER_TOKENS, IGNORED)
-    return masked if "chat_lengths" not in row else {**masked, "chat_lengths": np.array([FILLER_TOKENS])}
 
 
 class EpochOrder(torch.utils.data.Sampler[int]):
@@ -201,13 +166,12 @@ class EpochOrder(torch.utils.data.Sampler[int]):
         """The epoch's rows in their order."""
         generator = torch.Generator()
         generator.manual_seed(self._seed + self.epoch)
-        rows = None if self._mix is None else self._mix.epoch_rows(self.epoch)
-        order = torch.randperm(self._count if rows is None else len(rows), generator=generator).numpy()
-        order = order if rows is None else rows[order]
+        order: npt.NDArray[np.int64] = torch.randperm(len(self), generator=generator).numpy()
+        if self._mix is not None:
+            order = self._mix.epoch_rows(self.epoch)[order]
         if self._lengths is not None:
             order = group_by_length(order, self._lengths, window=self._effective_batch)
-        indices: npt.NDArray[np.int64] = order
-        return indices
+        return order
 
 
 class StepBatches(torch.utils.data.Sampler[list[int]]):
@@ -254,35 +218,20 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
         """The rows of a step of the epoch, by micro-step and rank, when cut by `micro_batches`."""
         if self._epoch_indices is None or self._epoch_indices[0] != self._epoch_order.epoch:
             self._epoch_indices = (self._epoch_order.epoch, self._epoch_order.epoch_rows())
-        return self._cut_micro_steps(
-            self._epoch_indices[1][step * self._effective_batch :][: self._effective_batch].tolist(), micro_batches
-        )
+        rows = self._epoch_indices[1][step * self._effective_batch :][: self._effective_batch]
+        return self._cut_micro_steps(rows.tolist(), micro_batches)
 
     def largest_micro_step(self, micro_batches: MicroBatches) -> list[list[int]]:
         """The micro-step that takes the most memory in the step with the epoch's longest row: its rows by rank."""
         longest_position = int(np.argmax(self._lengths[self._epoch_order.epoch_rows()]))
 
-        def count_tokens(batch: Sequence[int]) -> int:
-            lengths = self._lengths[batch]
-            if micro_batches.padded and batch:
-                return int(len(batch) * lengths.max())
-            return int(lengths.sum())
+        def count_tokens(rows_by_rank: Sequence[Sequence[int]]) -> int:
+            lengths = [self._lengths[rows] for rows in rows_by_rank if rows]
+            if micro_batches.padded:
+                return max(len(batch) * int(batch.max()) for batch in lengths)
+            return max(int(batch.sum()) for batch in lengths)
 
-        return max(
-            self.step_rows(longest_position // self._effective_batch, micro_batches),
-            key=lambda each: max(map(count_tokens, each)),
-        )
-
-
-class SetEpochCallback(TrainerCallback):
-    """Sets the epoch of the row order: accelerate does not when a resumed run of several ranks skips batches."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Set the epoch of the step counter."""
-        self._trainer.epoch_order.set_epoch(int(state.epoch or 0))
+        return max(self.step_rows(longest_position // self._effective_batch, micro_batches), key=count_tokens)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -359,17 +308,15 @@ class Collator:
         if SOURCE in batch:
             batch[SOURCE] = _shift_left(batch[SOURCE], 0)
         pad_values = {"input_ids": self.pad_id, "labels": IGNORED, "shift_labels": IGNORED}
-        tensors = {
-            name: torch.nn.functional.pad(table, (0, padding), value=pad_values.get(name, 0))[
-                :, token_slice
-            ].contiguous()
-            for name, table in batch.items()
-        }
+        tensors = {}
+        for name, table in batch.items():
+            padded = torch.nn.functional.pad(table, (0, padding), value=pad_values.get(name, 0))
+            tensors[name] = padded[:, token_slice].contiguous()
         tensors["position_ids"] = torch.arange(token_slice.start, token_slice.stop).expand(rows, -1).contiguous()
-        trained_rows = (
-            (batch["shift_labels"] != IGNORED).any(1).sum() if self.context_parallel_rank == 0 else torch.tensor(0)
-        )
-        counts = (tensors.pop("attention_mask").sum(), trained_rows)  # a row is counted by the rank of its first part
+        trained_rows = (batch["shift_labels"] != IGNORED).any(1).sum()
+        if self.context_parallel_rank > 0:  # a row is counted by the rank of its first part
+            trained_rows = torch.tensor(0)
+        counts = (tensors.pop("attention_mask").sum(), trained_rows)
         return tensors | dict(zip(COUNT_KEYS, counts, strict=True))
 
     def _pack_tensors(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -413,13 +360,15 @@ class Collator:
 def split_batch(batch: dict[str, Any], max_rows: int) -> list[dict[str, Any]]:
     """A batch of several rows in parts of at most `max_rows`; what it has once stays whole in each."""
     count = len(batch["labels"])
-
-    def slice_rows(value: Any, start: int) -> Any:
-        is_by_row = isinstance(value, torch.Tensor) and value.dim() and len(value) == count
-        return value[start : start + max_rows] if is_by_row else value
-
-    starts = range(0, count, max_rows)
-    return [{name: slice_rows(value, offset) for name, value in batch.items()} for offset in starts]
+    by_row = {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) == count
+    }
+    return [
+        batch | {name: value[start : start + max_rows] for name, value in by_row.items()}
+        for start in range(0, count, max_rows)
+    ]
 
 
 def _shift_left(table: torch.Tensor, fill: int) -> torch.Tensor:
@@ -429,24 +378,6 @@ def _shift_left(table: torch.Tensor, fill: int) -> torch.Tensor:
 
 def _token_sources(row: dict[str, Any]) -> Any:
     """The source of each token: by token, or one for the whole row; 0 (chat) where the data set has none."""
-    return row["sources"] if "sources" in row else np.full(len(row["input_ids"]), int(row.get(SOURCE) or 0))
-
-
-# --------------------------------------------------------------------------------------------------
-# The processes that load rows.
-
-
-def end_workers_with_parent(dataloader: Any) -> Any:
-    """A data loader whose worker processes end with this one, even where it is killed in the middle of a step."""
-    loader = getattr(dataloader, "base_dataloader", dataloader)  # accelerate's wraps the one that starts them
-    if loader.num_workers:
-        loader.worker_init_fn = functools.partial(_init_worker, os.getpid(), loader.worker_init_fn)
-        if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's: it would be the workers' parent
-            loader.multiprocessing_context = "fork"
-    return dataloader
-
-
-def _init_worker(parent_pid: int, worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
-    die_with_parent(parent_pid, signal.SIGKILL)
-    if worker_init_fn is not None:
-        worker_init_fn(worker_id)
+    if "sources" in row:
+        return row["sources"]
+    return np.full(len(row["input_ids"]), int(row.get(SOURCE) or 0))

@@ -40,10 +40,7 @@ class RunCallbacks:
             train.stop_after_steps, hours=train.max_hours, pause_seconds=trainer.pause_seconds
         )
         self.update_check = UpdateCheck(trainer, job.plan.precision.updates)
-        self.progress = Progress(
-            count_tokens=lambda: trainer.tokens_seen,
-            estimate_remaining=lambda: estimate_remaining(trainer, eval_set),
-        )
+        self.progress = Progress(estimate_remaining=lambda: estimate_remaining(trainer, eval_set))
         self._gradient_check = GradientCheck(prepared.model_spec.late_gradients)
         self._metrics_file = MetricsFile(
             job.folder.metrics_path, start_time=monitors.start_time, stage=job.folder.stage_name
@@ -70,11 +67,8 @@ class RunCallbacks:
             metric_tags=self._metric_tags,
         )
         own_callbacks = (
-            self._gradient_check,
-            self.update_check,
-            self._metrics_file,
-            self.progress,
-            self.stop_controller,
+            *(self._gradient_check, self.update_check, self._metrics_file),
+            *(self.progress, self.stop_controller),
         )
         for callback in (*before, *own_callbacks, *plan_callbacks):
             trainer.add_callback(callback)
@@ -82,9 +76,7 @@ class RunCallbacks:
     @contextlib.contextmanager
     def watching(self, message: str) -> Iterator[None]:
         """While open, requests to stop are heeded; `message` says what takes long before the first step."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(stop_signals(self.stop_controller))
-            if self._trainer.compile_monitor is not None:
-                stack.enter_context(contextlib.closing(self._trainer.compile_monitor))
-            stack.enter_context(self.progress.announce_start(message))
+        monitor = self._trainer.compile_monitor
+        monitor_context = contextlib.closing(monitor) if monitor is not None else contextlib.nullcontext()
+        with stop_signals(self.stop_controller), monitor_context, self.progress.announce_start(message):
             yield

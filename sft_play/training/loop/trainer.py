@@ -5,10 +5,8 @@ which measures what TRL's loss holds. `loop` has what the trainer does different
 `loop_checkpoints` how it saves.
 """
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from sft_play.data.build.packing import Packs, concatenate_packs, is_packing_ena
 from sft_play.data.build.splits import DataSplit, MixedSources
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.plan import Plan
-from sft_play.planner.precision import Precision, adapter_dtype
+from sft_play.planner.precision import adapter_dtype
 from sft_play.runs.folder import RunFolder
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints.full_state_dict import load_adapter_weights
@@ -33,7 +31,7 @@ from sft_play.training.class_checks.replaced_code import activate_kernels, compi
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.optimizers import MuonWithAdamW, muon_matrices, stochastic_rounding_class
-from sft_play.training.loop.rows import COUNT_KEYS, DEFAULT_SOURCES, SOURCE, row_lengths, to_dataset
+from sft_play.training.loop.rows import COUNT_KEYS, DEFAULT_SOURCES, SOURCE, row_lengths
 from sft_play.training.measure.board import TensorBoardWriter, build_hparams
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import collect_stop_ids, configured_eos_token_ids
@@ -64,6 +62,7 @@ def training_arguments(
     train = config.train
     # rows are tokenised and cut already, so TRL must not do either
     trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if arguments_class is None else {}
+    checkpointing_kwargs = {"use_reentrant": False} | ({"offload": True} if plan.choice.step.offloads else {})
     return (arguments_class or SFTConfig)(
         output_dir=str(folder.checkpoints_path),
         # as the Trainer counts: where micro-batches are cut by tokens, a step has as many slots as it may ever need
@@ -76,7 +75,8 @@ def training_arguments(
         | _OPTIMIZER_ARGUMENTS.get(train.optim, {}),
         bf16=plan.precision.compute == "bfloat16",
         fp16=plan.precision.compute == "float16",
-        **_checkpointing_arguments(plan.choice.checkpointed_layers > 0, offload=plan.choice.step.offloads),
+        activation_checkpointing=plan.choice.checkpointed_layers > 0,
+        activation_checkpointing_kwargs=checkpointing_kwargs,
         logging_strategy="steps",
         logging_steps=train.logging_steps,
         logging_first_step=True,
@@ -121,13 +121,6 @@ def _eval_and_save_schedule(config: RunConfig, *, has_eval: bool) -> dict[str, A
         "eval_strategy": eval_strategy, "eval_steps": eval_steps, "save_strategy": save_strategy,
         "save_steps": save_steps or 1, "load_best_model_at_end": loads_best,
     }  # fmt: skip
-
-
-def _checkpointing_arguments(enabled: bool, *, offload: bool) -> dict[str, Any]:
-    """Gradient checkpointing under the name that the installed transformers has for it: version 5 renamed it."""
-    fields = {field.name for field in dataclasses.fields(SFTConfig)}
-    name = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
-    return {name: enabled, f"{name}_kwargs": {"use_reentrant": False, **({"offload": True} if offload else {})}}
 
 
 class PlannedTrainer(PlannedLoop, SFTTrainer):
@@ -213,7 +206,7 @@ def build_trainer(
     others of `PlannedLoop`. Raises DataError: weights of `sources` leave one of them without a row
     in an epoch."""
     arguments = arguments or training_arguments(config, plan, folder, has_eval=eval_split is not None)
-    rows = to_dataset(train_split.rows)
+    rows = train_split.rows
     packs, packed_sizes = _pack_rows(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))
     mix = sources.mix(seed=config.train.seed, sizes=packed_sizes) if sources else None
     trainer = (trainer_class or PlannedTrainer)(
@@ -227,7 +220,7 @@ def build_trainer(
         sorts_by_length=config.train.group_by_length,
         adds_sources=config.task_mode == "cpt_mixed" or sources is not None,
         mix=mix,
-        eval_dataset=to_dataset(eval_split.rows) if eval_split is not None else None,
+        eval_dataset=eval_split.rows if eval_split is not None else None,
         checkpoint_limit=config.train.save_total_limit,
         async_save=config.train.async_save,
         patience=config.train.early_stopping_patience,
@@ -257,10 +250,8 @@ def _optimizer_options(config: RunConfig, plan: Plan, arguments: SFTConfig, mode
     if is_muon:
         optimizer, optimizer_kwargs = MuonWithAdamW, optimizer_kwargs | {"matrices": muon_matrices(model)}
     if rounds_stochastically:
-        optimizer, optimizer_kwargs = (
-            stochastic_rounding_class(optimizer),
-            optimizer_kwargs | {"rounding_seed": arguments.seed},
-        )
+        optimizer = stochastic_rounding_class(optimizer)
+        optimizer_kwargs = optimizer_kwargs | {"rounding_seed": arguments.seed}
     return {"optimizer_cls_and_kwargs": (optimizer, optimizer_kwargs)}
 
 
@@ -297,9 +288,8 @@ def _pack_rows(
     lengths = np.split(row_lengths(rows), np.cumsum(sizes)[:-1])
     packs_by_source = [pack_best_fit(source_lengths, plan.max_seq_len) for source_lengths in lengths]
     packs = concatenate_packs(packs_by_source)
-    effective_batch, padding = plan.batch.effective_batch, 1 - packs.tokens.mean() / plan.max_seq_len
-    logger.debug("Packing: %d chats in %d rows, %.1f a row (%.1f%% padding)", len(rows), len(packs),
-                 len(rows) / len(packs), 100 * padding)  # fmt: skip
+    effective_batch = plan.batch.effective_batch
+    logger.debug("Packing: %d chats in %d rows, %.1f a row", len(rows), len(packs), len(rows) / len(packs))
     if len(packs) < effective_batch and distributed.is_first():
         logger.warning("Packing: %d rows are fewer than one effective batch of %d, so each step sees every chat; set a "
                        "smaller %s", len(packs), effective_batch, config.train.effective_batch_options)  # fmt: skip
@@ -358,14 +348,16 @@ def load_trainer(
         load_adapter_weights(trainer.model, begins_from)
     # with a source the first rank's are sent
     elif prepared.trains_adapter and (source is None or distributed.is_first()):
-        read_weights = partial(_base_weights, config, plan.precision, model_spec, source)
+
+        def read_weights() -> Mapping[str, torch.Tensor] | None:
+            if source is not None or config.tuning.lora.init != "loftq":
+                return source
+            return dict(read_model(config, plan.precision, model_spec).named_parameters(remove_duplicate=False))
+
         adapters.initialize_adapters(
-            trainer.model,
-            config.tuning.lora,
-            seed=config.train.seed,
-            device=trainer.args.device,
+            trainer.model, config.tuning.lora, seed=config.train.seed, device=trainer.args.device,
             read_base_weights=read_weights,
-        )
+        )  # fmt: skip
     freeze_unmatched(trainer.model, config.tuning.trainable)
     freeze_parameters(trainer.model, model_spec.untrained_parameters)
     trainer.compile_monitor = compile_blocks(trainer.model, config, plan, device=arguments.device)
@@ -387,14 +379,6 @@ def load_trainer(
         is_sharded_later = plan.choice.layout.is_fsdp and source is None
         adapters.freeze_pissa_half(trainer.model, config.tuning.lora, is_sharded_later=is_sharded_later)
     return trainer
-
-
-def _base_weights(
-    config: RunConfig, precision: Precision, model_spec: ModelSpec, source: SourceWeights | None
-) -> Mapping[str, torch.Tensor] | None:
-    if source is not None or config.tuning.lora.init != "loftq":
-        return source
-    return dict(read_model(config, precision, model_spec).named_parameters(remove_duplicate=False))
 
 
 def build_run_trainer(

@@ -12,7 +12,6 @@ from sft_play.training import distributed
 from sft_play.training.engines import EngineCheck, check_engine, single_process_check
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
-from sft_play.training.loop.rows import to_dataset
 from sft_play.training.measure.exact_match import GeneratedAnswer, Question, select_questions
 from sft_play.training.measure.monitor import MemoryPeaks
 from sft_play.training.prepare.prepare import Prepared
@@ -96,7 +95,7 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> EvalMetrics | None:
     if name == "test" or not is_current:  # else training ended with this very evaluation
         answers_note = f", with {len(eval_questions):,} answers generated" if eval_questions else ""
         logger.info("Evaluation on %s: %s rows%s", name, f"{len(split.rows):,}", answers_note)
-        metrics = trainer.evaluate(to_dataset(split.rows), metric_key_prefix=prefix, questions=eval_questions)
+        metrics = trainer.evaluate(split.rows, metric_key_prefix=prefix, questions=eval_questions)
     answers = tuple(trainer.last_answers) if eval_questions else ()
     return EvalMetrics(
         metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows), answers, len(answers)

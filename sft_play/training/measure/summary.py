@@ -206,10 +206,8 @@ def _save_trained_weights(job: RunJob, prepared: Prepared, trainer: PlannedLoop,
     needed_bytes = engines.trained_bytes(trainer, dtype)
     free_space = distributed.broadcast_value(free_disk_bytes(path.parent))
     tensors = state = None
-    with (
-        require_disk_space(path.parent, needed_bytes, "the trained weights", available_bytes=free_space),
-        trainer.watch_writing(path.parent),
-    ):
+    trainer.heartbeat.note(trainer.state.global_step, "saving the trained weights", saved_bytes=needed_bytes)
+    with require_disk_space(path.parent, needed_bytes, "the trained weights", available_bytes=free_space):
         if trainer.is_fsdp_enabled and not prepared.trains_adapter:
             tensors = full_state_dict.full_tensors(trainer.model)
         else:
@@ -227,12 +225,12 @@ def _save_trained_weights(job: RunJob, prepared: Prepared, trainer: PlannedLoop,
                 base_folder = fetch_base_folder(base_model.name, revision=base_model.revision)
             save_model(
                 model, tokenizer, path, base_folder=base_folder, state_dict=state, tensors=tensors, dtype=dtype,
-                steps=steps if has_trained_lora_b else 0, on_bytes=trainer.heartbeat.add_moved_bytes,
+                steps=steps if has_trained_lora_b else 0,
             )  # fmt: skip
             if not prepared.trains_adapter:  # whoever loads it ends answers where training did
                 stop_ids = answer_stop_ids(job.loaded.config, tokenizer, prepared.renderer)
                 set_stop_tokens(path, stop_ids, tokenizer.pad_token_id)
-            record_digests(path, on_bytes=trainer.heartbeat.add_moved_bytes)
+            record_digests(path)
         else:
             for _ in tensors or ():  # gathering is collective: every rank has to walk through all tensors
                 pass

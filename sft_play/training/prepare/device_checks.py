@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 def check_device(plan: Plan, config: RunConfig) -> None:
     """Raises HardwareError where torch cannot use the planned GPU, or sees one that the plan does not know of."""
-    device = plan.hardware.device
-    if device == "cuda" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if device == "cuda" and not torch.cuda.is_available():
+    device, has_cuda = plan.hardware.device, torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
         reason = "it finds none"
         try:
             torch.cuda.init()
         except Exception as error:  # the exception's type differs between builds
             reason = str(error)
         raise HardwareError(explain_unusable_torch(plan.hardware.gpus[0].name, reason))
+    if device == "cuda" and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if device == "cpu" and config.train.device == "auto" and torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
         raise HardwareError(
@@ -130,18 +130,14 @@ def out_of_memory_message(plan: Plan, error: BaseException, batch: BatchPlan | N
     """What was predicted and what to do; `batch`: how rows were divided when memory ran out, None as planned."""
     batch = batch or plan.batch
     halved_words = "" if batch == plan.batch else f", and it ran out with {batch.micro_batch} too"
+    hint = "more GPUs, or a new run with a shorter model.max_seq_len"
+    if (halved := batch.halved) is not None:
+        setting = f"train.batch_size={halved.micro_batch} train.grad_accum={halved.grad_accum}"
+        hint = f"SET='{setting}', which resume takes too"
+    elif plan.choice.checkpointing is not True:
+        hint = "SET=train.gradient_checkpointing=true, which resume takes too"
     return (
         f"CUDA out of memory; the plan predicted {plan.memory.required / GIB:.1f} of {plan.budget_bytes / GIB:.1f} GiB "
         f"with micro-batch {plan.batch.micro_batch}{halved_words} ({one_line(str(error), limit=300)}). Check with "
-        f"nvidia-smi whether another process took memory meanwhile; try {_smaller_run_hint(plan, batch)}"
+        f"nvidia-smi whether another process took memory meanwhile; try {hint}"
     )
-
-
-def _smaller_run_hint(plan: Plan, batch: BatchPlan) -> str:
-    halved_batch = batch.halved
-    if halved_batch is not None:
-        setting = f"train.batch_size={halved_batch.micro_batch} train.grad_accum={halved_batch.grad_accum}"
-        return f"SET='{setting}', which resume takes too"
-    if plan.choice.checkpointing is not True:
-        return "SET=train.gradient_checkpointing=true, which resume takes too"
-    return "more GPUs, or a new run with a shorter model.max_seq_len"

@@ -72,16 +72,12 @@ def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list
         if getattr(hf_config, "output_router_logits", False):  # TRL's head would compute one nevertheless
             hf_config.output_router_logits = False
         return []
-    for name, aliases in (
-        ("num_experts", EXPERT_COUNT_FIELDS),
-        ("num_experts_per_tok", FIELD_ALIASES["num_experts_per_tok"]),
-    ):
+    per_token_fields = FIELD_ALIASES["num_experts_per_tok"]
+    for name, aliases in (("num_experts", EXPERT_COUNT_FIELDS), ("num_experts_per_tok", per_token_fields)):
         alias = next((candidate for candidate in aliases if isinstance(getattr(hf_config, candidate, None), int)), None)
         if not hasattr(hf_config, name) and alias is not None:
-            config_class.attribute_map = {
-                **config_class.attribute_map,
-                name: config_class.attribute_map.get(alias, alias),
-            }
+            names = config_class.attribute_map
+            config_class.attribute_map = {**names, name: names.get(alias, alias)}
     # of all layers: the first ones may be dense, or choose their experts without a router
     reason, _ = measure_small_model(
         hf_config, _no_balance_loss_reason, trust_remote_code=trust_remote_code, needs_all_layers=True

@@ -65,9 +65,9 @@ def _checked_init_note(lora: LoraConfig, targets: Iterable[str], layers: dict[st
     if max_ranks[name] < lora.r:
         problem = f"{name} has {max_ranks[name]} singular directions"
         raise ModelError(f"tuning.lora.init={lora.init}: {problem}, and tuning.lora.r is {lora.r}; use a smaller rank")
-    return f", started by {lora.init}" + (
-        f" (a frozen half makes it r {lora.stored_rank})" if lora.init == "pissa" else ""
-    )
+    if lora.init == "pissa":
+        return f", started by pissa (a frozen half makes it r {lora.stored_rank})"
+    return f", started by {lora.init}"
 
 
 def trainable_rows(model: Any, rows: Sequence[int], *, saved_modules: Sequence[str]) -> dict[str, list[int]] | None:
@@ -89,7 +89,7 @@ def trainable_rows(model: Any, rows: Sequence[int], *, saved_modules: Sequence[s
 def _check_modules_to_save(config: RunConfig, model: nn.Module) -> None:
     module_names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     for target in config.tuning.lora.modules_to_save:
-        if not any(_matches(target, name) for name in module_names):
+        if not any(_matches_any([target], name) for name in module_names):
             names = one_line(", ".join(sorted({name.rpartition(".")[2] for name in module_names})), limit=400)
             raise ModelError(f"tuning.lora.modules_to_save: {one_line(target)} matches nothing"
                              f"{_suggestion(target, module_names)}. The modules are: {names}")  # fmt: skip
@@ -99,12 +99,8 @@ def _check_modules_to_save(config: RunConfig, model: nn.Module) -> None:
                              f"or are quantised, such as {adapted_layers[0]}")  # fmt: skip
 
 
-def _matches(target: str, name: str) -> bool:
-    return name == target or name.endswith(f".{target}")
-
-
 def _matches_any(targets: Iterable[str], name: str) -> bool:
-    return any(_matches(target, name) for target in targets)
+    return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 def _suggestion(target: str, names: Iterable[str]) -> str:
@@ -116,16 +112,14 @@ def _suggestion(target: str, names: Iterable[str]) -> str:
 def matches_pattern(pattern: str, name: str) -> bool:
     """Whether a pattern matches a weight: its pieces occur in the weight's name, one directly after the other."""
     pieces, parts = pattern.split("."), name.split(".")
-    return any(
-        all(_matches_piece(piece, part) for piece, part in zip(pieces, parts[start:], strict=False))
-        for start in range(len(parts) - len(pieces) + 1)
-    )
 
+    def matches_piece(piece: str, part: str) -> bool:
+        if (span := _NUMBER_RANGE.fullmatch(piece)) is not None:
+            return part.isdigit() and int(span[1]) <= int(part) <= int(span[2])
+        return fnmatch.fnmatchcase(part, _PIECE_ALIASES.get(piece, piece))
 
-def _matches_piece(piece: str, part: str) -> bool:
-    if (span := _NUMBER_RANGE.fullmatch(piece)) is not None:
-        return part.isdigit() and int(span[1]) <= int(part) <= int(span[2])
-    return fnmatch.fnmatchcase(part, _PIECE_ALIASES.get(piece, piece))
+    starts = range(len(parts) - len(pieces) + 1)
+    return any(all(map(matches_piece, pieces, parts[start : start + len(pieces)])) for start in starts)
 
 
 def select_names(patterns: Sequence[str], names: Iterable[str]) -> list[str]:

@@ -122,7 +122,7 @@ def build_model_spec(
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
     if repeats_kv and attention.name in ("sdpa", attention_functions.ULYSSES_ATTENTION):
         reason = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
-        attention = AttentionChoice(attention.name, f"{attention.reason}; {reason}", repeats_kv=True)
+        attention = replace(attention, reason=f"{attention.reason}; {reason}", repeats_kv=True)
     notes += experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
     skeleton = _build_skeleton(hf_config, config)
     chosen_experts = experts.choose_experts(config, skeleton, precision)
@@ -159,10 +159,8 @@ def build_model_spec(
     )  # fmt: skip
     if config.tuning.trainable == "all":
         return model_spec
-    trainable_line = trainable_note(
-        config, build_meta_model(model_spec, trust_remote_code=config.model.trust_remote_code)
-    )
-    return replace(model_spec, notes=(*notes, trainable_line))
+    meta_model = build_meta_model(model_spec, trust_remote_code=config.model.trust_remote_code)
+    return replace(model_spec, notes=(*notes, trainable_note(config, meta_model)))
 
 
 def _drop_quantization_config(full_config: Any, config: RunConfig) -> list[str]:
@@ -170,9 +168,8 @@ def _drop_quantization_config(full_config: Any, config: RunConfig) -> list[str]:
     refuse_quantised(fields, name=config.model.name, mode=config.tuning.mode)
     if dequantisable_method(fields)[0] is None:
         return []
-    for config_part in {id(item): item for item in (full_config, full_config.get_text_config())}.values():
-        if hasattr(config_part, "quantization_config"):
-            del config_part.quantization_config
+    for config_part in (full_config, full_config.get_text_config()):
+        vars(config_part).pop("quantization_config", None)
     return [f"Model: {quantised_storage_note(fields, config.tuning.mode)}"]
 
 
@@ -249,9 +246,8 @@ def peft_loading_warning(model_spec: ModelSpec, *, trust_remote_code: bool) -> s
     if model_spec.peft_config is None or get_checkpoint_conversion_mapping(full_config.model_type) is None:
         return ""
     adapted_model = build_meta_model(model_spec, trust_remote_code=trust_remote_code)
-    published_model = (
-        model_spec.text_tower.build_full_model() if model_spec.text_tower else adapted_model.get_base_model()
-    )
+    tower = model_spec.text_tower
+    published_model = tower.build_full_model() if tower is not None else adapted_model.get_base_model()
     names = model_names_by_saved_name(adapted_model)
     lost_names = names_lost_by_peft(published_model, names) if published_model is not None else []
     if not lost_names:
@@ -288,14 +284,9 @@ def _saved_tensor_names(config: RunConfig) -> set[str]:
 
 def _find_model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> Any:
     """Find the causal language model class of a config; `nn.Module` for code that comes with the model."""
-    wrong_suffixes = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-    wrong_class = next(
-        (name for name in getattr(hf_config, "architectures", None) or () if name.endswith(wrong_suffixes)), None
-    )
-    if wrong_class is not None:
-        raise ModelError(
-            f"{config.model.name} is a {wrong_class}, not a causal language model; take the language model"
-        )
+    for name in hf_config.architectures or ():
+        if name.endswith(("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")):
+            raise ModelError(f"{config.model.name} is a {name}, not a causal language model; take the language model")
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     if config.model.trust_remote_code and getattr(hf_config, "auto_map", None):
@@ -345,14 +336,11 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
         raise ModelError(f"model.attn_implementation=sdpa: {model_class.__name__} has none; use eager or auto")
     require_attention_package(requested)
     if is_hub_kernel(requested) or requested == "flash_attention_2":
-        _require_flash(model_class, requested.partition("@")[0])
+        kernel = requested.partition("@")[0]
+        setting = f"model.attn_implementation={kernel}: {model_class.__name__}"
+        if not getattr(model_class, "_supports_flash_attn", False):
+            raise ModelError(f"{setting} has none; use sdpa")
+        compatible = getattr(model_class, "_compatible_flash_implementations", None)
+        if compatible and kernel not in compatible:  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
+            raise ModelError(f"{setting} runs only with other kernels ({', '.join(compatible)}); use auto")
     return AttentionChoice(requested, f"{requested}, as model.attn_implementation says")
-
-
-def _require_flash(model_class: Any, requested: str) -> None:
-    setting = f"model.attn_implementation={requested}: {model_class.__name__}"
-    if not getattr(model_class, "_supports_flash_attn", False):
-        raise ModelError(f"{setting} has none; use sdpa")
-    compatible = getattr(model_class, "_compatible_flash_implementations", None)
-    if compatible and requested not in compatible:  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
-        raise ModelError(f"{setting} runs only with other kernels ({', '.join(compatible)}); use auto")

@@ -19,7 +19,7 @@ from sft_play.errors import BackendError, ConfigError, stage_context
 from sft_play.log import one_line
 from sft_play.machine.software import COMPUTE_PACKAGES
 from sft_play.models.config_json import base_weights_identity, require_available_model
-from sft_play.planner.backend import Backend, check_trackers, choose_backend, fall_back, unsloth_model_problem
+from sft_play.planner.backend import Backend, check_trackers, choose_backend, unsloth_model_problem
 from sft_play.planner.precision import Precision
 from sft_play.runs.folder import installed_versions
 from sft_play.text import GIB
@@ -83,26 +83,19 @@ def prepare(job: RunJob) -> Prepared:
     if job.folder.stage_name is not None:
         logger.debug("Stage %s:", job.folder.stage_name)
     with stage_context(job.folder.stage_name):
-        config, layout = job.loaded.config, job.plan.choice.layout
+        config = job.loaded.config
         backend = choose_backend(
-            config,
-            job.plan.hardware,
-            layout=job.plan.layout,
-            is_rank="RANK" in os.environ,
+            config, job.plan.hardware, layout=job.plan.layout, is_rank="RANK" in os.environ,
             has_stages=job.folder.stage_name is not None,
-        )
+        )  # fmt: skip
         if backend.fallback_from:
             logger.warning("Backend: %s", backend.reason)
         require_available_model(config.model.name, revision=config.model.revision)
         # before the rows: tokenizing may take long, and each of these may refuse the run in seconds
         tokenizer = load_tokenizer(config)
         model_spec = _build_model_spec(job, tokenizer)
-        problem = _unsloth_problem(model_spec, job.plan.precision) if backend.name == "unsloth" else None
-        if problem is not None:
-            if layout.ranks > 1:  # bnb would need this process to be one of the ranks
-                raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
-            backend = fall_back(config, problem)
-            logger.warning("Backend: %s", backend.reason)
+        if backend.name == "unsloth" and (problem := _unsloth_problem(model_spec, job.plan.precision)):
+            raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
         if backend.name == "bnb":
             check_trackers(config)
             check_kernels(config, job.plan)

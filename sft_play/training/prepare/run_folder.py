@@ -32,8 +32,7 @@ def open_run_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Map
         distributed.barrier()  # rank 0 creates the folder, or fails and says why
         yield
         return
-    claim_folder = _resume_folder if job.resume else _create_folder
-    with explain_disk_refusals(), claim_folder(job, prepared_stages, facts):
+    with explain_disk_refusals(), _claim_folder(job, prepared_stages, facts):
         log_handler = start_log_file(job.folder.log_path, buffer=job.log_buffer)
         try:
             distributed.barrier()
@@ -82,39 +81,31 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
     return {"batch": batch, "layout": plan.layout, "processes": plan.choice.layout.ranks}
 
 
-def _resume_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
-    run_lock = job.lock or lock_run(job.folder, role=job.lock_role)
-    if not job.folder.has_trained:
+def _claim_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
+    """Create the folder, or check the one to resume; returns its lock."""
+    if job.resume:
+        run_lock = job.lock or lock_run(job.folder, role=job.lock_role)
+        if job.folder.has_trained:
+            spread, backend = layout_facts(job.plan), prepared_stages[0].backend.name
+            check_same_run(job.folder, job.loaded, data=dict(facts), batch=spread["batch"], backend=backend)
+            resume_times = job.folder.read_manifest().get("resumed", [])
+            resume_times.append(datetime.now(UTC).isoformat(timespec="seconds"))
+            # how the stopped run ended is not how this one does
+            job.folder.update_manifest(status="running", resumed=resume_times, **dict.fromkeys(END_ENTRIES), **spread)
+            return run_lock
         logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
-        write_initial_files(
-            job.folder, job.loaded, manifest=_build_manifest(job, prepared_stages, facts), plan=job.plan.as_json()
-        )
-        _write_deepspeed(job)
-        return run_lock
-    spread = layout_facts(job.plan)
-    check_same_run(
-        job.folder, job.loaded, data=dict(facts), batch=spread["batch"], backend=prepared_stages[0].backend.name
-    )
-    resume_times = [*job.folder.read_manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
-    # how the stopped run ended is not how this one does
-    job.folder.update_manifest(status="running", resumed=resume_times, **dict.fromkeys(END_ENTRIES), **spread)
-    return run_lock
-
-
-def _create_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
     manifest = _build_manifest(job, prepared_stages, facts)
-    if job.folder_exists:
+    if job.resume:
+        write_initial_files(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+    elif job.folder_exists:
         run_lock = lock_run(job.folder, role=job.lock_role)
         job.folder.update_manifest(**manifest)
         return run_lock
-    run_lock = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
-    _write_deepspeed(job)
-    return run_lock
-
-
-def _write_deepspeed(job: RunJob) -> None:
+    else:
+        run_lock = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
     if job.deepspeed is not None:
         job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
+    return run_lock
 
 
 def _build_manifest(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:

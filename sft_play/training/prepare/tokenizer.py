@@ -90,6 +90,8 @@ def _load_tokenizer(config: RunConfig) -> Any:
 def _add_tokens(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]:
     """Ids of `model.add_tokens` with the pieces of each before. No special tokens: a text that spells one has it."""
     tokens, vocabulary = config.model.add_tokens, tokenizer.get_vocab()
+    if not tokens:
+        return {}
     pieces = [tuple(tokenizer(token, add_special_tokens=False)["input_ids"]) for token in tokens]
     problems = [f"{one_line(token)} is listed twice" for token in sorted(set(tokens)) if tokens.count(token) > 1]
     for token, ids in zip(tokens, pieces, strict=True):
@@ -99,18 +101,15 @@ def _add_tokens(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]
             problems.append(f"{one_line(repr(token))} is no text to the tokenizer")
     if problems:
         raise TokenizerError(f"model.add_tokens: {'; '.join(problems)}; list only tokens that are new to it")
-    if tokens:
-        from transformers import AddedToken
+    from transformers import AddedToken
 
-        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
     new_ids = list(added_token_rows(tokenizer, config))
-    undecodable = [
-        token for token, token_id in zip(tokens, new_ids, strict=True) if tokenizer.decode([token_id]) != token
-    ]
-    if undecodable:
-        raise TokenizerError(
-            f"model.add_tokens: the tokenizer of {config.model.name} cannot take {one_line(undecodable[0])}"
-        )
+    for token, token_id in zip(tokens, new_ids, strict=True):
+        if tokenizer.decode([token_id]) != token:
+            raise TokenizerError(
+                f"model.add_tokens: the tokenizer of {config.model.name} cannot take {one_line(token)}"
+            )
     return dict(zip(new_ids, pieces, strict=True))
 
 
@@ -134,50 +133,44 @@ def _set_pad_token(tokenizer: Any) -> list[str]:
 
 
 def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
-    template = config.data.chat_template
-    if template is not None:
-        text, note = _template_text(template, tokenizer)
-        tokenizer.chat_template = text
-        return [note]
-    if config.task_mode != "cpt" and tokenizer.chat_template is None:
+    """Give the tokenizer the template of `data.chat_template`; returns what was chosen."""
+    template, vocabulary = config.data.chat_template, tokenizer.get_vocab()
+    lacking = {name: [token for token in tokens if token not in vocabulary] for name, tokens in TEMPLATE_TOKENS.items()}
+    if template is None:
+        if config.task_mode == "cpt" or tokenizer.chat_template is not None:
+            return []
         # without eos neither template fits: no answer would have an end
-        usable_names = list(TEMPLATE_TOKENS) if tokenizer.eos_token is not None else []
-        vocabulary = tokenizer.get_vocab()
-        fitting_names = [name for name in usable_names if all(token in vocabulary for token in TEMPLATE_TOKENS[name])]
+        fitting = [name for name in lacking if not lacking[name] and tokenizer.eos_token is not None]
         raise TokenizerError(
             f"the tokenizer of {config.model.name} has no chat template; give data.chat_template a Jinja file or a "
-            f"built-in name that fits this vocabulary ({', '.join(fitting_names)}), or train plain text with "
-            "task_mode=cpt"
+            f"built-in name that fits this vocabulary ({', '.join(fitting)}), or train plain text with task_mode=cpt"
         )
-    return []
-
-
-def _template_text(template: str, tokenizer: Any) -> tuple[str, str]:
-    path = Path(template).expanduser()
     if template == TRAINING_TEMPLATE:
-        return _training_template(tokenizer)
+        return [_set_training_template(tokenizer)]
+    path = Path(template).expanduser()
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8-sig"), f"Chat template: {path}"
+            tokenizer.chat_template = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
             raise TokenizerError(f"data.chat_template={path} is not UTF-8 text") from None
-    if template in BUILT_IN_TEMPLATES:
-        missing = [token for token in TEMPLATE_TOKENS[template] if token not in tokenizer.get_vocab()]
-        if missing:
-            raise TokenizerError(f"data.chat_template={template} needs {' and '.join(missing)} in the vocabulary; use "
-                                 "data.chat_template=plain or a Jinja file")  # fmt: skip
-        return BUILT_IN_TEMPLATES[template], f"Chat template: the built-in {template}"
-    raise TokenizerError(
-        f"data.chat_template={one_line(template)} is neither a file (looked from {Path.cwd()}) nor a built-in name "
-        f"({', '.join(BUILT_IN_TEMPLATES)})"
-    )
+        return [f"Chat template: {path}"]
+    if template not in BUILT_IN_TEMPLATES:
+        raise TokenizerError(
+            f"data.chat_template={one_line(template)} is neither a file (looked from {Path.cwd()}) nor a built-in "
+            f"name ({', '.join(BUILT_IN_TEMPLATES)})"
+        )
+    if lacking[template]:
+        raise TokenizerError(f"data.chat_template={template} needs {' and '.join(lacking[template])} in the "
+                             "vocabulary; use data.chat_template=plain or a Jinja file")  # fmt: skip
+    tokenizer.chat_template = BUILT_IN_TEMPLATES[template]
+    return [f"Chat template: the built-in {template}"]
 
 
-def _training_template(tokenizer: Any) -> tuple[str, str]:
+def _set_training_template(tokenizer: Any) -> str:
     from trl.chat_template_utils import get_training_chat_template
 
-    template = tokenizer.chat_template
-    if template is None:
+    own_template = tokenizer.chat_template
+    if own_template is None:
         raise TokenizerError("data.chat_template=training: the tokenizer has no template of its own")
     try:
         variant = get_training_chat_template(tokenizer)
@@ -186,9 +179,10 @@ def _training_template(tokenizer: Any) -> tuple[str, str]:
             "data.chat_template=training: TRL has no training variant of this tokenizer's chat template; give "
             "data.chat_template a Jinja file, or see docs/masks.md for what to do with an inexact one"
         ) from None
-    if variant in (None, template):  # None: the template needs none
-        return template, "Chat template: the tokenizer's own, which needs no training variant"
-    return str(variant), "Chat template: TRL's training variant of the tokenizer's own, which is saved with the weights"
+    if variant in (None, own_template):  # None: the template needs none
+        return "Chat template: the tokenizer's own, which needs no training variant"
+    tokenizer.chat_template = str(variant)
+    return "Chat template: TRL's training variant of the tokenizer's own, which is saved with the weights"
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -16,18 +17,17 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import torch
 from peft import LoraConfig, PeftConfig
-from pydantic import BaseModel, ConfigDict
 from transformers import TrainingArguments
 
 from sft_play import errors
 from sft_play.config.load import LoadedConfig, resolved_config
-from sft_play.config.schema import LoraConfig as LoraOptions
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import DataSplit, DataSplits
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
@@ -61,7 +61,7 @@ from sft_play.training.prepare.tokenizer import LoadedTokenizer
 logger = logging.getLogger(__name__)
 
 # In a run folder: what was handed over. The rows and the tokenizer are removed once Unsloth's process has ended.
-WORK_FOLDER = "unsloth"
+WORK_FOLDER, HANDOVER_FILE = "unsloth", "handover.json"
 # Seconds that the other processes have to end once one has failed.
 PEER_TIMEOUT_S = 20.0
 _BATCH_ROWS = 10_000
@@ -69,32 +69,10 @@ _ROW_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list
 
 
 # --- what is handed over ----------------------------------------------------------------------------------------------
-class Handover(BaseModel):
-    """All that the worker needs beside the settings and the plan; times are in seconds, `started` since 1970."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
-
-    folder: str
-    config_path: str
-    overrides: list[str]
-    config: dict[str, Any]
-    plan: dict[str, Any]
-    resume: bool
-    started: float
-    timeout_s: float
-    tokenizer: str
-    own_template: str | None
-    # The file of each split's rows.
-    splits: dict[str, str]
-    held_out: str
-    asked: list[Question]
-    asked_while_training: list[Question]
-    stop_ids: list[int]
-    # The folder of the base weights, or their name on the hub.
-    model_path: str
-    target_modules: list[str]
-    # Name and shape of every tensor that the adapter's file will hold.
-    tensors: dict[str, list[int]]
+# The settings, the plan, and where rows, tokenizer and base weights are: `unsloth/handover.json`,
+# written by `_write_handover` and read by `train_handover`. `tensors` are the names and shapes of all
+# that the adapter's file will hold.
+Handover = dict[str, Any]
 
 
 def write_rows(dataset: Any, path: Path) -> str:
@@ -120,12 +98,10 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
     logger.info("Unsloth: %s; its process is %s on %s", info.versions_text, python, info.device)
     if info.device == "cpu":
         logger.warning("Unsloth trains on the CPU without its kernels, as transformers and PEFT do")
-    handover = _build_handover(job, prepared, eval_set, start_time)
     work_folder = job.folder.path.absolute() / WORK_FOLDER
+    handover = _write_handover(job, prepared, eval_set, start_time, work_folder)
     try:
-        path = work_folder / "handover.json"
-        write_text(path, handover.model_dump_json(indent=1) + "\n")
-        _run_workers(python, path, job.plan)
+        _run_workers(python, work_folder / HANDOVER_FILE, job.plan)
     except Interrupted:
         if job.folder.read_manifest().get("status") == "running":  # stopped before it could record so
             job.folder.update_manifest(status="stopped")
@@ -135,66 +111,72 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
             shutil.rmtree(work_folder / name, ignore_errors=True)
     summary: dict[str, Any] = json.loads((job.folder.path / "summary.json").read_text(encoding="utf-8"))
     if "model_path" in summary:  # else it was stopped before its end
-        path, lora = job.folder.model_path(is_adapter=True), job.loaded.config.tuning.lora
-        check_adapter(path, lora, handover, tokenizer=prepared.tokenizer, steps=summary["steps"])
+        _check_adapter(job, handover, tokenizer=prepared.tokenizer, steps=summary["steps"])
         write_model_card(job, prepared, summary)
     summary["backend"] = "unsloth"
     job.folder.write_json("summary.json", summary)
     return summary
 
 
-def _build_handover(job: RunJob, prepared: Prepared, eval_set: EvalSet, start_time: float) -> Handover:
-    config, plan = job.loaded.config, job.plan
-    has_questions = bool(eval_set.questions or eval_set.training_questions)
-    work_folder = job.folder.path.absolute() / WORK_FOLDER
+def _write_handover(
+    job: RunJob, prepared: Prepared, eval_set: EvalSet, start_time: float, work_folder: Path
+) -> Handover:
+    config, plan, tokenizer = job.loaded.config, job.plan, prepared.tokenizer.tokenizer
     shutil.rmtree(work_folder, ignore_errors=True)
     (work_folder / "rows").mkdir(parents=True)
-    prepared.tokenizer.tokenizer.save_pretrained(work_folder / "tokenizer")
+    tokenizer.save_pretrained(work_folder / "tokenizer")
     folder = find_model_folder(config.model.name)
+    stop_ids: Sequence[int] = ()
+    if eval_set.questions or eval_set.training_questions:
+        stop_ids = collect_stop_ids(config.task_mode, tokenizer, prepared.renderer, None)
     # never None: Unsloth trains only adapters (`unsupported_options`)
     peft_config: Any = prepared.model_spec.peft_config
     shapes = saved_shapes(build_meta_model(prepared.model_spec, trust_remote_code=config.model.trust_remote_code))
-    return Handover(
-        folder=str(job.folder.path.absolute()),
-        config_path=str(job.loaded.path),
-        overrides=list(job.loaded.overrides),
-        config=resolved_config(config, effective_batch=plan.batch.effective_batch),
-        plan=plan.as_json(),
-        resume=job.resume,
-        started=start_time,
-        timeout_s=job.timeout_s,
-        tokenizer=str(work_folder / "tokenizer"),
-        own_template=prepared.tokenizer.original_template,
-        splits={
+    handover = {
+        "folder": str(job.folder.path.absolute()),
+        "config_path": str(job.loaded.path),
+        "overrides": list(job.loaded.overrides),
+        "config": resolved_config(config, effective_batch=plan.batch.effective_batch),
+        "plan": plan.as_json(),
+        "resume": job.resume,
+        "started": start_time,  # seconds since 1970
+        "timeout_s": job.timeout_s,
+        "tokenizer": str(work_folder / "tokenizer"),
+        "own_template": prepared.tokenizer.original_template,
+        "splits": {
             name: write_rows(split.rows, work_folder / "rows" / f"{name}.arrow")
             for name, split in prepared.splits.named.items()
         },
-        held_out=eval_set.name,
-        asked=eval_set.questions,
-        asked_while_training=eval_set.training_questions,
-        stop_ids=collect_stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, None)
-        if has_questions
-        else [],
-        model_path=str(folder.absolute()) if folder is not None else config.model.name,
-        target_modules=sorted(peft_config.target_modules),
-        tensors={name: list(shape) for name, shape in shapes.items()},
-    )
+        "held_out": eval_set.name,
+        "asked": list(map(asdict, eval_set.questions)),
+        "asked_while_training": list(map(asdict, eval_set.training_questions)),
+        "stop_ids": list(stop_ids),
+        # a folder, or a name on the hub
+        "model_path": str(folder.absolute()) if folder is not None else config.model.name,
+        "target_modules": sorted(peft_config.target_modules),
+        "tensors": {name: list(shape) for name, shape in shapes.items()},
+    }
+    write_text(work_folder / HANDOVER_FILE, json.dumps(handover, indent=1) + "\n")
+    return handover
 
 
-def check_adapter(path: Path, lora: LoraOptions, handover: Handover, *, tokenizer: Any, steps: int) -> None:
+def _check_adapter(job: RunJob, handover: Handover, *, tokenizer: LoadedTokenizer, steps: int) -> None:
     """Check that the adapter is complete and the run's own, as PEFT reads it here, and save our tokenizer beside it.
     Raises ModelError: a tensor is missing, not finite, never trained, or of other settings."""
-    expected_shapes = {name: tuple(shape) for name, shape in handover.tensors.items()}
+    path, lora = job.folder.model_path(is_adapter=True), job.loaded.config.tuning.lora
+    expected_shapes = {name: tuple(shape) for name, shape in handover["tensors"].items()}
     check_saved_weights(path, expected_shapes=expected_shapes, must_have_learned=steps > 1)
     adapter_config = PeftConfig.from_pretrained(str(path))
     settings = {
         "r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora,
-        "base_model_name_or_path": handover.model_path,
+        "base_model_name_or_path": handover["model_path"],
     }  # fmt: skip
-    differing = [f"{name}={getattr(adapter_config, name)!r} and not {value!r}" for name, value in settings.items()
-                 if getattr(adapter_config, name) != value]  # fmt: skip
-    if differing:
-        raise ModelError(f"{path}: the adapter that Unsloth wrote is not the run's: {'; '.join(differing)}")
+    for name, value in settings.items():
+        saved = getattr(adapter_config, name)
+        if saved != value:
+            raise ModelError(
+                f"{path}: the adapter that Unsloth wrote is not the run's: {name}={saved!r} and not {value!r}"
+            )
     if tokenizer.original_template is not None:
         tokenizer.tokenizer.chat_template = tokenizer.original_template
     tokenizer.tokenizer.save_pretrained(path)
@@ -206,7 +188,13 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
     """Run the workers to their end. The first signal is passed on (they save and stop); a second ends them at once.
     Raises the first failure."""
     ranks = plan.choice.layout.ranks
-    variables = worker_environment(os.environ) | (_rendezvous_variables(plan) if ranks > 1 else {})
+    variables = worker_environment(os.environ)
+    if ranks > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]  # free again until rank 0 listens on it: nothing reserves a port
+        variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     error_files = [handover_path.parent / "ranks" / str(rank) / "error.json" for rank in range(ranks)]
     processes: list[subprocess.Popen[Any]] = []
 
@@ -217,35 +205,21 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
         for rank, error_file in enumerate(error_files):
             error_file.parent.mkdir(parents=True, exist_ok=True)
             variables |= {failures.ERROR_FILE_VARIABLE: str(error_file)}
-            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            processes.append(
-                signals.start_child([str(python), str(WORKER_SCRIPT), str(handover_path)], environment=variables)
-            )
+            if ranks > 1:
+                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            words = [str(python), str(WORKER_SCRIPT), str(handover_path)]
+            processes.append(signals.start_child(words, environment=variables))
             if received_signals:
                 processes[-1].terminate()
-        deadline = None
-        while None in (codes := [process.poll() for process in processes]):
-            if deadline is None and any(code not in (None, 0, Interrupted.exit_code) for code in codes):
+        deadline = math.inf
+        while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
+            if deadline == math.inf and set(codes) - {None, 0, Interrupted.exit_code}:
                 deadline = time.monotonic() + PEER_TIMEOUT_S  # the others wait for it in a collective, and would hang
-            if deadline is not None and time.monotonic() > deadline:
-                break  # which ends them
             time.sleep(0.05)
     exits = [
-        (process.returncode, failures.read_failure(error_file))
-        for process, error_file in zip(processes, error_files, strict=True)
+        (process.returncode, failures.read_failure(file)) for process, file in zip(processes, error_files, strict=True)
     ]
     _raise_first_failure(exits, signal_count=len(received_signals))
-
-
-def _rendezvous_variables(plan: Plan) -> dict[str, str]:
-    ranks = plan.choice.layout.ranks
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]  # free again until rank 0 listens on it: nothing reserves a port
-    variables = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    if not plan.hardware.gpus:
-        variables["OMP_NUM_THREADS"] = max(1, plan.hardware.cpu_cores // ranks)
-    return {name: str(value) for name, value in variables.items()}
 
 
 def _raise_first_failure(exits: Sequence[tuple[int, Failure | None]], *, signal_count: int) -> None:
@@ -254,14 +228,15 @@ def _raise_first_failure(exits: Sequence[tuple[int, Failure | None]], *, signal_
     failed = [(code, failure) for code, failure in exits if code]
     if not failed:
         return
-    code, failure = min(
-        failed, key=lambda result: (result[1] is None or result[1].kind == "peer", result[1].time if result[1] else 0.0)
-    )
-    if signal_count > 1 or (signal_count and failure is None):
+    recorded = [failure for _, failure in failed if failure is not None]
+    recorded.sort(key=lambda failure: (failure.kind == "peer", failure.time))
+    if signal_count > 1 or (signal_count and not recorded):
         raise Interrupted("ended at once; what was saved until then is kept")
-    if failure is None:
+    if not recorded:
+        code = failed[0][0]
         ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise BackendError(f"Unsloth's process {ending} (out of memory? see dmesg); what was saved until then is kept")
+    failure = recorded[0]
     if failure.kind == "stopped":
         raise Interrupted(failure.message or "stopped by the user; what was saved until then is kept")
     error_class = getattr(errors, failure.name, None)
@@ -278,13 +253,13 @@ _NOT_HANDED_OVER: Any = None
 def train_handover(path: Path, train_stage: Callable[..., dict[str, Any]]) -> None:
     """Train as the document at `path` says, by `training.run.train_stage`; the run folder then holds what every run
     writes. Raises BackendError: Unsloth would train something else; SftPlayError: as any run."""
-    handover = Handover.model_validate_json(path.read_text(encoding="utf-8"))
+    handover = json.loads(path.read_text(encoding="utf-8"))
     quiet_libraries()
-    config, plan = RunConfig.model_validate_json(json.dumps(handover.config)), plan_from_json(handover.plan)
-    loaded = LoadedConfig(config, Path(handover.config_path), "", tuple(handover.overrides))
+    config, plan = RunConfig.model_validate_json(json.dumps(handover["config"])), plan_from_json(handover["plan"])
+    loaded = LoadedConfig(config, Path(handover["config_path"]), "", tuple(handover["overrides"]))
     job = RunJob(
-        loaded, plan, _NOT_HANDED_OVER, RunFolder(Path(handover.folder)),
-        resume=handover.resume, folder_exists=True, timeout_s=handover.timeout_s,
+        loaded, plan, _NOT_HANDED_OVER, RunFolder(Path(handover["folder"])),
+        resume=handover["resume"], folder_exists=True, timeout_s=handover["timeout_s"],
     )  # fmt: skip
     check_device(plan, config)
     check_trackers(config)  # `prepare` has looked in the other environment, whose packages are not these
@@ -300,7 +275,7 @@ def train_handover(path: Path, train_stage: Callable[..., dict[str, Any]]) -> No
             stack.callback(log_handler.close)
             stack.callback(logging.getLogger().removeHandler, log_handler)
         train_stage(
-            job, prepared, RunMonitors(memory_peaks, heartbeat, handover.started),
+            job, prepared, RunMonitors(memory_peaks, heartbeat, handover["started"]),
             build_eval_set=functools.partial(_build_eval_set, handover),
             load_trainer=functools.partial(_build_trainer, handover),
         )  # fmt: skip
@@ -310,12 +285,12 @@ def _build_prepared(handover: Handover, config: RunConfig) -> Prepared:
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(handover.tokenizer, trust_remote_code=config.model.trust_remote_code)
-    splits = {name: DataSplit(Dataset.from_file(file), _NOT_HANDED_OVER) for name, file in handover.splits.items()}
-    peft_config = LoraConfig(task_type="CAUSAL_LM", r=config.tuning.lora.r, target_modules=handover.target_modules)
+    tokenizer = AutoTokenizer.from_pretrained(handover["tokenizer"], trust_remote_code=config.model.trust_remote_code)
+    splits = {name: DataSplit(Dataset.from_file(file), _NOT_HANDED_OVER) for name, file in handover["splits"].items()}
+    peft_config = LoraConfig(task_type="CAUSAL_LM", r=config.tuning.lora.r, target_modules=handover["target_modules"])
     return Prepared(
         Backend("unsloth", ""),
-        LoadedTokenizer(tokenizer, (), "", handover.own_template),
+        LoadedTokenizer(tokenizer, (), "", handover["own_template"]),
         DataSplits(splits["train"], splits.get("val"), splits.get("test")),
         ModelSpec(None, _NOT_HANDED_OVER, None, peft_config, 0, None, "", ()),
         _NOT_HANDED_OVER,
@@ -323,8 +298,11 @@ def _build_prepared(handover: Handover, config: RunConfig) -> Prepared:
 
 
 def _build_eval_set(handover: Handover, _: RunJob, prepared: Prepared) -> EvalSet:
-    split = getattr(prepared.splits, handover.held_out)
-    return EvalSet(split, handover.held_out, handover.asked, handover.asked_while_training)
+    questions, training_questions = (
+        [Question(**fields) for fields in handover[name]] for name in ("asked", "asked_while_training")
+    )
+    name = handover["held_out"]
+    return EvalSet(getattr(prepared.splits, name), name, questions, training_questions)
 
 
 class UnslothLoop(PlannedLoop):
@@ -353,26 +331,22 @@ def _build_trainer(
     config, plan = job.loaded.config, job.plan
     arguments = _build_arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
     model = load_unsloth_model(handover, config, plan)
-    eos_token_ids = configured_eos_token_ids(model)
-    model_stop_ids = {*(eos_token_ids if isinstance(eos_token_ids, list) else [eos_token_ids])} - {None}
+    eos_token_ids: Any = configured_eos_token_ids(model)
+    if not isinstance(eos_token_ids, list):
+        eos_token_ids = [eos_token_ids]
+    stop_ids = {*handover["stop_ids"], *eos_token_ids} - {None}
     return build_run_trainer(
         job, prepared, eval_set, monitors, arguments=arguments, model=model, peft_config=None,
-        trainer_class=UnslothLoop, stop_ids=sorted({*handover.stop_ids, *model_stop_ids}),
+        trainer_class=UnslothLoop, stop_ids=sorted(stop_ids),
     )  # fmt: skip
 
 
 def _build_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> TrainingArguments:
     """Without checkpointing: the Trainer would replace Unsloth's own with its."""
-    requested: dict[str, Any] = {}
-
-    def make(**options: Any) -> TrainingArguments:
-        requested.update({name: value for name, value in options.items() if "_checkpointing" not in name})
-        return TrainingArguments(**requested)
-
     engine = engines.engine_arguments(plan, config, layer_class="", deepspeed=None)
-    arguments: TrainingArguments = training_arguments(
-        config, plan, folder, has_eval=has_eval, engine_options=engine, arguments_class=make
-    )
+    options = training_arguments(config, plan, folder, has_eval=has_eval, engine_options=engine, arguments_class=dict)
+    requested = {name: value for name, value in options.items() if "_checkpointing" not in name}
+    arguments = TrainingArguments(**requested)
     actual = {name: getattr(getattr(arguments, name), "value", getattr(arguments, name)) for name in requested}
     changes = [
         f"{name}={one_line(str(value))} to {one_line(str(actual[name]))}"
@@ -398,21 +372,21 @@ def load_unsloth_model(handover: Handover, config: RunConfig, plan: Plan) -> Any
     }  # fmt: skip
     try:
         loaded, _ = FastLanguageModel.from_pretrained(
-            model_name=handover.model_path, revision=model.revision, trust_remote_code=model.trust_remote_code,
+            model_name=handover["model_path"], revision=model.revision, trust_remote_code=model.trust_remote_code,
             use_exact_model_name=True,  # else it would train its own quantised copy from the hub
             dtype=getattr(torch, plan.precision.compute), load_in_4bit=is_4bit, load_in_8bit=False,
             full_finetuning=False, fix_tokenizer=False, **shared_options,
         )  # fmt: skip
         peft_model = FastLanguageModel.get_peft_model(
-            loaded, r=lora.r, target_modules=handover.target_modules, lora_alpha=lora.alpha,
+            loaded, r=lora.r, target_modules=handover["target_modules"], lora_alpha=lora.alpha,
             lora_dropout=lora.dropout, bias="none", use_rslora=lora.use_rslora, **shared_options,
         )  # fmt: skip
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Unsloth checks models and options in many ways
         reason = f"{type(error).__name__}: {one_line(str(error), limit=300)}"
-        raise BackendError(f"Unsloth cannot load {one_line(handover.model_path)}: {reason}") from error
-    check_loaded_model(peft_model, handover.tensors, is_4bit=is_4bit)
+        raise BackendError(f"Unsloth cannot load {one_line(handover['model_path'])}: {reason}") from error
+    check_loaded_model(peft_model, handover["tensors"], is_4bit=is_4bit)
     keep_4bit_trainable(peft_model)
     peft_model.config.use_cache = False
     return peft_model

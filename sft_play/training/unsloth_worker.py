@@ -26,7 +26,7 @@ def import_this_checkout() -> None:
     """Import `sft_play` from the folder of this file, whatever the environment has under that name."""
     if "sft_play" in sys.modules:
         return
-    folder = Path(__file__).resolve().parents[2]
+    folder = Path(__file__).resolve().parents[1]
     spec = importlib.util.spec_from_file_location(
         "sft_play", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -39,13 +39,8 @@ def import_this_checkout() -> None:
 
 def package_versions() -> dict[str, str | None]:
     """Versions of Python and RECORDED_PACKAGES; None for a package that is not installed."""
-    installed: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for package in RECORDED_PACKAGES:
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            installed[package] = None
-    return installed
+    installed = {package.name.lower().replace("-", "_"): package.version for package in metadata.distributions()}
+    return {"python": sys.version.split()[0], **{name: installed.get(name) for name in RECORDED_PACKAGES}}
 
 
 def probe() -> dict[str, Any]:
@@ -92,7 +87,7 @@ def run_handover(path: Path) -> int:
                 reason = one_line(f"{type(error).__name__}: {error}", limit=400)
                 raise BackendError(f"Unsloth cannot be imported: {reason}") from error
             from sft_play.training.run import train_stage
-            from sft_play.training.unsloth.unsloth_run import train_handover
+            from sft_play.training.unsloth_run import train_handover
 
             train_handover(path, train_stage)
         return 0
