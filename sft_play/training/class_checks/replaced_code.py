@@ -223,18 +223,18 @@ def _kernel_cases(hf_config: Any, tensor_parallel: int) -> list[tuple[HeadShape,
         layer_configs = [hf_config.per_layer_config[layer] for layer in range(hf_config.num_hidden_layers)]
         return sorted({case for layer in layer_configs for case in _kernel_cases(layer, tensor_parallel)}, key=str)
     queries = hf_config.num_attention_heads
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // queries
-    widths = {head_dim, getattr(hf_config, "global_head_dim", None) or head_dim}
-    key_heads = getattr(hf_config, "num_key_value_heads", None) or queries
-    key_head_counts = {key_heads, getattr(hf_config, "num_global_key_value_heads", None) or key_heads}
-    window = getattr(hf_config, "sliding_window", None)
-    windows = [None, *([min(window, LONGEST_WINDOW)] if isinstance(window, int) and window > 0 else [])]
-    heads = {
-        (max(1, queries // tensor_parallel), max(1, keys // tensor_parallel), width)
-        for keys in key_head_counts
-        for width in widths
-    }
-    return list(itertools.product(sorted(heads), windows))
+    width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // queries
+    keys = getattr(hf_config, "num_key_value_heads", None) or queries
+    widths = {width, getattr(hf_config, "global_head_dim", None) or width}  # Gemma 4's layers without a window
+    key_counts = {keys, getattr(hf_config, "num_global_key_value_heads", None) or keys}
+    windows: list[int | None] = [None]
+    if window := getattr(hf_config, "sliding_window", None):
+        windows.append(min(window, LONGEST_WINDOW))
+    heads = [
+        (max(1, queries // tensor_parallel), max(1, key_count // tensor_parallel), head_width)
+        for key_count, head_width in itertools.product(sorted(key_counts), sorted(widths))
+    ]
+    return list(itertools.product(heads, windows))
 
 
 # --------------------------------------------------------------------------------------------------
