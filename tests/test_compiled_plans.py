@@ -153,7 +153,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_run_that_stayed_plain_teaches_nothing_of_compiled_ones(cache):
-    from sft_play.training.measure.recorded import record_measurements
+    from sft_play.training.job import record_measurements
 
     plan = planned("cpu", MODELS[0], "tuning.mode=lora")
     summary = {

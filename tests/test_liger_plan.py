@@ -31,7 +31,7 @@ from sft_play.planner.precision import Precision
 from sft_play.planner.speed import MIN_TRAFFIC_SHARE, find_rates, liger_saved_bytes, liger_saved_starts_s, predict_speed
 from sft_play.text import GIB
 from sft_play.trace.settings import StepSettings
-from sft_play.training.measure.recorded import record_measurements
+from sft_play.training.job import record_measurements
 
 MIB = 2**20
 SIZES = {

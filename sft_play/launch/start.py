@@ -25,7 +25,7 @@ from sft_play.process.waiting import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import WRITER
 from sft_play.starter import BASE_NAME
-from sft_play.training.measure.recorded import record_measurements
+from sft_play.training.job import record_measurements
 
 logger = logging.getLogger(__name__)
 

@@ -60,7 +60,8 @@ def find_last_checkpoint(folder: Path, heartbeat: Heartbeat) -> Path | None:
         )
     if name is None:
         return None
-    checkpoint, damage = folder / name, None
+    checkpoint: Path = folder / name
+    damage = None
     if not distributed.is_first():
         damage = checkpoints.find_damage(checkpoint, reads_contents=distributed.is_first_of_node())
     with heartbeat.waiting():

@@ -6,7 +6,6 @@ What the table of families knows is recorded there, and a test tries it again.
 """
 
 import copy
-import functools
 import inspect
 import json
 import re
@@ -18,7 +17,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from pydantic import TypeAdapter
 from torch import nn
-from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -67,10 +65,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def output_head(model: Any) -> nn.Module | None:
     """The layer that scores the vocabulary; None without one."""
-    if not hasattr(model, "get_output_embeddings"):
-        return None
-    head: nn.Module | None = model.get_output_embeddings()
-    return head
+    return getattr(model, "get_output_embeddings", lambda: None)()
 
 
 def find_adapter_placement(model: Any, *, trust_remote_code: bool = False) -> tuple[AdapterPlacement, frozenset[str]]:
@@ -141,12 +136,6 @@ def has_custom_logits(hf_config: Any, *, trust_remote_code: bool = False) -> boo
     return bool(_trial_result(hf_config, _try_head, trust_remote_code))
 
 
-def keeps_graphs(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
-    """Whether the class keeps what it computed in a pass, with all that its gradient needs, on its modules
-    (RecurrentGemma's states): checkpointing would free none of it. False where no small model computes."""
-    return bool(_trial_result(hf_config, _try_keeping, trust_remote_code))
-
-
 def _trial_result(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
     """Run a trial, or return its cached result; empty for classes of the table, and where no small model computes."""
     if str(hf_config.model_type) in MODEL_FAMILIES:
@@ -209,16 +198,6 @@ def _try_in_full(
             if not untrained:
                 break
     return dict.fromkeys(sorted(untrained), NO_GRADIENT)
-
-
-def _try_keeping(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    with torch.random.fork_rng(devices=[]):
-        model = _random_small_model(config, trust_remote_code)
-        _run_step(model, 0)
-    values = (value for module in model.modules() for value in tree_iter(vars(module)))
-    if any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in values):
-        return {"": "it keeps tensors that need a gradient"}
-    return {}
 
 
 class _TrialFailed(Exception):
@@ -330,16 +309,16 @@ def _run_step(model: Any, draw: int, length: int = _LENGTH) -> None:
 def direct_weight_reads(model: nn.Module) -> dict[str, str]:
     """The linear layers (* for numbers) whose weight their owner's code reads itself, which would not see an adapter,
     nor can it read 4 bits. Slices are those of tensor-parallel pretraining (BLOOM), which no run has."""
+    owners = {name: type(model.get_submodule(name.rpartition(".")[0])) for name in linear_layers(model)}
+    sources = {owner: _methods_source(owner) for owner in set(owners.values())}
     reasons = {}
-    for name in linear_layers(model):
-        parent, _, attribute = name.rpartition(".")
-        source = _methods_source(type(model.get_submodule(parent)))
-        if re.search(rf"\bself\.{re.escape(attribute)}\.weight\b(?!\s*\[|\.(dtype|device|shape)\b)", source):
+    for name, owner in owners.items():
+        attribute = re.escape(name.rpartition(".")[2])
+        if re.search(rf"\bself\.{attribute}\.weight\b(?!\s*\[|\.(dtype|device|shape)\b)", sources[owner]):
             reasons[wildcard_name(name)] = BYPASSES_ADAPTER
     return reasons
 
 
-@functools.cache
 def _methods_source(owner: type) -> str:
     methods = [
         method for name, method in inspect.getmembers(owner, inspect.isfunction)

@@ -20,9 +20,8 @@ from sft_play.planner import calibration
 from sft_play.planner.batching import BatchPlan, MicroBatches
 from sft_play.runs.folder import OomEvent, record_oom_event, write_oom_note
 from sft_play.training import distributed
-from sft_play.training.job import RunJob
+from sft_play.training.job import RunJob, measured_run
 from sft_play.training.loop.rows import FILLER_INDEX
-from sft_play.training.measure.recorded import measured_run
 from sft_play.training.prepare.device_checks import free_memory, is_out_of_memory, out_of_memory_message
 
 logger = logging.getLogger(__name__)

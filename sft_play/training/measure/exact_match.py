@@ -77,7 +77,7 @@ def decode_answer(tokenizer: Any, ids: Sequence[int], stop_ids: Sequence[int]) -
 
 
 # The end tokens of a generation config.
-EosTokenIds = int | list[int | None] | None
+EosTokenIds = int | list[int] | None
 
 
 def configured_eos_token_ids(model: Any) -> EosTokenIds:
@@ -88,9 +88,7 @@ def configured_eos_token_ids(model: Any) -> EosTokenIds:
 
 def collect_stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, eos_token_ids: EosTokenIds) -> list[int]:
     """Tokens that end an answer: the tokenizer's and the generation config's, and the template's ends of turn."""
-    if not isinstance(eos_token_ids, list):
-        eos_token_ids = [eos_token_ids]
-    stop_ids = {tokenizer.eos_token_id, *eos_token_ids}
+    stop_ids = {tokenizer.eos_token_id, *(eos_token_ids if isinstance(eos_token_ids, list) else [eos_token_ids])}
     if task_mode != "cpt":
         for marker in renderer.turn_locator().ends.end_markers:
             ids = tokenizer(marker, add_special_tokens=False)["input_ids"]
