@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import logging
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,8 +202,7 @@ def test_no_number_is_read_from_the_device(monkeypatch):
 
 
 @pytest.mark.build
-@pytest.mark.usefixtures("reset")
-def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama):
+def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama, monkeypatch):
     """accelerate's loader, DDP's and checkpointing's handling of keyword arguments leave them as they are; the kernel,
     which needs none, is not given any."""
     from torch.nn.parallel.scatter_gather import scatter_kwargs
@@ -224,7 +220,7 @@ def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama
         assert all(type(length) is int for length in prepared[CHAT_LENGTHS])
     _, (given,) = scatter_kwargs((), {CHAT_LENGTHS: (3, 4)}, [0])
     assert tuple(given[CHAT_LENGTHS]) == (3, 4)
-    attention_functions.enable_flash(enabled=True)
+    monkeypatch.setattr(attention_functions, "_uses_flash", True)
     trainer = trainer_of(tiny_llama, tmp_path, MicroBatches(1, tokens=48, padded=False), ranks=1, bf16=False)
     batches = [batch for batch in trainer.get_train_dataloader() if batch]
     assert batches
@@ -257,193 +253,3 @@ def test_values_may_have_another_width_than_keys(dtype):
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     for one, other in zip((found.detach(), *own), (wanted.detach(), *theirs), strict=True):
         assert float((one.double() - other.double()).abs().max()) <= tolerance * (1 + float(other.abs().max()))
-
-
-# --- which kernel is trusted ------------------------------------------------------------------------------------------
-def prepared(**changes: Any) -> tuple[Any, Any]:
-    """A model's spec and a plan, as far as `verify_varlen_kernel` reads them."""
-    from transformers import MistralConfig
-
-    from sft_play.training.model import attention_functions
-
-    hf_config = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=4096)
-    spec = SimpleNamespace(
-        hf_config=hf_config, attention=SimpleNamespace(name=changes.pop("name", attention_functions.VARLEN_ATTENTION))
-    )
-    step = SimpleNamespace(one_by_one=changes.pop("one_by_one", False))
-    compute = changes.pop("compute", "bfloat16")
-    layout = SimpleNamespace(tensor_parallel=changes.pop("parts", 1))
-    assert not changes
-    plan = SimpleNamespace(choice=SimpleNamespace(step=step, layout=layout), precision=SimpleNamespace(compute=compute))
-    return spec, plan
-
-
-def right(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, window: int | None) -> Any:
-    from sft_play.training.model import attention_functions
-
-    assert longest == max(ends.diff().tolist())
-    return attention_functions.attention_per_chat(query, key, value, ends.diff().tolist(), scale=scale, window=window)
-
-
-def wrong(**changes: Any) -> Any:
-    """A kernel with one fault."""
-
-    def kernel(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, window: int | None) -> Any:
-        import torch
-
-        from sft_play.training.model import attention_functions
-
-        lengths = ends.diff().tolist()
-        if "joins" in changes:
-            lengths = [lengths[0] + lengths[1], *lengths[2:]]
-        if "window" in changes and window is not None:
-            window += changes["window"]
-        found = attention_functions.attention_per_chat(
-            query, key, value, lengths, scale=scale * changes.get("scale", 1), window=window
-        )
-        if "nan" in changes:
-            found = torch.where(torch.arange(len(found))[:, None, None] == changes["nan"], torch.nan, found)
-        if "gradient" in changes:
-            found.register_hook(lambda grad: grad * changes["gradient"])
-        return found
-
-    return kernel
-
-
-def refused(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("FlashAttention only supports\nAmpere GPUs or newer")
-
-
-@pytest.fixture
-def reset():
-    from sft_play.training.model import attention_functions
-
-    yield
-    attention_functions.enable_flash(enabled=False)
-
-
-@pytest.mark.build
-@pytest.mark.usefixtures("reset")
-@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
-def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
-    import torch
-
-    from sft_play.training.class_checks import replaced_code
-    from sft_play.training.model import attention_functions
-
-    asked = []
-
-    def watched(*given: Any, **options: Any) -> Any:
-        asked.append((given[0].dtype, given[0].shape[1:], given[1].shape[1:], options["window"]))
-        return right(*given, **options)
-
-    monkeypatch.setattr(attention_functions, "flash_attention", watched)
-    caplog.set_level(logging.DEBUG)
-    state = torch.get_rng_state()
-    replaced_code.verify_varlen_kernel(*prepared(compute=compute), device=torch.device("cpu"))
-    assert attention_functions._uses_flash
-    assert not attention_functions.needs_chat_lengths(attention_functions.VARLEN_ATTENTION)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert asked == [
-        (getattr(torch, compute), (4, 32), (2, 32), window) for window in (None, replaced_code.LONGEST_WINDOW)
-    ]
-    assert "PyTorch's varlen kernel is within" in caplog.text
-    # ranks that share a layer's heads have a part of them; and nothing is tried where the plan does not count on it
-    asked.clear()
-    replaced_code.verify_varlen_kernel(*prepared(parts=2), device=torch.device("cpu"))
-    assert {shape for _, *shapes, _ in asked for shape in shapes} == {(2, 32), (1, 32)}
-    asked.clear()
-    for changes in ({"name": "sdpa"}, {"one_by_one": True}):
-        attention_functions.enable_flash(enabled=True)
-        replaced_code.verify_varlen_kernel(*prepared(**changes), device=torch.device("cpu"))
-        assert not attention_functions._uses_flash
-        assert attention_functions.needs_chat_lengths(attention_functions.VARLEN_ATTENTION)
-        assert not attention_functions.needs_chat_lengths("sdpa")
-    assert not asked
-
-
-@pytest.mark.build
-@pytest.mark.usefixtures("reset")
-@pytest.mark.parametrize(
-    ("kernel", "says"),
-    [(wrong(joins=True), "is wrong on cpu"), (wrong(window=1), "window 48: 0."), (wrong(window=-1), "window 48: 0."),
-     (wrong(scale=1.05), "is wrong on cpu"), (wrong(nan=100), "window None: nan"),
-     (wrong(gradient=1.05), "window None"),
-     (refused, "not proven: RuntimeError: FlashAttention only supports")],
-    ids=["joins", "wide", "narrow", "scale", "nan", "gradient", "raises"],
-)  # fmt: skip
-def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, caplog, kernel, says):
-    import torch
-
-    from sft_play.training.class_checks import replaced_code
-    from sft_play.training.model import attention_functions
-
-    monkeypatch.setattr(attention_functions, "flash_attention", kernel)
-    replaced_code.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
-    assert not attention_functions._uses_flash
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert line.startswith(
-        "Attention: falls back to one call of sdpa for each chat, with the same numbers, but slower and with more "
-        "memory than planned"
-    )
-    assert says in line
-
-
-@pytest.mark.build
-@pytest.mark.usefixtures("reset")
-def test_all_ranks_leave_a_kernel_that_one_cannot_run(monkeypatch, caplog):
-    import torch
-
-    from sft_play.training import distributed
-    from sft_play.training.class_checks import replaced_code
-    from sft_play.training.model import attention_functions
-
-    told = []
-    monkeypatch.setattr(attention_functions, "flash_attention", right)
-    monkeypatch.setattr(distributed, "any_rank", lambda flag: told.append(flag) or True)
-    replaced_code.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
-    assert told == [False]
-    assert not attention_functions._uses_flash
-    assert "another rank cannot" in caplog.text
-    monkeypatch.setattr(attention_functions, "flash_attention", None)
-    replaced_code.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
-    assert told == [False, True]
-    assert "not proven: TypeError" in caplog.text
-
-
-@pytest.mark.build
-@pytest.mark.usefixtures("reset")
-def test_a_trusted_kernel_runs_on_the_gpu_and_nowhere_else(monkeypatch):
-    import torch
-    from torch._subclasses import FakeTensorMode
-
-    from sft_play.training.model import attention_functions
-
-    monkeypatch.setattr(attention_functions, "flash_attention", lambda *_, **__: "one call")
-    monkeypatch.setattr(attention_functions, "attention_per_chat", lambda *_, **__: "each chat")
-    for device, used in itertools.product(("cuda", "cpu"), (True, False)):
-        attention_functions.enable_flash(enabled=used)
-        with FakeTensorMode():
-            heads = torch.empty(7, 2, 8, device=device)
-            found = attention_functions.packed_attention(
-                heads, heads, heads, heads, 7, lengths=(3, 4), scale=1.0, window=None
-            )
-        assert found == ("one call" if used and device == "cuda" else "each chat")
-
-
-@pytest.mark.build
-def test_the_heads_that_are_tried_are_the_models():
-    from transformers import GPT2Config, LlamaConfig, MistralConfig
-
-    from sft_play.training.class_checks.replaced_code import _kernel_cases
-
-    assert _kernel_cases(GPT2Config(n_head=12, n_embd=768), 1) == [((12, 12, 64), None)]
-    llama = LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
-    assert _kernel_cases(llama, 4) == [((2, 1, 8), None)]  # a quarter of 2 key heads is one
-    short = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=9)
-    assert _kernel_cases(short, 1) == list(itertools.product([(4, 2, 32)], [None, 9]))
-    wide = LlamaConfig(head_dim=32, num_attention_heads=8, num_key_value_heads=4)
-    wide.global_head_dim, wide.num_global_key_value_heads = 64, 1  # Gemma 4's names
-    assert [heads for heads, _ in _kernel_cases(wide, 1)] == [
-        (8, 1, 32), (8, 1, 64), (8, 4, 32), (8, 4, 64)
-    ]  # fmt: skip

@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, TrainingError
@@ -21,13 +24,14 @@ from sft_play.planner.memory import estimate
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.precision import Precision
+from sft_play.training.checkpoints import checkpoints, sharded_checkpoints
+from sft_play.training.checkpoints.model_saving import keeps_tensor_names, saved_shapes, write_tensors
 from tests import warm
 from tests.bundled import model_config
 from tests.conftest import ROOT, clean_environment
 from tests.models import make_llama, uneven_run
 from tests.test_distributed import losses
 from tests.test_failures import start as launch  # noqa: F401  (a fixture)
-from tests.test_failures import two_ranks_of
 from tests.test_going_on import logits
 
 pytestmark = pytest.mark.build
@@ -75,8 +79,6 @@ def done(*words: str, **options) -> str:
 
 def tensors(folder: Path):
     """Every tensor of the whole files in a folder, by name."""
-    from safetensors.torch import load_file
-
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -137,9 +139,6 @@ def test_parts_of_two_ranks_go_on_over_others(world, stopped, unbroken, tiny_lla
 
 @pytest.mark.slow
 def test_parts_in_bf16_go_on_over_fewer_ranks_and_are_put_together_in_the_bases_dtype(world, tmp_path, command):
-    import torch
-    from transformers import AutoModelForCausalLM
-
     base = make_llama(tmp_path / "base")
     AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16).save_pretrained(base)
     words = ["--config", f"{world}/run.yaml", "tuning.mode=full", "train.bf16=true", f"model.name={base}"]
@@ -189,8 +188,6 @@ def test_a_save_that_is_slow_is_no_hang(world, disk):
 
 
 def test_a_save_that_stops_ends_the_run_and_leaves_the_last_one_whole(world, disk):
-    from sft_play.training.checkpoints import checkpoints
-
     started = disk("stuck", "train.save_steps=1", "train.max_steps=3")
     assert started.end(150) == 1, started.printed
     assert "no progress for 8 s (distributed.timeout_s): rank 1 (host " in started.printed
@@ -201,45 +198,6 @@ def test_a_save_that_stops_ends_the_run_and_leaves_the_last_one_whole(world, dis
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
     assert checkpoints.is_complete(folder / "checkpoint-1")
     assert checkpoints.last_undamaged(folder) == (folder / "checkpoint-1", {})
-
-
-WAITS = """
-import datetime, os, sys, time
-from pathlib import Path
-import torch.distributed as dist
-from sft_play.training import distributed
-from sft_play.training.heartbeat import Heartbeat
-
-kind, folder = sys.argv[1], Path(sys.argv[2])
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
-with Heartbeat(timeout_s=4) as beat:
-    beat.note(7, "saving")
-    if rank == 0:
-        with beat.watching(folder):
-            for _ in range(20):
-                if kind == "grows":
-                    with (folder / "file").open("ab") as file:
-                        file.write(b"x")
-                time.sleep(0.5)
-    with beat.waiting():
-        distributed.barrier(distributed.long_timeout_group())
-dist.destroy_process_group()
-print("all went on", flush=True)
-"""
-
-
-# a folder that stands still is no sign of life: a real save that stops is above
-@pytest.mark.parametrize("kind", ["grows", pytest.param("still", marks=pytest.mark.slow)])
-def test_ranks_wait_for_one_that_writes_as_long_as_its_file_grows(tmp_path, launch, kind):  # noqa: F811
-    (tmp_path / "waits.py").write_text(WAITS)
-    started = launch(*two_ranks_of("waits"), kind, str(tmp_path), path=tmp_path)
-    assert started.end(60) == (0 if kind == "grows" else 1), started.printed
-    if kind == "grows":  # for ten seconds, where four would be a hang
-        assert started.printed.count("all went on") == 2
-    else:
-        assert "no progress for 4 s (distributed.timeout_s)" in started.printed
-        assert "(saving)" in started.printed
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------
@@ -284,8 +242,6 @@ def test_full_states_that_fsdp_divides_are_in_parts_above_the_limit(seed):
 
 
 def test_a_table_of_contents_runs_nothing(tmp_path):
-    from sft_play.training.checkpoints import sharded_checkpoints
-
     class Bad:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
@@ -299,11 +255,6 @@ def test_a_table_of_contents_runs_nothing(tmp_path):
 
 
 def test_weights_written_one_by_one_are_what_the_library_reads(tmp_path, tiny_llama):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from sft_play.training.checkpoints.model_saving import keeps_tensor_names, saved_shapes, write_tensors
-
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     shapes = saved_shapes(model)
     assert keeps_tensor_names(model, shapes)
@@ -324,11 +275,6 @@ def test_weights_written_one_by_one_are_what_the_library_reads(tmp_path, tiny_ll
 
 
 def test_experts_that_are_saved_apart_are_not_written_one_by_one():
-    import torch
-    from transformers import AutoModelForCausalLM, MixtralConfig
-
-    from sft_play.training.checkpoints.model_saving import keeps_tensor_names, saved_shapes
-
     config = MixtralConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=100, num_local_experts=2,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,95 +100,6 @@ def test_a_trace_of_rows_without_a_mask_is_that_of_full_rows():
         return trace_step(dataclasses.replace(small, mask=mask, checkpointing=False)).allocated
 
     assert peak("positions") == peak("ones") < peak("padded")
-
-
-# --- the measurement --------------------------------------------------------------------------------------------------
-@pytest.mark.build
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text", "gpt2", "opt"])
-def test_classes_whose_attention_is_causal_need_no_mask(kind):
-    import torch
-    from transformers import CONFIG_MAPPING
-
-    from sft_play.training.class_checks.masking import check_padding
-
-    state = torch.random.get_rng_state()
-    padding = check_padding(CONFIG_MAPPING[kind](), attention="sdpa")
-    assert not padding.is_needed, padding.reason
-    assert f"on a small model of {kind}'s class logits differ by" in padding.reason
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-@pytest.mark.build
-@pytest.mark.parametrize(
-    ("kind", "attention", "says"),
-    [
-        ("mixtral", "sdpa", "gradients by"),  # the balance loss of its experts
-        ("jamba", "sdpa", "gradients by"),
-        ("qwen3_next", "sdpa", "gradients by"),
-        ("bert", "eager", "logits by"),  # sees what follows
-        ("xlnet", "eager", "cannot be measured|logits by"),
-    ],
-)
-def test_classes_that_read_the_mask_keep_it_and_say_why(kind, attention, says):
-    from transformers import CONFIG_MAPPING
-
-    from sft_play.training.class_checks.masking import check_padding
-
-    options = {"use_mamba_kernels": False} if kind == "jamba" else {}
-    padding = check_padding(CONFIG_MAPPING[kind](**options), attention=attention)
-    assert padding.is_needed
-    assert padding.reason.startswith("padded rows keep their mask: ")
-    assert any(word in padding.reason for word in says.split("|")), padding.reason
-
-
-@pytest.mark.build
-def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
-    from transformers import LlamaConfig
-
-    from sft_play.training.class_checks import small_model
-
-    seen = []
-
-    def look(small, **options):
-        seen.append(options)
-        return len(seen)
-
-    def ask(config, **options):
-        return small_model.measure_small_model(config, look, **options)
-
-    assert ask(LlamaConfig(), attention="sdpa") == ask(LlamaConfig(), attention="sdpa") == (1, "")
-    assert ask(LlamaConfig(rope_theta=5.0), attention="sdpa") == (2, "")
-    assert ask(LlamaConfig(), attention="eager") == (3, "")
-    assert ask(LlamaConfig(), attention="sdpa", trust_remote_code=True) == (4, "")
-    assert ask(LlamaConfig(of_its_own=object()), attention="sdpa") == (5, ""), "an object that JSON cannot hold"
-
-
-def test_what_cannot_be_measured_keeps_its_mask(monkeypatch):
-    from transformers import LlamaConfig
-
-    from sft_play.training.class_checks import masking
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("heads\x1b[31m and tails")
-
-    monkeypatch.setattr(masking, "measure_padding", refuse)
-    padding = masking.check_padding(LlamaConfig(), attention="sdpa")
-    assert padding.is_needed
-    assert "what llama does without cannot be measured" in padding.reason
-    assert "\x1b" not in padding.reason
-    differing = partial(masking.MaskDifference, tolerance=masking.PADDING_TOLERANCE)
-    for found, is_masked in (
-        (differing(logits=0.0, gradients=0.0, half_excess=-0.1, influence=0.001), True),  # nothing would show
-        (differing(logits=0.0, gradients=0.0, half_excess=-0.1, influence=float("nan")), True),
-        (differing(logits=float("nan"), gradients=0.0, half_excess=-0.1, influence=1.0), True),
-        (differing(logits=0.0, gradients=0.0, half_excess=float("nan"), influence=1.0), True),
-        (differing(logits=1e-3, gradients=0.0, half_excess=-0.1, influence=1.0), True),
-        (differing(logits=0.0, gradients=1e-3, half_excess=-0.1, influence=1.0), True),
-        (differing(logits=0.0, gradients=0.0, half_excess=0.1, influence=1.0), True),  # worse in bf16 alone
-        (differing(logits=1e-6, gradients=1e-6, half_excess=-0.1, influence=1.0), False),
-    ):
-        monkeypatch.setattr(masking, "measure_padding", lambda *_, found=found, **__: found)
-        assert masking.check_padding(LlamaConfig(), attention="sdpa").is_needed == is_masked, found
 
 
 # --- batches and runs -------------------------------------------------------------------------------------------------
