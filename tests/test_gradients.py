@@ -18,10 +18,9 @@ from sft_play.models.config_json import load_model_shape
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import build_candidate
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
-from sft_play.planner.layout import LAYOUT_NAMES, Layout, find_layouts
+from sft_play.planner.layout import LAYOUT_NAMES, Layout
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
-from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import (
     DTYPE_BYTES,
     GRADIENT_SHARDING_LAYOUTS,
@@ -105,19 +104,6 @@ def test_whatever_is_asked_a_layout_does_it_or_says_what_to_write():
     assert min(honoured, refused) > 80
 
 
-def test_the_plan_takes_a_layout_that_can_do_what_is_asked():
-    hardware = parse_hardware("4xA100-80GB")
-    for wish, wanted in (("step", {"ddp", "fsdp", "zero1"}), ("micro_batch", {"ddp", "fsdp", "zero2", "zero3"})):
-        possible, refused = find_layouts(run_of(sync_gradients_every=wish), load_model_shape(MODEL), hardware)
-        assert wanted <= {layout.name for layout in possible}
-        assert not wanted & {item.name for item in refused}
-        assert all("sync_gradients_every" in item.because for item in refused if item.name.startswith("zero"))
-    plan = make_plan(
-        PlanRequest(run_of("lora", mixed_precision={"buffer": "bfloat16"}), load_model_shape(MODEL), hardware)
-    )
-    assert plan.layout.startswith("zero")
-
-
 def test_one_process_runs_the_same_file_and_says_what_has_no_effect():
     config = run_of("lora", sync_gradients_every="step", find_unused_parameters=True, profile_communication=5)
     plan = make_plan(PlanRequest(config, load_model_shape(MODEL), parse_hardware("1xA100-80GB")))
@@ -132,15 +118,7 @@ def test_one_process_runs_the_same_file_and_says_what_has_no_effect():
     assert ineffective_distributed_options(run_of(find_unused_parameters=True), "ddp") == []
 
 
-@pytest.mark.parametrize(
-    ("strategy", "settings", "message"),
-    [
-        ("zero2", ["distributed.sync_gradients_every=step"], "ZeRO-2 and -3 shard gradients after each"),
-        ("ddp", ["distributed.mixed_precision.reduce=bfloat16"], "torch's hook for it needs GPUs; auto, float16, or"),
-    ],
-)
-def test_what_a_named_layout_cannot_do_stops_before_anything_loads(tmp_path, command, monkeypatch, strategy, settings,
-                                                                   message):  # fmt: skip
+def test_what_a_named_layout_cannot_do_stops_before_anything_loads(tmp_path, command, monkeypatch):
     """The model does not exist: a message about the key shows that nothing was looked for."""
     config = tmp_path / "run.yaml"
     config.write_text(
@@ -148,12 +126,16 @@ def test_what_a_named_layout_cannot_do_stops_before_anything_loads(tmp_path, com
         f"batch_size: 1}}\ndata: {{train_path: {tmp_path}/rows.jsonl}}\noutput: {{dir: {tmp_path}/outputs}}\n"
     )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "what is 1?", "completion": "it is 1."}\n')
-    monkeypatch.setenv("STRATEGY", strategy)
     monkeypatch.setenv("NPROC", "2")
-    code, printed = command("train-distributed", "--config", str(config), *settings)
-    assert code == 2, printed
-    assert message in printed
-    assert printed.count("error:") == 1
+    for strategy, setting, message in (
+        ("zero2", "sync_gradients_every=step", "ZeRO-2 and -3 shard gradients after each"),
+        ("ddp", "mixed_precision.reduce=bfloat16", "torch's hook for it needs GPUs; auto, float16, or"),
+    ):
+        monkeypatch.setenv("STRATEGY", strategy)
+        code, printed = command("train-distributed", "--config", str(config), f"distributed.{setting}")
+        assert code == 2, printed
+        assert message in printed
+        assert printed.count("error:") == 1
     assert not (tmp_path / "outputs").exists()
 
 
@@ -244,15 +226,6 @@ def test_the_closed_form_by_hand():
     assert sent_bytes("barrier", 8.0, 4) == 0.0
 
 
-def test_a_plan_keeps_its_collectives_through_json():
-    config = run_of("full", "auto", sync_gradients_every="step", mixed_precision={"reduce": "float32"})
-    plan = make_plan(
-        PlanRequest(config, load_model_shape(MODEL), parse_hardware("2xRTX4090"), allowed_layouts=("fsdp",))
-    )
-    assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
-    assert plan.speed.collectives["reduce_scatter"] == 4 * load_model_shape(MODEL).params
-
-
 def test_the_trace_runs_what_the_keys_say():
     from sft_play.trace.confirm import step_settings
 
@@ -271,15 +244,6 @@ def test_the_trace_runs_what_the_keys_say():
 
 # --- DeepSpeed's file -------------------------------------------------------------------------------------------------
 # --- what is counted --------------------------------------------------------------------------------------------------
-def test_who_comes_last_waits_least():
-    from sft_play.training.measure.profile import waiting_times
-
-    ranks = [[("all_reduce", 0.5), ("all_gather", 0.2)], [("all_reduce", 0.1), ("all_gather", 0.3)]]
-    assert waiting_times(ranks) == pytest.approx([0.4, 0.1])
-    assert waiting_times([ranks[0], ranks[1][:1]]) is None
-    assert waiting_times([ranks[0], ranks[0][::-1]]) is None
-
-
 def test_the_backends_work_is_told_by_its_name():
     """gloo reduces and scatters by an all-reduce that is called so."""
     from sft_play.training.measure.profile import collective_times, work_kind

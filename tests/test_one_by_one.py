@@ -225,31 +225,3 @@ def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama
     batches = [batch for batch in trainer.get_train_dataloader() if batch]
     assert batches
     assert all("cu_seq_lens_q" in batch and CHAT_LENGTHS not in batch for batch in batches)
-
-
-@pytest.mark.build
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_may_have_another_width_than_keys(dtype):
-    """Latent attention; against softmax by hand in fp64."""
-    import torch
-
-    from sft_play.training.model import attention_functions
-
-    torch.manual_seed(2)
-    lengths, kind = (5, 1, 12), getattr(torch, dtype)
-    query, key = (torch.randn(18, 4, 24).to(kind).requires_grad_() for _ in range(2))
-    value = torch.randn(18, 4, 10).to(kind).requires_grad_()
-    found = attention_functions.attention_per_chat(query, key, value, lengths, scale=0.2, window=None)
-    parts = []
-    for q, k, v in zip(*(one.double().split(lengths) for one in (query, key, value)), strict=True):
-        scores = torch.einsum("qhd,khd->hqk", q, k) * 0.2
-        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
-        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-    wanted = torch.cat(parts)
-    weight = torch.randn(wanted.shape, dtype=torch.float64)
-    given = (query, key, value)
-    own = torch.autograd.grad((found.double() * weight).sum(), given)
-    theirs = torch.autograd.grad((wanted * weight).sum(), given)
-    tolerance = 1e-5 if dtype == "float32" else 2e-2
-    for one, other in zip((found.detach(), *own), (wanted.detach(), *theirs), strict=True):
-        assert float((one.double() - other.double()).abs().max()) <= tolerance * (1 + float(other.abs().max()))
