@@ -399,16 +399,6 @@ def test_a_prediction_of_other_kernels_is_not_learned_from(
 
 
 @pytest.mark.build
-def test_a_summary_says_what_was_used_and_counted() -> None:
-    from sft_play.training.class_checks.replaced_code import ActiveKernels
-
-    plan = plan_of("auto")
-    assert ActiveKernels(reason="they differ").as_json(plan) == {
-        "used": [], "counted": plan.as_json()["kernels"], "reason": "they differ",
-    }  # fmt: skip
-
-
-@pytest.mark.build
 def test_experts_keep_their_gates(monkeypatch: Any) -> None:
     from torch import nn
 

@@ -73,7 +73,7 @@ class StepMemory(TrainerCallback):
         trainer = self._trainer
         self._step_start = {
             "random": [get() for get, _ in _random_states()], "loss": trainer._tr_loss.clone(),
-            "tokens": trainer._tokens_seen, "counted": trainer._monitor.running_sums(),
+            "tokens": trainer._tokens_seen, "counted": trainer._monitor.sums,
         }  # fmt: skip
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -117,7 +117,7 @@ class StepMemory(TrainerCallback):
             set_state(state)
         trainer._tr_loss.copy_(start["loss"])
         trainer._tokens_seen = start["tokens"]
-        trainer._monitor.restore_sums(start["counted"])
+        trainer._monitor.sums = start["counted"]
         for batch in trainer._slot_batches:
             batch.clear()  # those that are left of this step: the Trainer passes empty ones over
         free_memory()

@@ -220,7 +220,7 @@ class Monitor(TrainerCallback):
     def seen_counts(self) -> dict[str, float]:
         """Rows and tokens of all ranks until now, for a checkpoint; every rank calls it."""
         samples, tokens = (
-            distributed.sum_over_ranks(round(float(self._sums[name]))) / self._tensor_parallel
+            distributed.sum_over_ranks(round(float(self.sums[name]))) / self._tensor_parallel
             for name in ("samples", "tokens")
         )
         return {"samples": self.samples_seen + samples, "tokens": self.tokens_seen + tokens}
@@ -231,20 +231,13 @@ class Monitor(TrainerCallback):
         self.tokens_before_start = self.tokens_seen
 
     def _start_window(self) -> None:
-        # what micro-steps add to, on this rank since the last log; the head's and the sources' are vectors
-        self._sums: dict[str, Any] = dict.fromkeys(("loss", "trained_tokens", "tokens", "places", "samples"), 0)
+        # what micro-steps add to, on this rank since the last log; the head's and the sources' are vectors. It is never
+        # changed in place: a step that is repeated begins with an earlier one again
+        self.sums: dict[str, Any] = dict.fromkeys(("loss", "trained_tokens", "tokens", "places", "samples"), 0)
         self._paused_s, self._compile_s, self._window_start = 0.0, 0.0, time.perf_counter()
 
     def _add(self, **values: Any) -> None:
-        self._sums |= {name: self._sums.get(name, 0) + value for name, value in values.items()}
-
-    def running_sums(self) -> dict[str, Any]:
-        """What was summed since the last log, for `restore_sums`."""
-        return dict(self._sums)
-
-    def restore_sums(self, sums: Mapping[str, Any]) -> None:
-        """Count on from an earlier state: what came after it is repeated."""
-        self._sums = dict(sums)
+        self.sums = self.sums | {name: self.sums.get(name, 0) + value for name, value in values.items()}
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Start measuring: what loading and the evaluation before training took is not counted."""
@@ -309,7 +302,7 @@ class Monitor(TrainerCallback):
             seconds["compile"] = self._compile_s
             seconds["forward_backward"] = max(0.0, seconds.get("forward_backward", 0.0) - self._compile_s)
         elapsed = max(1e-9, time.perf_counter() - self._window_start - self._paused_s)
-        sums_by_rank = _gather_sums(self._sums | {"memory": self._read_memory()}, device)
+        sums_by_rank = _gather_sums(self.sums | {"memory": self._read_memory()}, device)
         counted_ranks = sums_by_rank[:: self._tensor_parallel]  # one of each tensor-parallel group
         tokens, places, samples = (
             sum(sums[name][0] for sums in counted_ranks) for name in ("tokens", "places", "samples")
