@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, SftPlayError
 from sft_play.log import one_line
+from sft_play.models.config_json import find_model_folder
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.process.waiting import report_wait
 from sft_play.training import distributed
