@@ -170,11 +170,9 @@ def find_damage(
     if editable is not None:
         expected = {name: size for name, size in expected.items() if not editable.fullmatch(name)}
         sizes = {name: size for name, size in sizes.items() if name in expected}
-    wrong = [
-        f"{name} has {sizes.get(name, 0)} of {size} bytes" for name, size in expected.items() if sizes.get(name) != size
-    ]
+    wrong = [name for name, size in expected.items() if sizes.get(name) != size]
     if wrong:
-        return ", ".join(wrong[:4])
+        return ", ".join(f"{name} has {sizes.get(name, 0)} of {expected[name]} bytes" for name in wrong[:4])
     if len(sizes) > len(expected):
         return "it holds files that it was not written with"
     try:
@@ -182,9 +180,7 @@ def find_damage(
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
     changed = [name for name in expected if actual_digests[name] != digests[name]]
-    if changed:
-        return f"{', '.join(changed[:4])}: the contents are not those that were written"
-    return None
+    return f"{', '.join(changed[:4])}: the contents are not those that were written" if changed else None
 
 
 def skipped_line(checkpoint: Path, damage: str) -> str:

@@ -163,9 +163,8 @@ def _block_tensors(tensors: Mapping[str, FileTensor], block_size: Any) -> Iterat
     scale_keys = set(scales_by_key.values())
     for key, tensor in tensors.items():
         if key in scales_by_key:
-            shape = tensor.shape
-            if not tensor.dtype.startswith("F8"):  # two numbers in a byte
-                shape = (*shape[:-1], 2 * shape[-1])
+            numbers_per_byte = 1 if tensor.dtype.startswith("F8") else 2
+            shape = (*tensor.shape[:-1], numbers_per_byte * tensor.shape[-1])
             read = partial(_read_blocks, tensor, tensors[scales_by_key[key]], block_size)
             yield key, FileTensor(tensor.file, shape, "BF16", read)
         elif key not in scale_keys and not key.endswith(_UNUSED_SUFFIXES):
@@ -393,9 +392,7 @@ def set_stop_tokens(
     in `source_folder`, or its own."""
     path = folder / "generation_config.json"
     generation_config = read_json((source_folder or folder) / path.name) | {"pad_token_id": pad_id}
-    generation_config["eos_token_id"] = list(stop_ids)
-    if len(stop_ids) == 1:
-        generation_config["eos_token_id"] = stop_ids[0]
+    generation_config["eos_token_id"] = list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]
     path.unlink(missing_ok=True)  # it may be a link to another model's
     path.write_text(json.dumps(generation_config, indent=2) + "\n", encoding="utf-8")
 
@@ -419,9 +416,8 @@ def saved_dtype_rule(model: Any, dtype: torch.dtype | None) -> Callable[[str, to
     fp32_modules = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
 
     def saved_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
-        if not tensor.is_floating_point() or any(part in name for part in fp32_modules):
-            return tensor.dtype
-        return dtype
+        keeps_dtype = not tensor.is_floating_point() or any(part in name for part in fp32_modules)
+        return tensor.dtype if keeps_dtype else dtype
 
     return saved_dtype
 

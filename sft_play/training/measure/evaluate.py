@@ -134,11 +134,8 @@ def remaining_events(strategy: str, interval_steps: float | None, state: Trainer
     """Count the coming evaluations or saves of a run that does them every `interval_steps` and after the last step, or
     once an epoch; one that is due after the present step counts."""
     # `epoch` counts micro-batches, of which the last step of an epoch may have fewer
-    steps = math.inf
-    if strategy == "steps" and interval_steps:
-        steps = interval_steps
-    elif strategy == "epoch" and state.epoch:
-        steps = math.ceil(state.global_step / state.epoch - 1e-6)
+    steps_per_epoch = math.ceil(state.global_step / state.epoch - 1e-6) if state.epoch else math.inf
+    steps: float = {"steps": interval_steps, "no": math.inf}.get(strategy) or steps_per_epoch
     return int(math.ceil(state.max_steps / steps) - math.floor((state.global_step - 1) / steps))
 
 
@@ -167,9 +164,7 @@ class InitialEvaluation(TrainerCallback):
         if not self._job.loaded.config.eval.before_training or self.eval_set.split is None:
             return
         if self._is_resumed:
-            recorded_metrics = None
-            if is_first:
-                recorded_metrics = folder.read_manifest().get("before")
+            recorded_metrics = folder.read_manifest().get("before") if is_first else None
             if recorded_metrics := distributed.broadcast_value(recorded_metrics):
                 self.metrics = EvalMetrics(**recorded_metrics)
             return

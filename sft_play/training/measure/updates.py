@@ -81,9 +81,7 @@ class UpdateCheck(TrainerCallback):
         if self._samples_before and not self._trainer.is_deepspeed_enabled:
             self._has_gradient = []
             for parameter in _trainable_parameters(self._trainer):
-                gradient = torch.zeros_like(parameter)
-                if parameter.grad is not None:
-                    gradient = parameter.grad
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 sample = _sample_elements(engines.local_shard(gradient))
                 if not bool(torch.isfinite(sample).all()):
                     self._samples_before = []  # loss scaling skips this step
@@ -107,9 +105,7 @@ class UpdateCheck(TrainerCallback):
 
     def _report_facts(self) -> None:
         moved, compared = map(distributed.sum_over_ranks, (self._moved_count, self._compared_count))
-        moved_share = None
-        if compared:
-            moved_share = round(moved / compared, 4)
+        moved_share = round(moved / compared, 4) if compared else None
         self.facts = UpdateFacts(**training_dtypes(self._trainer), moved_share=moved_share, rounding=self._rounding)
         if self.facts.is_lost:
             logger.warning("%s", self.facts.warning)
