@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralC
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.training import distributed
 from sft_play.training.class_checks import replaced_code
 from sft_play.training.class_checks.replaced_code import FP32_TOLERANCE, MAX_HALF_ERROR_RATIO, _kernel_cases
 from sft_play.training.model import attention_functions
@@ -312,16 +311,6 @@ def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, 
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert line.startswith("Attention: falls back to one call of sdpa for each chat")
     assert says in line
-
-
-def test_all_ranks_leave_a_kernel_that_one_cannot_run(monkeypatch, caplog):
-    told = []
-    monkeypatch.setattr(attention_functions, "flash_attention", right)
-    monkeypatch.setattr(distributed, "any_rank", lambda flag: told.append(flag) or True)
-    replaced_code.verify_varlen_kernel(*prepared(), device=CPU)
-    assert told == [False]
-    assert not attention_functions._uses_flash
-    assert "another rank cannot" in caplog.text
 
 
 def test_a_trusted_kernel_runs_on_the_gpu_and_nowhere_else(monkeypatch):

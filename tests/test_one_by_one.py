@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from typing import Any
 
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.machine.gpu import Gpu
 from sft_play.machine.gpu_catalog import CATALOG_ENTRIES
-from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.models.shape import LinearShape
 from sft_play.planner import candidates
@@ -20,7 +18,6 @@ from sft_play.planner.batching import MicroBatches, average_micro_steps, summari
 from sft_play.planner.candidates import plan_micro_batches
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.kernels import RowAttention
-from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import CHAT_START_SHARE, LAYER_OVERHEAD_S, predict_speed
 
@@ -52,26 +49,6 @@ def test_a_call_for_each_chat_is_planned_exactly_where_no_kernel_takes_boundarie
         assert (because is None) == runs, (device, half, width, capability)
         seen.add((device, runs))
     assert len(seen) == 5
-
-
-def test_a_plan_says_why_each_chat_is_a_call():
-    known = summarize_row_tokens(dict.fromkeys(range(100, 2000, 9), 1), limit=2048)
-
-    def reasons(gpu: Gpu) -> tuple[bool, str]:
-        machine = Hardware((gpu,), "CPU", 8, 256 * GIB, 256 * GIB)
-        plan = make_plan(PlanRequest(run_of(), load_model_shape(LLAMA), machine, row_tokens=known))
-        assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
-        return plan.choice.step.one_by_one, " ".join(plan.reasons)
-
-    amd = Gpu(0, "AMD MI300X", 190 * GIB, None, (9, 4), 5.3e12, 1.3e15, 1.3e15)
-    apart, words = reasons(amd)
-    assert not apart
-    assert "told apart by their boundaries" in words
-    assert "call of its own" not in words
-    apart, words = reasons(dataclasses.replace(amd, name="Tesla T4", capability=(7, 5)))
-    assert apart
-    own = "each attended to by a call of its own (flash attention does not run on this GPU in this precision)"
-    assert f"told apart by their boundaries, {own}" in words
 
 
 # --- the price --------------------------------------------------------------------------------------------------------

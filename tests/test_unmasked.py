@@ -15,7 +15,6 @@ from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.decide import PlanRequest, make_plan
-from sft_play.planner.kernels import RowAttention
 from sft_play.planner.plan import plan_from_json
 from tests.conftest import chat
 
@@ -75,31 +74,6 @@ def test_plans_leave_the_mask_out_by_the_rule():
         assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
         seen.add((keeps, packing, micro))
     assert len(seen) == 8
-
-
-def test_rows_without_a_mask_are_planned_as_rows_without_padding():
-    config, shape = run_of("meta-llama/Llama-3.1-8B", "train.batch_size=4"), load_model_shape("meta-llama/Llama-3.1-8B")
-    plan = make_plan(PlanRequest(config, shape, machine(), has_eval=False))
-    text = make_plan(
-        PlanRequest(
-            run_of("meta-llama/Llama-3.1-8B", "train.batch_size=4", "task_mode=cpt"), shape, machine(), has_eval=False
-        )
-    )
-    assert plan.memory.terms == text.memory.terms  # full blocks of text are never padded
-    assert plan.masked_bytes > plan.memory.required + 1024**2 * 4
-    assert RowAttention(config, shape, "sdpa", (7, 5), "cuda").mask_reason == "flash attention does not run on this GPU"
-    assert RowAttention(config, shape, "sdpa", (7, 5), "cpu").mask_reason is None
-
-
-def test_a_trace_of_rows_without_a_mask_is_that_of_full_rows():
-    from sft_play.trace.step import trace_step
-    from tests.test_trace import SMALL
-
-    def peak(mask: str) -> int:
-        small = dataclasses.replace(SMALL, capability=(8, 0), attention="sdpa", micro_batch=2, seq_len=64)
-        return trace_step(dataclasses.replace(small, mask=mask, checkpointing=False)).allocated
-
-    assert peak("positions") == peak("ones") < peak("padded")
 
 
 # --- batches and runs -------------------------------------------------------------------------------------------------
