@@ -57,12 +57,14 @@ def split_spans(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[TimeSpan],
     """Spans of communication and of computation, in microseconds: kernels on a GPU, operators on a CPU. What a library
     annotates comes back as an event of the GPU too, collectives included: it computes nothing."""
     if on_gpu:
-        own = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
-        computing = [event for event in own if not event.name.startswith((*_COMMUNICATION_PREFIXES, *_COPY_PREFIXES))]
+        recorded = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+        computing = [
+            event for event in recorded if not event.name.startswith((*_COMMUNICATION_PREFIXES, *_COPY_PREFIXES))
+        ]
     else:
-        own = [event for event in events if event.device_type != DeviceType.CUDA]
-        computing = [event for event in own if event.name.startswith("aten::")]
-    sending = [event for event in own if event.name.startswith(_COMMUNICATION_PREFIXES)]
+        recorded = [event for event in events if event.device_type != DeviceType.CUDA]
+        computing = [event for event in recorded if event.name.startswith("aten::")]
+    sending = [event for event in recorded if event.name.startswith(_COMMUNICATION_PREFIXES)]
     communication, computation = (
         [(event.time_range.start, event.time_range.end) for event in kind] for kind in (sending, computing)
     )

@@ -165,12 +165,13 @@ def varlen_attention(
 
 def _refuse_unsupported(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
     is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
-    asked = {
+    is_needed = {
         "softcap": options.get("softcap") is not None, "s_aux": options.get("s_aux") is not None,
         "dropout": dropout and module.training, "is_causal=False": not is_causal,
     }  # fmt: skip
-    if any(asked.values()):
-        raise ValueError(f"varlen attention has no {', '.join(name for name, is_asked in asked.items() if is_asked)}")
+    unsupported = [name for name, needed in is_needed.items() if needed]
+    if unsupported:
+        raise ValueError(f"varlen attention has no {', '.join(unsupported)}")
 
 
 def packed_attention(
