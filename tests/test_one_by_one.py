@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from typing import Any
 
 import pytest
 
 from sft_play.config.load import config_from_text
+from sft_play.machine.gpu import Gpu
 from sft_play.machine.gpu_catalog import CATALOG_ENTRIES
-from sft_play.machine.hardware import parse_hardware
+from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.models.shape import LinearShape
 from sft_play.planner import candidates
@@ -18,6 +20,7 @@ from sft_play.planner.batching import MicroBatches, average_micro_steps, summari
 from sft_play.planner.candidates import plan_micro_batches
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.kernels import RowAttention
+from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import CHAT_START_SHARE, LAYER_OVERHEAD_S, predict_speed
 
@@ -138,6 +141,55 @@ def test_the_rows_of_a_pass_are_those_of_its_fullest_rank():
         if ranks == 1:  # every row is in one pass
             assert passes.rows * passes.count == pytest.approx(min(batch, rows.rows))
         assert passes.rows * rows.longest >= passes.padded_tokens - 1e-9
+
+
+# --- where rows need no mask ------------------------------------------------------------------------------------------
+MASKED_MODELS = (
+    "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "Qwen/Qwen3-30B-A3B",
+    "microsoft/Phi-3.5-mini-instruct",
+)  # fmt: skip
+
+
+def test_plans_leave_the_mask_out_by_the_rule():
+    """On random models, GPUs and settings: the choice, its evaluation, its reason and the memory follow the rule."""
+    draw = random.Random(7)
+    seen = set()
+    for _ in range(80):
+        model, capability = draw.choice(MASKED_MODELS), draw.choice([(7, 5), (8, 0), (9, 0), None])
+        backend, packing = draw.choice(["bnb", "bnb", "unsloth"]), draw.choice(["none", "none", "best_fit"])
+        attention = draw.choice(["auto", "auto", "eager"])
+        micro = draw.choice([1, 4])
+        mode = "qlora" if backend == "unsloth" else "lora"
+        config = run_of(
+            model, mode, 16, "model.max_seq_len=1024", f"tuning.backend={backend}", f"data.packing={packing}",
+            f"train.batch_size={micro}", f"model.attn_implementation={attention}",
+        )  # fmt: skip
+        dropout = draw.choice([0.0, 0.0, 0.1])
+        shape = dataclasses.replace(load_model_shape(model), uses_alibi=draw.random() < 0.1, attention_dropout=dropout)
+        machine = Hardware((Gpu(0, "GPU", 140 * GIB, None, capability),), "CPU", 8, 256 * GIB, 256 * GIB)
+        plan = make_plan(PlanRequest(config, shape, machine))
+        keeps = (
+            (attention == "eager" or "gemma-2" in model or "A3B" in model or shape.uses_alibi)
+            or capability == (7, 5) or backend == "unsloth"
+        )  # fmt: skip
+        bounded = (
+            packing != "none" and attention == "auto" and not model.startswith("google/gemma-2")
+            and not dropout and not shape.uses_alibi and backend != "unsloth"
+        )  # fmt: skip
+        step = plan.choice.step
+        assert step.varlen == bounded
+        assert step.one_by_one == (bounded and capability == (7, 5))
+        assert step.masks == keeps, (model, capability, backend, attention)
+        assert step.padded == (not bounded if packing != "none" else keeps and micro > 1)
+        rows = max(step.eval_batch, 1 if packing != "none" else micro)
+        assert (plan.masked_bytes is None) == (not bounded and (keeps or rows == 1))
+        told = " ".join(plan.reasons)
+        if packing == "none" and micro > 1:
+            assert ("without a mask" in told) == (not keeps)
+            assert ("padded to it and masked (" in told) == keeps
+        assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
+        seen.add((keeps, packing, micro))
+    assert len(seen) == 8
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------

@@ -252,6 +252,59 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
         assert apart == pytest.approx(masked, rel=1e-4), key
 
 
+def test_a_batch_without_a_mask_has_positions_and_its_counts():
+    from sft_play.training.loop.rows import Collator
+    from sft_play.training.measure.monitor import count_tokens
+
+    draw = np.random.default_rng(5)
+    for _ in range(20):
+        lengths = draw.integers(1, 12, size=int(draw.integers(1, 5)))
+        rows = [{"input_ids": draw.integers(5, 90, size=n), "labels": draw.choice([-100, 7], size=n)} for n in lengths]
+        plain, masked = (Collator(pad_id=0, adds_masks=masks)(rows) for masks in (False, True))
+        assert (plain["input_ids"] == masked["input_ids"]).all()
+        assert (plain["labels"] == masked["labels"]).all()
+        assert "attention_mask" not in plain
+        assert plain["position_ids"].tolist() == [list(range(max(lengths)))]
+        assert count_tokens(plain) == count_tokens(masked) == sum(lengths)
+        assert plain["sample_count"] == sum(7 in row["labels"] for row in rows)
+
+
+def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, command, monkeypatch):
+    from sft_play.training.loop import rows
+    from sft_play.training.prepare import model_spec
+
+    given: list[set[str]] = []
+    real = rows.Collator.__call__
+
+    def watched(self: Any, micro_rows: Any) -> Any:
+        batch = real(self, micro_rows)
+        given.append({"attention_mask", "position_ids"} & set(batch))
+        return batch
+
+    monkeypatch.setattr(rows.Collator, "__call__", watched)
+    path, figures = run_yaml(tmp_path, tiny_llama, rows=12), {}
+    for name in ("plain", "masked"):
+        given.clear()
+        if name == "masked":
+            monkeypatch.setattr(
+                model_spec, "check_padding", lambda *_, **__: masking.MaskRequirement(True, "a test says so")
+            )
+        code, said = command(
+            "train", "--config", str(path), f"output.name={name}", "train.effective_batch_size=6", "train.batch_size=3",
+            "train.max_steps=3", "train.group_by_length=false", "eval.steps=2",
+        )  # fmt: skip
+        assert code == 0, said
+        figures[name] = metrics(tmp_path, name)
+        # training and evaluation; the measurement's own batches are of both kinds
+        assert given[-8:] == [{"attention_mask" if name == "masked" else "position_ids"}] * 8
+        assert ("padded rows need no mask" in said) == (name == "plain")
+        assert ("the plan left out masks" in said) == (name == "masked")
+    for key in ("loss", "grad_norm", "eval_loss", "num_tokens", "samples_seen", "padding_share"):
+        plain, masked = ([line[key] for line in figures[name] if key in line] for name in ("plain", "masked"))
+        assert plain
+        assert plain == pytest.approx(masked, rel=1e-5), key
+
+
 def test_a_model_generates_with_its_usual_attention(tiny_llama):
     """Prompts are padded on the left there, which boundaries do not say."""
     own = AutoModelForCausalLM.from_pretrained(
