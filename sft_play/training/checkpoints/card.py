@@ -121,7 +121,7 @@ def _front_matter(facts: CardFacts, base: CardBase) -> ModelCardData:
         {path.removeprefix("hub:").partition(":")[0] for path in paths if path and path.startswith("hub:")}
     )
     tags = {"full": [], "lora": ["lora"], "qlora": ["lora", "qlora"]}[config.tuning.mode]
-    task = {"sft": "sft", "cpt": "continued-pretraining"}[config.task_mode]
+    task = "sft" if config.task_mode == "sft" else "continued-pretraining"
     fields = dict(base.license)
     if base.is_on_hub:
         fields["base_model"] = base.name

@@ -272,12 +272,9 @@ def activate_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch
         return ActiveKernels()
 
     def check() -> tuple[ClassCheck | None, str | None]:
-        model_type = str(getattr(model.config, "model_type", None))
-        problem = _liger_problem(plan)
+        problem = _liger_problem(plan) or _unknown_class_problem(model)
         if problem is not None:
             return None, problem
-        if model_type not in _liger_functions() or not type(model).__module__.startswith("transformers.models."):
-            return None, f"it has no kernels for {one_line(model_type)}"
         difference = "they differ on a small model of this class"
         return _compare_on_small_models(check_liger_kernels, model, plan, device=device, problem=difference)
 
@@ -312,6 +309,12 @@ def _liger_problem(plan: Plan) -> str | None:
     if plan.choice.layout.tensor_parallel > 1:
         return "tensor-parallel ranks replace the same forwards (model.mesh_shape)"
     return None
+
+
+def _unknown_class_problem(model: Any) -> str | None:
+    model_type = str(getattr(model.config, "model_type", None))
+    is_known = model_type in _liger_functions() and type(model).__module__.startswith("transformers.models.")
+    return None if is_known else f"it has no kernels for {one_line(model_type)}"
 
 
 def _liger_functions() -> dict[str, Any]:
