@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.registry import REQUIRED_FIELDS
 from sft_play.config.load import load_config
-from sft_play.errors import ConfigError, ModelError
+from sft_play.errors import ConfigError, ModelError, TrainingError
 from sft_play.files import cache_dir
 from sft_play.models.families import MODEL_FAMILIES
 from sft_play.models.shape import AdapterPlacement
@@ -41,12 +42,11 @@ MLA = {
     "topk_group": 1, "first_k_dense_replace": 1, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 8,
     "num_key_value_heads": 4,
 }  # fmt: skip
-STATES = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
 NAMED = {
     "llama4_text": ({"num_local_experts": 4, "head_dim": 16, "intermediate_size_mlp": 96}, {"router"}),
-    "phimoe": ({"num_local_experts": 4}, {"router"}),
     "deepseek_v4": ({"num_hidden_layers": 6}, {"o_a_proj", "weights_proj"}),
-    "falcon_h1": ({**STATES, "mamba_d_ssm": 128, "mamba_n_groups": 1}, {"out_proj"}),
+    "falcon_h1": ({"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16,
+                   "mamba_d_ssm": 128, "mamba_n_groups": 1}, {"out_proj"}),
     "mamba2": ({"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16}, {"out_proj"}),
     "gemma3n_text": (
         {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 256, "intermediate_size": [96] * 4, "head_dim": 16,
@@ -54,25 +54,17 @@ NAMED = {
         {"correction_coefs", "prediction_coefs"},
     ),
     "deepseek_v32": (MLA, {"wk", "wq_b", "weights_proj"}),
-    "glm_moe_dsa": (MLA, {"wk", "wq_b", "weights_proj"}),
     "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 4,
                "mamba_dt_rank": 4}, {"dt_proj"}),
-    "bamba": ({**STATES, "mamba_n_groups": 1, "attn_layer_indices": [1, 3]}, {"out_proj"}),
-    "granitemoehybrid": ({"mamba_n_heads": 8, "layers_block_type": ["mamba", "attention"] * 2}, {"out_proj"}),
     "gemma4_text": ({"head_dim": 16, "vocab_size_per_layer_input": 256}, set()),
-    "lfm2": ({"layer_types": ["conv", "full_attention", "conv", "full_attention"]}, set()),
 }  # fmt: skip
 """Tiny configs, with the names of layers that must get no adapter."""
-WHOLE = ("deepseek_v4",)
-"""Those whose own sizes belong together; all are made narrow at once."""
 
 
 def small_of(kind: str):
     """The class's config of tiny sizes."""
-    from transformers import AutoConfig
-
     changes = NAMED[kind][0]
-    if kind in WHOLE:
+    if kind == "deepseek_v4":  # its own sizes belong together: all are made narrow at once
         return small_model.small_config(AutoConfig.for_model(kind, **changes))
     return AutoConfig.for_model(kind, **{**SIZES, **changes})
 
@@ -95,13 +87,9 @@ def learns(model, dtype: torch.dtype) -> list[str]:
 
 def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
     """DeepSeek-V4's published layers sum up 4 and 128 tokens; the trial's rows are shorter than that."""
-    from peft import get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from sft_play.errors import TrainingError
     from sft_play.training.loop.callbacks import GradientCheck
 
-    config = AutoConfig.for_model("deepseek_v4", num_hidden_layers=8)
+    config = AutoConfig.for_model("deepseek_v4", num_hidden_layers=4)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     places, _ = adapter_trial.find_adapter_placement(skeleton)
@@ -132,15 +120,17 @@ def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
     assert check.is_done
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("mode", ["lora", "full"])
-def test_what_is_multiplied_by_zeros_at_first_is_waited_for(mode, precision, command: Command, tmp_path):
-    """Doge's `dt_proj` is scaled by `A`, which the class begins at zero: full training moves both, adapters not `A`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def test_what_is_multiplied_by_zeros_at_first_is_waited_for():
+    """Doge's `dt_proj` is scaled by `A`, which the class begins at zero."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(AutoConfig.for_model("doge", num_hidden_layers=2))
     assert adapter_trial.late_gradients(skeleton) == {"model.layers.*.self_attn.dt_proj.weight": ""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "precision"), [("lora", "bf16"), ("full", "fp32")])
+def test_a_run_waits_for_what_is_multiplied_by_zeros_at_first(mode, precision, command: Command, tmp_path):
+    """Full training moves both of Doge's, adapters not `A`."""
     code, printed = trained(command, tmp_path, "doge", precision, mode, spread=0.0, num_hidden_layers=2)
     assert code == 0, printed
     assert ("4 trainable tensors had no gradient, and are as they were" in printed) == (mode == "lora")
@@ -152,21 +142,9 @@ def test_what_is_multiplied_by_zeros_at_first_is_waited_for(mode, precision, com
         assert all(not torch.equal(after[name], before[name]) for name in names)
 
 
-def test_a_small_model_has_no_parameter_for_layers_that_are_not_there():
-    """Zamba2 has an adapter of its own for every layer that shares a block, by a list of their numbers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(small_model.small_config(AutoConfig.for_model("zamba2")))
-    adapter_trial._run_step(model, 0)
-    assert [name for name, one in model.named_parameters() if one.grad is None] == []
-
-
 @pytest.mark.parametrize("kind", sorted(NAMED))
 def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
     """The classes that a run with `target_modules: auto` died on, and others beside them."""
-    from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
-
     from sft_play.training.prepare.model_spec import build_model_spec
 
     small_of(kind).save_pretrained(tmp_path)
@@ -201,39 +179,21 @@ def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
             build_model_spec(chosen, precision, tokenizer_size=100)
 
 
-@pytest.mark.parametrize("kind", ["kimi_linear", "recurrent_gemma", "zamba2"])
-def test_classes_of_other_sizes_are_tried_too(kind):
-    """Sizes under names of their own, or states that a model keeps."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
-    places, lost = adapter_trial.find_adapter_placement(model)
-    assert places.untried_reason == ""
-    assert len(lost) < len(adapter_trial.linear_layers(model))
-
-
-@pytest.mark.parametrize(
-    ("kind", "precision"),
-    [
-        pytest.param(kind, precision, marks=[pytest.mark.slow] if precision == "fp32" and number % 4 else [])
-        for number, kind in enumerate(sorted(NAMED))
-        for precision in ("fp32", "bf16")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "precision"), [*((kind, "bf16") for kind in sorted(NAMED)), ("jamba", "fp32")])
 def test_a_run_of_each_class_trains_every_adapter(kind, precision, command: Command, tmp_path):
     """With TRL's loss and its balance loss; the run itself stops where a tensor has no gradient."""
     code, printed = trained(command, tmp_path, kind, precision, "lora")
     assert code == 0, printed
     metrics = [json.loads(line) for line in (tmp_path / "outputs" / "one" / "metrics.jsonl").read_text().splitlines()]
     assert [one for one in metrics if "eval_loss" in one]
-    assert any("aux_loss" in one for one in metrics) == (kind in ("phimoe", "deepseek_v4", "granitemoehybrid", "jamba"))
+    assert any("aux_loss" in one for one in metrics) == (kind in ("deepseek_v4", "jamba"))
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)])
-def test_full_training_leaves_out_what_gets_no_gradient_by_its_class(kind, command: Command, tmp_path):
+@pytest.mark.slow
+def test_full_training_leaves_out_what_gets_no_gradient_by_its_class(command: Command, tmp_path):
     """Indexers choose what attention reads, and no gradient passes the choice; all else moves."""
-    code, printed = trained(command, tmp_path, kind, "fp32", "full")
+    code, printed = trained(command, tmp_path, "deepseek_v32", "fp32", "full")
     assert code == 0, printed
     assert "Trainable: all but " in printed
     assert "which get no gradient by their class" in printed
@@ -244,29 +204,11 @@ def test_full_training_leaves_out_what_gets_no_gradient_by_its_class(kind, comma
     assert len(still) < len(after) / 3
 
 
-WITHOUT_DEFAULTS = {"hunyuan_v1_dense", "ministral"}
-"""Types whose config class has no default for a size."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(set(MODEL_FAMILIES) - WITHOUT_DEFAULTS))
-def test_what_gets_no_gradient_in_the_table_is_what_a_trial_shows(kind):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
-    found, problem = small_model.measure_small_model(model.config, adapter_trial._try_in_full)
-    assert found is not None, problem
-    assert set(found) == adapter_trial.parameters_without_gradient(model)
-
-
 def trained(
     command: Command, tmp_path: Path, kind: str, precision: str, mode: str, *, spread: float = 0.02, **changes: Any
 ) -> tuple[int, str]:
     """Three steps of a small random model of a class, begun as the class does and moved by `spread`; `changes`: its
     config where it is none of `NAMED`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(0)
     small = AutoConfig.for_model(kind, **{**SIZES, **changes}) if changes else small_of(kind)
     small.vocab_size = small.vocab_size_per_layer_input = 400
@@ -289,40 +231,8 @@ def trained(
     return command("train", "--config", str(tmp_path / "run.yaml"))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_without_router_logits_leaves_the_balance_loss_out_and_says_so(precision, command: Command, tmp_path):
-    """Flint's first two blocks are dense: TRL's balance loss ended in an IndexError, and so did the plan of a model
-    whose config.json asks for it."""
-    changes = {"num_hidden_layers": 2, "head_dim": 16, "output_router_logits": precision == "bf16"}
-    code, printed = trained(command, tmp_path, "flint", precision, "lora", **changes)
-    assert code == 0, printed
-    assert (
-        "Balance loss: left out, though config.json has router_aux_loss_coef=0.0005: no block of this model" in printed
-    )
-    assert "aux_loss" not in (tmp_path / "outputs" / "one" / "metrics.jsonl").read_text()
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"), [("flint", {}), ("qwen2_moe", {"mlp_only_layers": [0, 1]}), ("deepseek_v4", {})]
-)
-def test_a_plan_tries_classes_whose_config_asks_for_router_logits_that_no_block_gives(kind, changes):
-    """The class's own balance loss is an IndexError then, and the plan put adapters elsewhere than the run."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    places = []
-    for is_in_config in (False, True):
-        config = AutoConfig.for_model(kind, num_hidden_layers=2, output_router_logits=is_in_config, **changes)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        places.append(adapter_trial.find_adapter_placement(model))
-    assert places[0] == places[1]
-    assert places[1][0].untried_reason == ""
-
-
 @pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
 def test_what_the_table_says_of_adapters_is_what_a_trial_shows(kind):
-    from transformers import AutoConfig
-
     config = AutoConfig.for_model(**file_of(kind))
     failed, problem = small_model.measure_small_model(config, adapter_trial.find_failing_layers, needs_all_layers=True)
     assert failed is not None, problem
@@ -331,14 +241,7 @@ def test_what_the_table_says_of_adapters_is_what_a_trial_shows(kind):
 
 def test_a_plan_never_says_that_adapters_fit_which_peft_refuses(command: Command, tmp_path, monkeypatch):
     small_of("falcon_h1").save_pretrained(tmp_path)
-    words = [
-        "plan",
-        "--config",
-        str(ROOT / "configs" / "run_lora.yaml"),
-        "--hardware",
-        "1xH100",
-        "data.packing=none",
-    ]
+    words = ["plan", "--config", str(ROOT / "configs" / "run_lora.yaml"), "--hardware", "1xH100", "data.packing=none"]
     words += [f"model.name={tmp_path}", "model.max_seq_len=32"]
     code, printed = command(*words)
     assert (code, "none on mamba.out_proj (the class reads" in printed) == (0, True), printed
@@ -461,32 +364,15 @@ def test_a_given_target_matches_what_it_names_and_nothing_that_is_left_out():
 
 
 # --- what tokens see --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["xlnet", "cpmant"])
-def test_a_class_whose_tokens_see_those_after_them_is_refused(kind, monkeypatch):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def test_a_class_whose_tokens_see_those_after_them_is_refused():
     from sft_play.trace.meta_shape import measure_shape_on_meta
 
-    config = AutoConfig.for_model(kind)
+    config = AutoConfig.for_model("xlnet")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     for _ in range(2):  # measured, and remembered
-        with pytest.raises(ModelError, match=f"model_type {kind}: its tokens see those after them .* teach it to copy"):
+        with pytest.raises(ModelError, match=r"model_type xlnet: its tokens see those after them .* teach it to copy"):
             adapter_trial.find_adapter_placement(model)
-    fields = {"model_type": kind, **config.to_dict()}
+    fields = {"model_type": "xlnet", **config.to_dict()}
     with pytest.raises(ModelError, match="tokens see those after them"):  # by its name, before any library loads
         measure_shape_on_meta(fields, name="m")
-
-
-@pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
-def test_tokens_of_known_classes_see_only_those_before_them(kind):
-    from transformers import AutoConfig
-
-    from sft_play.training.class_checks.small_model import measure_small_model
-
-    def moved(small, *, trust_remote_code):
-        return adapter_trial._lookahead(adapter_trial._random_small_model(small, trust_remote_code))
-
-    found, problem = measure_small_model(AutoConfig.for_model(kind, **REQUIRED_FIELDS.get(kind, {})), moved)
-    assert found is not None, problem
-    assert found < adapter_trial.LOOKAHEAD_TOLERANCE / 10

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.errors import RunFolderError
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.heartbeat import Heartbeat
@@ -62,22 +61,21 @@ def of_all_kinds(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("piece", [1000, checkpoints.HASH_PIECE_BYTES])
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_damage_of_any_file_is_noticed(of_all_kinds, tmp_path, monkeypatch, kind, piece):
+def test_any_damage_of_any_file_is_noticed(of_all_kinds, tmp_path, monkeypatch, piece):
     if piece != checkpoints.HASH_PIECE_BYTES:
         monkeypatch.setattr(checkpoints, "HASH_PIECE_BYTES", piece)
         monkeypatch.setattr(checkpoints, "MIB", 100)
         monkeypatch.setattr(checkpoints, "HASH_THREADS", 3)
-    (tmp_path / checkpoints.STAGING_NAME).mkdir()
-    shutil.copytree(of_all_kinds, tmp_path / checkpoints.STAGING_NAME / "checkpoint-7")
-    (tmp_path / checkpoints.STAGING_NAME / "checkpoint-7" / checkpoints.COMPLETE_FILE).unlink()
-    one = checkpoints.commit_checkpoint(tmp_path / checkpoints.STAGING_NAME / "checkpoint-7", tmp_path)
-    assert not (tmp_path / checkpoints.STAGING_NAME).exists()
-    rng = random.Random(f"{kind} {piece}")
-    for _ in range(100):
+    staged = tmp_path / checkpoints.STAGING_NAME / "checkpoint-7"
+    shutil.copytree(of_all_kinds, staged)
+    (staged / checkpoints.COMPLETE_FILE).unlink()
+    one = checkpoints.commit_checkpoint(staged, tmp_path)
+    assert not staged.parent.exists()
+    rng = random.Random(piece)
+    for number in range(120):
         path = rng.choice(files(one))
         kept = path.read_bytes()
-        damage(path, kind, rng)
+        damage(path, KINDS[number % len(KINDS)], rng)
         found = checkpoints.find_damage(one)
         assert found is not None, path
         assert path.name in found or path.name == checkpoints.COMPLETE_FILE
@@ -131,8 +129,8 @@ def test_each_file_of_a_run_s_checkpoint_falls_back_to_the_one_before(train):  #
     rng = random.Random(1)
     aside = folder / "aside"
     shutil.copytree(newest, aside)
-    for number in range(100):
-        path = newest / names[number % len(names)]
+    for number, name in enumerate(names):
+        path = newest / name
         damage(path, KINDS[number % 3], rng)
         assert find_last_checkpoint(folder / "checkpoints", beat).name == "checkpoint-2", path
         assert not (newest / checkpoints.COMPLETE_FILE).exists()  # it counts no more
@@ -141,31 +139,22 @@ def test_each_file_of_a_run_s_checkpoint_falls_back_to_the_one_before(train):  #
     assert find_last_checkpoint(folder / "checkpoints", beat).name == "checkpoint-3"
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "adapter_model.safetensors", "rng_state.pth", "trainer_state.json"])
-def test_a_resume_after_damage_repeats_the_run(train, name):  # noqa: F811
+def test_a_resume_after_damage_repeats_the_run(train):  # noqa: F811
+    """Nor does the damaged one, the newest by its number until the run has passed it, push out the good one."""
     _, _, whole = train("whole", *SAME)
     _, _, folder = train("one", *SAME, "train.stop_after_steps=3")
-    damage(folder / "checkpoints" / "checkpoint-3" / name, "zeros", random.Random(0))
-    code, printed, _ = train("one", *SAME, "train.save_total_limit=1", verb="resume")
-    assert code == 0, printed
-    assert f"checkpoint-3 is skipped: {name}: the contents are not those that were written" in printed
-    assert "The run falls back to the checkpoint of step 2" in printed
-    assert "Resuming bnb run from step 2" in printed
-    assert losses(folder) == losses(whole)
-    assert_same_bits(weights(folder), weights(whole))
-    assert [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")] == ["checkpoint-4"]
-
-
-def test_a_damaged_checkpoint_does_not_push_out_the_good_one(train):  # noqa: F811
-    """The damaged one is the newest by its number until the run has passed it."""
-    _, _, folder = train("one", *SAME, "train.stop_after_steps=3")
-    damage(folder / "checkpoints" / "checkpoint-3" / "optimizer.pt", "flip", random.Random(0))
+    damage(folder / "checkpoints" / "checkpoint-3" / "adapter_model.safetensors", "zeros", random.Random(0))
     shutil.rmtree(folder / "checkpoints" / "checkpoint-2")
     same = [*SAME, "train.save_total_limit=1"]
-    assert train("one", *same, "train.stop_after_steps=1", verb="resume")[0] == 0
+    code, printed, _ = train("one", *same, "train.stop_after_steps=1", verb="resume")
+    assert code == 0, printed
+    assert "checkpoint-3 is skipped: adapter_model.safetensors: " in printed
+    assert "The run falls back to the checkpoint of step 1" in printed
     assert [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")] == ["checkpoint-2"]
     code, printed, _ = train("one", *same, verb="resume")
-    assert (code, "from step 2" in printed) == (0, True), printed
+    assert (code, "Resuming bnb run from step 2" in printed) == (0, True), printed
+    assert losses(folder) == losses(whole)
+    assert_same_bits(weights(folder), weights(whole))
 
 
 def test_a_resume_without_a_sound_checkpoint_changes_nothing(train):  # noqa: F811
@@ -202,13 +191,6 @@ def test_a_best_checkpoint_that_was_damaged_is_not_loaded(train, monkeypatch):  
     assert code == 0, printed
     assert "The best checkpoint cannot be loaded, so the last weights are kept" in printed
     assert_same_bits(weights(folder), {name.replace(".default", ""): tensor for name, tensor in last.items()})
-
-
-def test_every_rank_has_to_find_the_checkpoint(tmp_path):
-    assert find_last_checkpoint(tmp_path, Heartbeat(0.0)) is None
-    (tmp_path / "checkpoint-3").mkdir()
-    with pytest.raises(RunFolderError, match="it was never finished"):
-        find_last_checkpoint(tmp_path, Heartbeat(0.0))
 
 
 # --- the weights of a finished run ------------------------------------------------------------------------------------
@@ -315,17 +297,3 @@ def test_a_damaged_merge_is_neither_exported_nor_found_the_adapter_s(finished, c
         assert (code, f"{run}/merged is not what was written: model.safetensors" in printed) == (2, True), printed
     path.write_bytes(content)
     assert command(*words)[0] == 0
-
-
-def test_comparing_large_weights_says_so(of_all_kinds, monkeypatch, caplog):
-    import logging
-    import time
-
-    from sft_play.process import waiting
-
-    real = checkpoints._file_digests
-    monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.01)
-    monkeypatch.setattr(checkpoints, "_file_digests", lambda *given: time.sleep(0.3) or real(*given))
-    with caplog.at_level(logging.INFO):
-        checkpoints.require_unchanged(of_all_kinds)
-    assert f"Comparing {of_all_kinds} with its digests" in caplog.text

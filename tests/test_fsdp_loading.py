@@ -27,7 +27,6 @@ HEAP = 128 * MIB
         LoadingSetting("full"),
         pytest.param(LoadingSetting("qlora"), marks=pytest.mark.slow),
         pytest.param(LoadingSetting("lora", ranks=4), marks=pytest.mark.slow),
-        pytest.param(LoadingSetting("lora", stored="float32"), marks=pytest.mark.slow),
         pytest.param(LoadingSetting("lora", experts=True), marks=pytest.mark.slow),
     ],
     ids=lambda setting: setting.name,

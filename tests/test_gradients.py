@@ -13,17 +13,14 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed import translate_deepspeed_keys
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import build_candidate
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
-from sft_play.planner.layout import LAYOUT_NAMES, Layout, find_layouts
+from sft_play.planner.layout import LAYOUT_NAMES, Layout
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
-from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import (
     DTYPE_BYTES,
     GRADIENT_SHARDING_LAYOUTS,
@@ -56,16 +53,6 @@ def layout_of(name: str, ranks: int = 4) -> Layout:
 
 # --- what a layout can do ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("layout", "every"),
-    [("ddp", "step"), ("zero1", "step"), ("fsdp", "micro_batch"), ("fsdp_hybrid", "micro_batch"),
-     ("zero2", "micro_batch"), ("zero3", "micro_batch"), ("zero3_offload", "micro_batch")],
-)  # fmt: skip
-def test_auto_is_what_the_engine_does_by_itself(layout, every):
-    assert gradient_sync(run_of(), BF16, layout).interval == every
-    assert gradient_sync_obstacle(run_of(), BF16, layout) is None
-
-
-@pytest.mark.parametrize(
     ("wish", "accum", "ddp", "times"),
     [
         ("step", "4", "step", 1), ("micro_batch", "4", "micro_batch", 4), (1, "4", "micro_batch", 4),
@@ -79,28 +66,15 @@ def test_a_number_of_micro_batches_is_how_many_are_reduced_together(wish, accum,
     assert chosen.reductions_per_step(1 if accum == "1" else 4) == times
 
 
-@pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
-def test_short_names_of_dtypes_are_read(short, name):
-    mixed = run_of(mixed_precision={"param": short, "reduce": short, "buffer": short}).distributed.mixed_precision
-    assert set(dict(mixed).values()) == {name}
-    text = f"model: {{name: x, dtype: {short}}}"
-    assert config_from_text(text, name="run.yaml").model.dtype == name
-    schema = json.loads((ROOT / "configs" / "run.schema.json").read_text())
-    assert short in schema["$defs"]["MixedPrecisionConfig"]["properties"]["reduce"]["enum"]
-
-
 def test_whatever_is_asked_a_layout_does_it_or_says_what_to_write():
     """Each wish is honoured where nothing is refused, and a refusal names the key with its value and a way on."""
     draw = random.Random(3)
     honoured = refused = 0
-    for _ in range(3000):
+    for _ in range(600):
         every, accum = draw.choice(EVERY), draw.choice(["1", "4", "auto"])
         mixed = {part: draw.choice(DTYPES) for part in ("param", "reduce", "buffer")}
-        mode, layout, precision = (
-            draw.choice(["full", "lora", "qlora"]),
-            draw.choice(LAYOUT_NAMES),
-            draw.choice([BF16, FP32]),
-        )
+        mode, layout = draw.choice(["full", "lora", "qlora"]), draw.choice(LAYOUT_NAMES)
+        precision = draw.choice([BF16, FP32])
         config = run_of(mode, accum, sync_gradients_every=every, mixed_precision=mixed)
         because = gradient_sync_obstacle(config, precision, layout, on_gpu=draw.random() < 0.5)
         if layout == "single":
@@ -127,42 +101,16 @@ def test_whatever_is_asked_a_layout_does_it_or_says_what_to_write():
         assert chosen.is_compressed == (chosen.reduced_dtype != chosen.computed_dtype)
         if layout == "ddp":
             assert DTYPE_BYTES[chosen.reduced_dtype] <= DTYPE_BYTES[chosen.computed_dtype]
-    assert min(honoured, refused) > 400
-
-
-def test_keys_that_no_layout_can_do_are_one_message():
-    config = run_of(sync_gradients_every="step", mixed_precision={"buffer": "bfloat16", "param": "float32"})
-    with pytest.raises(
-        ConfigError, match=r"no layout over 2 ranks can run this job: ddp: .*; fsdp: .*; zero1: "
-    ) as said:
-        make_plan(PlanRequest(config, load_model_shape(MODEL), parse_hardware("2xA100-80GB")))
-    assert "only DeepSpeed casts" in str(said.value)
-
-
-def test_the_plan_takes_a_layout_that_can_do_what_is_asked():
-    hardware = parse_hardware("4xA100-80GB")
-    for wish, wanted in (("step", {"ddp", "fsdp", "zero1"}), ("micro_batch", {"ddp", "fsdp", "zero2", "zero3"})):
-        possible, refused = find_layouts(run_of(sync_gradients_every=wish), load_model_shape(MODEL), hardware)
-        assert wanted <= {layout.name for layout in possible}
-        assert not wanted & {item.name for item in refused}
-        assert all("sync_gradients_every" in item.because for item in refused if item.name.startswith("zero"))
-    plan = make_plan(
-        PlanRequest(run_of("lora", mixed_precision={"buffer": "bfloat16"}), load_model_shape(MODEL), hardware)
-    )
-    assert plan.layout.startswith("zero")
+    assert min(honoured, refused) > 80
 
 
 def test_one_process_runs_the_same_file_and_says_what_has_no_effect():
-    config = run_of(
-        "lora", sync_gradients_every="step", find_unused_parameters=True, profile_communication=5,
-        mixed_precision={"reduce": "bfloat16"},
-    )  # fmt: skip
+    config = run_of("lora", sync_gradients_every="step", find_unused_parameters=True, profile_communication=5)
     plan = make_plan(PlanRequest(config, load_model_shape(MODEL), parse_hardware("1xA100-80GB")))
     assert plan.layout == "single"
     assert (
         "distributed.find_unused_parameters=true, distributed.sync_gradients_every=step, "
-        "distributed.mixed_precision.reduce=bfloat16, distributed.profile_communication=5: no effect on one "
-        "process, which sends nothing"
+        "distributed.profile_communication=5: no effect on one process, which sends nothing"
     ) in plan.reasons
     assert ineffective_distributed_options(run_of(), "single") == []
     said = ineffective_distributed_options(run_of(find_unused_parameters=True, profile_communication=True), "zero3")
@@ -170,19 +118,7 @@ def test_one_process_runs_the_same_file_and_says_what_has_no_effect():
     assert ineffective_distributed_options(run_of(find_unused_parameters=True), "ddp") == []
 
 
-@pytest.mark.parametrize(
-    ("strategy", "settings", "message"),
-    [
-        ("zero2", ["distributed.sync_gradients_every=step"], "ZeRO-2 and -3 shard gradients after each"),
-        ("zero1", ["distributed.sync_gradients_every=1"], "ZeRO-1 reduces gradients once per step; auto"),
-        ("zero1", ["distributed.sync_gradients_every=3"], "ZeRO-1 reduces gradients once per step; auto, or ddp, fsdp"),
-        ("ddp", ["distributed.mixed_precision.buffer=bfloat16"], "only DeepSpeed casts the model's buffers"),
-        ("ddp", ["distributed.mixed_precision.reduce=bfloat16"], "torch's hook for it needs GPUs; auto, float16, or"),
-        ("fsdp", ["distributed.mixed_precision.param=bfloat16"], "the run computes in float32, and only FSDP2"),
-    ],
-)
-def test_what_a_named_layout_cannot_do_stops_before_anything_loads(tmp_path, command, monkeypatch, strategy, settings,
-                                                                   message):  # fmt: skip
+def test_what_a_named_layout_cannot_do_stops_before_anything_loads(tmp_path, command, monkeypatch):
     """The model does not exist: a message about the key shows that nothing was looked for."""
     config = tmp_path / "run.yaml"
     config.write_text(
@@ -190,12 +126,16 @@ def test_what_a_named_layout_cannot_do_stops_before_anything_loads(tmp_path, com
         f"batch_size: 1}}\ndata: {{train_path: {tmp_path}/rows.jsonl}}\noutput: {{dir: {tmp_path}/outputs}}\n"
     )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "what is 1?", "completion": "it is 1."}\n')
-    monkeypatch.setenv("STRATEGY", strategy)
     monkeypatch.setenv("NPROC", "2")
-    code, printed = command("train-distributed", "--config", str(config), *settings)
-    assert code == 2, printed
-    assert message in printed
-    assert printed.count("error:") == 1
+    for strategy, setting, message in (
+        ("zero2", "sync_gradients_every=step", "ZeRO-2 and -3 shard gradients after each"),
+        ("ddp", "mixed_precision.reduce=bfloat16", "torch's hook for it needs GPUs; auto, float16, or"),
+    ):
+        monkeypatch.setenv("STRATEGY", strategy)
+        code, printed = command("train-distributed", "--config", str(config), f"distributed.{setting}")
+        assert code == 2, printed
+        assert message in printed
+        assert printed.count("error:") == 1
     assert not (tmp_path / "outputs").exists()
 
 
@@ -286,15 +226,6 @@ def test_the_closed_form_by_hand():
     assert sent_bytes("barrier", 8.0, 4) == 0.0
 
 
-def test_a_plan_keeps_its_collectives_through_json():
-    config = run_of("full", "auto", sync_gradients_every="step", mixed_precision={"reduce": "float32"})
-    plan = make_plan(
-        PlanRequest(config, load_model_shape(MODEL), parse_hardware("2xRTX4090"), allowed_layouts=("fsdp",))
-    )
-    assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
-    assert plan.speed.collectives["reduce_scatter"] == 4 * load_model_shape(MODEL).params
-
-
 def test_the_trace_runs_what_the_keys_say():
     from sft_play.trace.confirm import step_settings
 
@@ -312,47 +243,18 @@ def test_the_trace_runs_what_the_keys_say():
 
 
 # --- DeepSpeed's file -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("given", "field"),
-    [({"communication_data_type": "fp32"}, "reduce"), ({"data_types": {"buffer_dtype": "bf16"}}, "buffer")],
-)
-def test_dtypes_in_a_deepspeed_file_are_the_run_yamls(given, field):
-    with pytest.raises(ConfigError, match=f"distributed.mixed_precision.{field} of the run YAML"):
-        translate_deepspeed_keys(given)
-    assert translate_deepspeed_keys({"communication_data_type": "auto"}) == {"communication_data_type": "auto"}
-
-
 # --- what is counted --------------------------------------------------------------------------------------------------
-def test_who_comes_last_waits_least():
-    from sft_play.training.measure.profile import waiting_times
+def test_the_backends_work_is_told_by_its_name():
+    """gloo reduces and scatters by an all-reduce that is called so."""
+    from sft_play.training.measure.profile import collective_times, work_kind
 
-    ranks = [[("all_reduce", 0.5), ("all_gather", 0.2)], [("all_reduce", 0.1), ("all_gather", 0.3)]]
-    assert waiting_times(ranks) == pytest.approx([0.4, 0.1])
-    assert waiting_times([ranks[0], ranks[1][:1]]) is None
-    assert waiting_times([ranks[0], ranks[0][::-1]]) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all_reduce"),
-        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "reduce_scatter"),
-        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all_gather"),
-        ("ncclKernel_Broadcast_RING_LL_Sum_int8_t(ncclWorkElem)", "broadcast"),
-        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send"),
-        ("gloo:all_gather", "all_gather"), ("gloo:alltoall", "all_to_all"), ("nccl:all_reduce", None),
-        ("aten::mm", None),
-    ],
-)  # fmt: skip
-def test_the_backends_work_is_told_by_its_name(name, kind):
-    from sft_play.training.measure.profile import work_kind
-
-    assert work_kind(name) == kind
-
-
-def test_gloo_reduces_and_scatters_by_an_all_reduce_that_is_called_so():
-    from sft_play.training.measure.profile import collective_times
-
+    kinds = {
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "all_reduce",
+        "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "reduce_scatter",
+        "ncclKernel_Broadcast_RING_LL_Sum_int8_t(ncclWorkElem)": "broadcast",
+        "gloo:alltoall": "all_to_all", "nccl:all_reduce": None, "aten::mm": None,
+    }  # fmt: skip
+    assert {name: work_kind(name) for name in kinds} == kinds
     collectives = [("all_gather", 8, True), ("reduce_scatter", 8, True)]
     work = [("gloo:all_reduce", 5e6, 7e6), ("aten::mm", 0.0, 9e6), ("gloo:all_gather", 1e6, 2e6)]
     assert collective_times(work, collectives) == [("all_gather", 1.0), ("reduce_scatter", 2.0)]
@@ -360,7 +262,7 @@ def test_gloo_reduces_and_scatters_by_an_all_reduce_that_is_called_so():
 
 
 def test_a_report_of_four_ranks_by_hand():
-    from sft_play.training.measure.profile import TOLERANCE, RankCommunication, communication_report
+    from sft_play.training.measure.profile import RankCommunication, communication_report
 
     def counted(rank: int, seconds: float) -> RankCommunication:
         collectives = (("all_reduce", 100, True), ("all_gather", 10, False), ("barrier", 0, True))
@@ -378,25 +280,13 @@ def test_a_report_of_four_ranks_by_hand():
     assert found["sent_bytes"] == 90
     assert found["agrees"]
     assert [rank["waiting_s"] for rank in found["ranks"]] == pytest.approx([0.1, 0.1, 0.0, 0.1])
-    assert not communication_report(ranks, Layout("ddp", 4), steps=2, planned_bytes=planned, planned_sent_bytes=80)[
-        "agrees"
-    ]
-    assert (
-        communication_report(ranks, Layout("ddp", 4), steps=2, planned_bytes={}, planned_sent_bytes=0)["difference"]
-        is None
-    )
-    assert TOLERANCE == 0.05
-    hybrid = communication_report(
-        ranks, Layout("fsdp_hybrid", 4, 2), steps=1, planned_bytes=planned, planned_sent_bytes=90
-    )
-    assert hybrid["kinds"]["all_gather"]["bytes"] == 20  # two ranks of a shard
-    assert hybrid["kinds"]["all_reduce"]["sent_bytes"] == 100  # over two copies
-    mesh = communication_report(
-        ranks, Layout("fsdp_tp", 2, 2, tensor_parallel=2), steps=1, planned_bytes=planned, planned_sent_bytes=90
-    )
-    assert mesh["kinds"]["all_gather"]["bytes"] == 20  # two ranks of a shard
-    assert mesh["kinds"]["all_gather"]["sent_bytes"] == 10
-    assert mesh["kinds"]["all_reduce"]["sent_bytes"] == 100  # over two tensor-parallel ranks
+    other = communication_report(ranks, Layout("ddp", 4), steps=2, planned_bytes=planned, planned_sent_bytes=80)
+    assert not other["agrees"]
+    for layout in (Layout("fsdp_hybrid", 4, 2), Layout("fsdp_tp", 2, 2, tensor_parallel=2)):
+        kinds = communication_report(ranks, layout, steps=1, planned_bytes=planned, planned_sent_bytes=90)["kinds"]
+        assert kinds["all_gather"]["bytes"] == 20  # two ranks of a shard
+        assert kinds["all_gather"]["sent_bytes"] == 10
+        assert kinds["all_reduce"]["sent_bytes"] == 100  # over two copies, or two tensor-parallel ranks
 
 
 # --- on real ranks ----------------------------------------------------------------------------------------------------
@@ -450,21 +340,6 @@ def found(request, tmp_path_factory, tiny_llama) -> dict[str, dict[str, object]]
 all_runs = pytest.mark.parametrize("found", [pytest.param("all", marks=pytest.mark.slow)], indirect=True)
 
 
-@all_runs
-@pytest.mark.build
-def test_every_key_reaches_its_engine(found):
-    assert found["ddp"]["find_unused_parameters"] is False
-    assert found["ddp fp16"]["find_unused_parameters"] is True
-    assert found["ddp"]["comm_hook"] == ""
-    assert found["ddp fp16"]["comm_hook"] == "fp16_compress_hook"
-    assert "policy" not in found["fsdp"]
-    assert found["fsdp step"]["policy"] == ["torch.bfloat16", "torch.float32"]
-    assert found["zero2"]["communication_data_type"] == "torch.bfloat16"
-    assert found["zero3"]["communication_data_type"] == "torch.float32"
-    assert found["zero3"]["buffers"] == ["torch.bfloat16"]
-    assert found["fsdp step"]["buffers"] == ["torch.float32"]
-
-
 def bytes_of(found: dict[str, dict[str, object]], run: str, kind: str) -> int:
     return found[run]["counted"]["kinds"][kind]["bytes"]  # type: ignore[index,no-any-return]
 
@@ -475,18 +350,6 @@ def test_gradients_are_added_up_in_every_micro_batch_or_once_a_step(found):
     assert bytes_of(found, "zero2", "all_reduce") == pytest.approx(ddp, rel=1e-3)  # twice, half the bytes
     assert bytes_of(found, "fsdp", "reduce_scatter") == pytest.approx(2 * ddp, rel=1e-2)
     assert found["fsdp"]["whole_gradients"] == 0
-
-
-@all_runs
-@pytest.mark.build
-def test_gradients_are_added_up_as_often_and_in_the_dtype_that_was_asked_for(found):
-    kind = functools.partial(bytes_of, found)
-    assert kind("ddp fp16", "all_reduce") == pytest.approx(kind("ddp", "all_reduce"), rel=1e-3)  # twice, half the bytes
-    assert kind("zero3", "reduce_scatter") == 2 * kind("fsdp step", "reduce_scatter")
-    assert kind("ddp four and two", "all_reduce") == pytest.approx(2 * kind("ddp six", "all_reduce"), rel=1e-3)
-    assert kind("fsdp four and two", "reduce_scatter") == pytest.approx(kind("fsdp", "reduce_scatter"), rel=1e-3)
-    whole = found["fsdp step"]["counted"]["planned_bytes"]["reduce_scatter"]  # type: ignore[index]
-    assert found["fsdp step"]["whole_gradients"] == whole  # on every rank
 
 
 @pytest.mark.build
@@ -521,8 +384,21 @@ def test_what_was_counted_is_timed_for_each_rank_and_can_be_opened(found):
 
 @all_runs
 @pytest.mark.build
-def test_losses_are_those_of_ddp_whatever_travels_and_how_often(found):
+def test_every_key_reaches_its_engine_and_losses_are_those_of_ddp(found):
     """In fp32 how often gradients are added up changes only the order of sums; half precision changes their digits."""
+    assert (found["ddp"]["find_unused_parameters"], found["ddp fp16"]["find_unused_parameters"]) == (False, True)
+    assert (found["ddp"]["comm_hook"], found["ddp fp16"]["comm_hook"]) == ("", "fp16_compress_hook")
+    assert found["fsdp step"]["policy"] == ["torch.bfloat16", "torch.float32"]
+    assert found["zero2"]["communication_data_type"] == "torch.bfloat16"
+    assert (found["zero3"]["communication_data_type"], found["zero3"]["buffers"]) == (
+        "torch.float32", ["torch.bfloat16"],
+    )  # fmt: skip
+    sent = functools.partial(bytes_of, found)
+    assert sent("ddp fp16", "all_reduce") == pytest.approx(sent("ddp", "all_reduce"), rel=1e-3)  # twice, half the bytes
+    assert sent("ddp four and two", "all_reduce") == pytest.approx(2 * sent("ddp six", "all_reduce"), rel=1e-3)
+    assert sent("fsdp four and two", "reduce_scatter") == pytest.approx(sent("fsdp", "reduce_scatter"), rel=1e-3)
+    whole = found["fsdp step"]["counted"]["planned_bytes"]["reduce_scatter"]
+    assert found["fsdp step"]["whole_gradients"] == whole  # on every rank
     wanted = found["ddp"]["losses"]
     assert found["fsdp"]["losses"] == pytest.approx(wanted, rel=1e-5)
     for name in ("ddp four and two", "fsdp four and two"):

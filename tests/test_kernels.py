@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import sys
 import weakref
@@ -16,13 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.training.class_checks import replaced_code
-from sft_play.training.class_checks.replaced_code import FP32_TOLERANCE, MAX_HALF_ERROR_RATIO
+from sft_play.training.class_checks.replaced_code import FP32_TOLERANCE, MAX_HALF_ERROR_RATIO, _kernel_cases
+from sft_play.training.model import attention_functions
 
 pytestmark = pytest.mark.build
 CPU = torch.device("cpu")
@@ -69,11 +71,6 @@ FORMULAS = {
     "worse in 16 bits": lambda module, x: _Rounded.apply(norm(module, x)),
     "not a number": lambda module, x: norm(module, x) * float("nan"),
 }
-
-
-@pytest.fixture(params=list(FORMULAS))
-def formula(request):
-    return request.param
 
 
 def stand_in(monkeypatch, formula: str) -> list[dict[str, bool]]:
@@ -124,6 +121,7 @@ def config(kernels: str) -> Any:
     return config_from_text(f"model: {{name: x}}\ntrain: {{kernels: {kernels}}}\n", name="run.yaml")
 
 
+@pytest.mark.parametrize("formula", ["right", "wrong by 1%"])
 def test_only_what_computes_the_same_is_taken(monkeypatch, caplog, formula):
     caplog.set_level(logging.DEBUG)
     asked = stand_in(monkeypatch, formula)
@@ -150,6 +148,7 @@ def test_only_what_computes_the_same_is_taken(monkeypatch, caplog, formula):
     assert all(getattr(module, name) is value for name, value in names.items())
 
 
+@pytest.mark.parametrize("formula", FORMULAS)
 def test_a_measurement_tells_rounding_from_another_formula(monkeypatch, formula):
     stand_in(monkeypatch, formula)
     state = torch.get_rng_state()
@@ -169,12 +168,7 @@ def test_a_measurement_tells_rounding_from_another_formula(monkeypatch, formula)
 def test_the_small_models_are_as_wide_as_the_real_rows(monkeypatch):
     stand_in(monkeypatch, "right")
     seen = []
-    real = replaced_code.small_model
-    monkeypatch.setattr(
-        replaced_code,
-        "small_model",
-        lambda small, *rest, **options: (seen.append(small), real(small, *rest, **options))[1],
-    )
+    monkeypatch.setattr(replaced_code, "check_replaced_code", lambda small, *_, **__: seen.extend(small))
     replaced_code.check_liger_kernels(llama(), attention="sdpa", device=CPU, dtype=torch.float32)
     assert [(one.hidden_size, one.intermediate_size) for one in seen] == [(96, 64), (64, 320)]
 
@@ -184,16 +178,13 @@ def test_the_small_models_are_as_wide_as_the_real_rows(monkeypatch):
     [
         ({"device": "cpu"}, "need a CUDA GPU"),
         ({"layout": Layout("tp", 2, tensor_parallel=2)}, "tensor-parallel ranks replace the same forwards"),
-        ({}, None),
     ],
 )
 def test_what_cannot_run_is_refused_if_it_is_asked_for_by_name(monkeypatch, caplog, given, words):
     caplog.set_level(logging.DEBUG)
     asked = stand_in(monkeypatch, "right")
     replaced_code.check_kernels(config("auto"), plan(**given))
-    if words is None:
-        replaced_code.check_kernels(config("liger"), plan(**given))
-        return
+    replaced_code.check_kernels(config("liger"), plan())
     with pytest.raises(ConfigError, match=rf"train.kernels: liger: .*{words}.*; use train.kernels=auto, or none"):
         replaced_code.check_kernels(config("liger"), plan(**given))
     model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=1))
@@ -225,3 +216,126 @@ def test_a_class_without_kernels_and_kernels_that_fail_leave_the_plain_ones_or_s
         assert why in caplog.text
         with pytest.raises(ConfigError, match=f"train.kernels: liger: .*{why}.*use train.kernels=auto, or none"):
             replaced_code.activate_kernels(model, config("liger"), plan(), device=CPU)
+
+
+# --- which kernel is trusted ------------------------------------------------------------------------------------------
+def prepared(**changes: Any) -> tuple[Any, Any]:
+    """A model's spec and a plan, as far as `verify_varlen_kernel` reads them."""
+    hf_config = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=4096)
+    spec = SimpleNamespace(
+        hf_config=hf_config, attention=SimpleNamespace(name=changes.pop("name", attention_functions.VARLEN_ATTENTION))
+    )
+    step = SimpleNamespace(one_by_one=changes.pop("one_by_one", False))
+    compute = changes.pop("compute", "bfloat16")
+    layout = SimpleNamespace(tensor_parallel=changes.pop("parts", 1))
+    assert not changes
+    plan = SimpleNamespace(choice=SimpleNamespace(step=step, layout=layout), precision=SimpleNamespace(compute=compute))
+    return spec, plan
+
+
+def right(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, window: int | None) -> Any:
+    assert longest == max(ends.diff().tolist())
+    return attention_functions.attention_per_chat(query, key, value, ends.diff().tolist(), scale=scale, window=window)
+
+
+def wrong(**changes: Any) -> Any:
+    """A kernel with one fault."""
+
+    def kernel(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, window: int | None) -> Any:
+        lengths = ends.diff().tolist()
+        if "joins" in changes:
+            lengths = [lengths[0] + lengths[1], *lengths[2:]]
+        if "window" in changes and window is not None:
+            window += changes["window"]
+        found = attention_functions.attention_per_chat(query, key, value, lengths, scale=scale, window=window)
+        if "nan" in changes:
+            found = torch.where(torch.arange(len(found))[:, None, None] == changes["nan"], torch.nan, found)
+        if "gradient" in changes:
+            found.register_hook(lambda grad: grad * changes["gradient"])
+        return found
+
+    return kernel
+
+
+def refused(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("FlashAttention only supports\nAmpere GPUs or newer")
+
+
+@pytest.fixture(autouse=True)
+def _reset():
+    yield
+    attention_functions.enable_flash(enabled=False)
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
+    asked = []
+
+    def watched(*given: Any, **options: Any) -> Any:
+        asked.append((given[0].dtype, given[0].shape[1:], given[1].shape[1:], options["window"]))
+        return right(*given, **options)
+
+    monkeypatch.setattr(attention_functions, "flash_attention", watched)
+    caplog.set_level(logging.DEBUG)
+    state = torch.get_rng_state()
+    replaced_code.verify_varlen_kernel(*prepared(compute=compute), device=CPU)
+    assert attention_functions._uses_flash
+    assert not attention_functions.needs_chat_lengths(attention_functions.VARLEN_ATTENTION)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert asked == [(getattr(torch, compute), (4, 32), (2, 32), window) for window in (None, 48)]
+    assert "PyTorch's varlen kernel is within" in caplog.text
+    # ranks that share a layer's heads have a part of them; and nothing is tried where the plan does not count on it
+    asked.clear()
+    replaced_code.verify_varlen_kernel(*prepared(parts=2), device=CPU)
+    assert {shape for _, *shapes, _ in asked for shape in shapes} == {(2, 32), (1, 32)}
+    asked.clear()
+    for changes in ({"name": "sdpa"}, {"one_by_one": True}):
+        attention_functions.enable_flash(enabled=True)
+        replaced_code.verify_varlen_kernel(*prepared(**changes), device=CPU)
+        assert not attention_functions._uses_flash
+        assert attention_functions.needs_chat_lengths(attention_functions.VARLEN_ATTENTION)
+        assert not attention_functions.needs_chat_lengths("sdpa")
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("kernel", "says"),
+    [(wrong(joins=True), "is wrong on cpu"), (wrong(window=1), "window 48: 0."), (wrong(nan=100), "window None: nan"),
+     (wrong(gradient=1.05), "window None"), (refused, "not proven: RuntimeError: FlashAttention only supports")],
+    ids=["joins", "wide", "nan", "gradient", "raises"],
+)  # fmt: skip
+def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, caplog, kernel, says):
+    monkeypatch.setattr(attention_functions, "flash_attention", kernel)
+    replaced_code.verify_varlen_kernel(*prepared(), device=CPU)
+    assert not attention_functions._uses_flash
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line.startswith("Attention: falls back to one call of sdpa for each chat")
+    assert says in line
+
+
+def test_a_trusted_kernel_runs_on_the_gpu_and_nowhere_else(monkeypatch):
+    from torch._subclasses import FakeTensorMode
+
+    monkeypatch.setattr(attention_functions, "flash_attention", lambda *_, **__: "one call")
+    monkeypatch.setattr(attention_functions, "attention_per_chat", lambda *_, **__: "each chat")
+    for device, used in itertools.product(("cuda", "cpu"), (True, False)):
+        attention_functions.enable_flash(enabled=used)
+        with FakeTensorMode():
+            heads = torch.empty(7, 2, 8, device=device)
+            found = attention_functions.packed_attention(
+                heads, heads, heads, heads, 7, lengths=(3, 4), scale=1.0, window=None
+            )
+        assert found == ("one call" if used and device == "cuda" else "each chat")
+
+
+def test_the_heads_that_are_tried_are_the_models():
+    assert _kernel_cases(GPT2Config(n_head=12, n_embd=768), 1) == [((12, 12, 64), None)]
+    grouped = LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    assert _kernel_cases(grouped, 4) == [((2, 1, 8), None)]  # a quarter of 2 key heads is one
+    short = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=9)
+    assert _kernel_cases(short, 1) == list(itertools.product([(4, 2, 32)], [None, 9]))
+    wide = LlamaConfig(head_dim=32, num_attention_heads=8, num_key_value_heads=4)
+    wide.global_head_dim, wide.num_global_key_value_heads = 64, 1  # Gemma 4's names
+    assert [heads for heads, _ in _kernel_cases(wide, 1)] == [
+        (8, 1, 32), (8, 1, 64), (8, 4, 32), (8, 4, 64)
+    ]  # fmt: skip

@@ -30,7 +30,7 @@ from sft_play.planner.precision import Precision
 from sft_play.planner.speed import liger_saved_bytes, liger_saved_starts_s
 from sft_play.text import GIB
 from sft_play.trace.settings import StepSettings
-from sft_play.training.measure.recorded import record_measurements
+from sft_play.training.job import record_measurements
 from tests.test_plan_truth import measured
 
 MIB = 2**20

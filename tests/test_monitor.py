@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.autograd import DeviceType
 
-from tests import warm
-from tests.conftest import ROOT, chat, clean_environment
+from sft_play.training.measure import monitor as module
+from sft_play.training.measure.board import format_answers
+from sft_play.training.measure.exact_match import GeneratedAnswer, Question
+from sft_play.training.measure.monitor import Monitor
+from sft_play.training.measure.profile import exposed_time, split_spans
+from tests.conftest import chat
 
 pytestmark = pytest.mark.build
 
 
 def batch(rows: list[list[int]], labels: list[list[int]], mask: list[list[int]]):
-    import torch
-
     return {
         name: torch.tensor(value) for name, value in (("input_ids", rows), ("labels", labels), ("attention_mask", mask))
     }
 
 
 def test_padding_samples_and_speed_are_counted_from_the_batches(monkeypatch):
-    import torch
-
-    from sft_play.training.measure import monitor as module
-    from sft_play.training.measure.monitor import Monitor
-
     clock = iter([0.0, 4.0, 4.0])  # start, take, reset
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock, 4.0))
     speed = SimpleNamespace(tokens_per_s=10.0)
@@ -54,11 +52,6 @@ def test_padding_samples_and_speed_are_counted_from_the_batches(monkeypatch):
 def test_what_libraries_annotate_on_a_gpu_hides_no_communication():
     """The spans are those of the profiler: FSDP2, DDP and the optimizer annotate theirs (`record_function`), and each
     comes back as an event of the GPU from its first kernel to its last, the collectives included."""
-    from types import SimpleNamespace
-
-    from torch.autograd import DeviceType
-
-    from sft_play.training.measure.profile import exposed_time, split_spans
 
     def event(name: str, start: float, end: float, *, annotation: bool = False, on_gpu: bool = True) -> SimpleNamespace:
         return SimpleNamespace(
@@ -82,23 +75,12 @@ def test_what_libraries_annotate_on_a_gpu_hides_no_communication():
     communication, computation = split_spans(events, on_gpu=True)
     assert (communication, computation) == ([(0, 30), (60, 80)], [(20, 60), (80, 100)])
     assert exposed_time(communication, computation) == 40  # 0-20 and 60-80
+    assert exposed_time([(0, 10)], [(2, 4), (3, 5), (9, 20)]) == 6  # 0-2 and 5-9
     gloo = [event("gloo:all_reduce", 0, 10, annotation=True, on_gpu=False), *events]
     assert split_spans(gloo, on_gpu=False) == ([(0, 10)], [(0, 100)])
 
 
-def test_communication_is_exposed_where_nothing_is_computed():
-    from sft_play.training.measure.profile import covered_time, exposed_time
-
-    assert covered_time([(5, 6), (0, 2), (1, 3), (3, 4)]) == 5
-    assert exposed_time([(0, 10)], []) == 10
-    assert exposed_time([(0, 10)], [(2, 4), (3, 5), (9, 20)]) == 6  # 0-2 and 5-9
-    assert exposed_time([(0, 4), (2, 6)], [(0, 6)]) == 0
-
-
 def test_answers_are_shown_as_text_and_never_as_markup():
-    from sft_play.training.measure.board import format_answers
-    from sft_play.training.measure.exact_match import GeneratedAnswer, Question
-
     said = format_answers([GeneratedAnswer(Question([1], "<b>what?</b>", "yes"), "`no`\n# head")])
     assert said.splitlines() == ["- asked: `<b>what?</b>`", "  said: `’no’\\n# head` (expected: `yes`)"]
 
@@ -160,7 +142,6 @@ def test_a_run_shows_itself(tmp_path, tiny_llama, command):
 @pytest.fixture(scope="module")
 def tiny_mixtral(tmp_path_factory):
     """Two experts of four for each token, and a large coefficient of the routers' balancing loss."""
-    import torch
     from transformers import MixtralConfig, MixtralForCausalLM
 
     from tests.models import make_tokenizer
@@ -198,7 +179,6 @@ def passes_of(trainer) -> list[dict]:
 
 def test_loss_gradients_and_figures_are_those_that_trl_computes(trainer):
     """TRL's figures are means of a batch; weighted by its tokens they are the means over tokens that are logged."""
-    import torch
     from trl import SFTTrainer
 
     in_step = sum((batch["labels"][:, 1:] != -100).sum() for batch in passes_of(trainer))
@@ -230,7 +210,6 @@ def test_loss_gradients_and_figures_are_those_that_trl_computes(trainer):
 def test_no_pass_waits_for_the_device_or_for_other_ranks(trainer, monkeypatch):
     """Every way from a tensor to a Python number, and every gather, outside the model; TRL's own loss has them."""
 
-    import torch
     from trl import SFTTrainer
 
     waits: list[str] = []
@@ -263,20 +242,3 @@ def test_no_pass_waits_for_the_device_or_for_other_ranks(trainer, monkeypatch):
     of_trl = found(lambda batch: SFTTrainer.compute_loss(trainer, trainer.model.train(), dict(batch)))
     assert of_trl.count("gather_for_metrics") >= 4
     assert of_trl.count("item") >= 3
-
-
-@pytest.mark.build
-def test_a_profiled_run_writes_nothing_but_its_own_lines(tmp_path, tiny_llama, sums):
-    """The profiler's library writes to standard error by itself (`USDT:…`), unless it was told not to at its start."""
-    (tmp_path / "run.yaml").write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {sums}, val_path: null, test_path: null}}\n"
-        "train: {effective_batch_size: 4, max_steps: 5, profile_steps: 2, report_to: []}\n"
-        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
-    )
-    words = [warm.python(), "-m", "sft_play", "train", "--config", str(tmp_path / "run.yaml")]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=clean_environment())
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "Profile of 2 steps" in said
-    assert [line for line in said.splitlines() if not line.startswith(("[train] ", "  "))] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 from pathlib import Path
@@ -23,7 +22,6 @@ from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.memory.estimate import STACKING_COPIES, loading_terms
 from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weight_bytes
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
-from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.precision import Precision
 from sft_play.trace.confirm import load_planned_shape, load_run_model_shape
 from sft_play.training.model import nf4_experts
@@ -116,35 +114,6 @@ def stack(kind) -> list[int]:
     return [one.weights for one in kind.expert_weights] * kind.count
 
 
-def whole_stacks() -> set[int]:
-    """Where the floats of every three-dimensional tensor of this process stand."""
-    gc.collect()
-    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    return {
-        one.untyped_storage().data_ptr()
-        for one in tensors
-        if one.dim() == 3 and one.is_floating_point() and not one.is_meta
-    }
-
-
-@pytest.mark.build
-def test_no_two_stacks_are_whole_at_once_while_loading(tmp_path, monkeypatch):
-    folder = saved(tmp_path / "base", "qwen3_moe", num_hidden_layers=4)
-    alive, most = [], []
-    plain = nf4_experts.pack_nf4
-    before = whole_stacks()  # of other tests of this process
-
-    def watched(weight, storage):
-        alive.append(weight.shape)
-        most.append(len(whole_stacks() - before))
-        return plain(weight, storage)
-
-    monkeypatch.setattr(nf4_experts, "pack_nf4", watched)
-    model, _ = loaded(folder)
-    assert len(alive) == sum(1 for _ in stacked_experts(model))
-    assert max(most) <= 2  # itself, and its contiguous copy
-
-
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_stack_too_large_for_the_kernels_is_packed_in_parts(seed, storage, monkeypatch):
@@ -200,20 +169,6 @@ def test_packed_bytes_are_those_of_every_matrix(seed):
     found = weight_bytes(shape, itemsize=width, is_nf4=True)
     assert packed + width * rest <= found <= 1.002 * (packed + width * rest) + 2**22
     assert weight_bytes(shape, itemsize=width, is_nf4=False) >= width * shape.params
-
-
-@pytest.mark.parametrize("lora", [{"dropout": 0.1}, {"use_dora": True}])
-def test_adapters_on_experts_refuse_what_peft_does_not_compute(lora):
-    with pytest.raises(ConfigError, match="adapters on experts have none"):
-        run(QWEN, target_parameters="auto", **lora)
-
-
-@pytest.mark.build
-def test_a_name_that_no_expert_has_is_refused(tmp_path, tiny_llama):
-    folder = saved(tmp_path / "base", "qwen3_moe")
-    for where, name, words in ((folder, ["gate_up"], "down_proj, gate_up_proj"), (tiny_llama, "auto", "no experts")):
-        with pytest.raises(ConfigError, match=f"target_parameters.*{words}"):
-            check_adapter_targets(run(where, target_parameters=name), load_model_shape(str(where)))
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -364,20 +319,6 @@ def test_a_merge_leaves_experts_that_stayed_as_they_were(world):
             assert not torch.equal(weight, theirs[name]), name
 
 
-def test_the_largest_model_is_asked_with_the_experts_that_the_run_has():
-    """In 4 bits a mixture of 30 billion parameters fits where it does not in 16."""
-    from sft_play.planner.advice import find_largest_fit
-
-    found = {}
-    for quantize in ("auto", False):
-        text = {"model": {"name": QWEN, "max_seq_len": 1024}, "tuning": {"quantize_experts": quantize}}
-        config = config_from_text(json.dumps(text), name="run")
-        name = find_largest_fit("model", PlanRequest(config, load_model_shape(QWEN), parse_hardware("1xRTX5090"))).value
-        found[quantize] = load_model_shape(name)
-    assert found["auto"].num_experts
-    assert found["auto"].params > found[False].params
-
-
 @pytest.mark.build
 @pytest.mark.parametrize("quantize", ["auto", False])
 @pytest.mark.parametrize("checkpointed", [0, None])
@@ -404,6 +345,7 @@ def test_the_plan_of_either_is_its_traces(quantize, checkpointed):
         ({"mode": "lora", "quantize_experts": True}, "tuning.quantize_experts"),
         ({"lora": {"experts": True, "target_parameters": ["down_proj"]}}, "tuning.lora.experts"),
         ({"lora": {"experts": True, "dropout": 0.1}}, "tuning.lora.dropout"),
+        ({"lora": {"target_parameters": "auto", "use_dora": True}}, "adapters on experts have none"),
         ({"lora": {"experts": True, "init": "pissa"}}, "tuning.lora.init"),
     ],
 )
@@ -433,13 +375,3 @@ def test_a_plan_refuses_what_is_asked_of_experts_that_are_not_there(model, tunin
     else:
         with pytest.raises(ConfigError, match=words):
             make_plan(request)
-
-
-def test_both_keys_of_adapters_on_experts_plan_the_same():
-    by_key, by_name = run(QWEN, experts=True), run(QWEN, target_parameters="auto")
-    assert adapter_params(load_model_shape(QWEN), by_key.tuning.lora) == adapter_params(
-        load_model_shape(QWEN), by_name.tuning.lora
-    )
-    assert adapter_params(load_model_shape(QWEN), by_key.tuning.lora) > adapter_params(
-        load_model_shape(QWEN), run(QWEN).tuning.lora
-    )

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import logging
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,26 +52,6 @@ def test_a_call_for_each_chat_is_planned_exactly_where_no_kernel_takes_boundarie
         assert (because is None) == runs, (device, half, width, capability)
         seen.add((device, runs))
     assert len(seen) == 5
-
-
-def test_a_plan_says_why_each_chat_is_a_call():
-    known = summarize_row_tokens(dict.fromkeys(range(100, 2000, 9), 1), limit=2048)
-
-    def reasons(gpu: Gpu) -> tuple[bool, str]:
-        machine = Hardware((gpu,), "CPU", 8, 256 * GIB, 256 * GIB)
-        plan = make_plan(PlanRequest(run_of(), load_model_shape(LLAMA), machine, row_tokens=known))
-        assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
-        return plan.choice.step.one_by_one, " ".join(plan.reasons)
-
-    amd = Gpu(0, "AMD MI300X", 190 * GIB, None, (9, 4), 5.3e12, 1.3e15, 1.3e15)
-    apart, words = reasons(amd)
-    assert not apart
-    assert "told apart by their boundaries" in words
-    assert "call of its own" not in words
-    apart, words = reasons(dataclasses.replace(amd, name="Tesla T4", capability=(7, 5)))
-    assert apart
-    own = "each attended to by a call of its own (flash attention does not run on this GPU in this precision)"
-    assert f"told apart by their boundaries, {own}" in words
 
 
 # --- the price --------------------------------------------------------------------------------------------------------
@@ -166,6 +143,55 @@ def test_the_rows_of_a_pass_are_those_of_its_fullest_rank():
         assert passes.rows * rows.longest >= passes.padded_tokens - 1e-9
 
 
+# --- where rows need no mask ------------------------------------------------------------------------------------------
+MASKED_MODELS = (
+    "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "Qwen/Qwen3-30B-A3B",
+    "microsoft/Phi-3.5-mini-instruct",
+)  # fmt: skip
+
+
+def test_plans_leave_the_mask_out_by_the_rule():
+    """On random models, GPUs and settings: the choice, its evaluation, its reason and the memory follow the rule."""
+    draw = random.Random(7)
+    seen = set()
+    for _ in range(80):
+        model, capability = draw.choice(MASKED_MODELS), draw.choice([(7, 5), (8, 0), (9, 0), None])
+        backend, packing = draw.choice(["bnb", "bnb", "unsloth"]), draw.choice(["none", "none", "best_fit"])
+        attention = draw.choice(["auto", "auto", "eager"])
+        micro = draw.choice([1, 4])
+        mode = "qlora" if backend == "unsloth" else "lora"
+        config = run_of(
+            model, mode, 16, "model.max_seq_len=1024", f"tuning.backend={backend}", f"data.packing={packing}",
+            f"train.batch_size={micro}", f"model.attn_implementation={attention}",
+        )  # fmt: skip
+        dropout = draw.choice([0.0, 0.0, 0.1])
+        shape = dataclasses.replace(load_model_shape(model), uses_alibi=draw.random() < 0.1, attention_dropout=dropout)
+        machine = Hardware((Gpu(0, "GPU", 140 * GIB, None, capability),), "CPU", 8, 256 * GIB, 256 * GIB)
+        plan = make_plan(PlanRequest(config, shape, machine))
+        keeps = (
+            (attention == "eager" or "gemma-2" in model or "A3B" in model or shape.uses_alibi)
+            or capability == (7, 5) or backend == "unsloth"
+        )  # fmt: skip
+        bounded = (
+            packing != "none" and attention == "auto" and not model.startswith("google/gemma-2")
+            and not dropout and not shape.uses_alibi and backend != "unsloth"
+        )  # fmt: skip
+        step = plan.choice.step
+        assert step.varlen == bounded
+        assert step.one_by_one == (bounded and capability == (7, 5))
+        assert step.masks == keeps, (model, capability, backend, attention)
+        assert step.padded == (not bounded if packing != "none" else keeps and micro > 1)
+        rows = max(step.eval_batch, 1 if packing != "none" else micro)
+        assert (plan.masked_bytes is None) == (not bounded and (keeps or rows == 1))
+        told = " ".join(plan.reasons)
+        if packing == "none" and micro > 1:
+            assert ("without a mask" in told) == (not keeps)
+            assert ("padded to it and masked (" in told) == keeps
+        assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
+        seen.add((keeps, packing, micro))
+    assert len(seen) == 8
+
+
 # --- what runs --------------------------------------------------------------------------------------------------------
 
 
@@ -205,8 +231,7 @@ def test_no_number_is_read_from_the_device(monkeypatch):
 
 
 @pytest.mark.build
-@pytest.mark.usefixtures("reset")
-def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama):
+def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama, monkeypatch):
     """accelerate's loader, DDP's and checkpointing's handling of keyword arguments leave them as they are; the kernel,
     which needs none, is not given any."""
     from torch.nn.parallel.scatter_gather import scatter_kwargs
@@ -224,226 +249,8 @@ def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama
         assert all(type(length) is int for length in prepared[CHAT_LENGTHS])
     _, (given,) = scatter_kwargs((), {CHAT_LENGTHS: (3, 4)}, [0])
     assert tuple(given[CHAT_LENGTHS]) == (3, 4)
-    attention_functions.enable_flash(enabled=True)
+    monkeypatch.setattr(attention_functions, "_uses_flash", True)
     trainer = trainer_of(tiny_llama, tmp_path, MicroBatches(1, tokens=48, padded=False), ranks=1, bf16=False)
     batches = [batch for batch in trainer.get_train_dataloader() if batch]
     assert batches
     assert all("cu_seq_lens_q" in batch and CHAT_LENGTHS not in batch for batch in batches)
-
-
-@pytest.mark.build
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_may_have_another_width_than_keys(dtype):
-    """Latent attention; against softmax by hand in fp64."""
-    import torch
-
-    from sft_play.training.model import attention_functions
-
-    torch.manual_seed(2)
-    lengths, kind = (5, 1, 12), getattr(torch, dtype)
-    query, key = (torch.randn(18, 4, 24).to(kind).requires_grad_() for _ in range(2))
-    value = torch.randn(18, 4, 10).to(kind).requires_grad_()
-    found = attention_functions.attention_per_chat(query, key, value, lengths, scale=0.2, window=None)
-    parts = []
-    for q, k, v in zip(*(one.double().split(lengths) for one in (query, key, value)), strict=True):
-        scores = torch.einsum("qhd,khd->hqk", q, k) * 0.2
-        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
-        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-    wanted = torch.cat(parts)
-    weight = torch.randn(wanted.shape, dtype=torch.float64)
-    given = (query, key, value)
-    own = torch.autograd.grad((found.double() * weight).sum(), given)
-    theirs = torch.autograd.grad((wanted * weight).sum(), given)
-    tolerance = 1e-5 if dtype == "float32" else 2e-2
-    for one, other in zip((found.detach(), *own), (wanted.detach(), *theirs), strict=True):
-        assert float((one.double() - other.double()).abs().max()) <= tolerance * (1 + float(other.abs().max()))
-
-
-# --- which kernel is trusted ------------------------------------------------------------------------------------------
-def prepared(**changes: Any) -> tuple[Any, Any]:
-    """A model's spec and a plan, as far as `verify_varlen_kernel` reads them."""
-    from transformers import MistralConfig
-
-    from sft_play.training.model import attention_functions
-
-    hf_config = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=4096)
-    spec = SimpleNamespace(
-        hf_config=hf_config, attention=SimpleNamespace(name=changes.pop("name", attention_functions.VARLEN_ATTENTION))
-    )
-    step = SimpleNamespace(one_by_one=changes.pop("one_by_one", False))
-    compute = changes.pop("compute", "bfloat16")
-    layout = SimpleNamespace(tensor_parallel=changes.pop("parts", 1))
-    assert not changes
-    plan = SimpleNamespace(choice=SimpleNamespace(step=step, layout=layout), precision=SimpleNamespace(compute=compute))
-    return spec, plan
-
-
-def right(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, window: int | None) -> Any:
-    from sft_play.training.model import attention_functions
-
-    assert longest == max(ends.diff().tolist())
-    return attention_functions.attention_per_chat(query, key, value, ends.diff().tolist(), scale=scale, window=window)
-
-
-def wrong(**changes: Any) -> Any:
-    """A kernel with one fault."""
-
-    def kernel(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, window: int | None) -> Any:
-        import torch
-
-        from sft_play.training.model import attention_functions
-
-        lengths = ends.diff().tolist()
-        if "joins" in changes:
-            lengths = [lengths[0] + lengths[1], *lengths[2:]]
-        if "window" in changes and window is not None:
-            window += changes["window"]
-        found = attention_functions.attention_per_chat(
-            query, key, value, lengths, scale=scale * changes.get("scale", 1), window=window
-        )
-        if "nan" in changes:
-            found = torch.where(torch.arange(len(found))[:, None, None] == changes["nan"], torch.nan, found)
-        if "gradient" in changes:
-            found.register_hook(lambda grad: grad * changes["gradient"])
-        return found
-
-    return kernel
-
-
-def refused(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("FlashAttention only supports\nAmpere GPUs or newer")
-
-
-@pytest.fixture
-def reset():
-    from sft_play.training.model import attention_functions
-
-    yield
-    attention_functions.enable_flash(enabled=False)
-
-
-@pytest.mark.build
-@pytest.mark.usefixtures("reset")
-@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
-def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
-    import torch
-
-    from sft_play.training.class_checks import replaced_code
-    from sft_play.training.model import attention_functions
-
-    asked = []
-
-    def watched(*given: Any, **options: Any) -> Any:
-        asked.append((given[0].dtype, given[0].shape[1:], given[1].shape[1:], options["window"]))
-        return right(*given, **options)
-
-    monkeypatch.setattr(attention_functions, "flash_attention", watched)
-    caplog.set_level(logging.DEBUG)
-    state = torch.get_rng_state()
-    replaced_code.verify_varlen_kernel(*prepared(compute=compute), device=torch.device("cpu"))
-    assert attention_functions._uses_flash
-    assert not attention_functions.needs_chat_lengths(attention_functions.VARLEN_ATTENTION)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert asked == [
-        (getattr(torch, compute), (4, 32), (2, 32), window) for window in (None, replaced_code.LONGEST_WINDOW)
-    ]
-    assert "PyTorch's varlen kernel is within" in caplog.text
-    # ranks that share a layer's heads have a part of them; and nothing is tried where the plan does not count on it
-    asked.clear()
-    replaced_code.verify_varlen_kernel(*prepared(parts=2), device=torch.device("cpu"))
-    assert {shape for _, *shapes, _ in asked for shape in shapes} == {(2, 32), (1, 32)}
-    asked.clear()
-    for changes in ({"name": "sdpa"}, {"one_by_one": True}):
-        attention_functions.enable_flash(enabled=True)
-        replaced_code.verify_varlen_kernel(*prepared(**changes), device=torch.device("cpu"))
-        assert not attention_functions._uses_flash
-        assert attention_functions.needs_chat_lengths(attention_functions.VARLEN_ATTENTION)
-        assert not attention_functions.needs_chat_lengths("sdpa")
-    assert not asked
-
-
-@pytest.mark.build
-@pytest.mark.usefixtures("reset")
-@pytest.mark.parametrize(
-    ("kernel", "says"),
-    [(wrong(joins=True), "is wrong on cpu"), (wrong(window=1), "window 48: 0."), (wrong(window=-1), "window 48: 0."),
-     (wrong(scale=1.05), "is wrong on cpu"), (wrong(nan=100), "window None: nan"),
-     (wrong(gradient=1.05), "window None"),
-     (refused, "not proven: RuntimeError: FlashAttention only supports")],
-    ids=["joins", "wide", "narrow", "scale", "nan", "gradient", "raises"],
-)  # fmt: skip
-def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, caplog, kernel, says):
-    import torch
-
-    from sft_play.training.class_checks import replaced_code
-    from sft_play.training.model import attention_functions
-
-    monkeypatch.setattr(attention_functions, "flash_attention", kernel)
-    replaced_code.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
-    assert not attention_functions._uses_flash
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert line.startswith(
-        "Attention: falls back to one call of sdpa for each chat, with the same numbers, but slower and with more "
-        "memory than planned"
-    )
-    assert says in line
-
-
-@pytest.mark.build
-@pytest.mark.usefixtures("reset")
-def test_all_ranks_leave_a_kernel_that_one_cannot_run(monkeypatch, caplog):
-    import torch
-
-    from sft_play.training import distributed
-    from sft_play.training.class_checks import replaced_code
-    from sft_play.training.model import attention_functions
-
-    told = []
-    monkeypatch.setattr(attention_functions, "flash_attention", right)
-    monkeypatch.setattr(distributed, "any_rank", lambda flag: told.append(flag) or True)
-    replaced_code.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
-    assert told == [False]
-    assert not attention_functions._uses_flash
-    assert "another rank cannot" in caplog.text
-    monkeypatch.setattr(attention_functions, "flash_attention", None)
-    replaced_code.verify_varlen_kernel(*prepared(), device=torch.device("cpu"))
-    assert told == [False, True]
-    assert "not proven: TypeError" in caplog.text
-
-
-@pytest.mark.build
-@pytest.mark.usefixtures("reset")
-def test_a_trusted_kernel_runs_on_the_gpu_and_nowhere_else(monkeypatch):
-    import torch
-    from torch._subclasses import FakeTensorMode
-
-    from sft_play.training.model import attention_functions
-
-    monkeypatch.setattr(attention_functions, "flash_attention", lambda *_, **__: "one call")
-    monkeypatch.setattr(attention_functions, "attention_per_chat", lambda *_, **__: "each chat")
-    for device, used in itertools.product(("cuda", "cpu"), (True, False)):
-        attention_functions.enable_flash(enabled=used)
-        with FakeTensorMode():
-            heads = torch.empty(7, 2, 8, device=device)
-            found = attention_functions.packed_attention(
-                heads, heads, heads, heads, 7, lengths=(3, 4), scale=1.0, window=None
-            )
-        assert found == ("one call" if used and device == "cuda" else "each chat")
-
-
-@pytest.mark.build
-def test_the_heads_that_are_tried_are_the_models():
-    from transformers import GPT2Config, LlamaConfig, MistralConfig
-
-    from sft_play.training.class_checks.replaced_code import _kernel_cases
-
-    assert _kernel_cases(GPT2Config(n_head=12, n_embd=768), 1) == [((12, 12, 64), None)]
-    llama = LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
-    assert _kernel_cases(llama, 4) == [((2, 1, 8), None)]  # a quarter of 2 key heads is one
-    short = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=9)
-    assert _kernel_cases(short, 1) == list(itertools.product([(4, 2, 32)], [None, 9]))
-    wide = LlamaConfig(head_dim=32, num_attention_heads=8, num_key_value_heads=4)
-    wide.global_head_dim, wide.num_global_key_value_heads = 64, 1  # Gemma 4's names
-    assert [heads for heads, _ in _kernel_cases(wide, 1)] == [
-        (8, 1, 32), (8, 1, 64), (8, 4, 32), (8, 4, 64)
-    ]  # fmt: skip

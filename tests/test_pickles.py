@@ -40,9 +40,7 @@ class Bad:
 
 def recommit(checkpoint: Path) -> None:
     """Make the record of a checkpoint true of its present files, as whoever crafts a folder can."""
-    sizes = checkpoints._file_sizes(checkpoint)
-    record = {"files": sizes, "digests": checkpoints._file_digests(checkpoint, sizes)}
-    (checkpoint / checkpoints.COMPLETE_FILE).write_text(checkpoints._format_record(record))
+    checkpoints.record_digests(checkpoint)
     assert checkpoints.find_damage(checkpoint) is None
 
 

@@ -23,7 +23,7 @@ from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.explain import choice_line, grid_lines, plan_lines
 from sft_play.planner.layout import LAYOUT_NAMES
 from sft_play.planner.plan import Plan, RunLength, TracePrediction, plan_from_json, require_fit
-from sft_play.training.measure.recorded import record_measurements
+from sft_play.training.job import record_measurements
 from tests.conftest import Command
 
 GIB = 2**30

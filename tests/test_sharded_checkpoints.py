@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, TrainingError
@@ -21,6 +24,8 @@ from sft_play.planner.memory import estimate
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.precision import Precision
+from sft_play.training.checkpoints import checkpoints, sharded_checkpoints
+from sft_play.training.checkpoints.model_saving import keeps_tensor_names, saved_shapes, write_tensors
 from tests import warm
 from tests.bundled import model_config
 from tests.conftest import ROOT, clean_environment
@@ -73,8 +78,6 @@ def done(*words: str, **options) -> str:
 
 def tensors(folder: Path):
     """Every tensor of the whole files in a folder, by name."""
-    from safetensors.torch import load_file
-
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -135,9 +138,6 @@ def test_parts_of_two_ranks_go_on_over_others(world, stopped, unbroken, tiny_lla
 
 @pytest.mark.slow
 def test_parts_in_bf16_go_on_over_fewer_ranks_and_are_put_together_in_the_bases_dtype(world, tmp_path, command):
-    import torch
-    from transformers import AutoModelForCausalLM
-
     base = make_llama(tmp_path / "base")
     AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16).save_pretrained(base)
     words = ["--config", f"{world}/run.yaml", "tuning.mode=full", "train.bf16=true", f"model.name={base}"]
@@ -165,7 +165,6 @@ def test_parts_of_a_tensor_parallel_mesh_go_on_under_fsdp(world, unbroken):
 
 
 def test_a_save_that_stops_ends_the_run_and_leaves_the_last_one_whole(world, tmp_path, launch):  # noqa: F811
-    from sft_play.training.checkpoints import checkpoints
 
     (tmp_path / "sitecustomize.py").write_text(DISK)
     words = ["train-distributed", "--config", f"{world}/run.yaml", "tuning.mode=full", "output.name=stuck"]
@@ -245,8 +244,6 @@ def test_full_states_that_fsdp_divides_are_in_parts_above_the_limit(seed):
 
 
 def test_a_table_of_contents_runs_nothing(tmp_path):
-    from sft_play.training.checkpoints import sharded_checkpoints
-
     class Bad:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
@@ -260,11 +257,6 @@ def test_a_table_of_contents_runs_nothing(tmp_path):
 
 
 def test_weights_written_one_by_one_are_what_the_library_reads(tmp_path, tiny_llama):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from sft_play.training.checkpoints.model_saving import keeps_tensor_names, saved_shapes, write_tensors
-
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     shapes = saved_shapes(model)
     assert keeps_tensor_names(model, shapes)
@@ -285,11 +277,6 @@ def test_weights_written_one_by_one_are_what_the_library_reads(tmp_path, tiny_ll
 
 
 def test_experts_that_are_saved_apart_are_not_written_one_by_one():
-    import torch
-    from transformers import AutoModelForCausalLM, MixtralConfig
-
-    from sft_play.training.checkpoints.model_saving import keeps_tensor_names, saved_shapes
-
     config = MixtralConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=100, num_local_experts=2,

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from sft_play.config.load import config_from_text
+from sft_play.errors import ConfigError, ModelError
+from sft_play.training.class_checks import masking, small_model
+from sft_play.training.model import attention_functions
+from sft_play.training.model.attention_functions import full_rows_attention
 from tests.test_packing import metrics, run_yaml
 
 pytestmark = pytest.mark.build
@@ -16,8 +25,6 @@ pytestmark = pytest.mark.build
 
 def heads(draw: Any, tokens: int, *, groups: int = 2, times: int = 2, width: int = 16, dtype: Any = None) -> list[Any]:
     """Random queries [1, H, T, D], keys and values [1, G, T, D] that ask for gradients."""
-    import torch
-
     counts = (groups * times, groups, groups)
     made = [torch.from_numpy(draw.standard_normal((1, count, tokens, width))) for count in counts]
     return [one.to(dtype or torch.float32).requires_grad_() for one in made]
@@ -25,8 +32,6 @@ def heads(draw: Any, tokens: int, *, groups: int = 2, times: int = 2, width: int
 
 def alone(q: Any, k: Any, v: Any, lengths: list[int], *, window: int | None, scale: float | None = None) -> Any:
     """The same, one chat at a time, in fp64 and by hand: softmax of the scores that are seen."""
-    import torch
-
     q, k, v = (one.double() for one in (q, k, v))
     times = q.shape[1] // k.shape[1]
     parts, begin = [], 0
@@ -42,10 +47,6 @@ def alone(q: Any, k: Any, v: Any, lengths: list[int], *, window: int | None, sca
 
 
 def attended(q: Any, k: Any, v: Any, lengths: list[int], **options: Any) -> Any:
-    import torch
-
-    from sft_play.training.model import attention_functions
-
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     module = SimpleNamespace(is_causal=True, training=True, num_key_value_groups=q.shape[1] // k.shape[1])
     boundaries = {"cu_seq_lens_q": ends, "max_length_q": max(lengths), "chat_lengths": tuple(lengths)}
@@ -55,8 +56,6 @@ def attended(q: Any, k: Any, v: Any, lengths: list[int], **options: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_exact_against_one_chat_at_a_time(dtype):
     """Random chats, windows, grouped heads and scales: outputs and gradients."""
-    import torch
-
     draw = np.random.default_rng(11)
     # bf16 has 8 bits; outputs are means of values of about 1
     tolerance = 1e-5 if dtype == "float32" else 2e-2
@@ -67,6 +66,8 @@ def test_it_is_exact_against_one_chat_at_a_time(dtype):
         scale = None if draw.random() < 0.5 else 0.3
         given = heads(draw, sum(lengths), groups=groups, times=times, width=int(draw.choice([8, 20])),
                       dtype=getattr(torch, dtype))  # fmt: skip
+        if draw.random() < 0.3:  # latent attention: values of another width than keys
+            given[2] = given[2][..., :6].detach().requires_grad_()
         ours = attended(*given, lengths, sliding_window=window, scaling=scale)
         theirs = alone(*given, lengths, window=window, scale=scale)
         weight = torch.from_numpy(draw.standard_normal(tuple(ours.shape)))
@@ -77,18 +78,13 @@ def test_it_is_exact_against_one_chat_at_a_time(dtype):
             assert float((one.double() - other.double()).abs().max()) <= tolerance * (1 + float(other.abs().max()))
 
 
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("width", [16, 20])
-@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize(("window", "width", "is_told"), [(None, 16, True), (4, 20, True), (4, 16, False)])
 def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width, is_told):
     """The only call that differs: its arguments, by a stand-in that does what torch documents of them.
 
     torch 2.11's is not told of grouped heads (its source: the operator gets all heads as they are).
     """
-    import torch
     from torch.nn.attention import varlen as torchs
-
-    from sft_play.training.model import attention_functions
 
     draw, lengths, asked = np.random.default_rng(3), [5, 9, 1], []
 
@@ -122,11 +118,6 @@ def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width, is_to
 
 
 def test_rows_that_are_not_packed_are_sdpas_and_windows_need_no_mask():
-    import torch
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    from sft_play.training.model import attention_functions
-
     draw = np.random.default_rng(4)
     module = SimpleNamespace(is_causal=True, training=False, num_key_value_groups=2)
     q, k, v = (torch.cat([one, one.flip(2)]) for one in heads(draw, 12))
@@ -153,58 +144,82 @@ def test_what_it_does_not_compute_is_refused(options, says):
 
 
 # --- the measurement --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3"])
-def test_a_class_that_passes_boundaries_on_needs_no_mask(kind):
-    from transformers import CONFIG_MAPPING
+PADDING, BOUNDARIES = partial(masking.check_padding, attention="sdpa"), masking.check_boundaries
 
-    from sft_play.training.class_checks.masking import check_boundaries
 
-    found = check_boundaries(CONFIG_MAPPING[kind]())
+@pytest.mark.parametrize(
+    ("check", "kind"),
+    [*((PADDING, kind) for kind in ("llama", "mistral", "phi3", "gemma3_text", "gpt2", "opt")),
+     *((BOUNDARIES, kind) for kind in ("llama", "mistral", "gemma3_text", "qwen3_moe"))],
+)  # fmt: skip
+def test_a_class_that_computes_the_same_without_a_mask_needs_none(check, kind):
+    state = torch.random.get_rng_state()
+    found = check(CONFIG_MAPPING[kind]())
     assert not found.is_needed, found.reason
-    assert found.reason.startswith("chats of one row need no mask: they are told apart by their boundaries")
+    assert f"on a small model of {kind}'s class logits differ by" in found.reason
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_a_class_that_does_not_keeps_its_mask(monkeypatch):
-    from transformers import CONFIG_MAPPING, LlamaConfig
-
-    from sft_play.training.class_checks import masking
-
-    for kind, says in (("opt", "without one a small model of opt's class differs"), ("falcon", "cannot be measured")):
-        found = masking.check_boundaries(CONFIG_MAPPING[kind]())
-        assert found.is_needed
-        assert found.reason.startswith("chats of one row keep a mask between them: ")
-        assert says in found.reason
-    dropping = masking.check_boundaries(LlamaConfig(attention_dropout=0.1))
-    assert dropping.is_needed
-    assert "varlen attention has no dropout" in dropping.reason
-    assert not masking.check_boundaries(LlamaConfig()).is_needed
-    tolerance = masking.BOUNDARIES_TOLERANCE
-    for numbers in ((1e-3, 0, 1), (0, 1e-3, 1), (float("nan"), 0, 1), (0, float("nan"), 1), (0, 0, 1e-3)):
-        found = masking.MaskDifference(*numbers, tolerance)
-        monkeypatch.setattr(masking, "measure_boundaries", lambda *_, found=found, **__: found)
-        assert masking.check_boundaries(LlamaConfig()).is_needed, numbers
+@pytest.mark.parametrize(
+    ("check", "config", "says"),
+    [
+        (PADDING, CONFIG_MAPPING["mixtral"](), "gradients by"),  # the balance loss of its experts
+        (PADDING, CONFIG_MAPPING["qwen3_next"](), "gradients by"),
+        (partial(masking.check_padding, attention="eager"), CONFIG_MAPPING["bert"](), "logits differ by"),
+        (BOUNDARIES, CONFIG_MAPPING["opt"](), "logits differ by"),
+        (BOUNDARIES, CONFIG_MAPPING["falcon"](), "cannot be measured"),
+        (BOUNDARIES, LlamaConfig(attention_dropout=0.1), "varlen attention has no dropout"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None) or "",
+)
+def test_a_class_that_reads_the_mask_keeps_it_and_says_why(check, config, says):
+    found = check(config)
+    assert found.is_needed
+    assert says in found.reason
 
 
-def test_a_trace_of_packs_by_boundaries_is_that_of_flash_attention():
-    """The same operator, and no square."""
-    import dataclasses
+@pytest.mark.parametrize("kind", ["padding", "boundaries"])
+def test_what_is_more_than_rounding_or_cannot_be_measured_keeps_its_mask(monkeypatch, kind):
+    check, name = {"padding": PADDING, "boundaries": BOUNDARIES}[kind], f"measure_{kind}"
 
-    from sft_play.trace.step import trace_step
-    from tests.test_trace import SMALL
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("heads\x1b[31m and tails")
 
-    def peak(attention: str, **changes: Any) -> int:
-        small = dataclasses.replace(SMALL, capability=(8, 0), micro_batch=2, seq_len=64, checkpointing=False)
-        return trace_step(dataclasses.replace(small, attention=attention, mask="packed", **changes)).allocated
+    monkeypatch.setattr(masking, name, refuse)
+    found = check(LlamaConfig())
+    assert found.is_needed
+    assert "\x1b" not in found.reason
+    tolerance, nan = {"padding": 2e-6, "boundaries": 1e-4}[kind], float("nan")
+    more = 2 * tolerance
+    for *numbers, is_needed in (
+        (0, 0, 1, False), (tolerance / 2, tolerance / 2, 1, False), (more, 0, 1, True), (0, more, 1, True),
+        (nan, 0, 1, True), (0, nan, 1, True), (0, 0, 1e-3, True), (0, 0, nan, True),
+    ):  # fmt: skip
+        difference = masking.MaskDifference(*numbers, tolerance)
+        monkeypatch.setattr(masking, name, lambda *_, difference=difference, **__: difference)
+        assert check(LlamaConfig()).is_needed == is_needed, numbers
 
-    assert peak("varlen") == peak("flash_attention_2") <= peak("sdpa") - 2 * 64**2
-    evaluated = {"eval_batch": 4, "eval_mask": "positions"}
-    assert peak("varlen", **evaluated) == peak("flash_attention_2", **evaluated)
+
+def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
+    seen = []
+
+    def ask(config: Any, **options: Any) -> Any:
+        return small_model.measure_small_model(config, look, **options)
+
+    def look(small: Any, **options: Any) -> int:
+        seen.append(options)
+        return len(seen)
+
+    assert ask(LlamaConfig(), attention="sdpa") == ask(LlamaConfig(), attention="sdpa") == (1, "")
+    assert ask(LlamaConfig(rope_theta=5.0), attention="sdpa") == (2, "")
+    assert ask(LlamaConfig(), attention="eager") == (3, "")
+    assert ask(LlamaConfig(), attention="sdpa", trust_remote_code=True) == (4, "")
+    assert ask(LlamaConfig(of_its_own=object()), attention="sdpa") == (5, ""), "an object that JSON cannot hold"
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_llama, command, monkeypatch):
     from sft_play.training.loop import trainer
-    from sft_play.training.model import attention_functions
 
     calls: list[int] = []
     real = attention_functions.packed_attention
@@ -214,12 +229,8 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
         return real(*args, **options)
 
     monkeypatch.setattr(attention_functions, "packed_attention", counted)
-    tried: list[tuple[str, str]] = []
-    monkeypatch.setattr(
-        trainer,
-        "verify_varlen_kernel",
-        lambda spec, plan, *, device: tried.append((spec.attention.name, device.type)),
-    )
+    tried: list[str] = []
+    monkeypatch.setattr(trainer, "verify_varlen_kernel", lambda spec, *_, **__: tried.append(spec.attention.name))
     path = run_yaml(tmp_path, tiny_llama)
     for name, attention in (("masked", "sdpa"), ("apart", "auto")):
         calls.clear()
@@ -234,21 +245,68 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
         assert plan["step"]["varlen"] == (name == "apart")
         assert plan["step"]["padded"] == (name == "masked")
         assert plan["step"]["one_by_one"] == (name == "apart")
-    assert tried == [("sdpa", "cpu"), (attention_functions.VARLEN_ATTENTION, "cpu")]
+    assert tried == ["sdpa", attention_functions.VARLEN_ATTENTION]
     for key in ("loss", "grad_norm", "eval_loss", "num_tokens", "samples_seen"):
         apart, masked = ([line[key] for line in metrics(tmp_path, name) if key in line] for name in ("apart", "masked"))
         assert apart
         assert apart == pytest.approx(masked, rel=1e-4), key
 
 
+def test_a_batch_without_a_mask_has_positions_and_its_counts():
+    from sft_play.training.loop.rows import Collator
+    from sft_play.training.measure.monitor import count_tokens
+
+    draw = np.random.default_rng(5)
+    for _ in range(20):
+        lengths = draw.integers(1, 12, size=int(draw.integers(1, 5)))
+        rows = [{"input_ids": draw.integers(5, 90, size=n), "labels": draw.choice([-100, 7], size=n)} for n in lengths]
+        plain, masked = (Collator(pad_id=0, adds_masks=masks)(rows) for masks in (False, True))
+        assert (plain["input_ids"] == masked["input_ids"]).all()
+        assert (plain["labels"] == masked["labels"]).all()
+        assert "attention_mask" not in plain
+        assert plain["position_ids"].tolist() == [list(range(max(lengths)))]
+        assert count_tokens(plain) == count_tokens(masked) == sum(lengths)
+        assert plain["sample_count"] == sum(7 in row["labels"] for row in rows)
+
+
+def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, command, monkeypatch):
+    from sft_play.training.loop import rows
+    from sft_play.training.prepare import model_spec
+
+    given: list[set[str]] = []
+    real = rows.Collator.__call__
+
+    def watched(self: Any, micro_rows: Any) -> Any:
+        batch = real(self, micro_rows)
+        given.append({"attention_mask", "position_ids"} & set(batch))
+        return batch
+
+    monkeypatch.setattr(rows.Collator, "__call__", watched)
+    path, figures = run_yaml(tmp_path, tiny_llama, rows=12), {}
+    for name in ("plain", "masked"):
+        given.clear()
+        if name == "masked":
+            monkeypatch.setattr(
+                model_spec, "check_padding", lambda *_, **__: masking.MaskRequirement(True, "a test says so")
+            )
+        code, said = command(
+            "train", "--config", str(path), f"output.name={name}", "train.effective_batch_size=6", "train.batch_size=3",
+            "train.max_steps=3", "train.group_by_length=false", "eval.steps=2",
+        )  # fmt: skip
+        assert code == 0, said
+        figures[name] = metrics(tmp_path, name)
+        # training and evaluation; the measurement's own batches are of both kinds
+        assert given[-8:] == [{"attention_mask" if name == "masked" else "position_ids"}] * 8
+        assert ("padded rows need no mask" in said) == (name == "plain")
+        assert ("the plan left out masks" in said) == (name == "masked")
+    for key in ("loss", "grad_norm", "eval_loss", "num_tokens", "samples_seen", "padding_share"):
+        plain, masked = ([line[key] for line in figures[name] if key in line] for name in ("plain", "masked"))
+        assert plain
+        assert plain == pytest.approx(masked, rel=1e-5), key
+
+
 def test_a_model_generates_with_its_usual_attention(tiny_llama):
     """Prompts are padded on the left there, which boundaries do not say."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from sft_play.training.model import attention_functions
-    from sft_play.training.model.attention_functions import full_rows_attention
-
     own = AutoModelForCausalLM.from_pretrained(
         tiny_llama, attn_implementation=attention_functions.VARLEN_ATTENTION, dtype=torch.float32
     )
@@ -271,9 +329,6 @@ HUB = f"kernels-community/flash-attn2@{'0123456789' * 4}"
      f"kernels-community/activation@{'a' * 40}", f"flash-attn2@{'a' * 40}", "flash"],
 )  # fmt: skip
 def test_a_kernel_of_the_hub_is_pinned_to_a_commit(wanted):
-    from sft_play.config.load import config_from_text
-    from sft_play.errors import ConfigError
-
     with pytest.raises(ConfigError, match=r"a flash attention kernel of the hub with its commit") as error:
         config_from_text(f"model: {{name: x, attn_implementation: '{wanted}'}}", name="run")
     assert wanted in str(error.value)
@@ -282,8 +337,6 @@ def test_a_kernel_of_the_hub_is_pinned_to_a_commit(wanted):
 def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
     from transformers import GptOssForCausalLM, LlamaForCausalLM
 
-    from sft_play.config.load import config_from_text
-    from sft_play.errors import ModelError
     from sft_play.machine.hardware import parse_hardware
     from sft_play.models.config_json import load_model_shape
     from sft_play.planner import kernels

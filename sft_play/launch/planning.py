@@ -97,7 +97,7 @@ from sft_play.runs.folder import (
 )
 from sft_play.runs.lookup import LAUNCHER, find_resumable, is_finished, is_resume, lock_run, new_run_folder
 from sft_play.trace.confirm import load_run_model_shape
-from sft_play.training.measure.recorded import measured_run
+from sft_play.training.job import measured_run
 
 logger = logging.getLogger(__name__)
 

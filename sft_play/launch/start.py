@@ -45,7 +45,7 @@ from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import CRASH_ENTRY, DEEPSPEED_FILE, OOM_NOTE_FILE, RunFolder, first_start_date, new_manifest
 from sft_play.runs.lookup import LAUNCHER, WRITER, create_run, discard_run
 from sft_play.starter import BASE_NAME
-from sft_play.training.measure.recorded import record_measurements
+from sft_play.training.job import record_measurements
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
-"""The heavy part: tokenizer, model, TRL's trainer, engines, checkpoints. Imports torch, but for job.py
-and measure/recorded.py.
+"""The heavy part: tokenizer, model, TRL's trainer, engines, checkpoints. Imports torch, but for job.py.
 
-Begin with `run`, the story of a run; `job` is what it is to do. Beside them what concerns its
+Begin with `run`, the story of a run; `job` is what it is to do, and
+what later plans remember of it. Beside them what concerns its
 ranks: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed, and the check
 that they run), `heartbeat`. A folder for each part:
 
@@ -20,8 +20,7 @@ that they run), `heartbeat`. A folder for each part:
   `curriculum` (stages).
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
   `full_state_dict`, `sharded_checkpoints`, `model_saving`, `consolidate`, `card`.
-- `measure/`: `monitor`, `updates`, `profile`, `board`, `evaluate`, `exact_match`, `recorded` (for
-  later plans), `summary`.
+- `measure/`: `monitor`, `updates`, `profile`, `board`, `evaluate`, `exact_match`, `summary`.
 
 Unsloth trains in processes of its own: `unsloth_run` on both sides; `unsloth_worker` is their program.
 """

@@ -5,16 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date
+from datetime import UTC, date, datetime
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import LoadedConfig
-from sft_play.config.schema import OutputConfig
+from sft_play.config.schema import OutputConfig, RunConfig
 from sft_play.data.sources.files import DataPaths, find_data_paths
+from sft_play.planner import calibration
+from sft_play.planner.kernels import CountedKernels, KernelsName
 from sft_play.planner.plan import Plan, PlanWithDeepSpeed
-from sft_play.runs.folder import RunFolder, kept_overrides, remote_code_keys
+from sft_play.runs.folder import RunFolder, installed_versions, kept_overrides, remote_code_keys
 from sft_play.runs.lookup import RunLock
 
 
@@ -81,3 +83,72 @@ def resume_command(job: RunJob) -> str:
         return shlex.join(["make", "resume", f"RUN={folder.name}"])
     words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={folder.name}"]
     return shlex.join([*words, f"SET={shlex.join(settings)}"] if settings else words)
+
+
+# --- what later plans on this machine remember of a run ---------------------------------------------------------------
+def measured_run(config: RunConfig, plan: Plan, **measurements: Any) -> calibration.MeasuredRun:
+    """Build the record of a run, or of a step that ran out of memory; `measurements`: other fields of `MeasuredRun`."""
+    device = "cpu"
+    if plan.hardware.gpus:
+        device = plan.hardware.gpus[0].name
+    fields: dict[str, Any] = {
+        "predicted_allocated": plan.memory.allocated,
+        "measured_allocated": 0,
+        "predicted_reserved": plan.choice.uncorrected.reserved,
+        "measured_reserved": 0,
+        "predicted_tokens_per_s": 0.0,
+        "measured_tokens_per_s": 0.0,
+        "kernels": (plan.kernels or CountedKernels()).memory,
+        "compiled": config.train.compile,
+    }
+    return calibration.MeasuredRun(
+        device=device,
+        mode=config.tuning.mode,
+        layout=plan.layout,
+        model=config.model.name,
+        micro_batch=plan.batch.micro_batch,
+        seq_len=plan.max_seq_len,
+        versions=" ".join(f"{name} {version}" for name, version in sorted(installed_versions().items())),
+        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        **fields | measurements,
+    )
+
+
+def record_measurements(configs_and_plans: Sequence[tuple[RunConfig, Plan]], summary: Mapping[str, Any]) -> None:
+    """Record memory and speed for later plans; of stages only on GPUs: a CPU's peak is of the whole process."""
+    stage_summaries = summary.get("stages")
+    for (config, plan), stage_summary in zip(configs_and_plans, stage_summaries or [summary], strict=False):
+        # plans predict the other backend, and the speed of compiled blocks where these are asked for
+        is_predicted = stage_summary.get("backend") != "unsloth"
+        is_predicted = is_predicted and (stage_summary.get("compile") is not None) == config.train.compile
+        if is_predicted and (plan.hardware.gpus or not stage_summaries):
+            _record_stage(config, plan, stage_summary)
+
+
+def _record_stage(config: RunConfig, plan: Plan, summary: Mapping[str, Any]) -> None:
+    # The highest peak, predicted and measured, over the phases whose batch the plan chooses: a plan compares this one.
+    # The peaks of loading and saving say nothing about a batch.
+    phases = [name for name in summary["peak_bytes_by_moment"] if name in ("training", "evaluation")]
+    predicted_peaks = [plan.memory.by_moment[name] for name in phases if name in plan.memory.by_moment]
+    measured_peaks = [summary["peak_bytes_by_moment"][name] for name in phases]
+    peak_key = "measured_reserved" if plan.hardware.gpus else "measured_rss"
+    reserved_bytes = max((peak[peak_key] or 0 for peak in measured_peaks), default=0)
+    if not reserved_bytes or not predicted_peaks or not summary["tokens_per_s"] or summary.get("ran_out"):
+        return  # it stopped before a step was measured, or its steps were smaller than planned
+    used_kernels: KernelsName = "liger" if (summary.get("kernels") or {}).get("used") else "plain"
+    figures = {
+        "measured_allocated": max(peak["measured_allocated"] or 0 for peak in measured_peaks),
+        "measured_reserved": reserved_bytes,
+        "measured_tokens_per_s": summary["tokens_per_s"],
+        "kernels": used_kernels,
+        "predicted_allocated": 0,
+        "predicted_reserved": 0,
+    }
+    # What was predicted for other kernels is no prediction of this run: 0 leaves it out of the calibration.
+    counted_kernels = plan.kernels or CountedKernels()
+    if counted_kernels.speed == used_kernels:
+        figures["predicted_tokens_per_s"] = plan.choice.uncorrected.tokens_per_s
+    if counted_kernels.memory == used_kernels:
+        figures["predicted_allocated"] = max(allocated for allocated, _ in predicted_peaks)
+        figures["predicted_reserved"] = max(bytes_reserved for _, bytes_reserved in predicted_peaks)
+    calibration.add_measured_run(measured_run(config, plan, **figures))

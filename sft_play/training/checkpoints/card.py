@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import ModelCard, ModelCardData
-from jinja2 import Environment, FileSystemLoader, Template
+from jinja2 import Environment, FileSystemLoader
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.masks.render import Renderer
@@ -79,10 +79,23 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
     """The card's text, with its front matter."""
     config, is_adapter = facts.config, facts.kind == "adapter"
     method = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA (NF4 base)"}[config.tuning.mode]
-    kwargs, versions = select_template_kwargs(config.data.chat_template_kwargs), facts.manifest.get("versions") or {}
+    versions = facts.manifest.get("versions") or {}
     trust_arguments = ["trust_remote_code=True"] * config.model.trust_remote_code
     classes, options = _loading_code(facts, base, trust_arguments)
-    text = _load_template().render(
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters["json"] = json.dumps  # jinja2's own escapes what HTML needs
+    template_options = ""
+    if kwargs := select_template_kwargs(config.data.chat_template_kwargs):
+        template_options = f", **{kwargs!r}"
+    reports = {  # of each split; never a row, a path or a file's name
+        name: entry["report"]
+        for name, entry in (facts.manifest.get("data") or {}).items()
+        if name.split()[-1] in ("train", "val", "test") and entry.get("report")
+    }
+    text = environment.get_template("card.md.jinja").render(
         front_matter=_front_matter(facts, base).to_yaml(),
         name=facts.name,
         what={
@@ -92,20 +105,13 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
         }[facts.kind],
         base=base, here=REPOSITORY_PLACEHOLDER, is_adapter=is_adapter, classes=classes, options=options,
         trust=trust_arguments, resize_to=facts.model_spec.resize_to, stop=list(facts.stop_ids), plan=facts.plan,
-        config=config,
-        template_options=f", **{kwargs!r}" if kwargs else "",
-        results=_result_rows(facts), data=_data_rows(facts), settings=[["method", method], *_setting_rows(facts)],
+        config=config, template_options=template_options, method=method, train=config.train, lora=config.tuning.lora,
+        peft_config=facts.model_spec.peft_config, steps=facts.summary.get("steps") or config.train.max_steps,
+        results=list(result_figures(facts.summary)), result_rows=_counted_rows(facts.summary), reports=reports,
         licence=base.license.get("license_name") or base.license.get("license"),
         versions=", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)) or "not recorded",
     )  # fmt: skip
     return str(ModelCard(text))
-
-
-def _load_template() -> Template:
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters["json"] = json.dumps  # jinja2's own escapes what HTML needs
-    return environment.get_template("card.md.jinja")
 
 
 def _front_matter(facts: CardFacts, base: CardBase) -> ModelCardData:
@@ -115,13 +121,16 @@ def _front_matter(facts: CardFacts, base: CardBase) -> ModelCardData:
         {path.removeprefix("hub:").partition(":")[0] for path in paths if path and path.startswith("hub:")}
     )
     tags = {"full": [], "lora": ["lora"], "qlora": ["lora", "qlora"]}[config.tuning.mode]
+    task = "sft" if config.task_mode == "sft" else "continued-pretraining"
+    fields = dict(base.license)
+    if base.is_on_hub:
+        fields["base_model"] = base.name
     return ModelCardData(
-        base_model=base.name if base.is_on_hub else None,
         library_name="peft" if facts.kind == "adapter" else "transformers",
         pipeline_tag="text-generation",
         datasets=datasets or None,
-        tags=["sft_play", "sft" if config.task_mode == "sft" else "continued-pretraining", *tags],
-        **base.license,
+        tags=["sft_play", task, *tags],
+        **fields,
     )
 
 
@@ -134,11 +143,15 @@ def describe_base(config: RunConfig) -> CardBase:
     if folder is None:
         return CardBase(name, True, _read_license(name))
     base_config = read_json(folder / "config.json")
-    cached, recorded = _HUB_CACHE.search(str(folder.resolve())), str(base_config.get("_name_or_path") or "")
-    hub_id = "/".join(cached.groups()) if cached else recorded
-    is_on_hub = _HUB_ID.fullmatch(hub_id) is not None and not Path(hub_id).exists()
-    license_ = _read_license(str(folder / CARD_FILE)) if (folder / CARD_FILE).is_file() else {}
-    return CardBase(hub_id if is_on_hub else folder.resolve().name, is_on_hub, license_ or _license_fields(base_config))
+    base_license = _license_fields(base_config)
+    if (folder / CARD_FILE).is_file():
+        base_license = _read_license(str(folder / CARD_FILE)) or base_license
+    hub_id = str(base_config.get("_name_or_path") or "")
+    if cached := _HUB_CACHE.search(str(folder.resolve())):
+        hub_id = "/".join(cached.groups())
+    if _HUB_ID.fullmatch(hub_id) and not Path(hub_id).exists():
+        return CardBase(hub_id, True, base_license)
+    return CardBase(folder.resolve().name, False, base_license)
 
 
 def _read_license(card: str) -> dict[str, str]:
@@ -149,15 +162,17 @@ def _read_license(card: str) -> dict[str, str]:
 
 
 def _license_fields(metadata: Mapping[str, Any]) -> dict[str, str]:
+    if not isinstance(metadata.get("license"), str):
+        return {}
     keys = ("license", "license_name", "license_link")
-    fields = {key: metadata[key] for key in keys if isinstance(metadata.get(key), str) and metadata[key]}
-    return fields if "license" in fields else {}
+    return {key: metadata[key] for key in keys if isinstance(metadata.get(key), str) and metadata[key]}
 
 
 def _loading_code(facts: CardFacts, base: CardBase, trust_arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     config = facts.config
-    is_text_tower = facts.model_spec.text_tower is not None
-    classes = ["AutoModelForImageTextToText" if is_text_tower else "AutoModelForCausalLM", "AutoTokenizer"]
+    classes = ["AutoModelForCausalLM", "AutoTokenizer"]
+    if facts.model_spec.text_tower is not None:
+        classes[0] = "AutoModelForImageTextToText"
     if facts.kind != "adapter":
         return classes, ['dtype="auto"', 'device_map="auto"', *trust_arguments]
     options = [f"dtype=torch.{facts.plan.precision.load}", 'device_map="auto"', *trust_arguments]
@@ -169,58 +184,20 @@ def _loading_code(facts: CardFacts, base: CardBase, trust_arguments: Sequence[st
     return classes, options
 
 
-def _result_rows(facts: CardFacts) -> list[list[str]]:
-    before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
-    row_count, split = after.get("rows") or before.get("rows"), str(facts.summary.get("split"))
-    heading = f"{row_count:,} {split.replace('val', 'validation')} rows" if row_count else ""
-    figures = [list(figure) for figure in result_figures(facts.summary)]
-    return [[heading, "before", "after"], *figures] if figures else []
+def _counted_rows(summary: Mapping[str, Any]) -> str:
+    figures = summary.get("after") or summary.get("before") or {"rows": 0}
+    return f"{figures['rows']:,} {str(summary.get('split')).replace('val', 'validation')}"
 
 
 def result_figures(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Name and values, in words, of each figure that was measured before training or after; exact match with how many
     answers it is of, where they are fewer than the rows."""
-    measured = [summary.get(moment) or {} for moment in ("before", "after")]
-    answer_counts = {
-        figures["generated_rows"] for figures in measured if 0 < figures.get("generated_rows", 0) < figures["rows"]
-    }
-    match_name = f"exact match of {max(answer_counts):,} answers" if answer_counts else "exact match"
+    measured, match_name = [summary.get(moment) or {} for moment in ("before", "after")], "exact match"
+    for figures in measured:
+        if 0 < figures.get("generated_rows", 0) < figures["rows"]:
+            match_name = f"exact match of {figures['generated_rows']:,} answers"
     for key, name, template in (("loss", "loss", "{:.4f}"), ("exact_match", match_name, "{:.1%}")):
         values = [figures.get(key) for figures in measured]
         if any(value is not None for value in values):
             before, after = ("not measured" if value is None else template.format(value) for value in values)
             yield name, before, after
-
-
-def _data_rows(facts: CardFacts) -> list[list[str]]:
-    """Rows and tokens of each split, as the manifest has them; never a row, a path or a file's name."""
-    rows = []
-    for name, entry in (facts.manifest.get("data") or {}).items():
-        report = entry.get("report") if isinstance(entry, Mapping) else None
-        if report and name.split()[-1] in ("train", "val", "test"):
-            numbers = [f"{report[key]:,}" for key in ("rows_kept", "tokens", "tokens_trained")]
-            rows.append([name, str(report.get("format") or ""), *numbers])
-    return rows
-
-
-def _setting_rows(facts: CardFacts) -> list[list[str]]:
-    config, spec = facts.config, facts.model_spec
-    train, lora = config.train, config.tuning.lora
-    rows = []
-    if spec.peft_config is not None:
-        words = [f"r {lora.stored_rank}", f"alpha {spec.peft_config.lora_alpha}", f"dropout {lora.dropout:g}"]
-        words += ["rsLoRA"] * lora.use_rslora + ["DoRA"] * lora.use_dora + [lora.init] * (lora.init != "default")
-        rows.append(["adapter", ", ".join(words)])
-        rows.append(["adapted layers", ", ".join(sorted(spec.peft_config.target_modules or ()))])
-        rows += [["trained whole", ", ".join(lora.modules_to_save)]] if lora.modules_to_save else []
-    return [
-        *rows,
-        ["steps", str(facts.summary.get("steps") or train.max_steps or f"{train.epochs:g} epochs")],
-        ["effective batch", str(facts.plan.choice.batch.effective_batch)],
-        ["learning rate", f"{config.learning_rate:g}, {train.lr_scheduler_type}, warm-up {train.warmup_steps:g}"],
-        ["optimizer", f"{train.optim}, weight decay {train.weight_decay:g}, gradient norm {train.max_grad_norm:g}"],
-        ["sequence length", f"{facts.plan.max_seq_len:,}" + (", packed" if config.data.packing != "none" else "")],
-        ["loss on", "all text" if config.task_mode == "cpt" else config.data.loss_on],
-        ["precision", f"{facts.plan.precision.compute}, weights in {facts.plan.precision.load}"],
-        ["seed", str(train.seed)],
-    ]

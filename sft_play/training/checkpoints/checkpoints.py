@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from sft_play.errors import ModelError, TrainingError
 from sft_play.files import atomic
@@ -87,14 +86,16 @@ def record_digests(folder: Path, *, on_bytes: Callable[[int], None] | None = Non
     """Write down the size and digest of each file; `on_bytes` is called with the bytes that were hashed."""
     sizes = _file_sizes(folder)
     record = {"files": sizes, "digests": _file_digests(folder, sizes, on_bytes)}
-    (folder / COMPLETE_FILE).write_text(_format_record(record), encoding="utf-8")
+    (folder / COMPLETE_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def require_unchanged(folder: Path) -> None:
     """Raises ModelError where trained weights, or their tokenizer, are not what was written. Those of older runs have
     no digests, and what people edit (`_EDITABLE_FILES`) may change."""
+    if not (folder / COMPLETE_FILE).is_file():
+        return
     with report_wait(f"Comparing {folder} with its digests"):
-        damage = find_damage(folder, editable=_EDITABLE_FILES) if (folder / COMPLETE_FILE).is_file() else None
+        damage = find_damage(folder, editable=_EDITABLE_FILES)
     if damage is not None:
         raise ModelError(
             f"{folder} is not what was written: {damage}. Put back a copy of it, or write it again (make "
@@ -135,19 +136,14 @@ def _hash_piece(path: Path, start: int) -> bytes:
     return digest.digest()
 
 
-def _format_record(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, indent=1)
-
-
-def _read_record(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Read `files` and `digests` from COMPLETE_FILE; empty where it is missing, damaged or was edited."""
-    try:
+def _read_record(checkpoint: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """Read the sizes and digests of the files from COMPLETE_FILE; empty where it is missing, damaged or was edited."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         text = (checkpoint / COMPLETE_FILE).read_text(encoding="utf-8")
         record = json.loads(text)
-        is_canonical = set(record) == {"files", "digests"} and _format_record(record) == text
-        return {key: dict(record[key]) for key in record} if is_canonical else {}
-    except (OSError, ValueError, TypeError, RecursionError):
-        return {}
+        if json.dumps(record, indent=1) == text:
+            return dict(record["files"]), dict(record["digests"])
+    return {}, {}
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -165,26 +161,25 @@ def find_damage(
     """How a checkpoint differs from what was written, in words; None where it does not. `reads_contents`: all files are
     read, and their digests compared; `on_bytes` is called with the bytes. With `editable`, files of such names may have
     changed, and more of any name may be there."""
-    record = _read_record(checkpoint)
-    expected, digests = (
-        {name: entry for name, entry in record.get(key, {}).items() if editable is None or not editable.fullmatch(name)}
-        for key in ("files", "digests")
-    )
-    if not expected:
-        is_damaged = (checkpoint / COMPLETE_FILE).is_file()
-        return f"{COMPLETE_FILE} is damaged" if is_damaged else f"it was never finished (no {COMPLETE_FILE})"
+    if not (checkpoint / COMPLETE_FILE).is_file():
+        return f"it was never finished (no {COMPLETE_FILE})"
+    expected, digests = _read_record(checkpoint)
+    if not expected or set(digests) != set(expected):
+        return f"{COMPLETE_FILE} is damaged"
+    sizes = _file_sizes(checkpoint)
+    if editable is not None:
+        expected = {name: size for name, size in expected.items() if not editable.fullmatch(name)}
+        sizes = {name: size for name, size in sizes.items() if name in expected}
+    wrong = [name for name, size in expected.items() if sizes.get(name) != size]
+    if wrong:
+        return ", ".join(f"{name} has {sizes.get(name, 0)} of {expected[name]} bytes" for name in wrong[:4])
+    if len(sizes) > len(expected):
+        return "it holds files that it was not written with"
     try:
-        sizes = {name: size for name, size in _file_sizes(checkpoint).items() if editable is None or name in expected}
-        if sizes != expected:
-            wrong = [f"{name} has {sizes.get(name, 0)} of {size} bytes" for name, size in expected.items()
-                     if sizes.get(name) != size]  # fmt: skip
-            return ", ".join(wrong[:4]) or "it holds files that it was not written with"
         actual_digests = _file_digests(checkpoint, sizes, on_bytes) if reads_contents else digests
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
-    changed = sorted(
-        name for name in actual_digests.keys() | digests.keys() if actual_digests.get(name) != digests.get(name)
-    )
+    changed = [name for name in expected if actual_digests[name] != digests[name]]
     return f"{', '.join(changed[:4])}: the contents are not those that were written" if changed else None
 
 
@@ -224,8 +219,9 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
 
 def resume_note(folder: Path) -> str:
     """Which step a resumed run would continue from, in words."""
-    last = last_complete_checkpoint(folder)
-    return f"the last checkpoint is that of step {checkpoint_step(last)}" if last else "there is no checkpoint"
+    if last := last_complete_checkpoint(folder):
+        return f"the last checkpoint is that of step {checkpoint_step(last)}"
+    return "there is no checkpoint"
 
 
 def rotate_checkpoints(folder: Path, *, limit: int | None, best_checkpoint: Path | None) -> list[Path]:

@@ -21,7 +21,11 @@ from sft_play.runs.folder import CodeTrust, RunFolder, trust_none
 from sft_play.runs.lookup import lock_run
 from sft_play.text import GIB, MIB
 from sft_play.training.checkpoints import checkpoints, sharded_checkpoints
-from sft_play.training.checkpoints.full_state_dict import model_names_by_saved_name, read_checkpoint_weights
+from sft_play.training.checkpoints.full_state_dict import (
+    has_adapter,
+    model_names_by_saved_name,
+    read_checkpoint_weights,
+)
 from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
 from sft_play.training.checkpoints.model_saving import fetch_base_folder, save_model, saved_shapes
 from sft_play.training.prepare.library_messages import quiet_libraries
@@ -43,11 +47,9 @@ def consolidate(
     checkpoint lacks tensors."""
     run.read_manifest()  # raises where the folder is not a run's
     config = run.read_config(is_trusted=is_trusted)
-    stages = [run.stage_folder(stage.name) for stage in config.curriculum]
-    started_stages = [
-        stage for stage in stages if checkpoints.last_complete_checkpoint(stage.checkpoints_path) is not None
-    ]
-    run = started_stages[-1] if started_stages else run
+    for stage in [run.stage_folder(stage.name) for stage in config.curriculum]:
+        if checkpoints.last_complete_checkpoint(stage.checkpoints_path) is not None:
+            run = stage
     if out is not None and run.whole_run.path.resolve() not in (out.resolve(), *out.resolve().parents):
         return _write_consolidated(run, config, checkpoint, out)  # the run is only read: no lock
     with lock_run(run.whole_run):
@@ -66,23 +68,21 @@ def _write_consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | No
         config, Precision("float32", "float32", ""), tokenizer_size=len(tokenizer),
         new_rows=added_token_rows(tokenizer, config),
     )  # fmt: skip
-    is_adapter = model_spec.peft_config is not None
+    options: dict[str, Any] = {"steps": checkpoints.checkpoint_step(source)}
     if model_spec.peft_config is not None:
         model_spec.peft_config.base_model_name_or_path = model_location(config)
+    else:
+        options["dtype"] = model_spec.dtype
+        if model_spec.text_tower is not None:
+            options["base_folder"] = fetch_base_folder(config.model.name, revision=config.model.revision)
     model = build_meta_model(resized_spec(model_spec), trust_remote_code=config.model.trust_remote_code)
-    is_sharded = sharded_checkpoints.is_sharded(source)
     logger.info("Checkpoint: %s", source)
-    base_folder = None
-    if model_spec.text_tower is not None and not is_adapter:
-        base_folder = fetch_base_folder(config.model.name, revision=config.model.revision)
-    # not below: a fault of what is read is none of OUT
-    weights = None if is_sharded else _read_full_weights(source, model)
+    if sharded_checkpoints.is_sharded(source):
+        options["tensors"] = _iterate_weights(source, model)
+    else:  # not below: a fault of what is read is none of OUT
+        options["state_dict"] = _read_full_weights(source, model)
     try:
-        size = save_model(
-            model, tokenizer, target, base_folder=base_folder, state_dict=weights,
-            tensors=_iterate_weights(source, model) if is_sharded else None,
-            dtype=None if is_adapter else model_spec.dtype, steps=checkpoints.checkpoint_step(source),
-        )  # fmt: skip
+        size = save_model(model, tokenizer, target, **options)
     except OSError as error:
         raise ConfigError(f"OUT={one_line(str(target))} cannot be written: {error.strerror}") from None
     logger.info("Written to: %s (%.1f MiB of weights)", target, size / MIB)
@@ -96,12 +96,10 @@ def _select_checkpoint(run: RunFolder, checkpoint: Path | None) -> Path:
             raise RunFolderError(f"the checkpoint {checkpoint} cannot be used: {damage}")
         return checkpoint
     source, damaged = checkpoints.last_undamaged(run.checkpoints_path)
-    skipped_lines = "; ".join(map(checkpoints.skipped_line, damaged, damaged.values()))
+    for path, damage in damaged.items():
+        logger.warning("%s", checkpoints.skipped_line(path, damage))
     if source is None:
-        reason = skipped_lines or f"{run.checkpoints_path} holds none"
-        raise RunFolderError(f"there is no complete checkpoint to consolidate: {reason}")
-    if skipped_lines:
-        logger.warning("%s", skipped_lines)
+        raise RunFolderError(f"there is no complete checkpoint to consolidate in {run.checkpoints_path}")
     return source
 
 
@@ -120,7 +118,9 @@ def _iterate_weights(source: Path, model: Any) -> Iterator[tuple[str, torch.Tens
 
 
 def _require_weights(source: Path, model: Any, stored: Container[str]) -> list[str]:
-    expected = list(model_names_by_saved_name(model).values() if hasattr(model, "peft_config") else saved_shapes(model))
+    expected = list(saved_shapes(model))
+    if has_adapter(model):
+        expected = list(model_names_by_saved_name(model).values())
     missing = sorted(name for name in expected if name not in stored)
     if missing:
         raise ModelError(f"the checkpoint {source} lacks {len(missing)} trained tensors, such as {missing[0]}")

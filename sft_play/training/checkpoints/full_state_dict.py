@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from sft_play.errors import ModelError, TrainingError
 from sft_play.training.distributed import is_first
@@ -29,11 +31,7 @@ _FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True,
 
 
 def has_adapter(model: Any) -> bool:
-    """Whether this is a PEFT model. Without accelerate, which PEFT imports, there is none."""
-    try:
-        from accelerate.utils import is_peft_model
-    except ImportError:
-        return False
+    """Whether this is a PEFT model."""
     return bool(is_peft_model(model))
 
 
@@ -42,44 +40,39 @@ def tied_weight_names(model: Any) -> set[str]:
     return set(getattr(model, "all_tied_weights_keys", None) or ())
 
 
-def parameter_names_by_group(model: nn.Module, optimizer: Any) -> list[list[str]]:
-    """Names of the parameters of each optimizer group, in order."""
+def _names_by_group(model: nn.Module, optimizer: Any) -> list[list[str]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def states_by_index(states: Mapping[str, Any], names_by_group: list[list[str]]) -> dict[str, Any]:
-    """Turn optimizer states keyed by name into states keyed by number, as in `Optimizer.state_dict`."""
-    indexes = {name: index for index, name in enumerate(itertools.chain(*names_by_group))}
+def full_optimizer_states(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """States of an FSDP optimizer, gathered, keyed by number as in `Optimizer.state_dict`; empty on all ranks but the
+    first. All ranks call it."""
+    indexes = {name: index for index, name in enumerate(itertools.chain(*_names_by_group(model, optimizer)))}
+    states = get_optimizer_state_dict(model, optimizer, options=_FULL_STATE)
+    if not states.get("state"):  # torch leaves it empty on the other ranks
+        return {}
     groups = [{**group, "params": [indexes[name] for name in group["params"]]} for group in states["param_groups"]]
     return {"state": {indexes[name]: state for name, state in states["state"].items()}, "param_groups": groups}
 
 
-def states_by_name(states: Mapping[str, Any], names_by_group: list[list[str]]) -> dict[str, Any]:
-    """Optimizer states keyed by number, keyed by name; raises TrainingError where they are of other parameters."""
-    all_names = list(itertools.chain(*names_by_group))
-    sizes = [len(group["params"]) for group in states["param_groups"]]
-    if sizes != [len(group) for group in names_by_group]:
-        raise TrainingError(f"the checkpoint's optimizer has groups of {sizes} tensors, but this one has "
-                            f"{list(map(len, names_by_group))}: it was written for other trained weights")  # fmt: skip
-    groups = [
-        {**group, "params": list(group_names)}
-        for group, group_names in zip(states["param_groups"], names_by_group, strict=True)
-    ]
-    return {"state": {all_names[index]: state for index, state in states["state"].items()}, "param_groups": groups}
-
-
-def full_optimizer_states(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """States of an FSDP optimizer, gathered, keyed by number; empty on all ranks but the first. All ranks call it."""
-    names_by_group = parameter_names_by_group(model, optimizer)
-    states = get_optimizer_state_dict(model, optimizer, options=_FULL_STATE)
-    # torch leaves the dict empty on the other ranks
-    return states_by_index(states, names_by_group) if states.get("state") else {}
-
-
 def load_optimizer_states(model: nn.Module, optimizer: Any, states: Mapping[str, Any] | None) -> None:
-    """Load whole states, which the first rank read, into an FSDP optimizer. All ranks call it, others with None."""
-    by_name = states_by_name(states, parameter_names_by_group(model, optimizer)) if states is not None else {}
+    """Load whole states, which the first rank read, into an FSDP optimizer. All ranks call it, others with None. Raises
+    TrainingError: they are of other parameters."""
+    by_name: dict[str, Any] = {}
+    if states is not None:
+        names_by_group = _names_by_group(model, optimizer)
+        saved_sizes, sizes = [len(group["params"]) for group in states["param_groups"]], list(map(len, names_by_group))
+        if saved_sizes != sizes:
+            raise TrainingError(f"the checkpoint's optimizer has groups of {saved_sizes} tensors, but this one has "
+                                f"{sizes}: it was written for other trained weights")  # fmt: skip
+        all_names = list(itertools.chain(*names_by_group))
+        by_name = {
+            "state": {all_names[index]: state for index, state in states["state"].items()},
+            "param_groups": [
+                {**group, "params": names} for group, names in zip(states["param_groups"], names_by_group, strict=True)
+            ],
+        }
     set_optimizer_state_dict(model, optimizer, by_name, options=_FROM_RANK_0)
 
 
@@ -177,16 +170,24 @@ def gather_zero3_parameter(parameter: Any, *, writer: int | None = None) -> Any:
 def gather_to_cpu(tensors: Iterable[tuple[str, Any]], *, keeps_copies: bool) -> dict[str, torch.Tensor]:
     """Whole copies in RAM of tensors that ZeRO-3 or FSDP2 divided, one at a time; empty where not `keeps_copies`."""
     copies: dict[int, torch.Tensor] = {}
-    names: dict[str, int] = {}
+    copies_by_name: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        names[name] = id(tensor)
-        if id(tensor) not in copies:
+        if id(tensor) not in copies:  # tied ones stay one
             with gather_zero3_parameter(tensor):
-                full_tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                copies[id(tensor)] = (
-                    full_tensor.detach().to("cpu", copy=True).contiguous() if keeps_copies else torch.empty(0)
-                )
-    return {name: copies[identity] for name, identity in names.items()} if keeps_copies else {}
+                full_tensor = _full_tensor(tensor)
+                copies[id(tensor)] = torch.empty(0)
+                if keeps_copies:
+                    copies[id(tensor)] = full_tensor.to("cpu", copy=True).contiguous()
+        if keeps_copies:
+            copies_by_name[name] = copies[id(tensor)]
+    return copies_by_name
+
+
+def _full_tensor(tensor: Any) -> torch.Tensor:
+    """The whole of a tensor that FSDP2 may have divided; all ranks call it."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach()
 
 
 def adapter_parameters(model: Any) -> list[tuple[str, Any]]:
@@ -234,24 +235,30 @@ def gather_state_dict(trainer: Any, *, from_fp32_masters: bool = False) -> dict[
     `from_fp32_masters`: fully trained weights are read from DeepSpeed's fp32 copies, as adapters always are."""
     is_adapter = has_adapter(trainer.model)
     engine = getattr(trainer, "deepspeed", None)
+    state: dict[str, Any] | None
     if getattr(trainer, "is_fsdp_enabled", False):
         gather = _gather_adapter if is_adapter else trainer.accelerator.get_state_dict
-        state: dict[str, Any] = gather(trainer.model)
+        state = gather(trainer.model)
     elif engine is not None:
         is_divided = int(engine.zero_optimization_stage()) == 3
         if is_adapter:
-            state = _gather_adapter(engine.module) if is_divided else dict(adapter_parameters(engine.module))
-        else:
+            state = _gather_adapter(engine.module)
+        elif is_divided:
             # transformers' Trainer.save_model calls this private method of DeepSpeed's too (5.23)
-            state = engine._zero3_consolidated_16bit_state_dict() or {} if is_divided else engine.module.state_dict()
+            state = engine._zero3_consolidated_16bit_state_dict()
+        else:
+            state = engine.module.state_dict()
         is_half = next(engine.module.parameters()).dtype != torch.float32
-        state |= _fp32_master_weights(engine.module) if is_half and (is_adapter or from_fp32_masters) else {}
+        if is_half and (is_adapter or from_fp32_masters):
+            state = (state or {}) | _fp32_master_weights(engine.module)
     else:
         return None
     if is_adapter:
         return state
+    if state is None or not is_first():
+        return {}
     tied = tied_weight_names(trainer.model)
-    return {name: tensor for name, tensor in state.items() if name not in tied} if is_first() else {}
+    return {name: tensor for name, tensor in state.items() if name not in tied}
 
 
 def full_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -259,8 +266,8 @@ def full_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
     tied = tied_weight_names(model)
     for name, tensor in model.state_dict().items():  # its hooks reshard units that a forward pass left whole
         if name not in tied:
-            full_tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            yield name, full_tensor.detach().cpu() if is_first() else None
+            full_tensor = _full_tensor(tensor)
+            yield name, full_tensor.cpu() if is_first() else None
 
 
 def _fp32_master_weights(model: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # The variable by which the user says that a checkpoint may run code; ranks inherit it.
 TRUST_VARIABLE = "TRUST"
-_WEIGHTS_ONLY_VARIABLE, _NOT_WEIGHTS_ONLY_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_WEIGHTS_ONLY_VARIABLES = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 # What DeepSpeed's optimizer states hold besides tensors; none of them does anything when it is built.
 _DEEPSPEED_CLASSES = (
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
@@ -39,7 +39,6 @@ _DEEPSPEED_CLASSES = (
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
 )
-_REFUSED_NAME = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def find_last_checkpoint(folder: Path) -> Path | None:
@@ -55,17 +54,14 @@ def find_last_checkpoint(folder: Path) -> Path | None:
     if damaged and name is None:
         raise RunFolderError(
             f"no checkpoint can be resumed: {'; '.join(map(checkpoints.skipped_line, damaged, damaged.values()))}. "
-            f"Nothing "
-            "was changed: put back a copy of one of them, or start a new run (make train)"
+            "Nothing was changed: put back a copy of one of them, or start a new run (make train)"
         )
     if name is None:
         return None
     checkpoint: Path = folder / name
-    damage = (
-        None
-        if distributed.is_first()
-        else checkpoints.find_damage(checkpoint, reads_contents=distributed.is_first_of_node())
-    )
+    damage = None
+    if not distributed.is_first():
+        damage = checkpoints.find_damage(checkpoint, reads_contents=distributed.is_first_of_node())
     distributed.barrier(distributed.long_timeout_group())
     distributed.require_all(
         damage is None,
@@ -91,31 +87,26 @@ def forbid_pickled_code(checkpoint: Path) -> Iterator[None]:
         logger.warning("TRUST=1: what is stored in %s may run code while it is read", checkpoint)
         yield
         return
-    previous_values = {
-        name: os.environ.pop(name, None) for name in (_WEIGHTS_ONLY_VARIABLE, _NOT_WEIGHTS_ONLY_VARIABLE)
-    }
-    os.environ[_WEIGHTS_ONLY_VARIABLE] = "1"
+    own_variables = {name: os.environ.pop(name) for name in _WEIGHTS_ONLY_VARIABLES if name in os.environ}
+    os.environ[_WEIGHTS_ONLY_VARIABLES[0]] = "1"
+    classes, advice = list[Any](), ""
+    if is_deepspeed:
+        advice = ": if you trust whoever wrote it, TRUST=1 reads it"
+        for module, name in _DEEPSPEED_CLASSES:
+            with contextlib.suppress(ImportError, AttributeError):  # another version has others, which it names
+                classes.append(getattr(importlib.import_module(module), name))
     try:
-        with torch.serialization.safe_globals(_deepspeed_classes() if is_deepspeed else []):
+        with torch.serialization.safe_globals(classes):
             yield
     except pickle.UnpicklingError as error:
-        match = _REFUSED_NAME.search(str(error))
-        description = match[1] if match else "an object that is neither a tensor nor plain"
-        advice = ": if you trust whoever wrote it, TRUST=1 reads it" if is_deepspeed else ""
+        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+        description = refused[1] if refused else "an object that is neither a tensor nor plain"
         raise RunFolderError(
             f"the checkpoint {checkpoint} is not read: a file of it holds {description}, which could run code{advice}"
         ) from error
     finally:
-        del os.environ[_WEIGHTS_ONLY_VARIABLE]
-        os.environ.update({name: value for name, value in previous_values.items() if value is not None})
-
-
-def _deepspeed_classes() -> list[Any]:
-    classes = []
-    for module, name in _DEEPSPEED_CLASSES:
-        with contextlib.suppress(ImportError, AttributeError):  # another version has others, which it names
-            classes.append(getattr(importlib.import_module(module), name))
-    return classes
+        del os.environ[_WEIGHTS_ONLY_VARIABLES[0]]
+        os.environ.update(own_variables)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -142,16 +133,11 @@ def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
     trainer.heartbeat.note(checkpoints.checkpoint_step(checkpoint), "converting the checkpoint")
     # every state as pieces and whole, the first rank's again, and the weights: what is frozen is in no part
     state_sizes = [state_file.stat().st_size for state_file in state_files]
-    needed_bytes = (
-        2 * sum(state_sizes)
-        + state_sizes[0]
-        + sum(file.stat().st_size for file in checkpoint.glob(f"*/{_MODEL_FILES}"))
-    )
+    model_sizes = [file.stat().st_size for file in checkpoint.glob(f"*/{_MODEL_FILES}")]
+    needed_bytes = 2 * sum(state_sizes) + state_sizes[0] + sum(model_sizes)
     try:
-        available_bytes, purpose = (
-            distributed.broadcast_value(free_disk_bytes(folder)),
-            f"{checkpoint.name} for another number of ranks",
-        )
+        available_bytes = distributed.broadcast_value(free_disk_bytes(folder))
+        purpose = f"{checkpoint.name} for another number of ranks"
         with require_disk_space(folder, needed_bytes, purpose, available_bytes=available_bytes):
             if distributed.is_first():
                 logger.info("Converting the optimizer states of %d ranks for %d: %s",

@@ -146,50 +146,51 @@ def _mxfp4_tensors(tensors: Mapping[str, FileTensor]) -> Iterator[tuple[str, Fil
         yield name, FileTensor(blocks.file, shape, "BF16", partial(_read_mxfp4, blocks, scales))
 
 
-def _read_mxfp4(blocks: FileTensor, scales: FileTensor) -> torch.Tensor:
-    values: torch.Tensor = convert_moe_packed_tensors(blocks.read(), scales.read())
-    return values
+def _read_mxfp4(blocks: FileTensor, scales: FileTensor) -> Any:
+    return convert_moe_packed_tensors(blocks.read(), scales.read())
 
 
 def _block_tensors(tensors: Mapping[str, FileTensor], block_size: Any) -> Iterator[tuple[str, FileTensor]]:
-    scale_keys, scales_by_key = set[str](), dict[str, str]()
+    scales_by_key = dict[str, str]()
     for key, tensor in tensors.items():
         if tensor.dtype in _PACKED_DTYPES:
             names = [name.format(key=key, stem=key.removesuffix(".weight")) for name in _SCALE_NAMES]
             scales = next((name for name in names if name in tensors and name != key), None)
             if scales is not None:
-                scale_keys.add(scales)
                 scales_by_key[key] = scales
             elif tensor.dtype.startswith("F8") and not key.endswith("scale_inv"):
                 raise ModelError(f"{tensor.file} holds {key} in {tensor.dtype}, and no scales of it")
+    scale_keys = set(scales_by_key.values())
     for key, tensor in tensors.items():
-        if key in scale_keys or key.endswith(_UNUSED_SUFFIXES):
-            continue
         if key in scales_by_key:
-            values_per_byte = 1 if tensor.dtype.startswith("F8") else 2  # two numbers in a byte
-            shape = (*tensor.shape[:-1], values_per_byte * tensor.shape[-1])
+            numbers_per_byte = 1 if tensor.dtype.startswith("F8") else 2
+            shape = (*tensor.shape[:-1], numbers_per_byte * tensor.shape[-1])
             read = partial(_read_blocks, tensor, tensors[scales_by_key[key]], block_size)
-            tensor = FileTensor(tensor.file, shape, "BF16", read)
-        yield key, tensor
+            yield key, FileTensor(tensor.file, shape, "BF16", read)
+        elif key not in scale_keys and not key.endswith(_UNUSED_SUFFIXES):
+            yield key, tensor
 
 
 def _read_blocks(tensor: FileTensor, scales: FileTensor, block_size: Any) -> torch.Tensor:
     """In bfloat16: each block times its scale, in fp32; the last blocks may be smaller than the others."""
     stored, scale = tensor.read(), scales.read()
-    scale = _powers_of_two(scale) if scale.dtype is torch.uint8 else scale.float()
+    if scale.dtype is torch.uint8:
+        scale = torch.exp2(scale.float() - _E8M0_BIAS)
     values = stored.float() if tensor.dtype.startswith("F8") else _unpack_fp4(stored.view(torch.uint8))
     if scale.numel() == 1:
-        return (values * scale.reshape(())).bfloat16()
-    sizes = block_size if isinstance(block_size, list | tuple) and len(block_size) == 2 else (0, 0)
+        return (values * scale.float().reshape(())).bfloat16()
+    sizes = block_size if isinstance(block_size, list | tuple) and len(block_size) == 2 else (1, 1)
     rows, columns = map(_block_length, values.shape[-2:], scale.shape[-2:], sizes)
-    expanded = scale.repeat_interleave(rows, -2)[..., : values.shape[-2], :]
+    expanded = scale.float().repeat_interleave(rows, -2)[..., : values.shape[-2], :]
     expanded = expanded.repeat_interleave(columns, -1)[..., : values.shape[-1]]
     return (values * expanded).bfloat16()
 
 
 def _block_length(length: int, count: int, configured: int) -> int:
     """Elements of a block on a side of `length` with `count` blocks; the config's size where it gives this count."""
-    return configured if configured and math.ceil(length / configured) == count else math.ceil(length / count)
+    if math.ceil(length / configured) == count:
+        return configured
+    return math.ceil(length / count)
 
 
 def _unpack_fp4(stored: torch.Tensor) -> torch.Tensor:
@@ -197,10 +198,6 @@ def _unpack_fp4(stored: torch.Tensor) -> torch.Tensor:
     table = torch.tensor([*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)])
     halves = torch.stack([stored & 15, stored >> 4], dim=-1)
     return table[halves.int()].reshape(*stored.shape[:-1], -1)
-
-
-def _powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    return torch.exp2(exponents.float() - _E8M0_BIAS)
 
 
 def save_model(
@@ -242,27 +239,27 @@ def write_weights(
     """Write a model's config and weights into a folder. `state_dict`: the weights, where the model holds only a part of
     them; `tensors`: the same, one after the other, at most one file's worth in memory where `keeps_tensor_names`;
     `dtype`: of whole weights in the files (None: unchanged), and of the model from then on."""
-    text_tower = find_text_tower(model)
-    # conversions that the whole class has when it is loaded are not those of its language model
-    has_native_names = text_tower is not None and not has_adapter(model)
-    options: dict[str, Any] = {"save_original_format": False} if has_native_names else {}
+    text_tower, options = find_text_tower(model), dict[str, Any]()
     if has_adapter(model):
         options["save_embedding_layers"] = embeddings_to_save(model)
+    elif text_tower is not None:
+        # conversions that the whole class has when it is loaded are not those of its language model
+        options["save_original_format"] = False
     dtype_rule = saved_dtype_rule(model, dtype)
     shapes = saved_shapes(model)
-    named_tensors = tensors if tensors is not None or state_dict is None else state_dict.items()
-    if tensors is not None and (has_native_names or keeps_tensor_names(model, shapes)):
-        model.save_pretrained(folder, state_dict={}, save_original_format=False)
-        write_tensors(folder, tensors, shapes=shapes, dtype_rule=dtype_rule)
-    elif named_tensors is not None:
-        cast_tensors = {
-            name: tensor.to(dtype_rule(name, tensor)) for name, tensor in named_tensors if tensor is not None
-        }
-        model.save_pretrained(folder, **options, state_dict=cast_tensors)
-    else:  # the model's own weights are cast in place: no second copy
-        for name, parameter in model.named_parameters() if dtype is not None else ():
+    has_native_names = "save_original_format" in options
+    if state_dict is not None:
+        tensors = state_dict.items()
+    if tensors is None:  # the model's own weights are cast in place: no second copy
+        for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(dtype_rule(name, parameter))
         model.save_pretrained(folder, **options)
+    elif state_dict is None and (has_native_names or keeps_tensor_names(model, shapes)):
+        model.save_pretrained(folder, state_dict={}, save_original_format=False)
+        write_tensors(folder, tensors, shapes=shapes, dtype_rule=dtype_rule)
+    else:
+        cast_tensors = {name: tensor.to(dtype_rule(name, tensor)) for name, tensor in tensors if tensor is not None}
+        model.save_pretrained(folder, **options, state_dict=cast_tensors)
     if text_tower is not None and has_adapter(model):
         _use_full_names(model, text_tower, folder)
     for file in folder.glob("*.safetensors"):
@@ -285,13 +282,11 @@ def _use_full_names(model: Any, text_tower: TextTower, folder: Path) -> None:
     config = json.loads(config_path.read_text(encoding="utf-8"))
     suffixes = "|".join(re.escape(target) for target in sorted(config["target_modules"]))
     config["target_modules"] = rf"{re.escape(text_tower.prefixes[0][1])}(?:.+\.)?(?:{suffixes})"
-    config["target_parameters"] = [
-        text_tower.to_full_name(name) for name in config.get("target_parameters") or ()
-    ] or None
-    rows = config.get("trainable_token_indices") or {}
-    config["trainable_token_indices"] = {
-        text_tower.to_full_name(name): row_ids for name, row_ids in rows.items()
-    } or None
+    parameters, rows = config.get("target_parameters"), config.get("trainable_token_indices")
+    if parameters:
+        config["target_parameters"] = list(map(text_tower.to_full_name, parameters))
+    if rows:
+        config["trainable_token_indices"] = {text_tower.to_full_name(name): row for name, row in rows.items()}
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
@@ -350,11 +345,12 @@ def _published_tensors(
     """Tensors in the names and pieces that their class saves them in, a block at a time, where there is a way."""
     blocks: dict[str, dict[str, FileTensor]] = {}
     for name, file_tensor in tensors.items():
-        blocks.setdefault(name[: match.end()] if (match := re.search(r"\.\d+\.", name)) else "", {})[name] = file_tensor
+        prefix = "".join(re.findall(r"^.*?\.\d+\.", name))
+        blocks.setdefault(prefix, {})[name] = file_tensor
     for block in blocks.values():
         state = {name: read(file_tensor) for name, file_tensor in block.items()}
-        with contextlib.suppress(Exception):  # each conversion fails in its own way
-            state = state if full_model is None else revert_weight_conversion(full_model, dict(state))
+        with contextlib.suppress(Exception):  # there is no such class, or a conversion fails in its own way
+            state = revert_weight_conversion(full_model, dict(state))
         yield from state.items()
 
 
@@ -394,9 +390,9 @@ def set_stop_tokens(
 ) -> None:
     """Write the tokens that end an answer into a model's generation config, whose other settings are those of the model
     in `source_folder`, or its own."""
-    source, path = (source_folder or folder) / "generation_config.json", folder / "generation_config.json"
-    generation_config = json.loads(source.read_text(encoding="utf-8")) if source.is_file() else {}
-    generation_config |= {"eos_token_id": list(stop_ids) if len(stop_ids) > 1 else stop_ids[0], "pad_token_id": pad_id}
+    path = folder / "generation_config.json"
+    generation_config = read_json((source_folder or folder) / path.name) | {"pad_token_id": pad_id}
+    generation_config["eos_token_id"] = list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]
     path.unlink(missing_ok=True)  # it may be a link to another model's
     path.write_text(json.dumps(generation_config, indent=2) + "\n", encoding="utf-8")
 
@@ -406,12 +402,11 @@ def embeddings_to_save(model: Any) -> bool | str:
     `modules_to_save` or have rows that train, which would be saved twice (0.21); always if one trains without."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    layers = embedding_layers(model)
-    if all(isinstance(layer, AuxiliaryTrainingWrapper) for layer in layers):
+    unwrapped = [layer for layer in embedding_layers(model) if not isinstance(layer, AuxiliaryTrainingWrapper)]
+    if not unwrapped:
         return False
-    unwrapped = [layer for layer in layers if not isinstance(layer, AuxiliaryTrainingWrapper)]
     has_trained = any(weight.requires_grad for layer in unwrapped for weight in layer.parameters(recurse=False))
-    return True if has_trained else "auto"
+    return has_trained or "auto"
 
 
 def saved_dtype_rule(model: Any, dtype: torch.dtype | None) -> Callable[[str, torch.Tensor], torch.dtype]:
@@ -477,12 +472,14 @@ def _compare_saved(
 ) -> None:
     """Compare saved shapes with the model's; by the hub's names, one tensor per expert, only the number of values."""
     missing = sorted(set(expected_shapes) - set(shapes))
-    wrong = [] if missing else [name for name, shape in expected_shapes.items() if shapes[name] != shape]
+    wrong = [name for name, shape in expected_shapes.items() if shapes.get(name) != shape]
     saved_values, expected_values = (sum(map(math.prod, sizes.values())) for sizes in (shapes, expected_shapes))
-    problem = f"it holds {saved_values:,} of {expected_values:,} values; missing by name: {', '.join(missing[:3])}"
-    if wrong:
-        problem = f"{wrong[0]} has the shape {shapes[wrong[0]]} and not {expected_shapes[wrong[0]]} ({len(wrong)} such)"
-    if wrong or (missing and saved_values != expected_values):
+    if wrong and (not missing or saved_values != expected_values):
+        problem = f"{wrong[0]} has the shape {shapes.get(wrong[0])} and not {expected_shapes[wrong[0]]}"
+        if missing:
+            problem = (
+                f"it holds {saved_values:,} of {expected_values:,} values; missing by name: {', '.join(missing[:3])}"
+            )
         raise ModelError(
             f"{folder}: what was saved is not the model: {problem}. The last checkpoint is kept: continue from it with "
             "make resume, or write it out with make consolidate"
@@ -513,54 +510,39 @@ def write_tensors(
     """Write tensors as transformers' safetensors files, with an index where there are several. `shapes`: of all tensors
     to come; `max_file_bytes`: most bytes of a file of several tensors. Raises ModelError: a tensor is not in `shapes`,
     has another shape, or is missing at the end."""
-    written_files: list[tuple[Path, list[str]]] = []
+    file_names: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
-    total_bytes = 0
+    byte_counts: dict[str, int] = {}
 
     def write_file() -> None:
-        nonlocal total_bytes
-        path = folder / f".part{len(written_files)}.safetensors"
+        path = folder / f".part{len(file_names)}.safetensors"
         save_file(pending, path, metadata={"format": "pt"})
         path.chmod(0o644)  # safetensors writes files that only their owner may read
-        written_files.append((path, list(pending)))
-        total_bytes += sum(tensor.nbytes for tensor in pending.values())
+        file_names.append(list(pending))
         pending.clear()
 
     for name, tensor in tensors:
         if tensor is None or shapes.get(name) != tuple(tensor.shape):
-            shape = None if tensor is None else tuple(tensor.shape)
+            shape = getattr(tensor, "shape", None)
             raise ModelError(f"{folder}: {name} was to be saved with shape {shapes.get(name)}, but has {shape}")
         tensor = tensor.to(dtype_rule(name, tensor)).contiguous()
-        if (
-            pending
-            and sum(pending_tensor.nbytes for pending_tensor in pending.values()) + tensor.nbytes > max_file_bytes
-        ):
+        byte_counts[name] = tensor.nbytes
+        if pending and sum(byte_counts[other] for other in pending) + tensor.nbytes > max_file_bytes:
             write_file()
         pending[name] = tensor
-    if pending:
-        write_file()
-    missing = sorted(set(shapes) - {name for _, names in written_files for name in names})
+    write_file()
+    missing = sorted(set(shapes) - set(byte_counts))
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors were not gathered, such as {missing[0]}")
-    _name_files(
-        folder,
-        written_files,
-        total_bytes=total_bytes,
-        parameter_count=sum(math.prod(shape) for shape in shapes.values()),
-    )
-
-
-def _name_files(
-    folder: Path, written_files: list[tuple[Path, list[str]]], *, total_bytes: int, parameter_count: int
-) -> None:
-    if len(written_files) == 1:
-        written_files[0][0].rename(folder / "model.safetensors")
+    if len(file_names) == 1:
+        (folder / ".part0.safetensors").rename(folder / "model.safetensors")
         return
     weight_map: dict[str, str] = {}
-    for index, (path, names) in enumerate(written_files, start=1):
-        file = f"model-{index:05d}-of-{len(written_files):05d}.safetensors"
-        path.rename(folder / file)
+    for index, names in enumerate(file_names):
+        file = f"model-{index + 1:05d}-of-{len(file_names):05d}.safetensors"
+        (folder / f".part{index}.safetensors").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
+    parameter_count, total_bytes = sum(map(math.prod, shapes.values())), sum(byte_counts.values())
     index_json = {
         "metadata": {"total_parameters": parameter_count, "total_size": total_bytes},
         "weight_map": weight_map,

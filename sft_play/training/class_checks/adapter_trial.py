@@ -17,7 +17,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from pydantic import TypeAdapter
 from torch import nn
-from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -66,7 +65,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def output_head(model: Any) -> nn.Module | None:
     """The layer that scores the vocabulary; None without one."""
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return getattr(model, "get_output_embeddings", lambda: None)()
 
 
 def find_adapter_placement(model: Any, *, trust_remote_code: bool = False) -> tuple[AdapterPlacement, frozenset[str]]:
@@ -76,20 +75,19 @@ def find_adapter_placement(model: Any, *, trust_remote_code: bool = False) -> tu
     reasons, untried_reason = dict[str, str](), ""
     if model_type not in MODEL_FAMILIES:
         try:
-            reasons = dict(_cached_trial(model.config, find_failing_layers, trust_remote_code))
-            if lookahead_problem := reasons.pop(_EVERY_LAYER, ""):
-                raise ModelError(
-                    f"model_type {one_line(model_type)}: {lookahead_problem}; take a causal language model"
-                )
+            reasons = _cached_trial(model.config, find_failing_layers, trust_remote_code)
         except _TrialFailed as reason:
             reasons, untried_reason = direct_weight_reads(model), str(reason)
-    recorded = {wildcard_name(layer): no_adapter_reason(model_type, layer.rpartition(".")[2]) for layer in layers}
-    reasons |= {pattern: reason for pattern, reason in recorded.items() if reason}
+    if _EVERY_LAYER in reasons:
+        raise ModelError(f"model_type {one_line(model_type)}: {reasons[_EVERY_LAYER]}; take a causal language model")
+    for layer in layers:
+        if recorded_reason := no_adapter_reason(model_type, layer.rpartition(".")[2]):
+            reasons[wildcard_name(layer)] = recorded_reason
     layers_without_adapter = frozenset(layer for layer in layers if wildcard_name(layer) in reasons)
     module_names = [name for name, _ in model.named_modules() if name]
     targets = shortest_suffixes([layer for layer in layers if layer not in layers_without_adapter], module_names)
     lost_patterns = {wildcard_name(layer) for layer in layers_without_adapter}
-    listed_reasons = sorted((pattern, reason) for pattern, reason in reasons.items() if pattern in lost_patterns)
+    listed_reasons = sorted((pattern, reasons[pattern]) for pattern in lost_patterns)
     return AdapterPlacement(tuple(targets), tuple(listed_reasons), untried_reason), layers_without_adapter
 
 
@@ -138,16 +136,12 @@ def has_custom_logits(hf_config: Any, *, trust_remote_code: bool = False) -> boo
     return bool(_trial_result(hf_config, _try_head, trust_remote_code))
 
 
-def keeps_graphs(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
-    """Whether the class keeps what it computed in a pass, with all that its gradient needs, on its modules
-    (RecurrentGemma's states): checkpointing would free none of it. False where no small model computes."""
-    return bool(_trial_result(hf_config, _try_keeping, trust_remote_code))
-
-
 def _trial_result(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
     """Run a trial, or return its cached result; empty for classes of the table, and where no small model computes."""
+    if str(hf_config.model_type) in MODEL_FAMILIES:
+        return {}
     try:
-        return {} if str(hf_config.model_type) in MODEL_FAMILIES else _cached_trial(hf_config, trial, trust_remote_code)
+        return _cached_trial(hf_config, trial, trust_remote_code)
     except _TrialFailed:
         return {}
 
@@ -162,14 +156,15 @@ def _try_head(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]
         with torch.no_grad(), fused_head(model, from_class_logits=from_class_logits):
             log_probs.append(model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs)
     difference = float((log_probs[0] - log_probs[1]).abs().max() / log_probs[0].std())
-    reason = f"log-probabilities differ by {difference:.2g} of their spread"
-    return {"": reason} if difference > LOOKAHEAD_TOLERANCE else {}
+    if difference <= LOOKAHEAD_TOLERANCE:
+        return {}
+    return {"": f"log-probabilities differ by {difference:.2g} of their spread"}
 
 
 def trained_pattern(tensor_name: str) -> str:
     """The name, with * for numbers, of the parameter that a trained tensor is or adapts."""
     adapted, adapter, _ = tensor_name.removeprefix("base_model.model.").partition(".lora_")
-    return wildcard_name(adapted) + (".weight" if adapter else "")
+    return wildcard_name(f"{adapted}.weight" if adapter else adapted)
 
 
 def freeze_parameters(model: nn.Module, patterns: Collection[str]) -> None:
@@ -180,12 +175,10 @@ def freeze_parameters(model: nn.Module, patterns: Collection[str]) -> None:
 
 
 def _try_late(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    short = (
-        _try_in_full(config, length=_SHORT_LENGTH, trust_remote_code=trust_remote_code)
-        if length_threshold(config)
-        else {}
-    )
-    return dict.fromkeys(_try_in_full(config, noise_spread=0.0, trust_remote_code=trust_remote_code), "") | short
+    late = dict.fromkeys(_try_in_full(config, noise_spread=0.0, trust_remote_code=trust_remote_code), "")
+    if length_threshold(config):
+        late |= _try_in_full(config, length=_SHORT_LENGTH, trust_remote_code=trust_remote_code)
+    return late
 
 
 def _try_in_full(
@@ -207,15 +200,6 @@ def _try_in_full(
     return dict.fromkeys(sorted(untrained), NO_GRADIENT)
 
 
-def _try_keeping(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    with torch.random.fork_rng(devices=[]):
-        model = _random_small_model(config, trust_remote_code)
-        _run_step(model, 0)
-    values = (value for module in model.modules() for value in tree_iter(vars(module)))
-    keeps_graph = any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in values)
-    return {"": "it keeps tensors that need a gradient"} if keeps_graph else {}
-
-
 class _TrialFailed(Exception):
     """No small model of the class computes; the text says why."""
 
@@ -224,7 +208,7 @@ def _cached_trial(hf_config: Any, trial: Callable[..., dict[str, str]], trust_re
     """Return the cached result of a trial, or run it; a model with its own code is always tried anew."""
     fields = {name: value for name, value in hf_config.to_dict().items() if name not in _IRRELEVANT_FIELDS}
     cache_key = {"config": json.loads(json.dumps(fields, default=repr)), "version": TRIAL_VERSION}
-    cache_key |= {} if trial is find_failing_layers else {"trial": trial.__name__}
+    cache_key["trial"] = trial.__name__
 
     def run_trial() -> dict[str, str]:
         reasons, problem = measure_small_model(
@@ -234,10 +218,7 @@ def _cached_trial(hf_config: Any, trial: Callable[..., dict[str, str]], trust_re
             raise _TrialFailed(f"{model_type_name(hf_config)} could not be tried: {problem}")
         return reasons
 
-    reasons: dict[str, str] = load_or_measure(
-        "adapters", cache_key, _REASONS, run_trial, cacheable=not trust_remote_code
-    )
-    return reasons
+    return load_or_measure("adapters", cache_key, _REASONS, run_trial, cacheable=not trust_remote_code)
 
 
 def find_failing_layers(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
@@ -257,9 +238,8 @@ def find_failing_layers(config: Any, *, trust_remote_code: bool = False) -> dict
         if _try_adapters(model, groups):  # at once is quicker, and the rule
             for pattern, group in groups.items():
                 reasons |= _try_adapters(model, {pattern: group})
-            reasons |= _try_adapters(
-                model, {pattern: group for pattern, group in groups.items() if pattern not in reasons}
-            )
+            remaining = {pattern: group for pattern, group in groups.items() if pattern not in reasons}
+            reasons |= _try_adapters(model, remaining)
     return reasons
 
 
@@ -282,8 +262,9 @@ def _lookahead(model: Any) -> float:
 
 def _random_small_model(config: Any, trust_remote_code: bool, noise_spread: float = _NOISE_SPREAD) -> Any:
     torch.manual_seed(0)
-    model_config = copy.deepcopy(config)
-    model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * noise_spread)
@@ -328,14 +309,12 @@ def _run_step(model: Any, draw: int, length: int = _LENGTH) -> None:
 def direct_weight_reads(model: nn.Module) -> dict[str, str]:
     """The linear layers (* for numbers) whose weight their owner's code reads itself, which would not see an adapter,
     nor can it read 4 bits. Slices are those of tensor-parallel pretraining (BLOOM), which no run has."""
-    sources: dict[type, str] = {}
+    owners = {name: type(model.get_submodule(name.rpartition(".")[0])) for name in linear_layers(model)}
+    sources = {owner: _methods_source(owner) for owner in set(owners.values())}
     reasons = {}
-    for name in linear_layers(model):
-        parent, _, attribute = name.rpartition(".")
-        owner = type(model.get_submodule(parent))
-        if owner not in sources:
-            sources[owner] = _methods_source(owner)
-        if re.search(rf"\bself\.{re.escape(attribute)}\.weight\b(?!\s*\[|\.(dtype|device|shape)\b)", sources[owner]):
+    for name, owner in owners.items():
+        attribute = re.escape(name.rpartition(".")[2])
+        if re.search(rf"\bself\.{attribute}\.weight\b(?!\s*\[|\.(dtype|device|shape)\b)", sources[owner]):
             reasons[wildcard_name(name)] = BYPASSES_ADAPTER
     return reasons
 

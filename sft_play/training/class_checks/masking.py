@@ -17,7 +17,6 @@ from sft_play.errors import ConfigError
 from sft_play.training.class_checks.small_model import (
     MAX_TRAINED_PARAMETERS,
     VOCABULARY_SIZE,
-    length_threshold,
     measure_small_model,
     model_type_name,
     pack_row,
@@ -37,10 +36,6 @@ APART_TOLERANCE = 1e-3
 PADDING_TOLERANCE = 2e-6
 # The same of logits and gradients with boundaries in place of a mask.
 BOUNDARIES_TOLERANCE = 1e-4
-# In bf16: how much further from fp32's numbers the batch without a mask may be than the one with its mask.
-HALF_ERROR_RATIO = 2.0
-# Distance from fp32 that bf16 always may have: two or three of its 8 bits, where both are almost exact.
-_HALF_ERROR_FLOOR = 1e-2
 # Tokens of two chats: longer than the small windows, so that windows and chunks cross the border.
 _CHAT_LENGTHS = (19, 23)
 # Tokens of two rows: the second has more padding than the small windows are long.
@@ -70,21 +65,10 @@ def require_packable(
         raise ConfigError(f"data.packing=best_fit: whether {model_type} keeps the chats of a row apart cannot be "
                           f"measured ({problem}); use {_WITHOUT_PACKING}")  # fmt: skip
     leak_words = f"on a small model of its class the logits of a chat differ by {leak:.0e} of their spread"
-    if leak < APART_TOLERANCE:
-        return (
-            f"Packing: {model_type} keeps the chats of a row apart ({leak_words}, alone, packed, or after another chat)"
-        )
-    threshold = length_threshold(hf_config)
-    length_hint = ""
-    if threshold and (max_row_tokens is None or threshold < max_row_tokens):
-        shorter_measurement, _ = measure_small_model(
-            hf_config, measure_packing_leak, attention=attention, max_row_tokens=threshold,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
-        if shorter_measurement is not None and shorter_measurement[0] < APART_TOLERANCE:
-            length_hint = f"model.max_seq_len={threshold}, up to which it does, or "
-    raise ConfigError(f"data.packing=best_fit: {model_type} does not keep the chats of a row apart: {leak_words}; "
-                      f"use {length_hint}{_WITHOUT_PACKING}")  # fmt: skip
+    if leak >= APART_TOLERANCE:
+        raise ConfigError(f"data.packing=best_fit: {model_type} does not keep the chats of a row apart: {leak_words}; "
+                          f"use {_WITHOUT_PACKING}")  # fmt: skip
+    return f"Packing: {model_type} keeps the chats of a row apart ({leak_words}, alone, packed, or after another chat)"
 
 
 def measure_packing_leak(config: Any, *, attention: str, trust_remote_code: bool = False) -> tuple[float, float]:
@@ -131,14 +115,11 @@ class MaskDifference:
     influence: float
     # How much of the first two is rounding.
     tolerance: float
-    # In bf16, by the larger of logits and gradients: distance from fp32 without a mask, beyond
-    # `HALF_ERROR_RATIO` times that with one; at most 0 where the mask makes nothing more exact.
-    half_excess: float = 0.0
 
     @property
     def is_rounding(self) -> bool:
         """Whether it is no more than rounding; NaN is more."""
-        return self.logits <= self.tolerance and self.gradients <= self.tolerance and self.half_excess <= 0
+        return self.logits <= self.tolerance and self.gradients <= self.tolerance
 
 
 def check_padding(
@@ -177,31 +158,28 @@ def check_boundaries(
 def _mask_requirement(
     model_type: str, difference: MaskDifference | None, problem: str, *, kept_reason: str, freed_reason: str
 ) -> MaskRequirement:
-    if difference is None:
+    if difference is None or not difference.influence >= MIN_INFLUENCE:
+        problem = problem or "in a small model of its class nothing would show it"
         return MaskRequirement(True, f"{kept_reason}: what {model_type} does without cannot be measured ({problem})")
-    if not difference.influence >= MIN_INFLUENCE:
-        return MaskRequirement(
-            True, f"{kept_reason}: in a small model of {model_type}'s class nothing would show what they do without"
-        )
-    if not difference.is_rounding:
-        return MaskRequirement(True, f"{kept_reason}: without one a small model of {model_type}'s class differs, "
-                                     f"logits by {difference.logits:.1g} of their spread, gradients by "
-                                     f"{difference.gradients:.1g} of their length")  # fmt: skip
-    return MaskRequirement(False, f"{freed_reason} (on a small model of {model_type}'s class logits differ by "
-                                  f"{difference.logits:.0e} of their spread, gradients by "
-                                  f"{difference.gradients:.0e} of their length)")  # fmt: skip
+    figures = (
+        f"on a small model of {model_type}'s class logits differ by {difference.logits:.1g} of their spread, "
+        f"gradients by {difference.gradients:.1g} of their length"
+    )
+    if difference.is_rounding:
+        return MaskRequirement(False, f"{freed_reason} ({figures})")
+    return MaskRequirement(True, f"{kept_reason}: without one, {figures}")
 
 
 def measure_padding(config: Any, *, attention: str, trust_remote_code: bool = False) -> MaskDifference:
     """What the mask of two padded rows changes, on the CPU, with the experts' balance loss where TRL adds it."""
     with torch.random.fork_rng(devices=[]):
-        has_balance_loss = balance_coefficient(config.get_text_config()) > 0
-        if has_balance_loss:
+        balance_inputs = {}
+        if balance_coefficient(config.get_text_config()) > 0:
             # with the class's own weight, often 0.001, what padding adds to this loss would be as small as rounding
             config = copy.deepcopy(config)
             config.get_text_config().router_aux_loss_coef = 1.0
+            balance_inputs["output_router_logits"] = True
         model = small_model(config, attention, trust_remote_code)
-        balance_inputs = {"output_router_logits": True} if has_balance_loss else {}
         generator, rows = np.random.default_rng(1), []
         for length in _PADDED_LENGTHS:
             ids = generator.integers(4, VOCABULARY_SIZE, size=length)
@@ -210,10 +188,6 @@ def measure_padding(config: Any, *, attention: str, trust_remote_code: bool = Fa
         changed_rows = [{**row, "input_ids": np.concatenate([[3], row["input_ids"][1:]])} for row in rows]
         masked, unmasked = (run_model(model, rows, uses_masks=masks, **balance_inputs) for masks in (True, False))
         changed_outputs = run_model(model, changed_rows, **balance_inputs)
-        half_model = copy.deepcopy(model).to(torch.bfloat16)
-        half_masked, half_unmasked = (
-            run_model(half_model, rows, uses_masks=masks, **balance_inputs) for masks in (True, False)
-        )
     last_positions = torch.tensor([_PADDED_LENGTHS[0] - 1, sum(_PADDED_LENGTHS) - 1])  # of each row, without padding
     spread = float(masked.logits.std()) or 1.0
     return MaskDifference(
@@ -221,14 +195,6 @@ def measure_padding(config: Any, *, attention: str, trust_remote_code: bool = Fa
         gradients=_relative_distance(unmasked.gradients, masked.gradients),
         influence=float((masked.logits - changed_outputs.logits)[last_positions].abs().max()) / spread,
         tolerance=PADDING_TOLERANCE,
-        half_excess=max(
-            _relative_distance(getattr(half_unmasked, name), getattr(masked, name))
-            - max(
-                _HALF_ERROR_FLOOR,
-                HALF_ERROR_RATIO * _relative_distance(getattr(half_masked, name), getattr(masked, name)),
-            )
-            for name in ("logits", "gradients")
-        ),
     )
 
 

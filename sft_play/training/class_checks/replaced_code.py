@@ -13,12 +13,11 @@ import importlib.util
 import inspect
 import itertools
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -74,10 +73,7 @@ class ClassCheck:
     @property
     def figures_text(self) -> str:
         """The measured differences in words."""
-        text = f"{self.fp32_difference:.0e} in fp32"
-        if self.half_precision_ratio:
-            text += f", {self.half_precision_ratio:.2f} of the plain ones' own error in 16 bits"
-        return text
+        return f"{self.fp32_difference:.0e} in fp32, {self.half_precision_ratio:.2f} of the plain error in 16 bits"
 
 
 def all_ranks_agree(check: Callable[[], tuple[CheckResult, str | None]]) -> tuple[CheckResult | None, str | None]:
@@ -133,14 +129,15 @@ def check_replaced_code(
 def relative_difference(tensors: TensorList, references: TensorList) -> float:
     """The largest difference of a tensor over its size, as norms; nan if any is."""
     return _max_or_nan(
-        float((tensor - reference).norm() / reference.norm().clamp(min=1e-12))
-        for tensor, reference in zip(tensors, references, strict=True)
+        [
+            float((tensor - reference).norm() / reference.norm().clamp(min=1e-12))
+            for tensor, reference in zip(tensors, references, strict=True)
+        ]
     )
 
 
-def _max_or_nan(figures: Iterable[float]) -> float:
-    values = list(figures)
-    return math.nan if any(map(math.isnan, values)) else max(values)  # max() would pass over a nan
+def _max_or_nan(figures: Sequence[float]) -> float:
+    return float(torch.tensor(figures).max())  # Python's own would pass over a nan
 
 
 def _compare_on_small_models(
@@ -223,18 +220,18 @@ def _kernel_cases(hf_config: Any, tensor_parallel: int) -> list[tuple[HeadShape,
         layer_configs = [hf_config.per_layer_config[layer] for layer in range(hf_config.num_hidden_layers)]
         return sorted({case for layer in layer_configs for case in _kernel_cases(layer, tensor_parallel)}, key=str)
     queries = hf_config.num_attention_heads
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // queries
-    widths = {head_dim, getattr(hf_config, "global_head_dim", None) or head_dim}
-    key_heads = getattr(hf_config, "num_key_value_heads", None) or queries
-    key_head_counts = {key_heads, getattr(hf_config, "num_global_key_value_heads", None) or key_heads}
-    window = getattr(hf_config, "sliding_window", None)
-    windows = [None, *([min(window, LONGEST_WINDOW)] if isinstance(window, int) and window > 0 else [])]
-    heads = {
-        (max(1, queries // tensor_parallel), max(1, keys // tensor_parallel), width)
-        for keys in key_head_counts
-        for width in widths
-    }
-    return list(itertools.product(sorted(heads), windows))
+    width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // queries
+    keys = getattr(hf_config, "num_key_value_heads", None) or queries
+    widths = {width, getattr(hf_config, "global_head_dim", None) or width}  # Gemma 4's layers without a window
+    key_counts = {keys, getattr(hf_config, "num_global_key_value_heads", None) or keys}
+    windows: list[int | None] = [None]
+    if window := getattr(hf_config, "sliding_window", None):
+        windows.append(min(window, LONGEST_WINDOW))
+    heads = [
+        (max(1, queries // tensor_parallel), max(1, key_count // tensor_parallel), head_width)
+        for key_count, head_width in itertools.product(sorted(key_counts), sorted(widths))
+    ]
+    return list(itertools.product(heads, windows))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -259,11 +256,6 @@ class ActiveKernels:
 
     replaced: tuple[str, ...] = ()
     reason: str | None = None
-
-    def as_json(self, plan: Plan) -> dict[str, Any]:
-        """`kernels` of the summary: what was used, what the plan counted, and why they differ."""
-        counted = asdict(plan.kernels) if plan.kernels else None
-        return {"used": list(self.replaced), "counted": counted, "reason": self.reason}
 
 
 def check_kernels(config: RunConfig, plan: Plan) -> None:
@@ -320,9 +312,9 @@ def _liger_problem(plan: Plan) -> str | None:
 
 
 def _unknown_class_problem(model: Any) -> str | None:
-    model_type = getattr(model.config, "model_type", None)
+    model_type = str(getattr(model.config, "model_type", None))
     is_known = model_type in _liger_functions() and type(model).__module__.startswith("transformers.models.")
-    return None if is_known else f"it has no kernels for {one_line(str(model_type))}"
+    return None if is_known else f"it has no kernels for {one_line(model_type)}"
 
 
 def _liger_functions() -> dict[str, Any]:
@@ -369,7 +361,8 @@ MAX_GRAPHS_PER_BLOCK = 32
 
 
 class CompileMonitor(TrainerCallback):
-    """Compiled blocks: their time, told to `on_compiled`, and what became of them; `close` ends the watch."""
+    """Compiled blocks: their time, told to `on_compiled`, and what became of them; `close` ends the watch, and puts
+    torch's settings back; the blocks stay compiled."""
 
     def __init__(self) -> None:
         from torch._dynamo import config
@@ -378,20 +371,15 @@ class CompileMonitor(TrainerCallback):
         self.on_compiled: list[Callable[[float], None]] = []
         self._seconds = self._compile_start = 0.0
         self._has_warned = False
-        self._exit_stack = contextlib.ExitStack()
-        for add, remove, call in (
-            (callback_handler.register_start_callback, callback_handler.remove_start_callback, self._on_compile_start),
-            (callback_handler.register_end_callback, callback_handler.remove_end_callback, self._on_compile_end),
-        ):
-            add(call)
-            self._exit_stack.callback(remove, call)
+        stack = contextlib.ExitStack()
+        callback_handler.register_start_callback(self._on_compile_start)
+        stack.callback(callback_handler.remove_start_callback, self._on_compile_start)
+        callback_handler.register_end_callback(self._on_compile_end)
+        stack.callback(callback_handler.remove_end_callback, self._on_compile_end)
         # DDP's own optimizer splits graphs by its buckets, and takes none that recompute; blocks are small already
-        self._exit_stack.enter_context(config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS_PER_BLOCK))
+        stack.enter_context(config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS_PER_BLOCK))
+        self.close = stack.close
         self._initial_counts = _dynamo_counts()
-
-    def close(self) -> None:
-        """Watch no longer, and put torch's settings back; the blocks stay compiled."""
-        self._exit_stack.close()
 
     def figures(self) -> dict[str, Any]:
         """`compile` of the summary: seconds in training passes, which the speed leaves out, graphs, and `breaks`, at

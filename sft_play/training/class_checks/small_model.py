@@ -77,15 +77,8 @@ def measure_small_model(
     `max_row_tokens`: tokens of the longest row, where what the class does with longer ones is not asked."""
     options["trust_remote_code"] = trust_remote_code
     settings = json.dumps(hf_config.to_dict(), default=repr)  # code of a model's own may hold any object in its config
-    key = (
-        measure,
-        type(hf_config),
-        settings,
-        max_parameters,
-        needs_all_layers,
-        max_row_tokens,
-        *sorted(options.items()),
-    )
+    limits = (max_parameters, needs_all_layers, max_row_tokens)
+    key = (measure, type(hf_config), settings, *limits, *sorted(options.items()))
     if key in _measurements:
         return _measurements[key]
     measurement, problem = None, "no small model of its class computes"
@@ -94,7 +87,11 @@ def measure_small_model(
             config = _shorten(hf_config, has_all_layers=has_all_layers, max_row_tokens=max_row_tokens)
             if is_narrow:
                 _shrink_widths(config)
-            _require_small(config, trust_remote_code, max_parameters)
+            with torch.device("meta"):
+                skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+            parameter_count = sum(parameter.numel() for parameter in skeleton.parameters())
+            if parameter_count > max_parameters:  # nested configs have sizes of their own
+                raise ValueError(f"its smallest model here has {parameter_count:,} parameters, too many to try")
             measurement, problem = measure(config, **options), ""
             break
         except Exception as error:  # each class checks its sizes in its own way, some only in the forward pass
@@ -188,15 +185,6 @@ def run_model(
         )
     gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
     return ModelOutputs(logits.detach().float(), gradients)
-
-
-def _require_small(config: Any, trust_remote_code: bool, max_parameters: int) -> None:
-    """Raises ValueError for a model that would take long: nested configs have sizes of their own."""
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
-    parameter_count = sum(parameter.numel() for parameter in skeleton.parameters())
-    if parameter_count > max_parameters:
-        raise ValueError(f"its smallest model here has {parameter_count:,} parameters, too many to try")
 
 
 def _shorten(hf_config: Any, *, has_all_layers: bool = False, max_row_tokens: int | None = None) -> Any:
@@ -353,8 +341,8 @@ def _state_space_sizes(config: Any) -> dict[str, int]:
         width = 2 * _NARROW_SIZES["hidden_size"]
         sizes |= {"attention_hidden_size": width, "attention_head_dim": width // _NARROW_SIZES["num_attention_heads"]}
     for name in ("mamba_n_groups", "mamba_ngroups", "n_groups"):
-        value = config_field(config, name)
-        sizes |= {name: min(value, 2)} if isinstance(value, int) else {}
+        if isinstance(value := config_field(config, name), int):
+            sizes[name] = min(value, 2)
     if config_field(config, "num_attention_heads") is None and isinstance(config_field(config, "state_size"), int):
         sizes["intermediate_size"] = inner_width  # of mamba itself, all of whose heads are states
         if isinstance(config_field(config, "num_heads"), int):

@@ -20,9 +20,8 @@ from sft_play.planner import calibration
 from sft_play.planner.batching import BatchPlan, MicroBatches
 from sft_play.runs.folder import OomEvent, record_oom_event, write_oom_note
 from sft_play.training import distributed
-from sft_play.training.job import RunJob
+from sft_play.training.job import RunJob, measured_run
 from sft_play.training.loop.rows import FILLER_INDEX
-from sft_play.training.measure.recorded import measured_run
 from sft_play.training.prepare.device_checks import free_memory, is_out_of_memory, out_of_memory_message
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class StepMemory(TrainerCallback):
         trainer = self._trainer
         self._step_start = {
             "random": [get() for get, _ in _random_states()], "loss": trainer._tr_loss.clone(),
-            "tokens": trainer._tokens_seen, "counted": trainer._monitor.running_sums(),
+            "tokens": trainer._tokens_seen, "counted": trainer._monitor.sums,
         }  # fmt: skip
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -115,7 +114,7 @@ class StepMemory(TrainerCallback):
             set_state(state)
         trainer._tr_loss.copy_(start["loss"])
         trainer._tokens_seen = start["tokens"]
-        trainer._monitor.restore_sums(start["counted"])
+        trainer._monitor.sums = start["counted"]
         for batch in trainer._slot_batches:
             batch.clear()  # those that are left of this step: the Trainer passes empty ones over
         free_memory()

@@ -92,20 +92,16 @@ class TensorBoardWriter(TrainerCallback):
     ) -> None:
         """`metric_tags`: tags of the held-out figures that this run measures, for the table of hparams. `resume_step`:
         the step that the run continues after (None: its first step); what was written after it is not shown."""
-        self._folder, self._hparams, self._metric_tags, self._answers = (
-            folder,
-            dict(hparams),
-            tuple(metric_tags),
-            answers,
-        )
+        self._folder, self._hparams, self._metric_tags = folder, dict(hparams), tuple(metric_tags)
+        self._answers, self._purge_step = answers, None
         self._writers: dict[str, Any] = {}
-        self._steps: dict[str, int] = {}
-        self._tags: set[str] = set()
-        self._purge_step = None if resume_step is None else resume_step + 1
-        for name in ("", *SPLIT_FOLDERS.values()) if resume_step is None else ():  # of a start that trained nothing
-            for path in (folder.tensorboard_path / name).glob("events.out.tfevents.*"):
-                path.unlink()
+        self._steps: dict[str, int] = {}  # the last one that was written of each tag
         self._layout: dict[str, Any] = {}
+        if resume_step is not None:
+            self._purge_step = resume_step + 1
+        else:
+            for path in folder.tensorboard_path.rglob("events.out.tfevents.*"):  # of a start that trained nothing
+                path.unlink()
         for tag in ("train/", *self._metric_tags):  # TensorBoard gives out its colours in this order
             self._get_writer(tag)
 
@@ -131,12 +127,11 @@ class TensorBoardWriter(TrainerCallback):
             if not isinstance(value, (int, float)) or self._steps.get(tag, -1) >= step:
                 continue
             self._steps[tag] = step
-            self._tags.add(tag)
             writer = self._get_writer(tag)
             writer.add_scalar(tag, value, step)
             if tag.endswith("/exact_match") and (answers := list(self._answers())[:MAX_LOGGED_ANSWERS]):
                 writer.add_text("answers", format_answers(answers), step)
-        layout = scalar_layout(self._tags)
+        layout = scalar_layout(self._steps)
         if layout != self._layout:
             from torch.utils.tensorboard.summary import custom_scalars
 

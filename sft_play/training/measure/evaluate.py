@@ -2,7 +2,7 @@
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState
@@ -28,17 +28,25 @@ class EvalSet:
     questions: list[Question]
     training_questions: list[Question]
 
+    @property
+    def prefix(self) -> str:
+        """The first part of the names of its figures."""
+        return {"test": "test", "val": "eval"}[self.name]
+
     def metric_tags(self, *, evaluates_in_training: bool) -> list[str]:
         """The figures of a run, as TensorBoard's tags. `evaluates_in_training`: whether it evaluates the validation
         rows."""
-        questions_by_prefix = {"eval": self.training_questions} if evaluates_in_training else {}
+        questions_by_prefix = {}
+        if evaluates_in_training:
+            questions_by_prefix["eval"] = self.training_questions
         if self.split is not None:
-            questions_by_prefix["test" if self.name == "test" else "eval"] = self.questions
-        return [
-            f"{prefix}/{metric}"
-            for prefix, questions in questions_by_prefix.items()
-            for metric in ("loss", *(["exact_match"] if questions else []))
-        ]
+            questions_by_prefix[self.prefix] = self.questions
+        tags = []
+        for prefix, questions in questions_by_prefix.items():
+            tags.append(f"{prefix}/loss")
+            if questions:
+                tags.append(f"{prefix}/exact_match")
+        return tags
 
 
 @dataclass(frozen=True)
@@ -62,14 +70,10 @@ class EvalMetrics:
 def build_eval_set(job: RunJob, prepared: Prepared) -> EvalSet:
     """The test rows where there are some, else the validation rows, with their questions."""
     splits = prepared.splits
-    split, name = (splits.test, "test") if splits.test is not None else (splits.val, "val")
-    held_out_questions = _held_out_questions(job, prepared, split)
-    return EvalSet(
-        split,
-        name,
-        held_out_questions,
-        held_out_questions if name == "val" else _held_out_questions(job, prepared, splits.val),
-    )
+    validation_questions = _held_out_questions(job, prepared, splits.val)
+    if splits.test is None:
+        return EvalSet(splits.val, "val", validation_questions, validation_questions)
+    return EvalSet(splits.test, "test", _held_out_questions(job, prepared, splits.test), validation_questions)
 
 
 def _held_out_questions(job: RunJob, prepared: Prepared, split: DataSplit | None) -> list[Question]:
@@ -86,20 +90,22 @@ def _held_out_questions(job: RunJob, prepared: Prepared, split: DataSplit | None
 
 def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> EvalMetrics | None:
     """Loss and exact match of the held-out rows with the present weights; None where there are no such rows."""
-    split, name, eval_questions = eval_set.split, eval_set.name, eval_set.questions
+    split, eval_questions, prefix = eval_set.split, eval_set.questions, eval_set.prefix
     if split is None:
         return None
-    prefix = "test" if name == "test" else "eval"
     last_step, metrics = trainer.last_metrics
     is_current = last_step == trainer.state.global_step > 0 and not trainer.args.load_best_model_at_end
-    if name == "test" or not is_current:  # else training ended with this very evaluation
-        answers_note = f", with {len(eval_questions):,} answers generated" if eval_questions else ""
-        logger.info("Evaluation on %s: %s rows%s", name, f"{len(split.rows):,}", answers_note)
+    if prefix == "test" or not is_current:  # else training ended with this very evaluation
+        text = f"{len(split.rows):,} rows"
+        if eval_questions:
+            text += f", with {len(eval_questions):,} answers generated"
+        logger.info("Evaluation on %s: %s", eval_set.name, text)
         metrics = trainer.evaluate(split.rows, metric_key_prefix=prefix, questions=eval_questions)
-    answers = tuple(trainer.last_answers) if eval_questions else ()
-    return EvalMetrics(
-        metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows), answers, len(answers)
-    )
+    figures = EvalMetrics(metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows))
+    if eval_questions:
+        answers = tuple(trainer.last_answers)
+        figures = replace(figures, answers=answers, generated_rows=len(answers))
+    return figures
 
 
 def estimate_remaining(trainer: PlannedLoop, eval_set: EvalSet) -> tuple[float, str]:
@@ -117,9 +123,10 @@ def estimate_remaining(trainer: PlannedLoop, eval_set: EvalSet) -> tuple[float, 
         if stand_in in last_seconds:
             last_seconds.setdefault(name, last_seconds[stand_in])
     # a resumed run, or one without eval.before_training, has timed none
-    lacks_evaluation = "eval" not in last_seconds and counts["eval"] + counts["test"] > 0
     seconds = sum(count * last_seconds.get(name, 0.0) for name, count in counts.items())
-    return seconds, ", evaluations not counted" if lacks_evaluation else ""
+    if "eval" not in last_seconds and counts["eval"] + counts["test"] > 0:
+        return seconds, ", evaluations not counted"
+    return seconds, ""
 
 
 def remaining_events(strategy: str, interval_steps: float | None, state: TrainerState) -> int:
@@ -156,8 +163,9 @@ class InitialEvaluation(TrainerCallback):
         if not self._job.loaded.config.eval.before_training or self.eval_set.split is None:
             return
         if self._is_resumed:
-            recorded_metrics = distributed.broadcast_value(folder.read_manifest().get("before") if is_first else None)
-            self.metrics = EvalMetrics(**recorded_metrics) if recorded_metrics else None
+            recorded_metrics = folder.read_manifest().get("before") if is_first else None
+            if recorded_metrics := distributed.broadcast_value(recorded_metrics):
+                self.metrics = EvalMetrics(**recorded_metrics)
             return
         self.metrics = evaluate(self._trainer, self.eval_set)
         if is_first and self.metrics is not None:

@@ -46,24 +46,26 @@ def select_questions(split: DataSplit, renderer: Renderer, tokenizer: Any, *, ma
 def build_questions(chats: Sequence[Chat], renderer: Renderer, tokenizer: Any) -> list[Question | None]:
     """The question of each chat's last answer. None where training teaches no answer behind the chat's prompt,
     max_seq_len leaves no room for one, or a token that ends an answer stands inside it."""
+    if not chats:
+        return []
     # without the model's generation config: in training the model is not loaded yet, and these end every trained turn
-    stop_ids = collect_stop_ids("sft", tokenizer, renderer, None) if chats else []
+    stop_ids = collect_stop_ids("sft", tokenizer, renderer, None)
 
     def build_question(chat: Chat) -> Question | None:
         prompt_and_answer = renderer.prompt_and_answer_ids(chat)
         # room for a token and the one that ends it
         if prompt_and_answer is None or len(prompt_and_answer[0]) + 1 >= renderer.max_seq_len:
             return None
-        answer = decode_answer(tokenizer, prompt_and_answer[1], stop_ids)
+        prompt_ids, answer_ids = prompt_and_answer
+        answer = decode_answer(tokenizer, answer_ids, stop_ids)
         full_text = tokenizer.decode(
-            [token for token in prompt_and_answer[1] if token not in stop_ids], skip_special_tokens=False
+            [token for token in answer_ids if token not in stop_ids], skip_special_tokens=False
         )
         # gpt-oss: `<|end|>` ends think text, and turns too
         if not answer.strip() or answer.strip() != full_text.strip():
             return None
-        return Question(
-            prompt_and_answer[0], str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else "", answer
-        )
+        prompt_text = "".join(str(message["content"] or "") for message in chat.messages[-2:-1])
+        return Question(prompt_ids, prompt_text, answer)
 
     return [build_question(chat) for chat in chats]
 
@@ -87,11 +89,12 @@ def configured_eos_token_ids(model: Any) -> EosTokenIds:
 def collect_stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, eos_token_ids: EosTokenIds) -> list[int]:
     """Tokens that end an answer: the tokenizer's and the generation config's, and the template's ends of turn."""
     stop_ids = {tokenizer.eos_token_id, *(eos_token_ids if isinstance(eos_token_ids, list) else [eos_token_ids])}
-    added = tokenizer.added_tokens_decoder
-    for marker in () if task_mode == "cpt" else renderer.turn_locator().ends.end_markers:
-        ids = tokenizer(marker, add_special_tokens=False)["input_ids"]
-        if len(ids) == 1 or ids[0] in added:  # else its first token is one of ordinary text
-            stop_ids.add(ids[0])
+    if task_mode != "cpt":
+        for marker in renderer.turn_locator().ends.end_markers:
+            ids = tokenizer(marker, add_special_tokens=False)["input_ids"]
+            # else its first token is one of ordinary text
+            if len(ids) == 1 or ids[0] in tokenizer.added_tokens_decoder:
+                stop_ids.add(ids[0])
     return sorted(token for token in stop_ids if token is not None)
 
 
@@ -125,10 +128,11 @@ def generate_answers(
             on_batch_start()
             prompts = [questions[index].prompt_ids for index in batch]
             generate = functools.partial(_generate, model, tokenizer, prompts, stop_ids, max_new_tokens)
-            generated = try_batch(generate, len(batch))
-            generated_ids |= dict(zip(batch, generated or (), strict=generated is not None))
-            on_batch_end(len(generated or ()))
-            max_tokens = max_tokens if generated else len(batch) // 2 * tokens[batch[-1]]
+            generated = try_batch(generate, len(batch)) or []
+            generated_ids |= dict(zip(batch, generated, strict=False))
+            on_batch_end(len(generated))
+            if not generated:
+                max_tokens = len(batch) // 2 * tokens[batch[-1]]
     finally:
         model.train(was_training)
         if router_logits:
@@ -156,18 +160,17 @@ def _generate(
     longest = max(map(len, prompts))
     pad = tokenizer.pad_token_id
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    new_token_limit = max_new_tokens if positions is None else min(max_new_tokens, positions - longest)
+    if positions is not None:
+        max_new_tokens = max(1, min(max_new_tokens, positions - longest))
     # on the left: the model continues what stands at the end of each row
     ids_BT = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask_BT = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     generated_BT = model.generate(
         input_ids=ids_BT, attention_mask=mask_BT.to(model.device), do_sample=False, temperature=None, top_p=None,
-        top_k=None, max_new_tokens=max(1, new_token_limit), eos_token_id=list(stop_ids), pad_token_id=pad,
-        use_cache=True,
+        top_k=None, max_new_tokens=max_new_tokens, eos_token_id=list(stop_ids), pad_token_id=pad, use_cache=True,
     )  # fmt: skip
-    stop_set = set(stop_ids)
-    generated = [tuple(row.tolist()[longest:]) for row in generated_BT]
-    lengths = [
-        next((position + 1 for position, token in enumerate(row) if token in stop_set), len(row)) for row in generated
-    ]
-    return [row[:length] for row, length in zip(generated, lengths, strict=True)]
+    answers = []
+    for row in generated_BT[:, longest:].tolist():
+        end = next((position + 1 for position, token in enumerate(row) if token in stop_ids), None)
+        answers.append(tuple(row[:end]))
+    return answers

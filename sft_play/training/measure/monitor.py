@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,13 +28,12 @@ from sft_play.training.loop.rows import DEFAULT_SOURCES
 # saving.
 #
 # On a GPU torch counts one peak since its last reset: at each change of phase it is kept and reset,
-# and the allocator's cache is emptied, whose blocks would count for the next. On a CPU the kernel's
-# mark of resident memory is never reset, because others read it (`time -v`, Slurm's MaxRSS). A
-# phase that raises the mark has its exact peak; any other has the highest of the samples that a
-# thread takes, which miss what lasts for less than SAMPLE_INTERVAL_S.
+# and the allocator's cache is emptied, whose blocks would count for the next. On a CPU a thread
+# takes samples of resident memory, which miss what lasts for less than SAMPLE_INTERVAL_S: the
+# kernel's own mark could not be reset, because others read it (`time -v`, Slurm's MaxRSS).
 
 # Seconds between two samples of resident memory; one takes 0.03 ms.
-SAMPLE_INTERVAL_S = 0.02
+SAMPLE_INTERVAL_S = 0.01
 
 
 class _ResidentSampler(threading.Thread):
@@ -43,7 +41,7 @@ class _ResidentSampler(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="resident memory", daemon=True)
-        self.stop_event, self.start_mark, self.highest = threading.Event(), _kernel_peak_bytes(), _resident_bytes()
+        self.stop_event, self.highest = threading.Event(), _resident_bytes()
         self.start()
 
     def run(self) -> None:
@@ -54,16 +52,6 @@ class _ResidentSampler(threading.Thread):
 
 def _resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
-
-
-def _kernel_peak_bytes() -> int:
-    """The highest resident memory that the kernel has seen of this process, in bytes (proc_pid_status(5), which has it
-    in KiB); 0 outside Linux."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 class MemoryPeaks:
@@ -121,9 +109,7 @@ class MemoryPeaks:
     def _current_peak(self) -> tuple[int, int]:
         if self._sampler is None:
             return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        highest = _kernel_peak_bytes()  # what it rose to in this phase is exact
-        if highest <= self._sampler.start_mark:
-            highest = max(self._sampler.highest, _resident_bytes())
+        highest = max(self._sampler.highest, _resident_bytes())
         return (max(0, highest - self.baseline_bytes),) * 2
 
     def summary_fields(self, plan: Plan) -> dict[str, Any]:
@@ -234,7 +220,7 @@ class Monitor(TrainerCallback):
     def seen_counts(self) -> dict[str, float]:
         """Rows and tokens of all ranks until now, for a checkpoint; every rank calls it."""
         samples, tokens = (
-            distributed.sum_over_ranks(round(float(self._sums[name]))) / self._tensor_parallel
+            distributed.sum_over_ranks(round(float(self.sums[name]))) / self._tensor_parallel
             for name in ("samples", "tokens")
         )
         return {"samples": self.samples_seen + samples, "tokens": self.tokens_seen + tokens}
@@ -245,20 +231,13 @@ class Monitor(TrainerCallback):
         self.tokens_before_start = self.tokens_seen
 
     def _start_window(self) -> None:
-        # what micro-steps add to, on this rank since the last log; the head's and the sources' are vectors
-        self._sums: dict[str, Any] = dict.fromkeys(("loss", "trained_tokens", "tokens", "places", "samples"), 0)
+        # what micro-steps add to, on this rank since the last log; the head's and the sources' are vectors. It is never
+        # changed in place: a step that is repeated begins with an earlier one again
+        self.sums: dict[str, Any] = dict.fromkeys(("loss", "trained_tokens", "tokens", "places", "samples"), 0)
         self._paused_s, self._compile_s, self._window_start = 0.0, 0.0, time.perf_counter()
 
     def _add(self, **values: Any) -> None:
-        self._sums |= {name: self._sums.get(name, 0) + value for name, value in values.items()}
-
-    def running_sums(self) -> dict[str, Any]:
-        """What was summed since the last log, for `restore_sums`."""
-        return dict(self._sums)
-
-    def restore_sums(self, sums: Mapping[str, Any]) -> None:
-        """Count on from an earlier state: what came after it is repeated."""
-        self._sums = dict(sums)
+        self.sums = self.sums | {name: self.sums.get(name, 0) + value for name, value in values.items()}
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Start measuring: what loading and the evaluation before training took is not counted."""
@@ -323,7 +302,7 @@ class Monitor(TrainerCallback):
             seconds["compile"] = self._compile_s
             seconds["forward_backward"] = max(0.0, seconds.get("forward_backward", 0.0) - self._compile_s)
         elapsed = max(1e-9, time.perf_counter() - self._window_start - self._paused_s)
-        sums_by_rank = _gather_sums(self._sums | {"memory": self._read_memory()}, device)
+        sums_by_rank = _gather_sums(self.sums | {"memory": self._read_memory()}, device)
         counted_ranks = sums_by_rank[:: self._tensor_parallel]  # one of each tensor-parallel group
         tokens, places, samples = (
             sum(sums[name][0] for sums in counted_ranks) for name in ("tokens", "places", "samples")

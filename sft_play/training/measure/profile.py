@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from transformers import TrainerCallback
 
 from sft_play.config.schema import RunConfig
@@ -56,17 +56,18 @@ def exposed_time(communication: Sequence[TimeSpan], computation: Sequence[TimeSp
 def split_spans(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[TimeSpan], list[TimeSpan]]:
     """Spans of communication and of computation, in microseconds: kernels on a GPU, operators on a CPU. What a library
     annotates comes back as an event of the GPU too, collectives included: it computes nothing."""
-    communication: list[TimeSpan] = []
-    computation: list[TimeSpan] = []
-    for event in events:
-        is_kernel = event.device_type == DeviceType.CUDA
-        if is_kernel != on_gpu or (on_gpu and event.is_user_annotation):
-            continue
-        span = (event.time_range.start, event.time_range.end)
-        if event.name.startswith(_COMMUNICATION_PREFIXES):
-            communication.append(span)
-        elif not event.name.startswith(_COPY_PREFIXES) and (on_gpu or event.name.startswith("aten::")):
-            computation.append(span)
+    if on_gpu:
+        recorded = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+        computing = [
+            event for event in recorded if not event.name.startswith((*_COMMUNICATION_PREFIXES, *_COPY_PREFIXES))
+        ]
+    else:
+        recorded = [event for event in events if event.device_type != DeviceType.CUDA]
+        computing = [event for event in recorded if event.name.startswith("aten::")]
+    sending = [event for event in recorded if event.name.startswith(_COMMUNICATION_PREFIXES)]
+    communication, computation = (
+        [(event.time_range.start, event.time_range.end) for event in kind] for kind in (sending, computing)
+    )
     return communication, computation
 
 
@@ -76,17 +77,15 @@ class ProfileWindow(TrainerCallback):
 
     def __init__(self, folder: Path, steps: int, trainer: Any, *, plan: Plan | None = None) -> None:
         self._folder, self._steps, self._plan, self._trainer = folder, steps, plan, trainer
-        self._steps_begun, self._start_time = 0, 0.0
+        self._steps_begun, self._start_time, self._has_ended = 0, 0.0, False
         self._profile: Any = None  # while the window is open
-        self._has_ended = False
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start with the third step of this process."""
         self._steps_begun += 1
         if self._steps_begun == FIRST_STEP:
-            activities = {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if torch.cuda.is_available() else set())
-            # acc_events: else torch warns that it keeps the last cycle only, and there is one
-            self._profile = profile(activities=activities, acc_events=True, record_shapes=self._plan is not None)
+            # all activities that this machine has; acc_events: else torch warns that it keeps the last cycle only
+            self._profile = profile(acc_events=True, record_shapes=self._plan is not None)
             self._profile.start()
             self._start_time = time.perf_counter()
 
@@ -136,10 +135,9 @@ class ProfileWindow(TrainerCallback):
         collectives = list_collectives(self._profile.profiler.kineto_results.experimental_event_tree())
         spans = [(event.name, event.time_range.start, event.time_range.end) for event in self._profile.events()]
         work_times = collective_times(spans, collectives)
-        rank_communication = RankCommunication(
-            rank(), socket.gethostname(), seconds, busy_s, exposed_s, collectives, work_times
+        communication_by_rank = gather_values(
+            RankCommunication(rank(), socket.gethostname(), seconds, busy_s, exposed_s, collectives, work_times)
         )
-        communication_by_rank = gather_values(rank_communication)
         if not is_first():
             return
         report = communication_report(
@@ -216,15 +214,17 @@ def communication_report(
     plan's bytes by kind, and what one rank sends. Of a kind, `bytes` are of whole messages, `sent_bytes` by one rank,
     `seconds` on the mean rank."""
     kinds: dict[str, dict[str, Any]] = {}
-    for kind, byte_count, is_whole in communication_by_rank[0].collectives:  # all ranks run the same ones
-        entry = kinds.setdefault(kind, {"count": 0, "bytes": 0})
-        entry["count"] += 1 / steps
-        entry["bytes"] += byte_count * (1 if is_whole else group_size(kind, layout)) / steps
-    for kind, entry in kinds.items():
-        entry["sent_bytes"] = int(sent_bytes(kind, entry["bytes"], group_size(kind, layout)))
-        entry["bytes"] = int(entry["bytes"])
-        entry["seconds"] = sum(time for rank in communication_by_rank for name, time in rank.work_times if name == kind)
-        entry["seconds"] /= len(communication_by_rank) * steps
+    own_collectives = communication_by_rank[0].collectives  # all ranks run the same ones
+    for kind in dict.fromkeys(kind for kind, _, _ in own_collectives):
+        ranks_of_kind = group_size(kind, layout)
+        # of whole messages; others are one rank's part of it
+        sizes = [size if whole else size * ranks_of_kind for name, size, whole in own_collectives if name == kind]
+        work_s = [time for rank in communication_by_rank for name, time in rank.work_times if name == kind]
+        kinds[kind] = {
+            "count": len(sizes) / steps, "bytes": int(sum(sizes) / steps),
+            "sent_bytes": int(sent_bytes(kind, sum(sizes) / steps, ranks_of_kind)),
+            "seconds": sum(work_s) / (len(communication_by_rank) * steps),
+        }  # fmt: skip
     waiting_s = waiting_times([entry.work_times for entry in communication_by_rank])
     ranks: list[dict[str, Any]] = [
         {
@@ -286,7 +286,7 @@ def list_collectives(tree: Iterable[Any]) -> list[tuple[str, int, bool]]:
 
 def _tensor_bytes(tensors: Any) -> int:
     if isinstance(tensors, list | tuple):
-        return sum(_tensor_bytes(tensor) for tensor in tensors)
+        return sum(map(_tensor_bytes, tensors))
     if not hasattr(tensors, "sizes"):
         return 0
     return int(math.prod(tensors.sizes)) * int(tensors.dtype.itemsize)
@@ -294,11 +294,10 @@ def _tensor_bytes(tensors: Any) -> int:
 
 def work_kind(name: str) -> str | None:
     """The kind of a backend's work by its name: NCCL's kernels, gloo's calls; None for anything else."""
-    if name.startswith("gloo:"):
-        call = name.removeprefix("gloo:")
-        return _KINDS_BY_NAME.get(call, call)
-    kernel = _NCCL.match(name)
-    return _KINDS_BY_NAME[kernel[1]] if kernel else None
+    match = _NCCL.match(name) or re.match(r"gloo:(.*)", name)
+    if match is None:
+        return None
+    return _KINDS_BY_NAME.get(match[1], match[1])
 
 
 def collective_times(

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,8 +80,9 @@ def build_summary(
         "evaluations": evaluations,
         "predicted_tokens_per_s": round(job.plan.speed.tokens_per_s, 2) if job.plan.speed_known else None,
     }
-    if job.plan.kernels:
-        summary["kernels"] = trainer.kernels.as_json(job.plan)
+    if job.plan.kernels:  # what the plan counted, what was used, and why they differ
+        used, counted = list(trainer.kernels.replaced), asdict(job.plan.kernels)
+        summary["kernels"] = {"used": used, "counted": counted, "reason": trainer.kernels.reason}
     return summary
 
 

@@ -48,12 +48,14 @@ class UpdateFacts:
     @property
     def warning(self) -> str:
         """The warning for lost updates, with what to set."""
-        stepped_dtypes = self.masters or self.adapters or self.weights
-        setting = "tuning.lora.dtype=auto" if self.adapters else "train.weight_updates=auto"
-        alternative = "" if stepped_dtypes == ("float32",) else f"{setting}, or "
+        stepped_dtypes, setting = self.masters or self.adapters or self.weights, "a higher train.learning_rate"
+        if stepped_dtypes != ("float32",) and self.adapters:
+            setting = f"tuning.lora.dtype=auto, or {setting}"
+        elif stepped_dtypes != ("float32",):
+            setting = f"train.weight_updates=auto, or {setting}"
         return (
             f"Most updates are lost: a step moves {self.moved_share or 0.0:.1%} of what trains, since "
-            f"{' and '.join(stepped_dtypes)} has too few digits for them; set {alternative}a higher train.learning_rate"
+            f"{' and '.join(stepped_dtypes)} has too few digits for them; set {setting}"
         )
 
 
@@ -70,21 +72,20 @@ class UpdateCheck(TrainerCallback):
     def on_step_begin(self, *_: Any, lr_scheduler: Any = None, **__: Any) -> None:
         """Take samples if this is a step to compare."""
         self._steps += 1
-        rates = lr_scheduler.get_last_lr() if lr_scheduler is not None else [1.0]
-        if self._steps in COMPARED_STEPS and max(rates) > 0:
+        is_moving = lr_scheduler is None or max(lr_scheduler.get_last_lr()) > 0
+        if self._steps in COMPARED_STEPS and is_moving:
             self._samples_before = [_sample_elements(tensor).clone() for tensor in stepped_tensors(self._trainer)]
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Note which of the sampled elements have a gradient. DeepSpeed has already stepped, and shows none."""
         if self._samples_before and not self._trainer.is_deepspeed_enabled:
-            full_gradients = (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                for parameter in _trainable_parameters(self._trainer)
-            )
-            gradients = [_sample_elements(engines.local_shard(gradient)) for gradient in full_gradients]
-            if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
-                self._samples_before = []  # loss scaling skips this step
-            self._has_gradient = [gradient != 0 for gradient in gradients]
+            self._has_gradient = []
+            for parameter in _trainable_parameters(self._trainer):
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                sample = _sample_elements(engines.local_shard(gradient))
+                if not bool(torch.isfinite(sample).all()):
+                    self._samples_before = []  # loss scaling skips this step
+                self._has_gradient.append(sample != 0)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Compare, and take the result after the last step to compare."""
@@ -135,10 +136,11 @@ def training_dtypes(trainer: Any) -> dict[str, Any]:
     has_adapters, wrapped = is_peft_model(trainer.model), trainer.model_wrapped
     counters = {name: Counter[str]() for name in ("weights", "adapters", "masters", "optimizer_states")}
     for module in trainer.model.modules():
-        packed = ("weight",) if type(module).__name__ == "Linear4bit" else vars(module).get(PACKED_ATTRIBUTE, ())
+        packed = vars(module).get(PACKED_ATTRIBUTE, ())
         for name, parameter in module.named_parameters(recurse=False):
             part = "adapters" if has_adapters and parameter.requires_grad else "weights"
-            counters[part]["nf4" if name in packed else _dtype_name(parameter)] += 1
+            is_nf4 = name in packed or (name, type(module).__name__) == ("weight", "Linear4bit")
+            counters[part]["nf4" if is_nf4 else _dtype_name(parameter)] += 1
     if engines.is_deepspeed(wrapped):
         counters["masters"].update(map(_dtype_name, engines.fp32_partitions(wrapped)))
     for state in engines.unwrap_optimizer(trainer.optimizer).state.values():

@@ -218,40 +218,31 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
     to_saved_name = model_spec.text_tower.to_full_name if model_spec.text_tower is not None else str
     try:
         with safe_open(file, framework="pt") as tensors:
-            saved_names = {
-                to_saved_name(name): name
+            saved = {
+                to_saved_name(name): tensors.get_tensor(name)
                 for name in tensors.keys()  # noqa: SIM118
                 if not is_duplicate_name(name)
             }
-            saved_shapes = {
-                name: tuple(tensors.get_slice(saved_name).get_shape()) for name, saved_name in saved_names.items()
-            }
-            problems = [
-                f"{name} has the shape {saved_shapes.get(name)} there and {expected_shapes.get(name)} here"
-                for name in sorted({**expected_shapes, **saved_shapes})
-                if expected_shapes.get(name) != saved_shapes.get(name)
-            ] or [
-                f"{name} has values that are not finite"
-                for name, saved_name in saved_names.items()
-                if not tensors.get_tensor(saved_name).isfinite().all()
-            ]
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{ADAPTER_KEY}: {file} cannot be read: {one_line(str(error))}") from None
-    if problems:
-        problem = f"{one_line(problems[0])} ({len(problems)} such)"
-        raise ModelError(f"{ADAPTER_KEY}: {file} does not fit {one_line(config.model.name)}: {problem}")
-    return len(saved_names)
+    problem = ""
+    for name in sorted({**expected_shapes, **saved}):
+        shape, expected_shape = tuple(saved[name].shape) if name in saved else None, expected_shapes.get(name)
+        if shape != expected_shape:
+            problem = f"{one_line(name)} has the shape {shape} there and {expected_shape} here"
+        elif not saved[name].isfinite().all():
+            problem = f"{one_line(name)} has values that are not finite"
+        if problem:
+            raise ModelError(f"{ADAPTER_KEY}: {file} does not fit {one_line(config.model.name)}: {problem}")
+    return len(saved)
 
 
 def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, recorded_weights: dict[str, Any]) -> None:
     """Require the adapter's base to be the model: by digest where both are files here, else by name."""
     name, sha256 = config.model.name, base_weights_identity(config.model.name, model_spec.hf_config)["sha256"]
     config_base = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    adapter_base, recorded_sha256 = (
-        str(recorded_weights.get("path") or config_base or ""),
-        recorded_weights.get("sha256"),
-    )
-    is_local = find_model_folder(name) is not None
+    adapter_base = str(recorded_weights.get("path") or config_base or "")
+    recorded_sha256, is_local = recorded_weights.get("sha256"), find_model_folder(name) is not None
     if not recorded_weights and is_local and Path(adapter_base).is_dir():
         recorded_sha256 = base_weights_identity(adapter_base, None)["sha256"]
     # a digest of files has 64 digits, a commit of the hub 40

@@ -145,8 +145,7 @@ def varlen_attention(
     rows, _, length, _ = query.shape
     uses_window = sliding_window is not None and sliding_window < length and length == key.shape[2]
     if cu_seq_lens_q is None and not (uses_window and attention_mask is None):
-        attention_function = sdpa_attention if repeats_kv() else sdpa_attention_forward
-        output: tuple[torch.Tensor, None] = attention_function(
+        output: tuple[torch.Tensor, None] = AttentionInterface._global_mapping["sdpa"](
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
         return output
@@ -165,11 +164,12 @@ def varlen_attention(
 
 
 def _refuse_unsupported(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
-    unsupported = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
-    unsupported += ["dropout"] if dropout and module.training else []
-    unsupported += (
-        [] if getattr(module, "is_causal", True) and options.get("is_causal") is not False else ["is_causal=False"]
-    )
+    is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
+    is_needed = {
+        "softcap": options.get("softcap") is not None, "s_aux": options.get("s_aux") is not None,
+        "dropout": dropout and module.training, "is_causal=False": not is_causal,
+    }  # fmt: skip
+    unsupported = [name for name, needed in is_needed.items() if needed]
     if unsupported:
         raise ValueError(f"varlen attention has no {', '.join(unsupported)}")
 

@@ -70,39 +70,29 @@ class TextTower:
     def to_full_name(self, name: str) -> str:
         """The name in the whole class of a weight or module, with PEFT's prefix or without; of one that has its name
         there already the same."""
-        peft_prefix, name = _split_peft_prefix(name)
-        if any(name.startswith(full_prefix) for _, full_prefix in self.prefixes):
-            return peft_prefix + name
-        return peft_prefix + next(
-            (
-                full_prefix + name[len(text_prefix) :]
-                for text_prefix, full_prefix in self.prefixes
-                if name.startswith(text_prefix)
-            ),
-            name,
-        )
+        if name.startswith(PEFT_PREFIX):
+            return PEFT_PREFIX + self.to_full_name(name.removeprefix(PEFT_PREFIX))
+        replacements = [(full_prefix, full_prefix) for _, full_prefix in self.prefixes]
+        return _replace_prefix(name, [*replacements, *self.prefixes])
 
     def to_text_name(self, name: str) -> str:
         """Its name in the language model."""
-        peft_prefix, name = _split_peft_prefix(name)
-        return peft_prefix + next(
-            (
-                text_prefix + name[len(full_prefix) :]
-                for text_prefix, full_prefix in self.prefixes
-                if name.startswith(full_prefix)
-            ),
-            name,
-        )
+        if name.startswith(PEFT_PREFIX):
+            return PEFT_PREFIX + self.to_text_name(name.removeprefix(PEFT_PREFIX))
+        return _replace_prefix(name, [(full_prefix, text_prefix) for text_prefix, full_prefix in self.prefixes])
 
 
-def _split_peft_prefix(name: str) -> tuple[str, str]:
-    return (PEFT_PREFIX, name.removeprefix(PEFT_PREFIX)) if name.startswith(PEFT_PREFIX) else ("", name)
+def _replace_prefix(name: str, replacements: Iterable[tuple[str, str]]) -> str:
+    """Replace the first of the prefixes that the name begins with."""
+    for old, new in replacements:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def find_text_tower(model: Any) -> TextTower | None:
     """Where the language model lies that this model is, with adapters or without; None for a model of text."""
-    text_tower: TextTower | None = getattr(model, "sft_tower", None)
-    return text_tower
+    return getattr(model, "sft_tower", None)
 
 
 def locate_text_tower(full_config: Any, language_model: Any) -> TextTower | None:
@@ -136,7 +126,7 @@ def names_lost_by_peft(published_model: Any, names: Iterable[str]) -> list[str]:
     renamings = [
         renaming for renaming in get_model_conversion_mapping(published_model) if isinstance(renaming, WeightRenaming)
     ]
-    bare_names = {name: _split_peft_prefix(name)[1] for name in names}
+    bare_names = {name: name.removeprefix(PEFT_PREFIX) for name in names}
     return [name for name, bare_name in bare_names.items() if apply_renamings(bare_name, renamings) != bare_name]
 
 
@@ -154,22 +144,21 @@ def prepare_text_config(full_config: Any, published: Mapping[str, Any] | None = 
     text_config = drop_kernel_choices(full_config).get_text_config()
     if not hasattr(text_config, "tie_word_embeddings"):  # some say it of the whole class only
         text_config.tie_word_embeddings = getattr(full_config, "tie_word_embeddings", False)
-    published_tie, published_text = (published or {}).get("tie_word_embeddings"), (published or {}).get("text_config")
-    if (
-        isinstance(published_text, Mapping)
-        and "tie_word_embeddings" not in published_text
-        and isinstance(published_tie, bool)
-    ):
+    published = published or {}
+    published_tie, published_text = published.get("tie_word_embeddings"), published.get("text_config")
+    is_published_of_whole = isinstance(published_text, Mapping) and "tie_word_embeddings" not in published_text
+    if is_published_of_whole and isinstance(published_tie, bool):
         text_config.tie_word_embeddings = published_tie
-    if (text_config is full_config and type(text_config) in MODEL_FOR_CAUSAL_LM_MAPPING) or getattr(
-        full_config, "is_encoder_decoder", False
-    ):
-        return text_config
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)
-    is_new = model_class is None
-    if model_class is None and (model_class := _causal_lm_class(text_config)) is not None:
+    is_known = model_class is not None
+    if getattr(full_config, "is_encoder_decoder", False) or (is_known and text_config is full_config):
+        return text_config
+    if not is_known:
+        model_class = _causal_lm_class(text_config)
+        if model_class is None:
+            return text_config
         AutoModelForCausalLM.register(type(text_config), model_class, exist_ok=True)
-    if model_class is not None and (is_new or get_checkpoint_conversion_mapping(text_config.model_type) is None):
+    if not is_known or get_checkpoint_conversion_mapping(text_config.model_type) is None:
         conversions = get_checkpoint_conversion_mapping(full_config.model_type) or []
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         if converters:  # experts that files hold one by one

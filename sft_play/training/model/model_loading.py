@@ -100,15 +100,12 @@ def read_model(
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         folder = find_model_folder(config.model.name)
-        files = sorted(item.name for item in folder.iterdir()) if folder is not None else []
-        pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
-        if pickled:
-            raise ModelError(
-                f"{folder} holds {pickled[0]} but no safetensors; pickled weights can run code and are not read: "
-                "convert them where that is safe (save_pretrained of transformers)"
-            ) from error
-        connection_problem = describe_broken_connection(error) if folder is None else None
-        problem = connection_problem or f"cannot be loaded: {one_line(str(error), limit=300)}"
+        problem = describe_broken_connection(error) or f"cannot be loaded: {one_line(str(error), limit=300)}"
+        if folder is not None and not any(folder.glob("*.safetensors")):
+            problem = (
+                f"are no safetensors ({folder}); pickled weights can run code and are not read: convert them where "
+                "that is safe (save_pretrained of transformers)"
+            )
         raise ModelError(f"the weights of {config.model.name} {problem}") from error
     model.sft_tower = model_spec.text_tower
     if model_spec.is_dequantised:  # which transformers reads beside a folder's weights only
@@ -118,8 +115,8 @@ def read_model(
                 model_location(config), revision=config.model.revision
             )
     require_all_weights(model, loading_info, config.model.name)
-    unused_names = [] if model_spec.text_tower is not None else sorted(loading_info.get("unexpected_keys", ()))
-    if unused_names:
+    unused_names = sorted(loading_info.get("unexpected_keys", ()))
+    if unused_names and model_spec.text_tower is None:
         logger.warning("Model: %d tensors of the weights are not used, such as %s", len(unused_names), unused_names[0])
     if model_spec.resize_to is not None:
         # new rows from the mean and covariance of the old ones (the default), where they have none of their own
@@ -182,10 +179,10 @@ def quantization_config(
 def require_all_weights(model: Any, loading_info: dict[str, Any], name: str) -> None:
     """Raises ModelError where weights were missing, since they would be random numbers."""
     missing = sorted(set(loading_info.get("missing_keys", ())) - tied_weight_names(model))
-    if missing or loading_info.get("mismatched_keys"):
-        names = ", ".join([*missing, *(str(item) for item in loading_info.get("mismatched_keys", ()))][:6])
-        raise ModelError(f"the weights of {name} do not match its config.json: {one_line(names, limit=300)} "
-                         f"({len(missing)} missing)")  # fmt: skip
+    wrong = [*missing, *map(str, loading_info.get("mismatched_keys", ()))]
+    if wrong:
+        raise ModelError(f"the weights of {name} do not match its config.json: "
+                         f"{one_line(', '.join(wrong[:6]), limit=300)} ({len(missing)} missing)")  # fmt: skip
 
 
 def keep_4bit_trainable(model: nn.Module) -> None:
@@ -358,10 +355,11 @@ def _shard_units(model: Any, layer_class: str) -> Iterator[tuple[list[nn.Module]
         yield [embedding], {}
     # a model with adapters has no norm here: its prefix leads to another module
     backbone = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
-    norms = (
-        [module for module in backbone.children() if "Norm" in type(module).__name__] if backbone is not None else []
-    )
-    tail = [module for module in (*norms[-1:], embedding if is_tied else None, head) if module is not None]
+    tail = [module for module in backbone.children() if "Norm" in type(module).__name__][-1:]
+    if is_tied:
+        tail.append(embedding)
+    if head is not None:
+        tail.append(head)
     if tail:
         yield tail, {"reshard_after_forward": False}
     yield [model], {"reshard_after_forward": None}
