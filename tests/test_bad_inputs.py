@@ -118,12 +118,6 @@ def test_options_mend_what_was_noted(origin, tmp_path):
     assert run(tmp_path, origin, "16_two_users_in_a_row.jsonl", "data.merge_consecutive=true").notes == {}
 
 
-def test_duplicates_are_counted_and_left_out_where_asked(origin, tmp_path):
-    report = run(tmp_path, origin, "26_duplicates_and_leak.jsonl")
-    assert [place.rpartition(":")[2] for place in report.duplicates.first] == ["7", "8", "9"]
-    assert run(tmp_path, origin, "26_duplicates_and_leak.jsonl", "data.process.drop_duplicates=true").rows_kept == 6
-
-
 def test_every_broken_file_of_rows_is_tried(origin):
     tried = {*WHOLE_FILES, *BAD_ROWS, *READ, *NOTED, "26_duplicates_and_leak.jsonl"}
     assert tried == {path.name for path in bad_inputs(origin).glob("*.json*")}

@@ -148,15 +148,6 @@ def test_bad_rows_are_a_problem_unless_they_are_skipped(tiny_llama, tmp_path):
     assert states(report)["rows: train"] == "warning"
 
 
-def test_repeated_rows_and_leaks_are_counted(tiny_llama, tmp_path):
-    write_rows(tmp_path / "train.jsonl", [*SUMS[:20], SUMS[3]])
-    write_rows(tmp_path / "val.jsonl", [SUMS[30], SUMS[5]])
-    report = checked(run_yaml(tmp_path, tiny_llama, val_path=str(tmp_path / "val.jsonl")))
-    assert "1 row of train with the tokens of an earlier one" in one(report, "duplicates", "warning").found
-    assert "1 row with the same tokens as in train" in one(report, "leaks", "warning").found
-    assert report.ok
-
-
 def test_targets_that_match_nothing_and_weights_that_are_missing_are_found(tiny_llama, tmp_path):
     import shutil
 

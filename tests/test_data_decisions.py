@@ -55,6 +55,8 @@ def test_the_rows_of_a_preview_are_spread_over_the_file(rows, count, data):
 def test_signs_lose_no_character_of_a_text(text):
     signs = [character_sign(character) for character in text]
     assert all(sign.isprintable() for sign in signs)
+    for character in "\x00\x1b\x9b\u00ad\u00a0\u200b\u202e\u2028\u2066\u3164\ufeff\U000e0041":
+        assert character_sign(character) == f"⟨U+{ord(character):04X}⟩"
     assert all(sign == character or sign[0] in "·⏎⇥⟨" for sign, character in zip(signs, text, strict=True))
 
 

@@ -91,17 +91,6 @@ def test_val_fraction_splits_the_own_file_where_stale_files_lie_about(stale, tin
 
 
 @pytest.mark.build
-def test_a_fraction_that_is_not_used_is_said(stale, tiny_llama):
-    from transformers import AutoTokenizer
-
-    made = config(tiny_llama, "data: {val_fraction: 0.2}\n")
-    splits = build_splits(made, find_data_paths(made.data), AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=64)
-    assert splits.val is not None
-    assert len(splits.val.rows) == 5
-    assert any("data.val_fraction=0.2 is not used" in note for note in splits.notes)
-
-
-@pytest.mark.build
 def test_no_command_reads_or_names_the_stale_files(stale, tiny_llama):
     path = stale / "run.yaml"
     path.write_text(

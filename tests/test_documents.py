@@ -16,7 +16,6 @@ import pytest
 from sft_play import documents
 from sft_play.config.load import load_config
 from sft_play.config.schema import DocumentsConfig, RunConfig
-from sft_play.data.sources.files import find_data_paths, has_held_out_file
 from sft_play.documents import (
     ReaderProcess,
     UnreadableDocumentError,
@@ -28,7 +27,7 @@ from sft_play.documents import (
 )
 from sft_play.errors import DataError
 from tests.bundled import there, word_files
-from tests.conftest import ROOT, need_documents_extra
+from tests.conftest import need_documents_extra
 
 need_documents_extra()
 
@@ -397,25 +396,6 @@ def test_a_reader_that_is_too_slow_or_dies_is_named_and_the_next_document_is_rea
 
 
 # What is written is what the shipped configs read
-
-
-@pytest.mark.parametrize("count", [1, 60])
-def test_run_dapt_reads_what_dapt_docx_writes(count, tmp_path, monkeypatch, command):
-    """With the default paths, whether or not a document fell to validation."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data" / "documents").mkdir(parents=True)
-    for number in range(count):
-        (tmp_path / "data" / "documents" / f"{number}.txt").write_text(f"Text number {number} of the archive.\n")
-    run = ROOT / "configs" / "run_dapt.yaml"
-    code, said = command("dapt-docx", "--config", str(run))
-    assert code == 0, said
-    data = load_config(run).config.data
-    found = find_data_paths(data)
-    written = Path(data.documents.out_dir)
-    assert found.train == written / "train.jsonl"
-    assert found.val == (written / "val.jsonl" if count == 60 else None)
-    assert (found.test, len(found.notes)) == (None, int(count == 1))
-    assert has_held_out_file(data) == (count == 60)
 
 
 @pytest.mark.parametrize(("text", "overrides"), [

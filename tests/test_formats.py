@@ -212,6 +212,7 @@ class TestRows:
             ({"chosen": "\n\nHuman: q"}, "chosen is not a list of turns"),
             ({"prompt": None, "completion": [{"role": "assistant", "content": "a"}]}, "prompt is not text"),
             ({"messages": [{"role": "user", "content": "q", "tool_calls": [CALL]}]}, "tool calls in a user turn"),
+            ({**chat("q", "a"), "chat_template_kwargs": "no_think"}, "chat_template_kwargs is not an object"),
             ({"messages": [{"role": "narrator", "content": "q"}]}, f"(messages[0]; known: {', '.join(ROLES)})"),
             ({"messages": [{"role": "Thinking", "content": "hm"}]}, "put think text into reasoning_content of the"),
         ],
@@ -253,20 +254,6 @@ class TestRows:
         brief = [{"from": "system", "value": 'Use "look" where it helps.'}, *turns_[1:]]
         assert example({"conversations": brief, "tools": tools}).tools == tuple(tools)
         assert example({"conversations": turns_[1:], "tools": tools}).tools == tuple(tools)
-
-    def test_variables_for_the_template_are_taken_from_a_row(self):
-        kwargs = {"enable_thinking": False, "documents_of": [1, {"a": None}]}
-        for column in (kwargs, json.dumps(kwargs)):
-            for row in (chat("q", "a"), {"question": "q", "answer": "a"}):
-                found = example({**row, "chat_template_kwargs": column})
-                assert (found.template_kwargs, found.unused) == (kwargs, ())
-        for nothing in (None, "", {}, "{}"):
-            assert example({**chat("q", "a"), "chat_template_kwargs": nothing}).template_kwargs == {}
-        bad = example({**chat("q", "a"), "chat_template_kwargs": "no_think"})
-        assert "chat_template_kwargs is not an object" in str(bad)
-        plain, other = (example({**chat("q", "a"), "chat_template_kwargs": one}) for one in ({}, {"a": 1}))
-        assert formats.content_digest(plain) == formats.content_digest(example(chat("q", "a")))
-        assert formats.content_digest(plain) != formats.content_digest(other)
 
     @pytest.mark.parametrize("word", ["NaN", "None", "null", "N/A"])
     def test_a_cell_that_says_nothing_is_empty_or_text_as_the_option_says(self, word):

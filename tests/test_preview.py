@@ -139,12 +139,6 @@ def test_long_examples_lose_the_middles_of_their_stretches_with_their_number():
 # --- signs ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_seen_is_shown():
-    assert [character_sign(character) for character in " \t\n"] == ["·", "⇥", "⏎"]
-    for character in "\x00\x1b\x7f\x9b\r\u00ad\u00a0\u200b\u200e\u202a\u202e\u2028\u2066\u2069\u3164\ufeff\U000e0041":
-        assert character_sign(character) == f"⟨U+{ord(character):04X}⟩"
-
-
 # --- terminal ---------------------------------------------------------------------------------------------------------
 
 

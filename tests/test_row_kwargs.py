@@ -91,7 +91,10 @@ def test_what_the_row_itself_says_cannot_be_set(tokenizer, own):
 
 def test_they_reach_the_rows_of_a_run_its_held_out_chats_and_the_files_of_process(tokenizer, tmp_path):
     rows = [
-        {"messages": [{"role": "user", "content": f"hello {n}"}, MESSAGES[1]], "chat_template_kwargs": {"tone": tone}}
+        {
+            "messages": [{"role": "user", "content": f"hello {n}"}, MESSAGES[1]],
+            "chat_template_kwargs": json.dumps({"tone": tone}) if n % 2 else {"tone": tone},
+        }
         for n, tone in enumerate(["loud", "calm", ""] * 8)
     ]
     raw = tmp_path / "raw.jsonl"
@@ -112,5 +115,5 @@ def test_they_reach_the_rows_of_a_run_its_held_out_chats_and_the_files_of_proces
 
     direct, kwargs = texts(raw)
     assert [len([text for text in direct if tone in text]) for tone in ("loud", "calm", "hello")] == [8, 8, 24]
-    assert kwargs == [row["chat_template_kwargs"] for row in rows]
+    assert kwargs == [{"tone": tone} for tone in ["loud", "calm", ""] * 8]
     assert texts(tmp_path / "out" / "train.jsonl")[0] == direct
