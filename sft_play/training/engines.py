@@ -134,7 +134,7 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 def checkpoint_bytes(trainer: Any) -> int:
     """The least that a checkpoint takes: what trains, with the optimizer's states. All ranks call it."""
     values = [value for state in unwrap_optimizer(trainer.optimizer).state.values() for value in state.values()]
-    state_bytes = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    state_bytes: int = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
     if is_deepspeed(trainer.model_wrapped):
         state_bytes += sum(partition.nbytes for partition in fp32_partitions(trainer.model_wrapped))
         state_bytes = distributed.sum_over_ranks(state_bytes)

@@ -140,11 +140,8 @@ class Heartbeat:
         if note_path is not None:
             with contextlib.suppress(OSError):
                 self._note_file = note_path.open("wb", buffering=0)
-        try:
-            self._store = open_store("sft_play/beats")
-            self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
-        except (RuntimeError, ValueError) as error:
-            logger.warning("no store for signs of life (%s): a rank that hangs cannot be named", error)
+        self._store = open_store("sft_play/beats")
+        self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
         self._thread = threading.Thread(target=self._run, daemon=True, name="sft_play heartbeat")
         self._thread.start()
         return self

@@ -22,21 +22,6 @@ RECORDED_PACKAGES = (
 )
 
 
-def import_this_checkout() -> None:
-    """Import `sft_play` from the folder of this file, whatever the environment has under that name."""
-    if "sft_play" in sys.modules:
-        return
-    folder = Path(__file__).resolve().parents[1]
-    spec = importlib.util.spec_from_file_location(
-        "sft_play", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sft_play"] = module
-    spec.loader.exec_module(module)
-
-
 def package_versions() -> dict[str, str | None]:
     """Versions of Python and RECORDED_PACKAGES; None for a package that is not installed."""
     installed = {package.name.lower().replace("-", "_"): package.version for package in metadata.distributions()}
@@ -62,10 +47,16 @@ def probe() -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Answer, or train what was handed over; returns sft-play's exit code."""
+    package = Path(__file__).resolve().parents[1]
+    # this package, whatever the environment has under that name, and not the folder of this file,
+    # whose modules have common names
+    others = [path for path in sys.path if Path(path).resolve() != package / "training"]
+    sys.path[:] = [str(package.parent), *others]
+    importlib.import_module("sft_play")
+    sys.path[:] = others
     if list(arguments) == ["--probe"]:
         sys.stdout.write(f"\n{PROBE_PREFIX}{json.dumps(probe())}\n")
         return 0
-    import_this_checkout()
     return run_handover(Path(arguments[0]))
 
 
