@@ -35,6 +35,7 @@ from sft_play.finished.metrics import (
     Metric,
     MetricComparison,
     compare_metrics,
+    finite_or_none,
     select_metrics,
 )
 from sft_play.finished.respond import Responder
@@ -115,10 +116,12 @@ def score_rows(
     return [scores[index] for index in range(len(lengths))]
 
 
-def eval_batch_tokens(run: FinishedRun) -> int:
-    """Tokens, with padding, of the largest batch that the run's plan evaluates at a time."""
+def score_rows_of_run(run: FinishedRun, model: Any, rows: Sequence[Any]) -> list[RowScore]:
+    """Score rows by one of the run's models, in the batches and the dtype of the run's own evaluation."""
     plan = run.plan()
-    return plan.eval_batch * plan.choice.step.seq_len  # of the longest row, which may be shorter than max_seq_len
+    # of the longest row, which may be shorter than max_seq_len
+    max_batch_tokens = plan.eval_batch * plan.choice.step.seq_len
+    return score_rows(model, rows, max_batch_tokens=max_batch_tokens, autocast_dtype=compute_dtype(run))
 
 
 def _score_batch(
@@ -137,14 +140,6 @@ def _score_batch(
 
 # --- the rows that `make eval` reads ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class QuestionRow:
-    """A question, with the messages before the answer."""
-
-    question: Question
-    messages: tuple[Message, ...]
-
-
-@dataclass(frozen=True)
 class EvalRows:
     """Token rows to score: the run's held-out ones, or a file's; none where TASKS= is all that was asked for."""
 
@@ -153,12 +148,12 @@ class EvalRows:
     rows: Any = ()
     row_indices: Sequence[int] = ()  # of the rows in their split
     split_size: int = 0  # rows of the split, of which LIMIT= takes some
-    questions: Mapping[int, QuestionRow] = field(default_factory=dict)  # by the position among the rows
+    # With the messages before the answer, by the position among the rows.
+    questions: Mapping[int, tuple[Question, list[Message]]] = field(default_factory=dict)
     rows_trained_on: int | None = None  # of the split, token for token; None where that is not known
 
     @property
     def name(self) -> str:
-        """The split or the file."""
         return self.data or self.split or ""
 
 
@@ -175,7 +170,9 @@ def load_eval_rows(
         rows_trained_on = split_rows.stats.shared_rows.get("train", 0)
     split_size = len(split_rows.rows)
     row_indices = evenly_spaced_indices(split_size, limit or split_size)
-    questions = _select_questions(run, tokenizer, split_rows, row_indices) if needs_questions else {}
+    questions: Mapping[int, tuple[Question, list[Message]]] = {}
+    if needs_questions:
+        questions = _select_questions(run, tokenizer, split_rows, row_indices)
     rows = split_rows.rows.select(row_indices)
     return EvalRows(split, data, rows, row_indices, split_size, questions, rows_trained_on)
 
@@ -184,12 +181,15 @@ def _load_run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tupl
     splits = build_run_splits(run, run.config, tokenizer)
     available = {name: rows for name, rows in (("test", splits.test), ("val", splits.val)) if rows is not None}
     if not available:
-        reason = f"{run.folder.path} was trained without validation or test rows"
-        raise DataError(f"{reason}: name a file that it has not seen with DATA=FILE")
+        raise DataError(
+            f"{run.folder.path} was trained without validation or test rows: name a file that it "
+            "has not seen with DATA=FILE"
+        )
     name = split or next(iter(available))
     if name not in available:
-        alternatives = f"only {', '.join(available)}; leave SPLIT= out, or name a DATA=FILE"
-        raise DataError(f"{run.folder.path} has no {name} rows, {alternatives}")
+        raise DataError(
+            f"{run.folder.path} has no {name} rows, only {', '.join(available)}; leave SPLIT= out, or name a DATA=FILE"
+        )
     return name, available[name]
 
 
@@ -224,7 +224,7 @@ def _load_file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataS
 
 def _select_questions(
     run: FinishedRun, tokenizer: Any, split: DataSplit, row_indices: Sequence[int]
-) -> dict[int, QuestionRow]:
+) -> dict[int, tuple[Question, list[Message]]]:
     """The questions among the chosen rows, by the rule of the run's own exact match."""
     positions = {row_index: position for position, row_index in enumerate(row_indices)}
     chats = {
@@ -234,7 +234,7 @@ def _select_questions(
     }
     questions = build_questions([*chats.values()], build_run_renderer(run, tokenizer), tokenizer)
     return {
-        position: QuestionRow(question, tuple(chat.messages[:-1]))
+        position: (question, list(chat.messages[:-1]))
         for (position, chat), question in zip(chats.items(), questions, strict=True)
         if question is not None
     }
@@ -253,14 +253,13 @@ class TaskComparison:
     stderr: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data."""
         return asdict(self) | {"difference": self.tuned - self.base}
 
     def table_row(self) -> list[str]:
-        """Its line of the table."""
-        stderr_note = "" if self.stderr is None else f" (standard error {self.stderr:.4f})"
-        values = f"{self.base:.4f}", f"{self.tuned:.4f}", f"{self.tuned - self.base:+.4f}{stderr_note}"
-        return [f"{self.task} {self.metric}", *values, ""]
+        difference = f"{self.tuned - self.base:+.4f}"
+        if self.stderr is not None:
+            difference += f" (standard error {self.stderr:.4f})"
+        return [f"{self.task} {self.metric}", f"{self.base:.4f}", f"{self.tuned:.4f}", difference, ""]
 
 
 def find_tasks(tasks: Sequence[str]) -> list[str]:
@@ -269,17 +268,18 @@ def find_tasks(tasks: Sequence[str]) -> list[str]:
     if not tasks:
         return []
     if importlib.util.find_spec("lm_eval") is None:
-        install = "pip install 'sft-play[tasks]'"
-        raise ConfigError(f"TASKS={one_line(','.join(tasks))} needs lm-evaluation-harness: {install}")
+        raise ConfigError("TASKS= needs lm-evaluation-harness: pip install 'sft-play[tasks]'")
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager()
-    matches = {name: [name] if Path(name).is_file() else list(manager.match_tasks([name])) for name in tasks}
-    unknown = [name for name, names in matches.items() if not names]
-    if unknown:
-        task_names = one_line(",".join(unknown))
-        raise ConfigError(f"TASKS={task_names}: lm-evaluation-harness has no such task; lm-eval ls tasks lists them")
-    return [name for names in matches.values() for name in names]
+    manager, found = TaskManager(), list[str]()
+    for name in tasks:
+        matches = [name] if Path(name).is_file() else manager.match_tasks([name])
+        if not matches:
+            raise ConfigError(
+                f"TASKS={one_line(name)}: lm-evaluation-harness has no such task; lm-eval ls tasks lists them"
+            )
+        found += matches
+    return found
 
 
 def run_tasks(
@@ -290,8 +290,7 @@ def run_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    compute = compute_dtype(run)
-    is_mixed = compute in (torch.bfloat16, torch.float16)
+    compute = run.plan().precision.compute
     # it wants transformers' class: the base model, in whose layers the adapter sits
     base_model = model.get_base_model() if is_peft_model(model) else model
     # it ties weights, and transformers would tie embeddings again that training made different, or fail at PEFT's
@@ -302,7 +301,7 @@ def run_tasks(
             pretrained=base_model,
             tokenizer=tokenizer,
             batch_size="auto" if base_model.device.type == "cuda" else run.plan().eval_batch,
-            mixed_precision_dtype=str(compute).removeprefix("torch.") if is_mixed else None,
+            mixed_precision_dtype=compute if compute != "float32" else None,
         )
         results = simple_evaluate(
             model=harness,
@@ -312,8 +311,10 @@ def run_tasks(
             log_samples=False,
         )
     except Exception as error:  # of the harness, the hub, and what tasks run
-        reason = f"{type(error).__name__}: {one_line(str(error), limit=300)}"
-        raise ConfigError(f"TASKS={one_line(','.join(task_names))}: lm-evaluation-harness failed: {reason}") from error
+        raise ConfigError(
+            f"TASKS={one_line(','.join(task_names))}: lm-evaluation-harness failed: "
+            f"{type(error).__name__}: {one_line(str(error), limit=300)}"
+        ) from error
     finally:
         del base_model.tie_weights
     return dict(results or {})
@@ -324,13 +325,12 @@ def compare_tasks(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskComp
     comparisons = []
     for task, values in tuned.get("results", {}).items():
         # others are names, and "N/A" where a standard error is not known
-        numbers = {metric: float(value) for metric, value in values.items() if isinstance(value, (int, float))}
-        base_numbers = base["results"].get(task, {})
+        numbers = {metric: value for metric, value in values.items() if isinstance(value, (int, float))}
         for metric, value in numbers.items():
             name, _, filter_name = metric.partition(",")
-            if filter_name and not name.endswith("_stderr") and isinstance(base_numbers.get(metric), (int, float)):
+            if filter_name and not name.endswith("_stderr"):
                 stderr = numbers.get(f"{name}_stderr,{filter_name}")
-                comparisons.append(TaskComparison(task, metric, float(base_numbers[metric]), value, stderr))
+                comparisons.append(TaskComparison(task, metric, base["results"][task][metric], value, stderr))
     return tuple(comparisons)
 
 
@@ -351,7 +351,10 @@ class Evaluation(Answer):
     path: Path
 
     def as_json(self) -> dict[str, Any]:
-        rows = self.rows
+        rows, perplexity = self.rows, None
+        for comparison in self.comparisons:
+            if comparison.is_loss:
+                perplexity = {name: finite_or_none(value) for name, value in comparison.perplexity.items()}
         return {
             "ok": True,
             "run": str(self.run),
@@ -363,7 +366,7 @@ class Evaluation(Answer):
             "trained_on": rows.rows_trained_on,
             "tokens": self.tokens,
             "figures": {comparison.name: comparison.as_json() for comparison in self.comparisons},
-            "perplexity": next((figure.perplexity for figure in self.comparisons if figure.is_loss), None),
+            "perplexity": perplexity,
             "tasks": [task.as_json() for task in self.tasks],
             **self.summary_fields,
             "rows_path": str(self.rows_path) if self.rows_path else None,
@@ -373,19 +376,18 @@ class Evaluation(Answer):
     def lines(self) -> list[str]:
         lines, rows, before = [], self.rows, self.summary_fields["before"]
         if rows.row_indices:
-            total = f" of {rows.split_size:,}" if len(rows.row_indices) < rows.split_size else ""
-            answers = f", {len(rows.questions):,} answers" if rows.questions else ""
-            counts = f"{len(rows.row_indices):,}{total} rows of {rows.name}"
-            lines.append(f"Evaluated: {counts} ({self.tokens:,} trained tokens{answers})")
+            counts = f"{len(rows.row_indices):,} of {rows.split_size:,} rows of {rows.name}"
+            figures = f"{self.tokens:,} trained tokens, {len(rows.questions):,} answers"
+            lines.append(f"Evaluated: {counts} ({figures})")
         if rows.rows_trained_on:
             warning = f"{rows.rows_trained_on:,} of {rows.split_size:,} rows were trained on, token for token"
             lines.append(f"Warning: {warning}, and say nothing about new data")
         if before is not None:
             lines.append(f"Before: {before}, which this run continued")
-        table = [row for comparison in self.comparisons for row in comparison.table_rows()]
-        table += [task.table_row() for task in self.tasks]
-        header = ["", "base" if before is None else "before", "tuned"]
-        lines += align_columns([[*header, f"difference [{CONFIDENCE_LEVEL:.0%} interval]", ""], *table])
+        first_model = "base" if before is None else "before"
+        table = [["", first_model, "tuned", f"difference [{CONFIDENCE_LEVEL:.0%} interval]", ""]]
+        table += [row for comparison in self.comparisons for row in comparison.table_rows()]
+        lines += align_columns([*table, *(task.table_row() for task in self.tasks)])
         paths = ", ".join(str(path) for path in (self.rows_path, self.path) if path)
         return [*lines, f"Written to: {paths}", next_command_line("ship", RUN=self.run)]
 
@@ -406,23 +408,25 @@ def evaluate_run(
     written; DataError where there are no rows; ModelError where the base is gone."""
     # whatever a wrong word can stop is asked before the models load: they take minutes
     rows_path = out or run.folder.path / ROWS_FILE
-    if rows_path.suffix == ".json":
-        message = "names the rows, a JSONL; the summary is written beside it as .json"
-        raise ConfigError(f"OUT={one_line(str(rows_path))} {message}")
-    if rows_path.is_dir():
-        raise ConfigError(f"OUT={one_line(str(rows_path))} is a folder; name a file, such as {rows_path / ROWS_FILE}")
+    if rows_path.suffix == ".json" or rows_path.is_dir():
+        raise ConfigError(
+            f"OUT={one_line(str(rows_path))} has to name a JSONL for the rows; the summary is "
+            "written beside it as .json"
+        )
     path = rows_path.with_suffix(".json")
     chosen_tasks = find_tasks(tasks)
     chosen_metrics = select_metrics(metrics)
     quiet_libraries()
-    rows = EvalRows()
-    if not tasks or _has_rows(run, split, data):
+    rows, options = EvalRows(), run.config.data
+    held_out = (options.val_path, options.test_path, options.val_fraction, *(one.val_path for one in options.sources))
+    if not tasks or split or data or any(held_out):  # with tasks rows are not needed
         rows = load_eval_rows(run, split=split, data=data, limit=limit, needs_questions=bool(chosen_metrics))
         if metrics and chosen_metrics and not rows.questions:
-            reason = f"no row of {rows.name} ends with an answer to generate"
-            raise ConfigError(f"METRICS={one_line(' '.join(metrics))}: {reason}")
-        for position, question_row in [*rows.questions.items()][:1]:  # a function that fails does so now
-            _metric_values(rows, chosen_metrics, position, question_row.question.reference)
+            raise ConfigError(
+                f"METRICS={one_line(' '.join(metrics))}: no row of {rows.name} ends with an answer to generate"
+            )
+        for position, (question, _) in [*rows.questions.items()][:1]:  # a function that fails does so now
+            _metric_values(rows, chosen_metrics, position, question.reference)
     max_answer_tokens = max_new_tokens or run.config.eval.max_new_tokens
 
     def measure_model(model_label: str, model: Any) -> tuple[RowFigures, dict[str, Any]]:
@@ -459,26 +463,12 @@ def evaluate_run(
     return evaluation
 
 
-def _has_rows(run: FinishedRun, split: str | None, data: str | None) -> bool:
-    """True if rows are asked for, or the run has held-out ones: with tasks it needs none."""
-    config = run.config.data
-    has_held_out = (
-        config.val_path or config.test_path or config.val_fraction or any(source.val_path for source in config.sources)
-    )
-    return bool(split or data or has_held_out)
-
-
 def _measure_rows(
     responder: Responder, rows: EvalRows, metrics: Sequence[Metric], model_label: str, max_new_tokens: int
 ) -> RowFigures:
-    if not rows.row_indices:
-        return []
-    run = responder.run
-    scores = score_rows(
-        responder.model, rows.rows, max_batch_tokens=eval_batch_tokens(run), autocast_dtype=compute_dtype(run)
-    )
+    scores = score_rows_of_run(responder.run, responder.model, rows.rows)
     figures = [score._asdict() for score in scores]
-    questions = [question_row.question for question_row in rows.questions.values()]
+    questions = [question for question, _ in rows.questions.values()]
     answers = responder.answers(questions, max_new_tokens=max_new_tokens, model_label=model_label)
     for position, answer in zip(rows.questions, answers, strict=True):
         values = _metric_values(rows, metrics, position, answer.text)
@@ -487,12 +477,9 @@ def _measure_rows(
 
 
 def _metric_values(rows: EvalRows, metrics: Sequence[Metric], position: int, answer: str) -> dict[str, float]:
-    question_row = rows.questions[position]
+    question, messages = rows.questions[position]
     try:
-        return {
-            metric.name: metric.score(answer, question_row.question.reference, question_row.messages)
-            for metric in metrics
-        }
+        return {metric.name: metric.score(answer, question.reference, messages) for metric in metrics}
     except ConfigError as error:
         raise ConfigError(f"row {rows.row_indices[position] + 1} of {rows.name}: {error}") from error
 
@@ -502,11 +489,11 @@ def _rows_jsonl(run: FinishedRun, rows: EvalRows, base_figures: RowFigures, tune
     lines = []
     for position, row_index in enumerate(rows.row_indices):
         record: dict[str, Any] = {"row": row_index + 1}
-        question_row = rows.questions.get(position)
-        if question_row is None:
-            record["text"] = tokenizer.decode(rows.rows[position]["input_ids"])
+        if position in rows.questions:
+            question, messages = rows.questions[position]
+            record |= {"prompt": messages, "reference": question.reference}
         else:
-            record |= {"prompt": list(question_row.messages), "reference": question_row.question.reference}
+            record["text"] = tokenizer.decode(rows.rows[position]["input_ids"])
         record |= {"base": base_figures[position], "tuned": tuned_figures[position]}
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     return "".join(lines)

@@ -204,8 +204,10 @@ def _count_answered(answers_path: Path, prompts: list[Prompt], provenance: str) 
         if entry != prompt.output_fields:
             raise DataError(f"{file_label} exists and answers other prompts (line {line_number}); name another file")
         if answered_by != provenance:
-            authors = f"{one_line(str(answered_by))}, now {one_line(provenance)}"
-            raise DataError(f"{file_label} exists and was answered by {authors}; name another file")
+            raise DataError(
+                f"{file_label} exists and was answered by {one_line(str(answered_by))}, now "
+                f"{one_line(provenance)}; name another file"
+            )
     if len(complete_lines) < len(content):
         os.truncate(answers_path, len(complete_lines))
     return len(lines)

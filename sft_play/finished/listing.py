@@ -226,8 +226,10 @@ def _prunable_paths(folder: RunFolder, scope: PruneScope) -> dict[Path, int]:
 
 def _require_finished(folder: RunFolder, status: str) -> None:
     if status != "finished":
-        remedy = "could not be resumed; remove the whole run, or finish it with make resume"
-        raise RunFolderError(f"{folder.path} is not finished ({status}): without them it {remedy}")
+        raise RunFolderError(
+            f"{folder.path} is not finished ({status}): without them it could not be resumed; "
+            "remove the whole run, or finish it with make resume"
+        )
 
 
 def prune(selection: PruneSelection) -> PruneResult:

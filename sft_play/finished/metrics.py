@@ -10,7 +10,7 @@ import math
 import sys
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,36 +64,29 @@ class Metric:
 def select_metrics(names: Sequence[str]) -> list[Metric]:
     """Select the metrics of METRICS=; without names all built-in ones that are installed. Raises ConfigError where a
     name is unknown, its package is not installed, or a `module:function` cannot be imported."""
+    missing = [
+        name
+        for name, package in BUILT_IN_METRICS.items()
+        if package is not None and importlib.util.find_spec(package) is None
+    ]
     if not names:
-        missing = [name for name in BUILT_IN_METRICS if not _is_installed(name)]
         if missing:
             logger.info("Not measured: %s; %s adds what they need", ", ".join(missing), _INSTALL_EVAL)
-        return [_built_in_metric(name) for name in BUILT_IN_METRICS if name not in missing]
-    if NO_METRICS in names:
-        if len(set(names)) > 1:
-            raise ConfigError(f"METRICS={one_line(' '.join(names))}: {NO_METRICS} excludes other metrics")
-        return []
-    return [_find_metric(name) for name in dict.fromkeys(names)]
+        names = [name for name in BUILT_IN_METRICS if name not in missing]
+    if NO_METRICS in names and len(set(names)) > 1:
+        raise ConfigError(f"METRICS={one_line(' '.join(names))}: {NO_METRICS} excludes other metrics")
+    return [_find_metric(name, missing) for name in dict.fromkeys(names) if name != NO_METRICS]
 
 
-def _find_metric(name: str) -> Metric:
+def _find_metric(name: str, missing: Sequence[str]) -> Metric:
     if ":" in name:
         return Metric(name, functools.partial(_call_user_metric, name, _import_function(name)))
     if name not in BUILT_IN_METRICS:
         known_metrics = f"there are {', '.join(BUILT_IN_METRICS)}, {NO_METRICS} and your own module:function"
         hint = did_you_mean(name, [*BUILT_IN_METRICS, NO_METRICS]) or known_metrics
         raise ConfigError(f"METRICS={one_line(name)} is not a metric; {hint}")
-    if not _is_installed(name):
+    if name in missing:
         raise ConfigError(f"METRICS={name} needs the package {BUILT_IN_METRICS[name]}: {_INSTALL_EVAL}")
-    return _built_in_metric(name)
-
-
-def _is_installed(name: str) -> bool:
-    package = BUILT_IN_METRICS[name]
-    return package is None or importlib.util.find_spec(package) is not None
-
-
-def _built_in_metric(name: str) -> Metric:
     if name == "chrf":
         from sacrebleu.metrics.chrf import CHRF
 
@@ -134,8 +127,9 @@ def _import_function(name: str) -> Any:
         for part in attribute_path.split("."):
             function = getattr(function, part)
     except Exception as error:  # importing runs the user's own code
-        reason = f"{type(error).__name__}: {one_line(str(error))}"
-        raise ConfigError(f"METRICS={one_line(name)} cannot be imported from {folder}: {reason}") from error
+        raise ConfigError(
+            f"METRICS={one_line(name)} cannot be imported from {folder}: {type(error).__name__}: {one_line(str(error))}"
+        ) from error
     if not callable(function):
         raise ConfigError(f"METRICS={one_line(name)} is of type {type(function).__name__}, not a function")
     return function
@@ -164,9 +158,8 @@ class Interval:
     level: float
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data; an unbounded end, or one without data, is null."""
-        values = {"difference": self.difference, "low": self.low, "high": self.high}
-        return {name: finite_or_none(value) for name, value in values.items()} | {"level": self.level}
+        # an unbounded end, or one without data, is null
+        return {name: finite_or_none(value) for name, value in asdict(self).items()}
 
 
 def paired_bootstrap(
@@ -227,41 +220,36 @@ class MetricComparison:
     @property
     def verdict(self) -> str:
         """better or worse, where the whole interval says so."""
-        is_above_zero, is_below_zero = self.interval.low > 0, self.interval.high < 0
-        if is_above_zero or is_below_zero:
-            return "better" if is_above_zero != self.is_loss else "worse"
-        return "same" if self.interval.low == self.interval.high == 0 else "not sure"
+        low, high = self.interval.low, self.interval.high
+        if low > 0 or high < 0:
+            return "better" if (low > 0) != self.is_loss else "worse"
+        return "same" if low == high == 0 else "not sure"
 
     @property
-    def perplexity(self) -> dict[str, float | None]:
+    def perplexity(self) -> dict[str, float]:
         """Of a loss: that of base and tuned, and their ratio with its interval."""
         interval = self.interval
         nats = {"base": self.base, "tuned": self.tuned, "ratio": interval.difference, "low": interval.low,
                 "high": interval.high}  # fmt: skip
         with np.errstate(over="ignore"):
-            return {name: finite_or_none(float(np.exp(value))) for name, value in nats.items()}
+            return {name: float(np.exp(value)) for name, value in nats.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data."""
         values = {"base": finite_or_none(self.base), "tuned": finite_or_none(self.tuned)}
         return {**values, **self.interval.as_json(), "verdict": self.verdict}
 
     def table_rows(self) -> list[list[str]]:
         """Its line of the table, of a loss also that of its perplexity."""
-        number_format, scale, difference_format = "{:.4f}", 1, "{:+.4f}"
+        title, interval = METRIC_TITLES.get(self.name, self.name), self.interval
+        values = (interval.difference, interval.low, interval.high)
         if self.is_share:
-            number_format, scale, difference_format = "{:.1%}", 100, "{:+.1f} pts"
-        difference, low, high = (
-            difference_format.format(scale * value) if math.isfinite(value) else "?"
-            for value in (self.interval.difference, self.interval.low, self.interval.high)
-        )
-        title, values = METRIC_TITLES.get(self.name, self.name), (self.base, self.tuned)
-        rows = [[title, *map(number_format.format, values), f"{difference} [{low}, {high}]", self.verdict]]
+            difference = "{:+.1f} pts [{:+.1f}, {:+.1f}]".format(*(100 * value for value in values))
+            return [[title, f"{self.base:.1%}", f"{self.tuned:.1%}", difference, self.verdict]]
+        difference = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*values)
+        rows = [[title, f"{self.base:.4f}", f"{self.tuned:.4f}", difference, self.verdict]]
         if self.is_loss:
-            base, tuned, ratio, low, high = (
-                "?" if value is None else f"{value:.4g}" for value in self.perplexity.values()
-            )
-            rows.append(["perplexity", base, tuned, f"x{ratio} [x{low}, x{high}]", self.verdict])
+            cells = ("{base:.4g}", "{tuned:.4g}", "x{ratio:.4g} [x{low:.4g}, x{high:.4g}]")
+            rows.append(["perplexity", *(cell.format(**self.perplexity) for cell in cells), self.verdict])
         return rows
 
 

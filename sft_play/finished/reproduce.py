@@ -139,8 +139,9 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
     if adapter:
         file = Path(str(loaded.config.model.adapter)) / ADAPTER_WEIGHTS_FILE
         if source_digest(file) != adapter.get("sha256"):
-            reason = f"{file}, which it began from, has changed since"
-            raise ModelError(f"{run.folder.path} cannot be trained again: {reason}")
+            raise ModelError(
+                f"{run.folder.path} cannot be trained again: {file}, which it began from, has changed since"
+            )
 
 
 def _training_command(run: FinishedRun, loaded: LoadedConfig, deepspeed_path: Path | None) -> list[str]:
@@ -225,8 +226,9 @@ def compare_weights(first_folder: Path, second_folder: Path) -> tuple[int, dict[
             if difference is not None:
                 differing[name] = difference
     except (OSError, SafetensorError) as error:
-        folders = f"{first_folder} or {second_folder}"
-        raise ModelError(f"the weights in {folders} cannot be read: {one_line(str(error))}") from None
+        raise ModelError(
+            f"the weights in {first_folder} or {second_folder} cannot be read: {one_line(str(error))}"
+        ) from None
     return first_count + len(second_tensors), differing | dict.fromkeys(sorted(second_tensors), math.inf)
 
 

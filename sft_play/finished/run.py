@@ -20,13 +20,7 @@ from sft_play.data.sources.files import find_data_paths, source_digest
 from sft_play.errors import ConfigError, ModelError, RunFolderError, SftPlayError
 from sft_play.files import atomic
 from sft_play.log import one_line
-from sft_play.models.config_json import (
-    base_weights_identity,
-    find_model_folder,
-    load_config_json,
-    load_max_positions,
-    text_only_note,
-)
+from sft_play.models.config_json import base_weights_identity, find_model_folder, load_config_json, load_max_positions
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.files import disk_refusal_reason
 from sft_play.runs.folder import CodeTrust, RunFolder, trust_none
@@ -83,9 +77,11 @@ def find_finished_run(output_folder: Path, name: str | None, *, is_trusted: Code
         raise RunFolderError(f"there is no finished run in {output_folder}{unfinished_note}; train one with make train")
     manifest = folder.read_manifest()
     if manifest.get("status") != "finished":
-        status = f"its manifest says {one_line(str(manifest.get('status')))}"
-        command = f"make resume RUN={shlex.quote(folder.path.name)} trains it to its end"
-        raise RunFolderError(f"the run {folder.path} is not finished ({status}): {command}")
+        raise RunFolderError(
+            f"the run {folder.path} is not finished (its manifest says "
+            f"{one_line(str(manifest.get('status')))}): make resume "
+            f"RUN={shlex.quote(folder.path.name)} trains it to its end"
+        )
     config = folder.read_config(is_trusted=is_trusted)
     if config.curriculum:
         # the weights are those of the last stage, whose settings differ from those of the whole run
@@ -142,8 +138,10 @@ def base_model_folder(run: FinishedRun) -> Path:
 def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
     current_digest = base_weights_identity(run.config.model.name, None)["sha256"]
     if recorded.get("sha256") not in (None, current_digest):
-        weights_text = f"the weights in {run.config.model.name}"
-        raise ModelError(f"{weights_text} are not those that {run.folder.path} was trained on: put the base back")
+        raise ModelError(
+            f"the weights in {run.config.model.name} are not those that {run.folder.path} was "
+            "trained on: put the base back"
+        )
 
 
 def find_changed_data(manifest: Mapping[str, Any], loaded: LoadedConfig) -> list[str]:
@@ -167,16 +165,6 @@ def require_split(split: str | None, data: str | None) -> None:
     if split not in (None, "val", "test"):
         hint = "; training rows are not evaluated (DATA=FILE evaluates any file)" if split == "train" else ""
         raise ConfigError(f"SPLIT={one_line(str(split))} is neither val nor test{hint}")
-
-
-def language_model_notes(run: FinishedRun) -> tuple[str, ...]:
-    """A line on a run that trained the language model of a larger class; none for others."""
-    model = run.config.model
-    try:
-        class_note = text_only_note(load_config_json(model.name, revision=model.revision))
-    except ModelError:  # the base is gone: a fully trained model needs it no more
-        return ()
-    return (f"Class: {class_note}",) if class_note else ()
 
 
 def describe_context_window(run: FinishedRun, model: str) -> tuple[int, str]:
@@ -239,5 +227,7 @@ def require_space(folder: Path, needed_bytes: int, message_start: str) -> None:
     `message_start` begins the message."""
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
-        remedy = f"{folder.parent} has {format_gib(free_bytes)} GiB free; name another disk: OUT=FOLDER"
-        raise ConfigError(f"{message_start} {format_gib(needed_bytes)} GiB and {remedy}")
+        raise ConfigError(
+            f"{message_start} {format_gib(needed_bytes)} GiB and {folder.parent} has "
+            f"{format_gib(free_bytes)} GiB free; name another disk: OUT=FOLDER"
+        )

@@ -103,8 +103,10 @@ def claim_port(host: str, port: int) -> socket.socket:
         # also a port whose last connections are still closing (TIME_WAIT)
         return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
     except OSError as error:
-        reason = f"{os.strerror(error.errno or 0)}; PORT=0 takes any free port"
-        raise ConfigError(f"{one_line(host)} port {port} cannot be listened on: {reason}") from None
+        raise ConfigError(
+            f"{one_line(host)} port {port} cannot be listened on: "
+            f"{os.strerror(error.errno or 0)}; PORT=0 takes any free port"
+        ) from None
 
 
 def exposure_warning(host: str) -> str | None:
@@ -136,8 +138,10 @@ class TransformersService:
         except ImportError as error:
             if not (error.name or "").startswith("transformers."):
                 raise
-            reason = f"transformers {version('transformers')} has another server than the one that answers here"
-            raise BackendError(f"{reason} ({one_line(str(error))}): install that of requirements.lock") from None
+            raise BackendError(
+                f"transformers {version('transformers')} has another server than the one that "
+                f"answers here ({one_line(str(error))}): install that of requirements.lock"
+            ) from None
         from sft_play.finished.respond import Responder
         from sft_play.training.prepare.library_messages import quiet_libraries
 
@@ -194,8 +198,10 @@ class VllmService:
         search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         program = shutil.which("vllm", path=search_path)
         if program is None:
-            advice = "install vLLM in an environment of its own, and put its bin folder into PATH"
-            raise BackendError(f"ENGINE=vllm: there is no program vllm in PATH or in this environment; {advice}")
+            raise BackendError(
+                "ENGINE=vllm: there is no program vllm in PATH or in this environment; install "
+                "vLLM in an environment of its own, and put its bin folder into PATH"
+            )
         self._run, self._host = run, host
         with claim_port(host, port) as listener:  # vLLM itself says late, and in a traceback, that a port is taken
             self._port = int(listener.getsockname()[1])

@@ -1,6 +1,6 @@
 """`make ship`: base and trained model measured on held-out rows and on the general sample, the merge compared, and one
 verdict with everything that it was computed from; and the verdict of a ship.json computed again (`REPLAY=`), without a
-model and its libraries: what measures imports them.
+model.
 
 Three checks, all of which have to pass:
 
@@ -14,8 +14,6 @@ rows). A base that is worse than that (random weights, or a language that it is 
 is another) gets better by any noise that makes it less sure, and worse by nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -24,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -38,18 +36,28 @@ from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
 from sft_play.exit_codes import DO_NOT_SHIP, EXIT_KINDS
+from sft_play.finished.evaluation import RowScore, score_rows_of_run
+from sft_play.finished.export.check_merge import merge_test
+from sft_play.finished.export.merge import ensure_whole_model_folder
+from sft_play.finished.export.places import find_merged_model
+from sft_play.finished.load import (
+    HeldOutRows,
+    build_run_renderer,
+    evenly_spaced_indices,
+    find_continued_adapter,
+    load_held_out_rows,
+    measure_both_models,
+)
 from sft_play.finished.metrics import Interval, finite_or_none, paired_bootstrap
+from sft_play.finished.respond import Responder
 from sft_play.finished.run import FinishedRun, next_command_line, translate_write_errors
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 from sft_play.runs.folder import installed_versions
 from sft_play.runs.lookup import lock_run
+from sft_play.training.measure.exact_match import select_questions
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from sft_play.finished.evaluation import RowScore
-    from sft_play.finished.load import HeldOutRows
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +76,8 @@ _GENERAL_FOLDER = Path(__file__).parent / "general"
 # Tokens of a row of the general sample: real tokenizers need fewer; byte-like ones may need more than a model has
 # positions.
 _MAX_ROW_TOKENS = 512
+
+_VERDICTS = {True: "ship", False: "do not ship"}
 
 LabelledRow = dict[str, list[int]]
 FloatArray = npt.NDArray[np.float64]
@@ -201,27 +211,20 @@ class ShipVerdict:
         return all(check.ok is True for check in self.checks)
 
     @property
-    def label(self) -> str:
-        """ship, or do not ship."""
-        return "ship" if self.ok else "do not ship"
-
-    @property
     def reasons(self) -> list[str]:
         """What is wrong, a line for each check that failed."""
         return [f"{check.name}: {check.reason}" for check in self.checks if check.ok is False]
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data."""
         checks = [asdict(check) for check in self.checks]
-        return {"ok": self.ok, "verdict": self.label, "reasons": self.reasons, "checks": checks}
+        return {"ok": self.ok, "verdict": _VERDICTS[self.ok], "reasons": self.reasons, "checks": checks}
 
     def lines(self, continued_adapter: str | None) -> list[str]:
         """What the run was compared with where that is not its base, a line for each check, and the verdict."""
         lines = [f"{check.name.capitalize()}: {check.line}" for check in self.checks]
         if continued_adapter:
             lines.insert(0, f"Before: {continued_adapter}, which this run continued: it is the base of these figures")
-        reason = f": {'; '.join(self.reasons)}" if self.reasons else ""
-        return [*lines, f"Verdict: {self.label}{reason}"]
+        return [*lines, ": ".join(filter(None, [f"Verdict: {_VERDICTS[self.ok]}", "; ".join(self.reasons)]))]
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
@@ -245,9 +248,8 @@ def too_few_rows_reason(task: TaskEvidence, thresholds: Thresholds) -> str:
         return f"there are no rows that the run was not trained on; {remedy}"
     if len(task.losses) >= thresholds.min_rows:
         return ""
-    left_out_note = f" (and {task.left_out} repeated ones or training rows)" if task.left_out else ""
-    shortage = f"not enough evidence: {len(task.losses)} held-out rows{left_out_note}"
-    return f"{shortage}, at least {thresholds.min_rows} are needed; {remedy}"
+    counts = f"{len(task.losses)} held-out rows (and {task.left_out} repeated ones or training rows)"
+    return f"not enough evidence: {counts}, at least {thresholds.min_rows} are needed; {remedy}"
 
 
 def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
@@ -344,8 +346,8 @@ class ReplayResult(Answer):
     verdict: ShipVerdict
     # The names of what the file decides otherwise.
     differences: tuple[str, ...]
-    # The adapter that the run continued, as the file names it.
-    continued_adapter: str | None = None
+    # The adapter that the run continued, as the file names it; empty where there was none.
+    continued_adapter: str
 
     @property
     def ok(self) -> bool:
@@ -370,10 +372,12 @@ def replay_verdict(path: Path) -> ReplayResult:
         recorded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"REPLAY={file_name} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"REPLAY={file_name} is not JSON: {one_line(str(error))}") from None
+    except ValueError:
+        recorded = None
     if not isinstance(recorded, dict) or recorded.get("format") != SHIP_FORMAT:
-        raise ConfigError(f"REPLAY={file_name} is not a file that make ship writes (its format is not {SHIP_FORMAT!r})")
+        raise ConfigError(
+            f"REPLAY={file_name} is not a file that make ship writes (JSON in the format {SHIP_FORMAT!r})"
+        )
     try:
         evidence = TypeAdapter(Evidence).validate_python(recorded.get("evidence"))
         thresholds = TypeAdapter(Thresholds).validate_python(recorded.get("thresholds"))
@@ -384,18 +388,59 @@ def replay_verdict(path: Path) -> ReplayResult:
     verdict = judge_evidence(evidence, thresholds)
     decision, recorded_decision = _decision(verdict.as_json()), _decision(recorded)
     differences = [name for name in decision | recorded_decision if decision.get(name) != recorded_decision.get(name)]
-    continued_adapter = one_line(str(recorded["before"])) if recorded.get("before") else None
-    return ReplayResult(path, verdict, tuple(differences), continued_adapter)
+    return ReplayResult(path, verdict, tuple(differences), one_line(str(recorded.get("before") or "")))
 
 
 def _decision(verdict: dict[str, Any]) -> dict[str, Any]:
     """What decides, by names; the figures and words of the checks repeat the evidence."""
-    decision = {"ok": verdict.get("ok"), "verdict": verdict.get("verdict")}
-    checks = verdict.get("checks")
-    for check in checks if isinstance(checks, list) else []:
-        if isinstance(check, dict):
-            decision[f"checks[{check.get('name')}].ok"] = check.get("ok")
-    return decision
+    checks = {f"checks[{check.get('name')}].ok": check.get("ok") for check in verdict.get("checks") or ()}
+    return {"ok": verdict.get("ok"), "verdict": verdict.get("verdict"), **checks}
+
+
+# --- the general sample -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class GeneralSample:
+    """The texts and the chats (messages); `sha256` is that of both files."""
+
+    texts: tuple[str, ...]
+    chats: tuple[tuple[dict[str, str], ...], ...]
+    sha256: str
+
+
+def general_sample() -> GeneralSample:
+    """The sample that ships with the project."""
+    files = {name: (_GENERAL_FOLDER / f"{name}.jsonl").read_bytes() for name in ("text", "chats")}
+    lines = {name: [json.loads(line) for line in data.decode("utf-8").splitlines()] for name, data in files.items()}
+    return GeneralSample(
+        tuple(row["text"] for row in lines["text"]),
+        tuple(tuple(row["messages"]) for row in lines["chats"]),
+        hashlib.sha256(files["text"] + files["chats"]).hexdigest(),
+    )
+
+
+def text_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
+    """The texts as tokens, all of them trained, cut where they are too long; none has the end-of-text token."""
+    rows = []
+    for ids in renderer.tokenise_documents(list(sample.texts)):
+        # predicting that a text ends here says nothing about what the model knows
+        if ids[-1] == renderer.tokenizer_parts.end_of_text_id:
+            ids = ids[:-1]
+        rows.append({"input_ids": ids[:_MAX_ROW_TOKENS], "labels": ids[:_MAX_ROW_TOKENS]})
+    return rows
+
+
+def chat_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
+    """The chats as tokens by the chat template, the assistant's turns trained, cut where they are too long; without
+    those that the template cannot render, or that have no trained token then."""
+    chats: Sequence[Any] = [
+        Chat(f"chat {number} of {GENERAL_SAMPLE_VERSION}", messages)
+        for number, messages in enumerate(sample.chats, start=1)
+    ]
+    return [
+        {"input_ids": row.input_ids[:_MAX_ROW_TOKENS], "labels": row.labels[:_MAX_ROW_TOKENS]}
+        for row in renderer.render_all(chats)
+        if not isinstance(row, BadRow) and any(label != IGNORED for label in row.labels[1:_MAX_ROW_TOKENS])
+    ]
 
 
 # --- a run measured ---------------------------------------------------------------------------------------------------
@@ -421,17 +466,16 @@ class ShipResult(Answer):
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        next_command = ("export", "FORMAT=gguf") if self.ok else ("eval", "writes every row")
-        lines = self.verdict.lines(self.provenance.get("before"))
-        return [*lines, f"Written to: {self.run / SHIP_FILE}", next_command_line(*next_command, RUN=self.run)]
+        lines = [*self.verdict.lines(self.provenance.get("before")), f"Written to: {self.run / SHIP_FILE}"]
+        if self.ok:
+            return [*lines, next_command_line("export", "FORMAT=gguf", RUN=self.run)]
+        return [*lines, next_command_line("eval", "writes every row", RUN=self.run)]
 
 
 def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float | None = None) -> ShipResult:
     """Measure, judge, and write ship.json into the run folder. `tolerance`: nats a token by which the loss on general
     text and chats may rise. Raises DataError where the run's data is gone, or RunFolderError where another process
     writes it. What refuses the run whatever is measured is known before a model loads: rows, files."""
-    from sft_play.finished.load import find_continued_adapter, load_held_out_rows
-
     quiet_libraries()
     thresholds = Thresholds()
     if tolerance is not None:
@@ -476,12 +520,7 @@ def _measure_losses(
     max_questions: int,
 ) -> Evidence:
     """All evidence but the merge; raises ModelError if a model cannot be loaded. None is where the rows are too few."""
-    from sft_play.finished.evaluation import RowScore, eval_batch_tokens, score_rows
-    from sft_play.finished.load import build_run_renderer, compute_dtype, measure_both_models
-    from sft_play.finished.respond import Responder
-    from sft_play.training.measure.exact_match import select_questions
-
-    split = "" if held_out_rows.name == "train" else held_out_rows.name
+    split = held_out_rows.name.replace("train", "")  # rows that were trained on are no evidence
     unmeasured_scores = [RowScore(math.nan, count_trained_tokens(row["labels"]), 0) for row in rows]
     task = TaskEvidence(split, _row_losses(unmeasured_scores, unmeasured_scores, rows), left_out=left_out)
     refusal = too_few_rows_reason(task, thresholds)
@@ -505,14 +544,7 @@ def _measure_losses(
         scores = []
         for row_set in (rows, texts, chats):
             shortened_rows = [{column: values[:max_positions] for column, values in row.items()} for row in row_set]
-            scores.append(
-                score_rows(
-                    model,
-                    shortened_rows,
-                    max_batch_tokens=eval_batch_tokens(run),
-                    autocast_dtype=compute_dtype(run),
-                )
-            )
+            scores.append(score_rows_of_run(run, model, shortened_rows))
         answers = Responder(run, model).answers(questions, max_new_tokens=run.config.eval.max_new_tokens)
         return scores, tuple(answer.is_correct for answer in answers)
 
@@ -526,8 +558,6 @@ def _measure_losses(
 def distinct_rows(held_out_rows: HeldOutRows, count: int) -> tuple[list[LabelledRow], int]:
     """Up to `count` held-out rows, evenly spaced, and how many were left out: repeated, or training rows too. None of a
     run that was trained on all of its rows."""
-    from sft_play.finished.load import evenly_spaced_indices
-
     if held_out_rows.name == "train":
         return [], 0
     # more are read than are wanted, since some may be repeated; at most so many, since each is compared
@@ -555,10 +585,6 @@ def _row_losses(base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Seque
 
 
 def _measure_merge(run: FinishedRun) -> MergeEvidence:
-    from sft_play.finished.export.check_merge import merge_test
-    from sft_play.finished.export.merge import ensure_whole_model_folder
-    from sft_play.finished.export.places import find_merged_model
-
     if not run.is_adapter:
         return MergeEvidence("no adapter")
     try:
@@ -572,48 +598,3 @@ def _measure_merge(run: FinishedRun) -> MergeEvidence:
     return MergeEvidence(
         "compared", finite_or_none(merge_result.kl_merged), merge_result.kl_limit, merge_result.kl_base
     )
-
-
-# --- the general sample -----------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class GeneralSample:
-    """The texts and the chats (messages); `sha256` is that of both files."""
-
-    texts: tuple[str, ...]
-    chats: tuple[tuple[dict[str, str], ...], ...]
-    sha256: str
-
-
-def general_sample() -> GeneralSample:
-    """The sample that ships with the project."""
-    files = {name: (_GENERAL_FOLDER / f"{name}.jsonl").read_bytes() for name in ("text", "chats")}
-    lines = {name: [json.loads(line) for line in data.decode("utf-8").splitlines()] for name, data in files.items()}
-    return GeneralSample(
-        tuple(row["text"] for row in lines["text"]),
-        tuple(tuple(row["messages"]) for row in lines["chats"]),
-        hashlib.sha256(files["text"] + files["chats"]).hexdigest(),
-    )
-
-
-def text_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
-    """The texts as tokens, all of them trained, cut where they are too long; none has the end-of-text token."""
-    rows = []
-    for ids in renderer.tokenise_documents(list(sample.texts)):
-        # predicting that a text ends here says nothing about what the model knows
-        bare = ids[:-1] if ids[-1] == renderer.tokenizer_parts.end_of_text_id else ids
-        rows.append({"input_ids": bare[:_MAX_ROW_TOKENS], "labels": bare[:_MAX_ROW_TOKENS]})
-    return rows
-
-
-def chat_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
-    """The chats as tokens by the chat template, the assistant's turns trained, cut where they are too long; without
-    those that the template cannot render, or that have no trained token then."""
-    chats: Sequence[Any] = [
-        Chat(f"chat {number} of {GENERAL_SAMPLE_VERSION}", messages)
-        for number, messages in enumerate(sample.chats, start=1)
-    ]
-    return [
-        {"input_ids": row.input_ids[:_MAX_ROW_TOKENS], "labels": row.labels[:_MAX_ROW_TOKENS]}
-        for row in renderer.render_all(chats)
-        if not isinstance(row, BadRow) and any(label != IGNORED for label in row.labels[1:_MAX_ROW_TOKENS])
-    ]

@@ -11,11 +11,10 @@ import json
 import operator
 import re
 import shlex
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoTokenizer
@@ -62,12 +61,11 @@ _TRAINING_KEYS = ("train", "weight", "loss_weight")
 _PROBE_TEXTS = ("The", "Once upon a time, in 1984,", "naïve café 日本語 🚀\n\n", "def f(x):\n    return x\n")
 
 
-@dataclass(frozen=True)
-class PairedPrompt:
-    """A prompt: training's ids, and the text that an engine renders; None where the exported template refuses it."""
+class PairedPrompt(NamedTuple):
+    """A prompt: training's ids, and the text that an engine renders; empty where the exported template refuses it."""
 
     ids: list[int]
-    rendered: str | None
+    rendered: str
 
 
 class EnginePrompts:
@@ -85,20 +83,21 @@ class EnginePrompts:
         self.stop_ids = folder_stop_ids(run, self.tokenizer, model_folder)
         # The text that ends an answer; empty where nothing does.
         self.end_of_turn = "" if self.is_plain_text else self._renderer.turn_locator().ends.end_of_turn
-        templates = self.tokenizer.chat_template or {}
-        sources = templates if isinstance(templates, dict) else {"default": templates}
+        sources = self.tokenizer.chat_template or {}
+        if isinstance(sources, str):
+            sources = {"default": sources}
         # The folder's chat template, of several the one for rows without tools.
         self.template: str | None = sources.get("default")
-        token_texts = {key: value for key, value in self.tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        texts = {key: value for key, value in self.tokenizer.special_tokens_map.items() if isinstance(value, str)}
         self._templates = {
-            name: ChatTemplate(source, variables=token_texts, today=self._renderer.today)
-            for name, source in sources.items()
+            name: ChatTemplate(source, variables=texts, today=self._renderer.today) for name, source in sources.items()
         }
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
         """The folder's chat template, on the day of the run. Raises RenderError where it refuses these messages, or
         TokenizerError where there is none."""
-        template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
+        names = ["tool_use", "default"] if tools else ["default"]
+        template = next((self._templates[name] for name in names if name in self._templates), None)
         if template is None:
             raise TokenizerError(f"{self._model_folder} has no chat template")
         return template.render([dict(message) for message in messages], tools=tools, with_prompt=True)
@@ -135,17 +134,14 @@ class EnginePrompts:
         try:
             return PairedPrompt(prompt, self.render(messages, chat.tools))
         except RenderError:
-            return PairedPrompt(prompt, None)
+            return PairedPrompt(prompt, "")
 
-    def engine_adds_bos(self) -> bool | None:
+    def engine_adds_bos(self) -> bool:
         """Whether an engine has to put BOS before a prompt: where training's began with it and the tokenizer puts it
-        there by itself. None of plain text: as the tokenizer does it."""
-        bos = self.tokenizer.bos_token_id
-        if self.is_plain_text:
-            return None
-        if bos is None or list(self.tokenizer("a")["input_ids"])[:1] != [bos]:
-            return False
-        return any(pair.ids[:1] == [bos] for pair in self.probe_prompts()[:1])
+        there by itself."""
+        bos = [self.tokenizer.bos_token_id]
+        ids_by_tokenizer = list(self.tokenizer("a")["input_ids"])
+        return ids_by_tokenizer[:1] == bos and any(pair.ids[:1] == bos for pair in self.probe_prompts()[:1])
 
 
 def probe_conversations() -> list[list[dict[str, str]]]:
@@ -173,17 +169,6 @@ class ExportCheck:
 
 
 @dataclass(frozen=True)
-class AnswerComparison:
-    """The file's answers beside the trained model's. Divergences are means over places, in nats."""
-
-    # KL(trained ‖ this).
-    kl: float
-    equal_answers: float
-    # Mean divergence up to which this counts as the trained model, by the rule of merge-test.
-    kl_limit: float
-
-
-@dataclass(frozen=True)
 class ExportTest(Answer):
     """What the comparison found."""
 
@@ -195,7 +180,9 @@ class ExportTest(Answer):
     split: str
     prompts: int
     checks: tuple[ExportCheck, ...]
-    answers: AnswerComparison | None
+    # `kl`: the mean divergence of the file's model from the trained one, in nats; `kl_limit`: up to which it counts as
+    # that, by the rule of merge-test; `equal_answers`: the share that is equal token for token.
+    answers: Mapping[str, float] | None
     kl_base: float | None
 
     @property
@@ -224,12 +211,11 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
     model_folder = ensure_whole_model_folder(run, is_locked=False)
     prompts = EnginePrompts(run, model_folder)
     held_out_rows, plan = load_held_out_rows(run), run.plan()
-    row_prompts = prompts.row_prompts(held_out_rows.split, rows)
-    prompt_source = held_out_rows.name if row_prompts else "test conversations"  # training rows have no text
+    pairs, prompt_source = prompts.row_prompts(held_out_rows.split, rows), held_out_rows.name
+    if not pairs:  # training rows have no text
+        pairs, prompt_source = prompts.probe_prompts()[:rows], "test conversations"
     # a prompt that fills the run's rows leaves no room for an answer
-    paired_prompts = [
-        pair for pair in row_prompts or prompts.probe_prompts()[:rows] if len(pair.ids) < plan.max_seq_len
-    ]
+    paired_prompts = [pair for pair in pairs if len(pair.ids) < plan.max_seq_len]
     questions = [Question(pair.ids, "", "") for pair in paired_prompts]
     held_out = held_out_rows.split.rows
     divergence_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), _DIVERGENCE_ROWS)]
@@ -263,15 +249,16 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
                 base_divergence = mean_divergence(trained_log_probs, log_probs(model, divergence_rows))
         del model
         free_memory()
-        equal_count = sum(map(operator.eq, answers, file_answers))
-        comparison = AnswerComparison(
-            mean_divergence(trained_log_probs, file_log_probs),
-            equal_answers=equal_count / max(1, len(answers)),
-            kl_limit=max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
+        comparison = {
+            "kl": mean_divergence(trained_log_probs, file_log_probs),
+            "equal_answers": sum(map(operator.eq, answers, file_answers)) / max(1, len(answers)),
+            "kl_limit": max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
+        }
+        reason = (
+            "{equal_answers:.1%} equal the trained model's token for token, KL {kl:.2g} nats (limit {kl_limit:.2g})"
         )
-        reason = f"{comparison.equal_answers:.1%} equal the trained model's token for token"
-        reason += f", KL {comparison.kl:.2g} nats (limit {comparison.kl_limit:.2g})"
-        checks.append(ExportCheck("Answers", comparison.kl <= comparison.kl_limit, reason))
+        is_equal = comparison["kl"] <= comparison["kl_limit"]
+        checks.append(ExportCheck("Answers", is_equal, reason.format(**comparison)))
     return ExportTest(
         run.folder.path, file, tuple(sorted(tensor_types)), prompt_source, len(paired_prompts), tuple(checks),
         comparison, base_divergence
@@ -289,27 +276,22 @@ def check_file(
     without prompts, `ok` is None."""
     checks = []
     if prompts.template is not None:
-        is_equal = fields.get("tokenizer.chat_template") == prompts.template
-        template_text = (
-            "the chat template trained with" if is_equal else "another chat template than the one trained with"
-        )
-        checks.append(ExportCheck("Template", is_equal, f"the file has {template_text}"))
+        is_equal, reason = True, "the file has the chat template trained with"
+        if fields.get("tokenizer.chat_template") != prompts.template:
+            is_equal, reason = False, "the file has another chat template than the one trained with"
+        checks.append(ExportCheck("Template", is_equal, reason))
     try:
         encode = load_file_tokenizer(file, fields)
-    except UnreadableTokenizerError as error:
+    except ModelError as error:
         return [*checks, ExportCheck("Tokenizer", None, str(error))]
-    texts = [pair.rendered for pair in paired_prompts]
-    equal_count = sum(
-        text is not None and encode(text) == pair.ids for text, pair in zip(texts, paired_prompts, strict=True)
-    )
-    reason = f"{equal_count} of {len(texts)} prompts have training's token ids by the file's own "
+    equal_count, total = sum(encode(pair.rendered) == pair.ids for pair in paired_prompts), len(paired_prompts)
+    reason = f"{equal_count} of {total} prompts have training's token ids by the file's own "
     reason += f"({fields.get('tokenizer.ggml.model')}, {fields.get('tokenizer.ggml.pre', 'default')})"
-    if None in texts:
-        reason += f"; the template refuses {texts.count(None)}"
     template_kwargs = run.config.data.chat_template_kwargs
-    if equal_count < len(texts) and template_kwargs:
+    if equal_count < total and template_kwargs:
         reason += f"; training passed chat_template_kwargs={template_kwargs}, and so has every request"
-    checks.append(ExportCheck("Tokenizer", equal_count == len(texts) if texts else None, reason))
+    # without prompts nothing is known
+    checks.append(ExportCheck("Tokenizer", equal_count == total if total else None, reason))
     file_stop_ids = {fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
     missing_ids = sorted(set(prompts.stop_ids) - file_stop_ids)
     reason = "the file ends answers at training's stop tokens"
@@ -339,8 +321,9 @@ def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
             quantization_config=GgufConfig(dequantize=True),
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, NotImplementedError, KeyError, ImportError, AttributeError) as error:
-        reason = f"({config.model_type}): {one_line(str(error), limit=120)}"
-        raise ModelError(f"transformers does not read this GGUF {reason}") from None
+        raise ModelError(
+            f"transformers does not read this GGUF ({config.model_type}): {one_line(str(error), limit=120)}"
+        ) from None
     return gguf_model.eval()
 
 
@@ -356,7 +339,9 @@ def _read_tensor_types(file: Path) -> tuple[set[str], int]:
 def weight_bits(tensor_type: str) -> int | None:
     """Bits of a weight in a type of a GGUF, such as 4 of Q4_K and IQ4_XS; None for floats."""
     match = re.match(r"I?Q(\d)_", tensor_type)
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return int(match[1])
 
 
 # --- the tokenizer in a GGUF ------------------------------------------------------------------------------------------
@@ -394,27 +379,17 @@ def _build_pre_tokenizer(entry: Mapping[str, Any]) -> Any:
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _probe_texts() -> list[str]:
-    """All pairs of pieces, and every character of many scripts beside its neighbours and between letters."""
-    scripts = ["".join(map(chr, range(first, last + 1))) for first, last in _PROBED_CHARACTERS]
-    return [*map("".join, itertools.product(_PIECES, repeat=2)), *scripts, *map("x".join, scripts)]
-
-
 def find_pre_tokenizer(backend: Any) -> str | None:
-    """The name by which llama.cpp knows the pre-tokenizer of a `tokenizers` tokenizer. None if it has none that cuts
-    like it, or the tokenizer is not byte-level BPE, changes a text first, or merges in another way."""
+    """The name by which llama.cpp knows the pre-tokenizer of a `tokenizers` tokenizer; None if it has none that cuts
+    like it, or the tokenizer is not byte-level BPE. Whatever else differs, the check of token ids finds."""
     from tokenizers import models
 
-    model, texts = backend.model, _probe_texts()
+    model = backend.model
     if not isinstance(model, models.BPE) or backend.pre_tokenizer is None:
         return None
-    if model.dropout or model.unk_token or model.continuing_subword_prefix or model.end_of_word_suffix:
-        return None
-    if backend.normalizer is not None:
-        # llama.cpp does not normalise; of text that is composed already, NFC changes nothing
-        composed = [unicodedata.normalize("NFC", text) for text in texts]
-        if any(backend.normalizer.normalize_str(text) != text for text in composed):
-            return None
+    # all pairs of pieces, and every character of many scripts beside its neighbours and between letters
+    scripts = ["".join(map(chr, range(first, last + 1))) for first, last in _PROBED_CHARACTERS]
+    texts = [*map("".join, itertools.product(_PIECES, repeat=2)), *scripts, *map("x".join, scripts)]
 
     def cut(pre_tokenizer: Any) -> list[list[str]]:
         return [[piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)] for text in texts]
@@ -436,31 +411,29 @@ def read_fields(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} cannot be read as a GGUF: {error}") from None
 
 
-class UnreadableTokenizerError(ModelError):
-    """The file's tokenizer is of a kind that only llama.cpp itself can read."""
-
-
 def load_file_tokenizer(file: Path, fields: Mapping[str, Any]) -> Callable[[str], list[int]]:
     """What makes token ids of a rendered prompt by a GGUF's own tokenizer, read by transformers, by llama.cpp's rules:
     special tokens are parsed; a leading BOS of the text is not doubled. `fields`: the file's metadata. Raises
-    UnreadableTokenizerError for a kind, or a pre-tokenizer, that is not known here."""
+    ModelError for a kind, or a pre-tokenizer, that only llama.cpp itself can read."""
     from tokenizers import normalizers
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
     architecture, vocabulary, _ = get_gguf_tokenizer(str(file))
     kind, pre = vocabulary["tokenizer_type"], vocabulary.get("pre_tokenizer_type", "default")
     if kind not in ("gpt2", "llama"):
-        raise UnreadableTokenizerError(f"the GGUF's tokenizer is a {kind}, which only llama.cpp itself reads")
+        raise ModelError(f"the GGUF's tokenizer is a {kind}, which only llama.cpp itself reads")
     backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
     if kind == "gpt2":  # byte-level BPE; transformers cuts by GPT-2's rule where it does not know the name
         known = [entry for entry in _known_pre_tokenizers() if pre in entry["names"]]
         if not known:
-            raise UnreadableTokenizerError(f"the GGUF's pre-tokenizer {pre} is not in the table of llama.cpp's")
+            raise ModelError(f"the GGUF's pre-tokenizer {pre} is not in the table of llama.cpp's")
         backend.pre_tokenizer = _build_pre_tokenizer(known[0])
         backend.model.ignore_merges = known[0]["ignore_merges"]
     else:  # SentencePiece, whose text gets a space before it after every special token too
-        prefix = [normalizers.Prepend(_SPACE_MARK)] if vocabulary.get("add_prefix_space", True) else []
-        backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE_MARK)])
+        steps: list[Any] = [normalizers.Replace(" ", _SPACE_MARK)]
+        if vocabulary.get("add_prefix_space", True):
+            steps.insert(0, normalizers.Prepend(_SPACE_MARK))
+        backend.normalizer = normalizers.Sequence(steps)
         backend.pre_tokenizer = None
     bos_id = fields.get("tokenizer.ggml.bos_token_id")
     # a file without the entry: llama.cpp adds BOS to SentencePiece's prompts, and to none of byte-level BPE

@@ -63,17 +63,17 @@ class MergeTest(Answer):
         return self.kl_merged <= self.kl_limit
 
     def lines(self) -> list[str]:
-        verdict = "the merged model is the adapter's" if self.ok else "the merged model is NOT the adapter's"
         lines = [
             f"Compared: {self.places:,} trained tokens of {self.rows} rows ({self.split})",
             "Loss: {base:.4f} base, {adapter:.4f} with the adapter, {merged:.4f} merged".format(**self.loss),
             f"KL divergence from the adapter: {self.kl_merged:.2g} nats merged (limit {self.kl_limit:.2g}), "
             f"{self.kl_base:.2g} base",
-            f"Verdict: {verdict}",
         ]
         if not self.ok:
             again = next_command_line("merge", "FORCE=1", RUN=self.run)
-            return [*lines, f"{again} with BASE=dequantized for a QLoRA run, or with a finer DTYPE (bf16, fp32)"]
+            advice = f"{again} with BASE=dequantized for a QLoRA run, or with a finer DTYPE (bf16, fp32)"
+            return [*lines, "Verdict: the merged model is NOT the adapter's", advice]
+        lines.append("Verdict: the merged model is the adapter's")
         if self.path != self.run / MERGED_FOLDER:
             return [*lines, f"Next: vllm serve {shlex.quote(str(self.path))}"]
         return [*lines, next_command_line("serve", "ENGINE=vllm", RUN=self.run)]
@@ -94,25 +94,23 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_
     adapter_log_probs = log_probs(model, sample_rows)
     with model.disable_adapter():
         base_log_probs = log_probs(model, sample_rows)
-    dtypes = {str(next(model.parameters()).dtype)}
+    dtypes = {f"torch.{run.plan().precision.compute}", str(next(model.parameters()).dtype)}
     # one model at a time: two whole ones may be more than fits
     del model
     free_memory()
-    base_divergence, base_loss = mean_divergence(adapter_log_probs, base_log_probs), mean_loss(base_log_probs)
-    del base_log_probs
-    merged_model = load_model_folder(target)
-    dtypes.add(str(merged_model.dtype))
-    merged_log_probs = log_probs(merged_model, sample_rows)
-    del merged_model
+    model = load_model_folder(target)
+    dtypes.add(str(model.dtype))
+    merged_log_probs = log_probs(model, sample_rows)
+    del model
     free_memory()
     kl_merged = mean_divergence(adapter_log_probs, merged_log_probs)
-    compute_dtypes = {run.plan().precision.compute, *(dtype.removeprefix("torch.") for dtype in dtypes)}
-    dtype = max(compute_dtypes, key=lambda name: _MIN_KL_LIMIT.get(name, 0))
+    kl_base = mean_divergence(adapter_log_probs, base_log_probs)
+    losses = {"adapter": adapter_log_probs, "merged": merged_log_probs, "base": base_log_probs}
     result = MergeTest(
         run.folder.path, target, held_out_rows.name, len(sample_rows), sum(len(row) for row, _ in adapter_log_probs),
-        kl_merged,
-        base_divergence, divergence_limit(dtype, base_divergence),
-        {"adapter": mean_loss(adapter_log_probs), "merged": mean_loss(merged_log_probs), "base": base_loss},
+        kl_merged, kl_base,
+        kl_limit=max(divergence_limit(dtype.removeprefix("torch."), kl_base) for dtype in dtypes),
+        loss={name: mean_loss(row_log_probs) for name, row_log_probs in losses.items()},
     )  # fmt: skip
     record_merge_test(target, ok=result.ok, divergence=kl_merged, limit=result.kl_limit)
     return result
@@ -152,9 +150,8 @@ def mean_divergence(first: Sequence[RowLogProbs], second: Sequence[RowLogProbs])
     """Mean KL(first ‖ second) over positions, in nats."""
     divergences = []
     for (first_PV, _), (second_PV, _) in zip(first, second, strict=True):
-        width = min(first_PV.shape[1], second_PV.shape[1])
-        if first_PV.shape[1] != second_PV.shape[1]:  # one lacks rows that are no token's
-            first_PV, second_PV = (logits_PV[:, :width].log_softmax(-1) for logits_PV in (first_PV, second_PV))
+        width = min(first_PV.shape[1], second_PV.shape[1])  # one may lack rows that are no token's
+        first_PV, second_PV = (logits_PV[:, :width].log_softmax(-1) for logits_PV in (first_PV, second_PV))
         divergences.append((first_PV.exp() * (first_PV - second_PV)).sum(-1))
     # of equal models fp32 sums to about -1e-9; what is not a number stays so: max() keeps its first argument then
     return max(float(torch.cat(divergences).double().mean()), 0.0)

@@ -6,6 +6,7 @@ token ids of prompts have to be those of training.
 """
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -33,7 +34,6 @@ from sft_play.finished.export.llama_cpp import (
     LLAMA_CPP_VERSION,
     convert_to_gguf,
     find_converter,
-    has_llama_cpp,
     quantize_gguf,
 )
 from sft_play.finished.export.merge import ensure_whole_model_folder, main_dtype, write_generation_config
@@ -53,7 +53,6 @@ from sft_play.finished.run import (
     FinishedRun,
     base_model_folder,
     describe_context_window,
-    language_model_notes,
     next_command_line,
     require_space,
     staged_folder,
@@ -96,13 +95,15 @@ class ExportResult(Answer):
         facts = filter(None, [self.quant, f"{format_gib(self.bytes, digits=2)} GiB", f"{self.wall_s:.0f} s"])
         lines.append(f"Written to: {self.file or self.path} ({', '.join(facts)})")
         lines += [f"Serve: {command}" for command in self.commands]
-        if self.file is not None:
-            is_default = self.path == self.run / EXPORT_FOLDER / self.format
-            out_variable = {} if is_default else {"OUT": self.path}
-            return [*lines, next_command_line("export-test", RUN=self.run, **out_variable)]
+        next_line = next_command_line("push", "REPO=user/name", RUN=self.run)
         if self.merge is not None:
-            return [*lines, next_command_line("merge-test", RUN=self.run)]
-        return [*lines, next_command_line("push", "REPO=user/name", RUN=self.run)]
+            next_line = next_command_line("merge-test", RUN=self.run)
+        if self.file is not None:
+            variables = {"RUN": self.run}
+            if self.path != self.run / EXPORT_FOLDER / self.format:
+                variables["OUT"] = self.path
+            next_line = next_command_line("export-test", **variables)
+        return [*lines, next_line]
 
 
 def export_run(
@@ -124,10 +125,15 @@ def export_run(
     require_export_target(target, replace=replace)
     quiet_libraries()
     # before the merge: a converter that cannot be fetched is known in seconds, a merge takes minutes
-    if quant not in (None, *CONVERTER_QUANTS) and not has_llama_cpp():
-        install = f"{sys.executable} -m pip install {LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} (it compiles for minutes)"
-        raise ConfigError(f"QUANT={quant} needs llama.cpp's library, which is not here: {install}; or take QUANT=q8_0")
-    converter_folder = None if format == "vllm" else find_converter(llama_cpp)
+    if quant not in (None, *CONVERTER_QUANTS) and importlib.util.find_spec("llama_cpp") is None:
+        raise ConfigError(
+            f"QUANT={quant} needs llama.cpp's library, which is not here: {sys.executable} -m "
+            f"pip install {LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} (it compiles for minutes); or "
+            "take QUANT=q8_0"
+        )
+    converter_folder = None
+    if format != "vllm":
+        converter_folder = find_converter(llama_cpp)
     model_folder = ensure_whole_model_folder(run, is_locked=True)
     prompts = EnginePrompts(run, model_folder)
     with staged_folder(target) as staging_folder:
@@ -142,8 +148,8 @@ def export_run(
             "merge": read_merge_record(model_folder) or None,  # what the weights are made of travels with them
         }  # fmt: skip
         write_json(staging_folder / EXPORT_FILE, {name: value for name, value in record.items() if value is not None})
-    notes, seconds = (*language_model_notes(run), *result.notes), round(time.monotonic() - start_time, 2)
-    return with_changes(result, notes=notes, merge=describe_merge(model_folder), wall_s=seconds)
+    seconds = round(time.monotonic() - start_time, 2)
+    return with_changes(result, merge=describe_merge(model_folder), wall_s=seconds)
 
 
 def _write_vllm_folder(
@@ -151,10 +157,11 @@ def _write_vllm_folder(
 ) -> ExportResult:
     for file in filter(Path.is_file, model_folder.iterdir()):
         copy = staging_folder / file.name
-        try:
-            # weights share their place on the disk; a small file is copied, so that an edit does not change the other
-            (os.link if file.suffix == ".safetensors" else shutil.copyfile)(file.resolve(), copy)
-        except OSError:  # on another disk
+        # weights share their place on the disk; a small file is copied, so that an edit does not change the other
+        if file.suffix == ".safetensors":
+            with contextlib.suppress(OSError):  # on another disk, or one without hard links
+                os.link(file.resolve(), copy)
+        if not copy.exists():
             shutil.copyfile(file, copy)
     write_generation_config(run, prompts.tokenizer, model_folder, staging_folder)
     size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
@@ -185,7 +192,7 @@ def _write_gguf(
     command = f"llama-server --jinja -m {shlex.quote(str(target / file.name))}"
     if format == "ollama":
         max_positions, _ = describe_context_window(run, str(model_folder))
-        adds_bos = bool(vocabulary["fields"].get("tokenizer.ggml.add_bos_token"))
+        adds_bos = vocabulary["fields"]["tokenizer.ggml.add_bos_token"]
         text = build_modelfile(run, prompts, file.name, adds_bos=adds_bos, context=max_positions)
         (staging_folder / "Modelfile").write_text(text, encoding="utf-8")
         model_name = shlex.quote(name.lower())
@@ -215,8 +222,9 @@ def _resolve_quants(model_folder: Path, requested_quant: Quant | None) -> tuple[
     lossless = _LOSSLESS_QUANTS.get(dtype)
     quant = requested_quant or lossless
     if quant is None:
-        problem = f"the weights in {model_folder} are {dtype}, which no GGUF holds as they are"
-        raise ConfigError(f"{problem}; give QUANT=bf16 or q8_0")
+        raise ConfigError(
+            f"the weights in {model_folder} are {dtype}, which no GGUF holds as they are; give QUANT=bf16 or q8_0"
+        )
     if quant == "f16" and lossless != "f16":
         for name, tensor in tensors.items():
             values = tensor.read()
@@ -238,8 +246,11 @@ def _stage_model(run: FinishedRun, model_folder: Path, tokenizer: Any, staged_mo
             pieces.symlink_to(base_pieces.resolve())
     if is_sentencepiece(tokenizer) and not pieces.exists():
         # without it the converter ends in an error, or gives all pieces one score: another tokenizer
-        problem = f"llama.cpp's converter reads a SentencePiece tokenizer from tokenizer.model, and {model_folder}"
-        raise ModelError(f"{problem} and the base have none; copy the published model's into {model_folder}")
+        raise ModelError(
+            "llama.cpp's converter reads a SentencePiece tokenizer from tokenizer.model, and "
+            f"{model_folder} and the base have none; copy the published model's into "
+            f"{model_folder}"
+        )
     # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no longer writes them
     path = staged_model / "tokenizer_config.json"
     settings = read_json(path)
@@ -265,9 +276,7 @@ def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
     names = ["eos", "eot", "eom"] if tokenizer.eos_token_id is not None else ["eot", "eom"]
     for name, token in zip(names, stop_ids, strict=False):
         fields[f"{name}_token_id"] = token
-    adds_bos = prompts.engine_adds_bos()
-    if adds_bos is not None:
-        fields |= {"add_bos_token": adds_bos, "add_eos_token": False}
+    fields |= {"add_bos_token": prompts.engine_adds_bos(), "add_eos_token": False}
     if is_sentencepiece(tokenizer):
         # llama.cpp puts a space before text if the entry is missing
         fields["add_space_prefix"] = adds_space_prefix(tokenizer)
@@ -285,13 +294,16 @@ def _check_gguf(run: FinishedRun, file: Path, fields: dict[str, Any], prompts: E
         paired_prompts += prompts.row_prompts(load_held_out_rows(run).split, _MAX_CHECKED_ROWS)
     except DataError as error:
         logger.warning("Export: the run's data is gone, so its prompts are not compared (%s)", error)
-    checks = check_file(run, file, fields, prompts, paired_prompts)
-    for check in checks:
+    prompts_checked, notes = 0, []
+    for check in check_file(run, file, fields, prompts, paired_prompts):
         if check.ok is False and check.name != "Stop tokens":
-            remedy = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.shell_path}"
             raise TokenizerError(
-                f"llama.cpp's converter wrote a GGUF that is not the trained model: {check.reason}; {remedy}"
+                "llama.cpp's converter wrote a GGUF that is not the trained model: "
+                f"{check.reason}; serve the model from its folder: make export FORMAT=vllm "
+                f"RUN={run.folder.shell_path}"
             )
-    is_compared = any(check.name == "Tokenizer" and check.ok for check in checks)
-    notes = [f"{check.name}: {check.reason}" for check in checks if check.ok is not True]
-    return len(paired_prompts) if is_compared else 0, notes
+        if check.name == "Tokenizer" and check.ok:
+            prompts_checked = len(paired_prompts)
+        if not check.ok:
+            notes.append(f"{check.name}: {check.reason}")
+    return prompts_checked, notes

@@ -5,7 +5,6 @@ and certificates are the user's own settings) and compares with the digest below
 package is built, and of its files only the converter is unpacked.
 """
 
-import importlib.util
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from typing import Any
 
 from sft_play.errors import BackendError, ConfigError
 from sft_play.files import ROOT, atomic, cache_dir, hold_lock
+from sft_play.finished.run import translate_write_errors
 from sft_play.log import one_line
 from sft_play.process import signals
 
@@ -45,19 +45,16 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 """
 
 
-def has_llama_cpp() -> bool:
-    """True if llama-cpp-python can be imported here."""
-    return importlib.util.find_spec("llama_cpp") is not None
-
-
 def find_converter(checkout: Path | None) -> Path:
     """The folder with llama.cpp's converters: the `checkout`, else the one in the cache, which is fetched the first
     time. Raises ConfigError where `checkout` holds none, or they cannot be fetched."""
     if checkout is None:
         return _cached_converter()
     if not (checkout / CONVERTER_FILE).is_file() or not (checkout / "gguf-py" / "gguf").is_dir():
-        expectation = f"which has {CONVERTER_FILE} and gguf-py/; leave it out to fetch the converter"
-        raise ConfigError(f"LLAMA_CPP={one_line(str(checkout))} is not a checkout of llama.cpp, {expectation}")
+        raise ConfigError(
+            f"LLAMA_CPP={one_line(str(checkout))} is not a checkout of llama.cpp, which has "
+            f"{CONVERTER_FILE} and gguf-py/; leave it out to fetch the converter"
+        )
     return checkout.resolve()
 
 
@@ -66,11 +63,8 @@ def _cached_converter() -> Path:
     converter_folder = folder / f"{LLAMA_CPP_VERSION}-{LLAMA_CPP_SHA256[:12]}"
     if (converter_folder / CONVERTER_FILE).is_file():
         return converter_folder
-    try:
+    with translate_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = f"({error.strerror}); set SFT_PLAY_CACHE to a folder of yours"
-        raise ConfigError(f"the cache {folder} cannot be created {reason}") from None
     with hold_lock(folder / "lock", waiting_message="Another run is fetching llama.cpp's converter: waiting for it"):
         # looked for again: another process may have unpacked it while this one waited for the lock
         if not (converter_folder / CONVERTER_FILE).is_file():
@@ -105,11 +99,13 @@ def _download(folder: Path) -> Path:
     )
     archives = list(download_folder.glob("*.tar.gz"))
     if process.returncode or not archives:
-        lines = [line for line in (process.stdout + process.stderr).splitlines() if line.strip()]
-        reason = next((line for line in lines if line.lstrip().startswith("ERROR")), lines[-1] if lines else "no pip")
-        problem = f"llama.cpp's converter is not in the cache ({cache_dir()}) and pip cannot fetch it"
-        remedy = f"Give LLAMA_CPP= a checkout of llama.cpp; {LLAMA_CPP_PACKAGE}'s source package has one, in vendor/"
-        raise ConfigError(f"{problem}: {one_line(reason, limit=200)}. {remedy}")
+        lines = ["no pip", *filter(str.strip, (process.stdout + process.stderr).splitlines())]
+        reason = next((line for line in lines if line.lstrip().startswith("ERROR")), lines[-1])
+        raise ConfigError(
+            f"llama.cpp's converter is not in the cache ({cache_dir()}) and pip cannot fetch it: "
+            f"{one_line(reason, limit=200)}. Give LLAMA_CPP= a checkout of llama.cpp; "
+            f"{LLAMA_CPP_PACKAGE}'s source package has one, in vendor/"
+        )
     return archives[0]
 
 

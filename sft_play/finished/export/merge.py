@@ -48,14 +48,7 @@ from sft_play.finished.export.places import (
     require_mergeable,
 )
 from sft_play.finished.load import build_run_renderer
-from sft_play.finished.run import (
-    FinishedRun,
-    base_model_folder,
-    language_model_notes,
-    next_command_line,
-    require_space,
-    staged_folder,
-)
+from sft_play.finished.run import FinishedRun, base_model_folder, next_command_line, require_space, staged_folder
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 from sft_play.models.families import dequantised_config
@@ -83,10 +76,11 @@ from sft_play.training.checkpoints.model_saving import (
 from sft_play.training.measure.exact_match import collect_stop_ids
 from sft_play.training.model.model_loading import TORCH_DTYPES, quantization_config, silence_load_report
 from sft_play.training.model.nf4_experts import nf4_roundtrip
-from sft_play.training.prepare.experts import holds_routed_experts
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
 from sft_play.training.prepare.tokenizer import added_token_rows
+
+logger = logging.getLogger(__name__)
 
 # A run's model with its adapter, on the meta device: PEFT merges each layer when its base weight
 # comes by.
@@ -112,11 +106,15 @@ class AdaptedModel:
         )  # fmt: skip
         self.base_model = self._build_meta_model()
         tower = self.model_spec.text_tower
-        self.key_mapping: dict[str, str] | None = None if tower is None else tower.key_mapping
+        self.key_mapping: dict[str, str] | None = None
         # The name in the base's files of a tensor of the model, where they hold a larger class.
-        self.to_full_name: Callable[[str], str] = str if tower is None else tower.to_full_name
+        self.to_full_name: Callable[[str], str] = str
+        if tower is not None:
+            self.key_mapping, self.to_full_name = tower.key_mapping, tower.to_full_name
         tied_sources = dict(getattr(self.base_model, "all_tied_weights_keys", None) or {})
-        self.quantized_names = self._find_quantized_names() if base == "dequantized" else frozenset()
+        self.quantized_names = frozenset[str]()
+        if base == "dequantized":
+            self.quantized_names = self._find_quantized_names()
         self.adapted_layers: dict[str, Any] = {}
         self.fully_trained_tensors: dict[str, torch.Tensor] = {}
         # By name, embeddings of which only some rows were trained: the indices of these rows, and
@@ -205,7 +203,9 @@ class AdaptedModel:
         """The shape of a tensor after training, given the base's: embeddings may have more rows."""
         if name in self.trained_embedding_rows:
             return (max(base_shape[0], max(self.trained_embedding_rows[name][0]) + 1), *base_shape[1:])
-        return tuple(self.fully_trained_tensors[name].shape) if name in self.fully_trained_tensors else base_shape
+        if name in self.fully_trained_tensors:
+            return tuple(self.fully_trained_tensors[name].shape)
+        return base_shape
 
     def trained_tensor(self, name: str, base_tensor: torch.Tensor) -> torch.Tensor:
         """The tensor of this name as it is after training, given the base's; in fp32 where training changed it."""
@@ -217,15 +217,14 @@ class AdaptedModel:
             table[: len(base_tensor)] = base_tensor
             table[row_indices] = trained
             return table
-        layer = self.adapted_layers.get(name)
-        if layer is None and name not in self.quantized_names:
-            return base_tensor
-        weight = base_tensor.float()
+        tensor = base_tensor
         if name in self.quantized_names:
             # from the dtype in which training loaded it before it quantised: from fp32 other values would round
             # otherwise
-            weight = nf4_roundtrip(base_tensor.to(TORCH_DTYPES[self.precision.load]))
-        return weight if layer is None else _merge_layer(layer, weight)
+            tensor = nf4_roundtrip(base_tensor.to(TORCH_DTYPES[self.precision.load]))
+        if name in self.adapted_layers:
+            tensor = _merge_layer(self.adapted_layers[name], tensor.float())
+        return tensor
 
 
 def _merge_layer(layer: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -242,9 +241,6 @@ def _merge_layer(layer: Any, weight: torch.Tensor) -> torch.Tensor:
         layer.merged_adapters.clear()
         setattr(base_layer, parameter_name, meta_weight)
     return result
-
-
-logger = logging.getLogger(__name__)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -277,10 +273,11 @@ class MergedWeights:
         self.dtype = dtype or _FLOAT_DTYPES[file_dtype]
         self._sources = _map_to_model(adapted, self._base_tensors)
         # files hold a tied tensor once, under its source's name
-        self._unwritten = {*adapted.untied_sources, *adapted.tied_tensors}
+        unwritten = {*adapted.untied_sources, *adapted.tied_tensors}
+        self._written_sources = [source for target, source in self._sources.items() if target not in unwritten]
         self._trained_targets = {
             *adapted.adapted_layers,
-            *(adapted.fully_trained_tensors.keys() - self._unwritten),
+            *(adapted.fully_trained_tensors.keys() - unwritten),
             *adapted.trained_embedding_rows,
             *adapted.quantized_names,
         }
@@ -288,8 +285,11 @@ class MergedWeights:
         for target in sorted(self._trained_targets):
             source = self._sources.get(target)
             if source is None or not source.can_be_split():
-                reason = f"{target} of a {model_name} is made of tensors of its files in a way that has no way back"
-                raise ModelError(f"the adapter cannot be merged: {reason}; serve the base with the adapter")
+                raise ModelError(
+                    f"the adapter cannot be merged: {target} of a {model_name} is made of "
+                    "tensors of its files in a way that has no way back; serve the base with "
+                    "the adapter"
+                )
         misfit = self._find_misfit()
         if misfit is not None:
             raise ModelError(f"the merged weights would not be those of a {model_name}: {misfit}")
@@ -334,28 +334,27 @@ class MergedWeights:
             "have another shape": {str(item[0]) for item in load_report["mismatched_keys"]},
             "are unknown to it": set(load_report["unexpected_keys"]) & extra,  # the base's own unused ones are kept
         }
-        return next(
-            (f"{len(names)} {problem}, such as {min(names)}" for problem, names in problems.items() if names), None
-        )
-
-    def _written_sources(self) -> Iterator[_Source]:
-        return (source for target, source in self._sources.items() if target not in self._unwritten)
+        for problem, names in problems.items():
+            if names:
+                return f"{len(names)} {problem}, such as {min(names)}"
+        return None
 
     def _output_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the result. Tensors of the base keep their names, so that other engines read them as they
         read the base."""
-        for source in self._written_sources():
+        for source in self._written_sources:
             for key in source.patterns:
                 shape = self._base_tensors[key].shape
-                is_joined = source.converter is not None
-                yield key, shape if is_joined else self._adapted.trained_shape(source.target, shape)
+                if source.converter is None:
+                    shape = self._adapted.trained_shape(source.target, shape)
+                yield key, shape
         for name, target in self._adapted.untied_sources.items():
             (key,) = self._sources[target].patterns
             yield self._adapted.to_full_name(name), self._adapted.trained_shape(name, self._base_tensors[key].shape)
 
     def _merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         untied_names = {target: name for name, target in self._adapted.untied_sources.items()}
-        for source in self._written_sources():
+        for source in self._written_sources:
             if source.target in self._trained_targets:
                 parts = {key: self._base_tensors[key].read() for key in source.patterns}
                 merged = self._adapted.trained_tensor(source.target, source.join(parts))
@@ -398,7 +397,9 @@ class _Source:
         for key, pattern in self.patterns.items():
             converter.add_tensor(self.target, key, pattern, parts[key])
         converted = converter.convert(self.target, model=model, config=model.config)[self.target]
-        result: torch.Tensor = converted[0] if isinstance(converted, list) else converted
+        if isinstance(converted, list):
+            converted = converted[0]
+        result: torch.Tensor = converted
         return result
 
     def split(self, joined: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -467,11 +468,11 @@ class MergeResult(Answer):
         lines += self.notes
         if self.untied:
             lines.append("Embeddings: input and output were one tensor in the base and are two now (both were trained)")
-        lines.append(
-            f"Written to: {self.path} ({self.dtype}, {format_gib(self.bytes, digits=2)} GiB, {self.wall_s:.0f} s)"
-        )
-        out_variable = {} if self.path == self.run / MERGED_FOLDER else {"OUT": self.path}
-        return [*lines, next_command_line("merge-test", RUN=self.run, **out_variable)]
+        facts = f"{self.dtype}, {format_gib(self.bytes, digits=2)} GiB, {self.wall_s:.0f} s"
+        variables = {"RUN": self.run}
+        if self.path != self.run / MERGED_FOLDER:
+            variables["OUT"] = self.path
+        return [*lines, f"Written to: {self.path} ({facts})", next_command_line("merge-test", **variables)]
 
 
 def merge_run(
@@ -493,28 +494,24 @@ def merge_run(
     require_mergeable(run, base, target, replace=replace)
     quiet_libraries()
     base_folder = base_model_folder(run)
-    adapted = AdaptedModel(run, base=(base or "dequantized") if run.is_quantized else None)
+    if run.is_quantized and base is None:
+        base = "dequantized"
+    adapted = AdaptedModel(run, base=base)
     merged_weights = MergedWeights(adapted, base_folder, MERGE_DTYPES[dtype] if dtype else None)
+    dtype_names = {value: name for name, value in MERGE_DTYPES.items()}
+    dtype_name = dtype_names.get(merged_weights.dtype, str(merged_weights.dtype))
     with staged_folder(target) as staging_folder:
         require_space(staging_folder, merged_weights.max_bytes, "the merged model needs")
         merged_weights.write(staging_folder, file_bytes)
         stop_ids = _write_configs(adapted, base_folder, staging_folder, merged_weights.dtype)
         record_digests(staging_folder)
-        dtype_name = {value: name for name, value in MERGE_DTYPES.items()}.get(
-            merged_weights.dtype, str(merged_weights.dtype)
-        )
         write_card(staging_folder, card_facts(run, adapted.model_spec, stop_ids, dtype=dtype_name))
         adapter_digest = base_weights_identity(str(run.weights), None)["sha256"]
         record = {"base": adapted.base, "dtype": dtype_name, "adapter_sha256": adapter_digest, "test": None}
         write_json(staging_folder / MERGE_FILE, record)
         size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
     lost_note = peft_loading_warning(adapted.model_spec, trust_remote_code=run.config.model.trust_remote_code)
-    notes = [*language_model_notes(run), *[f"Adapter: {lost_note}"] * bool(lost_note)]
-    if dtype_name != "fp32" and any(
-        holds_routed_experts(*named_module) for named_module in adapted.base_model.named_modules()
-    ):
-        rounding_note = f"rounded to {dtype_name}, a router may choose another of two that are nearly equal to it"
-        notes.append(f"Experts: {rounding_note}; DTYPE=fp32 keeps the adapter's choices")
+    notes = [f"Adapter: {lost_note}"] if lost_note else []
     return MergeResult(
         run.folder.path, target, dtype_name, adapted.base, len(adapted.adapted_layers), bool(adapted.untied_sources),
         size, round(time.monotonic() - start_time, 2), tuple(notes),
@@ -560,9 +557,9 @@ def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, fold
 def folder_stop_ids(run: FinishedRun, tokenizer: Any, folder: Path) -> list[int]:
     """Tokens that end an answer as the run was trained: those of the model in a folder, by its generation config or
     else its config, and what ends an assistant's turn."""
-    settings, config = read_json(folder / "generation_config.json"), read_json(folder / "config.json")
-    folder_eos = settings.get("eos_token_id")
-    eos_token_ids = config.get("eos_token_id") if folder_eos is None else folder_eos
+    eos_token_ids = read_json(folder / "generation_config.json").get("eos_token_id")
+    if eos_token_ids is None:
+        eos_token_ids = read_json(folder / "config.json").get("eos_token_id")
     return collect_stop_ids(run.config.task_mode, tokenizer, build_run_renderer(run, tokenizer), eos_token_ids)
 
 
@@ -578,18 +575,16 @@ def ensure_whole_model_folder(run: FinishedRun, *, is_locked: bool) -> Path:
         return merged
     target = run.folder.path / MERGED_FOLDER
     logger.info("The adapter is merged into its base first (%s)", target)
-    with contextlib.nullcontext() if is_locked else lock_run(run.folder):
+    with contextlib.ExitStack() as stack:
+        if not is_locked:
+            stack.enter_context(lock_run(run.folder))
         return merge_run(run, replace=target.exists()).path
 
 
 def record_merge_test(folder: Path, *, ok: bool, divergence: float, limit: float) -> None:
     """Add merge-test's verdict to the record; nothing where the folder has none: it may be anybody's model."""
-    if not (folder / MERGE_FILE).is_file():
-        return
-    verdict = {
-        "ok": ok,
-        "kl_merged": divergence,
-        "kl_limit": limit,
-        "date": datetime.now(UTC).isoformat("T", "seconds"),
-    }
-    write_json(folder / MERGE_FILE, {**read_merge_record(folder), "test": verdict})
+    record = read_merge_record(folder)
+    if record:
+        date = datetime.now(UTC).isoformat("T", "seconds")
+        verdict = {"ok": ok, "kl_merged": divergence, "kl_limit": limit, "date": date}
+        write_json(folder / MERGE_FILE, {**record, "test": verdict})

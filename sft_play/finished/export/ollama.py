@@ -60,9 +60,9 @@ def build_modelfile(run: FinishedRun, prompts: EnginePrompts, file: str, *, adds
         template = go_template(learn_template_parts(prompts.render, bos=bos))
         return format_modelfile(file, template, stops=stops, context=context)
     except (UnsupportedTemplateError, RenderError) as error:
-        remedy = f"llama-server --jinja runs it itself: make export FORMAT=gguf RUN={run.folder.shell_path}"
         raise UnsupportedTemplateError(
-            f"the chat template cannot be written as an Ollama template: {error}. {remedy}"
+            f"the chat template cannot be written as an Ollama template: {error}. llama-server "
+            f"--jinja runs it itself: make export FORMAT=gguf RUN={run.folder.shell_path}"
         ) from None
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.run import FinishedRun, next_command_line
+from sft_play.finished.run import FinishedRun
 from sft_play.models.config_json import base_weights_identity
 from sft_play.runs.files import read_json
 from sft_play.training.checkpoints.checkpoints import require_unchanged
@@ -28,17 +28,24 @@ MERGE_FILE = "merge.json"
 def require_mergeable(run: FinishedRun, base: str | None, target: Path, *, replace: bool) -> None:
     """Raises RunFolderError or ConfigError where a run cannot be merged like that, or not into this folder."""
     if not run.is_adapter:
-        explanation = f"{run.weights} is the whole model, and nothing has to be merged"
-        raise RunFolderError(f"{run.folder.path} trained all weights: {explanation}")
+        raise RunFolderError(
+            f"{run.folder.path} trained all weights: {run.weights} is the whole model, and nothing has to be merged"
+        )
     if base is not None and not run.is_quantized:
-        mode = f"tuning.mode={run.config.tuning.mode}, on the base's own weights"
-        raise ConfigError(f"BASE={base} is for QLoRA runs; {run.folder.path} was trained with {mode}")
+        raise ConfigError(
+            f"BASE={base} is for QLoRA runs; {run.folder.path} was trained with "
+            f"tuning.mode={run.config.tuning.mode}, on the base's own weights"
+        )
     if base == "original" and run.config.tuning.lora.init == "loftq":
-        reason = "its adapter was started at what NF4 lost, which original weights have not lost"
-        raise ConfigError(f"BASE=original: {run.folder.path} has tuning.lora.init=loftq: {reason}; leave it out")
+        raise ConfigError(
+            f"BASE=original: {run.folder.path} has tuning.lora.init=loftq: its adapter was "
+            "started at what NF4 lost, which original weights have not lost; leave it out"
+        )
     if target.exists() and not replace:
-        remedy = "make merge-test compares it, FORCE=1 replaces it, OUT=FOLDER writes elsewhere"
-        raise RunFolderError(f"{target} exists (make ship, serve and export merge too): {remedy}")
+        raise RunFolderError(
+            f"{target} exists (make ship, serve and export merge too): make merge-test compares "
+            "it, FORCE=1 replaces it, OUT=FOLDER writes elsewhere"
+        )
     if target.exists() and not (target / "config.json").is_file():  # FORCE=1 with OUT=~ must not remove a home folder
         raise RunFolderError(f"{target} is not a model folder and is not replaced; OUT=FOLDER writes elsewhere")
 
@@ -55,10 +62,9 @@ def find_merged_model(run: FinishedRun) -> Path | None:
     """The run's `merged/`; None where there is none, or one of an earlier adapter."""
     folder = run.folder.path / MERGED_FOLDER
     # the run is trained again where it is resumed
-    is_current = (
-        read_merge_record(folder).get("adapter_sha256") == base_weights_identity(str(run.weights), None)["sha256"]
-    )
-    return folder if is_current and (folder / "config.json").is_file() else None
+    if read_merge_record(folder).get("adapter_sha256") != base_weights_identity(str(run.weights), None)["sha256"]:
+        return None
+    return folder
 
 
 def read_merge_record(folder: Path) -> dict[str, Any]:
@@ -72,16 +78,17 @@ def require_faithful_merge(folder: Path, run: FinishedRun) -> None:
     require_unchanged(folder)
     record = read_merge_record(folder)
     test = record.get("test") or {}
-    merge_command = next_command_line("merge", "FORCE=1", RUN=run.folder.path).removeprefix("Next: ")
+    merge_again = f"make merge RUN={run.folder.shell_path} FORCE=1 merges into what was trained"
     if test and not test.get("ok"):
-        divergence = f"{test.get('kl_merged', 0):.2g} nats from the adapter (limit {test.get('kl_limit', 0):.2g})"
-        reason = f"merge-test found it {divergence}; {merge_command} merges into what was trained"
-        raise RunFolderError(f"{folder} is not the trained model: {reason}")
-    if not test and record.get("base") == "original":
-        test_command = next_command_line("merge-test", RUN=run.folder.path).removeprefix("Next: ")
-        explanation = f"{folder} was merged into the original weights, and the adapter was trained on NF4 ones"
         raise RunFolderError(
-            f"{explanation}: {test_command} compares the two; {merge_command} merges into what was trained"
+            f"{folder} is not the trained model: merge-test found it "
+            f"{test.get('kl_merged', 0):.2g} nats from the adapter (limit "
+            f"{test.get('kl_limit', 0):.2g}); {merge_again}"
+        )
+    if not test and record.get("base") == "original":
+        raise RunFolderError(
+            f"{folder} was merged into the original weights, and the adapter was trained on NF4 "
+            f"ones: make merge-test RUN={run.folder.shell_path} compares the two; {merge_again}"
         )
 
 
@@ -90,34 +97,36 @@ def describe_merge(folder: Path) -> str | None:
     record = read_merge_record(folder)
     if not record:
         return None
-    test, test_note = record.get("test"), "merge-test has not been run"
-    if test:
-        test_note = "merge-test passed" if test.get("ok") else "merge-test FAILED"
-    base_note = f" into the {record['base']} base" if record.get("base") else ""
-    return f"Merged{base_note} ({record.get('dtype')}); {test_note}"
+    test_results = {None: "merge-test has not been run", True: "merge-test passed", False: "merge-test FAILED"}
+    verb = "Merged"
+    if record.get("base"):
+        verb = f"Merged into the {record['base']} base"
+    return f"{verb} ({record.get('dtype')}); {test_results[(record.get('test') or {}).get('ok')]}"
 
 
 def require_export_target(target: Path, *, replace: bool) -> None:
     """Raises RunFolderError where an export would replace what it may not."""
-    if not target.exists():
-        return
-    if not replace:
+    if target.exists() and not replace:
         raise RunFolderError(f"{target} exists; FORCE=1 replaces it, OUT=FOLDER writes elsewhere")
-    if not (target / EXPORT_FILE).is_file():
+    if target.exists() and not (target / EXPORT_FILE).is_file():
         raise RunFolderError(f"{target} is no export of this toolkit and is not replaced; OUT=FOLDER writes elsewhere")
 
 
 def find_gguf(run: FinishedRun, path: Path | None) -> Path:
     """The exported GGUF: the file or the folder `path`, else that in the run folder; raises RunFolderError where there
     is none, or several."""
-    if path is not None and path.is_file():
-        return path
-    folders = [path] if path is not None else [run.folder.path / EXPORT_FOLDER / name for name in ("gguf", "ollama")]
+    folders = [run.folder.path / EXPORT_FOLDER / name for name in ("gguf", "ollama")]
+    if path is not None:
+        folders = [path]
+        if path.is_file():
+            return path
     for folder in folders:
         files = sorted(folder.glob("*.gguf"))
         if len(files) > 1:
             raise RunFolderError(f"{folder} holds {len(files)} GGUF files; name one: OUT={files[0]}")
         if files:
             return files[0]
-    command = f"make export FORMAT=gguf RUN={run.folder.shell_path}"
-    raise RunFolderError(f"there is no GGUF in {' or '.join(map(str, folders))}; {command} writes one")
+    raise RunFolderError(
+        f"there is no GGUF in {' or '.join(map(str, folders))}; make export FORMAT=gguf "
+        f"RUN={run.folder.shell_path} writes one"
+    )

@@ -154,8 +154,10 @@ def _merged_folder(run: FinishedRun) -> Path:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
     target, merged = run.folder.path / MERGED_FOLDER, find_merged_model(run)
     if merged is None:
-        merge_command = f"make merge RUN={run.folder.shell_path}{' FORCE=1' if target.exists() else ''} writes it"
-        raise RunFolderError(f"{target} holds no merged model of this adapter; {merge_command}")
+        raise RunFolderError(
+            f"{target} holds no merged model of this adapter; make merge "
+            f"RUN={run.folder.shell_path}{(' FORCE=1' if target.exists() else '')} writes it"
+        )
     require_faithful_merge(merged, run)
     return merged
 
@@ -191,7 +193,8 @@ def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
         text = (file if isinstance(file, bytes) else file.read_bytes()).decode("utf-8", "replace")
         for path in private_paths:
             if path in text:
-                finding = f"a path of this machine, {one_line(path)}"
-                raise ConfigError(f"{name} names {finding}; remove it there before the upload")
+                raise ConfigError(
+                    f"{name} names a path of this machine, {one_line(path)}; remove it there before the upload"
+                )
         if redact(text) != text:
             raise ConfigError(f"{name} holds what looks like a password or a token; take it out first")
