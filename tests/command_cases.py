@@ -46,7 +46,7 @@ OTHER = Path("/my outputs/else where")
 
 
 def infer() -> Any:
-    from sft_play.finished.infer import InferResult
+    from sft_play.finished.respond import InferResult
 
     return InferResult(RUN, OTHER, 3, 0)
 

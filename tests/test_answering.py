@@ -12,8 +12,7 @@ import torch
 from sft_play.config.schema import DataConfig
 from sft_play.errors import DataError
 from sft_play.finished import infer as infer_module
-from sft_play.finished.infer import infer, read_prompts
-from sft_play.finished.respond import Conversation, Responder
+from sft_play.finished.respond import Conversation, Responder, infer, read_prompts
 from sft_play.finished.run import find_finished_run
 from tests.finished_runs import finished_run, make_base
 from tests.test_merge import llama

@@ -137,7 +137,7 @@ def test_answers_that_were_written_stay_and_are_gone_on_with(outputs, tmp_path, 
     whole = target.read_text()
     target.write_text(whole.splitlines(keepends=True)[0])
     with monkeypatch.context() as patch:
-        patch.setattr("sft_play.finished.infer.os.fsync", lambda _: _raise())
+        patch.setattr("sft_play.finished.respond.os.fsync", lambda _: _raise())
         code, said = command(*words)
     assert (code, f"answers.jsonl cannot be written: {FULL}" in said) == (2, True), said
     assert target.read_text().startswith(whole.splitlines(keepends=True)[0])

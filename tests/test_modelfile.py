@@ -13,7 +13,7 @@ from sft_play.data.masks.sandbox import RenderError
 from sft_play.data.masks.template import ChatTemplate
 from sft_play.errors import TokenizerError
 from sft_play.finished.export.check_export import probe_conversations
-from sft_play.finished.export.ollama import (
+from sft_play.finished.export.export import (
     TemplateParts,
     UnsupportedTemplateError,
     format_modelfile,

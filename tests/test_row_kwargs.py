@@ -19,8 +19,7 @@ from sft_play.data.process import process_files
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
-from sft_play.finished.infer import read_prompts
-from sft_play.finished.respond import Responder
+from sft_play.finished.respond import Responder, read_prompts
 from tests.models import make_tokenizer
 
 pytestmark = pytest.mark.build

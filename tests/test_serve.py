@@ -88,7 +88,7 @@ def serving(run: Path, *words: str, **variables: str) -> Iterator[tuple[subproce
 
 
 def answer_of_infer(run: Path, folder: Path) -> str:
-    from sft_play.finished.infer import infer
+    from sft_play.finished.respond import infer
 
     prompts, answers = folder / "prompts.jsonl", folder / "answers.jsonl"
     prompts.write_text(json.dumps({"messages": ASKED}) + "\n")

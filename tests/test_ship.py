@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import random
-import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -15,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sft_play.errors import ConfigError
+from sft_play.finished import ship
 from sft_play.finished.metrics import paired_bootstrap
 from sft_play.finished.ship import (
     GENERAL_SAMPLE_VERSION,
@@ -72,11 +72,8 @@ def refused(given: Evidence, thresholds: Thresholds = QUICK) -> dict[str, str]:
 # --- the rule ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_better_and_lost_nothing_ships():
+def test_what_is_better_and_lost_nothing_ships_and_each_bound_is_where_it_is_said_to_be():
     assert refused(evidence()) == {}
-
-
-def test_each_bound_is_where_it_is_said_to_be():
     base = [2.0] * 30
     at_most = Thresholds(min_gain=0.25, max_text_rise=0.125, max_chat_rise=0.25, resamples=100)
     more = math.nextafter(0.125, 1)
@@ -97,22 +94,20 @@ def test_each_bound_is_where_it_is_said_to_be():
 
 def test_a_loss_above_chance_that_falls_to_one_above_chance_is_no_gain():
     # 3 nats of chance: a base of 9 that any noise makes less sure, as random weights do
-    blurred = dataclasses.replace(task([9.0] * 40, [8.0] * 40).losses, chance=(3.0,) * 40)
-    verdict = judge_evidence(evidence(of_task=TaskEvidence("test", blurred)), QUICK)
-    assert "by guessing tokens by their frequency" in verdict.reasons[0]
+    blurred = half([9.0] * 40, [8.0] * 40, chance=3.0)
+    assert "by guessing tokens by their frequency" in refused(evidence(of_task=TaskEvidence("test", blurred)))["task"]
     learned = dataclasses.replace(blurred, tuned=(2.5,) * 40)
-    check = judge_evidence(evidence(of_task=TaskEvidence("test", learned)), QUICK).checks[0]
-    assert check.ok
+    assert refused(evidence(of_task=TaskEvidence("test", learned))) == {}
     assert loss_gain(learned, QUICK).difference == 0.5
-    assert "loss 9.0000 (chance 3.0000) to 2.5000" in check.line
-    assert "asked: above 0.0300" in check.line
+    # of 4 tokens three are 7, one is 9
+    assert chance_losses([[7, 7], [7, 9], []]) == pytest.approx(
+        [-2 * math.log(3 / 4), -math.log(3 / 4) - math.log(1 / 4), 0.0]
+    )
 
 
 def test_what_the_base_does_not_know_cannot_be_lost():
     # nats of chance: 5. The base reads its rows no better, so that the tuned model may be any worse
-    unknown = evidence(text=half([5.0] * 40, [14.0] * 40, chance=5.0))
-    assert refused(unknown) == {}
-    assert "the base reads 0 of 40 rows better than chance" in judge_evidence(unknown, QUICK).checks[1].line
+    assert refused(evidence(text=half([5.0] * 40, [14.0] * 40, chance=5.0))) == {}
     # rows that it does know are lost up to chance and count alone
     known = half([4.0] * 10 + [9.0] * 90, [14.0] * 100, chance=5.0)
     assert "general text rose by 1.0000" in refused(evidence(text=known))["general"]
@@ -209,16 +204,16 @@ def random_evidence(seed: int) -> Evidence:
 
 
 def test_the_verdict_is_that_of_the_rule_written_again():
-    thresholds = Thresholds(resamples=300)
+    thresholds = Thresholds(resamples=200)
     seen: Counter[tuple[str, bool]] = Counter()
-    for seed in range(300):
+    for seed in range(150):
         given = random_evidence(seed)
         wanted = plain_rule(given, thresholds)
         verdict = judge_evidence(given, thresholds)
         assert {check.name: check.ok for check in verdict.checks} == wanted, seed
         assert verdict.ok == all(wanted.values())
         seen.update(wanted.items())
-    assert min(seen[name, ok] for name in ("task", "general", "merge") for ok in (True, False)) >= 20
+    assert min(seen[name, ok] for name in ("task", "general", "merge") for ok in (True, False)) >= 10
 
 
 NO_GAIN = {
@@ -247,20 +242,13 @@ def test_noise_does_not_pass_as_a_gain(kind, rows):
 def test_a_gain_passes_with_few_rows():
     draw = np.random.default_rng(2)
     passed = 0
-    for _ in range(100):
+    for _ in range(40):
         tokens = draw.integers(1, 61, 30)
         change = draw.normal(0.4, 0.3, 30) * tokens
         base = 2.0 * tokens
         losses = Losses(*(tuple(column.tolist()) for column in (base, base - change, tokens, 9.0 * tokens)))
         passed += judge_evidence(evidence(of_task=TaskEvidence("val", losses)), QUICK).ok
-    assert passed >= 95
-
-
-def test_chance_is_the_loss_of_guessing_by_frequency():
-    # of 4 tokens three are 7, one is 9
-    assert chance_losses([[7, 7], [7, 9], []]) == pytest.approx(
-        [-2 * math.log(3 / 4), -math.log(3 / 4) - math.log(1 / 4), 0.0]
-    )
+    assert passed >= 38
 
 
 # --- the sample -------------------------------------------------------------------------------------------------------
@@ -276,13 +264,6 @@ def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
     # a changed row is another version
     assert sample.sha256 == "59dca0bf3d337c46a19c5bff4051ef2871da5d129f4c900b02943ef0bacdac59"
     assert (len(texts), len(conversations)) == (137, 77)
-    assert len({normalise(text) for text in texts}) == len(texts)
-    assert len({json.dumps(messages) for messages in conversations}) == len(conversations)
-    for messages in conversations:
-        roles = [message["role"] for message in messages]
-        turns = roles[1:] if roles[0] == "system" else roles
-        assert turns == ["user", "assistant"] * (len(turns) // 2)
-    assert sum(len(text.encode()) for text in everything) < 120_000
     corpus = normalise("\n".join(corpus_documents()))
     rows = starter_rows()
     taught = {normalise(turn["content"]) for split in rows.values() for row in split for turn in row["messages"]}
@@ -298,6 +279,15 @@ def sum_chat(number: int) -> dict[str, object]:
     return chat(f"what is {number} + {number}?", f"it is {2 * number}.")
 
 
+SAMPLE = dataclasses.replace(general_sample(), texts=general_sample().texts[::4], chats=general_sample().chats[::3])
+"""A part of the general sample, which is read sooner."""
+
+
+@pytest.fixture
+def part_of_the_sample(monkeypatch) -> None:
+    monkeypatch.setattr(ship, "general_sample", lambda: SAMPLE)
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
     """A base that has learned the general sample, and two runs on it, a good one and a ruined one."""
@@ -311,15 +301,14 @@ def world(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ship")
     base = make_llama(folder / "base")
     renderer = Renderer(AutoTokenizer.from_pretrained(base), max_seq_len=512)
-    sample = general_sample()
     others = [tuple(sum_chat(n)["messages"]) for n in range(160, 400)]  # how such answers begin
-    sample = dataclasses.replace(sample, chats=(*sample.chats, *others))
+    sample = dataclasses.replace(SAMPLE, chats=(*SAMPLE.chats, *others))
     rows = [*text_rows(sample, renderer), *chat_rows(sample, renderer)]
     stream = torch.tensor([token for row in rows for token in row["input_ids"]])
     model = AutoModelForCausalLM.from_pretrained(base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     draw = torch.Generator().manual_seed(0)
-    for _ in range(100):
+    for _ in range(120):
         starts = torch.randint(0, len(stream) - 128, (8,), generator=draw)
         ids_BT = torch.stack([stream[start : start + 128] for start in starts.tolist()])
         model(input_ids=ids_BT, labels=ids_BT).loss.backward()
@@ -345,16 +334,16 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def adapter_copy(world: Path, name: str, change) -> Path:
-    """A copy of the good run whose adapter was changed."""
+def adapter_copy(world: Path, name: str, factor: float = 1.0) -> Path:
+    """A copy of the good run, with the half of its adapter that began at zero times a factor."""
     from safetensors.torch import load_file, save_file
 
     folder = world / "outputs" / name
-    shutil.copytree(
-        world / "outputs" / "good", folder, ignore=shutil.ignore_patterns("merged", "ship.json", "complete.json")
-    )
+    left_out = shutil.ignore_patterns("merged", "ship.json", "complete.json")
+    shutil.copytree(world / "outputs" / "good", folder, ignore=left_out)
     path = folder / "adapter" / "adapter_model.safetensors"
-    save_file({key: change(key, tensor) for key, tensor in load_file(path).items()}, path)
+    tensors = load_file(path)
+    save_file({key: tensor * factor if "lora_B" in key else tensor for key, tensor in tensors.items()}, path)
     return folder
 
 
@@ -378,109 +367,71 @@ def checks(answer: dict) -> dict[str, bool | None]:
 
 
 @pytest.mark.build
+@pytest.mark.usefixtures("part_of_the_sample")
 def test_a_good_run_ships(world, command):
     folder = world / "outputs" / "good"
     code, answer = shipped(command, folder)
     assert code == 0, answer["reasons"]
     assert answer["verdict"] == "ship"
     assert checks(answer) == {"task": True, "general": True, "merge": True}
-    task, general, _ = (check["line"] for check in answer["checks"])
-    assert re.search(r"; exact match \d+\.\d% to \d+\.\d% of 4 rows", task)
-    assert "nothing to lose" not in general
+    evidence = answer["evidence"]
+    assert (len(evidence["task"]["losses"]["base"]), len(evidence["task"]["right_base"])) == (48, 4)
+    assert "nothing to lose" not in answer["checks"][1]["line"]
     assert (folder / "merged" / "config.json").is_file()
     assert {"versions", "weights", "base", "rows_sha256", "sample", "thresholds"} <= set(answer)
-    code, printed = command("ship", "--run", str(folder), "--limit", "30", "--tolerance", "0.5")
-    assert code == 0, printed
-    assert printed.count("allowed +0.5)") == 2
-    assert "30 rows (val)" in printed
-    assert "Verdict: ship\n" in printed
 
 
 @pytest.mark.build
+@pytest.mark.usefixtures("part_of_the_sample")
 def test_a_ruined_run_is_refused_for_what_it_lost(world, command):
     code, answer = shipped(command, world / "outputs" / "ruined")
     assert code == 2
     assert checks(answer) == {"task": True, "general": False, "merge": None}
-    assert "the loss on general text rose" in answer["reasons"][0]
 
 
 @pytest.mark.build
-def test_an_untrained_run_is_refused_for_the_task(world, command):
-    folder = adapter_copy(world, "untrained", lambda key, tensor: tensor * 0 if "lora_B" in key else tensor)
-    code, answer = shipped(command, folder)
+@pytest.mark.usefixtures("part_of_the_sample")
+@pytest.mark.parametrize(("name", "factor", "general"), [("untrained", 0.0, True), ("nan", math.nan, False)])
+def test_an_untrained_run_and_one_of_no_numbers_are_refused(world, command, name, factor, general):
+    code, answer = shipped(command, adapter_copy(world, name, factor))
     assert code == 2
-    assert checks(answer) == {"task": False, "general": True, "merge": None}
-    assert "gain 0.0000 (99.5% interval 0.0000 to 0.0000" in answer["checks"][0]["line"]
+    assert checks(answer) == {"task": False, "general": general, "merge": None}
 
 
 @pytest.mark.build
-def test_random_weights_are_refused(world, command):
-    import torch
-
-    torch.manual_seed(5)
-    noise = lambda key, tensor: torch.randn_like(tensor) * (0.01 if "lora_B" in key else 0.3)  # noqa: E731
-    code, answer = shipped(command, adapter_copy(world, "noise", noise))
-    assert code == 2
-    assert checks(answer)["task"] is False
-
-
-@pytest.mark.build
-def test_weights_that_are_not_numbers_are_refused(world, command):
-    folder = adapter_copy(world, "nan", lambda key, tensor: tensor * float("nan"))
-    code, answer = shipped(command, folder)
-    assert code == 2
-    assert checks(answer) == {"task": False, "general": False, "merge": None}
-    assert "the trained model's loss is not a number on" in answer["reasons"][0]
-
-
-@pytest.mark.build
-def test_a_model_that_cannot_be_loaded_is_refused_with_the_reason(world, command):
-    folder = adapter_copy(world, "rebased", lambda key, tensor: tensor)
+def test_a_run_without_its_base_has_no_verdict(world, command):
+    folder = adapter_copy(world, "rebased")
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["data"]["weights"]["sha256"] = "0" * 64
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    code, answer = shipped(command, folder)
-    assert code == 2
-    assert "put the base back" in answer["reasons"][0]
+    code, printed = command("ship", "--run", str(folder))
+    assert (code, "put the base back" in printed) == (2, True), printed
+    assert not (folder / "ship.json").exists()
 
 
 @pytest.mark.build
+@pytest.mark.usefixtures("part_of_the_sample")
 def test_a_wrong_merge_is_refused_for_the_merge(world, command):
-    folder = adapter_copy(world, "unmerged", lambda key, tensor: tensor)
+    folder = adapter_copy(world, "unmerged")
     shutil.copytree(world / "base", folder / "merged")
     adapter = base_weights_identity(str(folder / "adapter"), None)["sha256"]
     (folder / "merged" / "merge.json").write_text(json.dumps({"adapter_sha256": adapter}))
-    code, answer = shipped(command, folder)
+    code, answer = shipped(command, folder, "--limit", "45", "--tolerance", "0.5")
     assert code == 2
     assert checks(answer) == {"task": True, "general": True, "merge": False}
+    assert (answer["thresholds"]["max_text_rise"], answer["thresholds"]["max_chat_rise"]) == (0.5, 0.5)
+    assert len(answer["evidence"]["task"]["losses"]["base"]) == 45
 
 
-@pytest.mark.build
-def test_a_merge_that_is_older_than_the_adapter_is_made_again(world, command):
-    folder = adapter_copy(world, "retrained", lambda key, tensor: tensor)
-    shutil.copytree(world / "base", folder / "merged")
-    trained = (folder / "adapter" / "adapter_model.safetensors").stat().st_mtime
-    os.utime(folder / "merged" / "config.json", (trained - 1, trained - 1))
-    code, answer = shipped(command, folder)
-    assert code == 0, answer["reasons"]
-    assert checks(answer)["merge"] is True
+def test_a_merge_that_is_not_numbers_is_not_the_adapters(tmp_path):
+    import torch
 
+    from sft_play.finished.export.check_merge import MergeTest, mean_divergence
 
-@pytest.mark.build
-def test_a_merge_that_is_not_numbers_is_not_the_adapters(world):
-    from safetensors.torch import load_file, save_file
-
-    from sft_play.finished.export.check_merge import merge_test
-    from sft_play.finished.run import find_finished_run
-
-    folder = adapter_copy(world, "broken", lambda key, tensor: tensor)
-    shutil.copytree(world / "base", folder / "merged")
-    tensors = load_file(folder / "merged" / "model.safetensors")
-    tensors["model.norm.weight"] *= float("nan")
-    save_file(tensors, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
-    compared = merge_test(find_finished_run(world, str(folder)), rows=2)
-    assert math.isnan(compared.kl_merged)
-    assert not compared.ok
+    row = (torch.zeros(2, 4).log_softmax(-1), torch.zeros(2))
+    divergence = mean_divergence([row], [(row[0] * math.nan, row[1])])
+    assert math.isnan(divergence)
+    assert not MergeTest(tmp_path, tmp_path, "val", 1, 2, divergence, 0.1, 1e-4, {}).ok
 
 
 @pytest.mark.build
@@ -499,15 +450,13 @@ def test_repeated_rows_and_training_rows_are_no_evidence(world, tmp_path):
 
 
 @pytest.mark.build
-@pytest.mark.parametrize("mode", ["lora", "full"])
-def test_both_models_are_measured(tmp_path, command, mode):
-    code, answer = shipped(command, random_run(tmp_path, mode, rows=120))
+def test_both_models_of_a_run_that_trained_all_weights_are_measured(tmp_path, command):
+    code, answer = shipped(command, random_run(tmp_path, "full", rows=80))
     assert code == 2
-    assert "not better" in answer["reasons"][0] or "by guessing" in answer["reasons"][0]
     losses = answer["evidence"]["general"]["text"]
     assert len(losses["base"]) == 137
     # all weights as they were: base and trained model are two folders with the same weights
-    assert (losses["base"] == pytest.approx(losses["tuned"], rel=1e-6)) == (mode == "full")
+    assert losses["base"] == pytest.approx(losses["tuned"], rel=1e-6)
 
 
 @pytest.mark.build
@@ -525,28 +474,9 @@ def test_rows_that_cannot_be_enough_refuse_the_run_before_a_model_loads(tmp_path
     code, answer = shipped(command, folder)
     assert (code, answer["ok"], answer["verdict"], loaded) == (2, False, "do not ship", [])
     assert checks(answer) == {"task": False, "general": None, "merge": None}
-    assert ("not enough evidence" if rows else "no rows that the run was not trained on") in answer["reasons"][0]
-    assert ("at least 30 are needed" in answer["reasons"][0]) == bool(rows)
     assert {"versions", "weights", "base", "rows_sha256", "sample", "thresholds", "evidence"} <= set(answer)
     task = answer["evidence"]["task"]
     assert (task["split"], 0 < len(task["losses"]["tokens"]) < 30) == ("val" if rows else "", bool(rows))
-
-
-@pytest.mark.build
-def test_damaged_weights_refuse_the_run_before_the_base_is_measured(tmp_path, command, monkeypatch):
-    from sft_play.finished import evaluation
-    from sft_play.training.checkpoints.checkpoints import record_digests
-
-    folder = random_run(tmp_path, "full", rows=120)
-    record_digests(folder / "model")
-    path = folder / "model" / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    monkeypatch.setattr(evaluation, "score_rows", lambda *_, **__: pytest.fail("a model was measured"))
-    code, printed = command("ship", "--run", str(folder))
-    assert code == 2
-    assert "model.safetensors: the contents are not those that were written" in printed
 
 
 def random_run(folder: Path, mode: str, *, rows: int) -> Path:
@@ -580,72 +510,54 @@ def replayed(tmp_path: Path, data) -> object:
     return replay_verdict(path)
 
 
-def test_a_verdict_replays(tmp_path, recorded):
+EDITS = {
+    "ok": ("ok", lambda new: new.update(ok=False)),
+    "verdict": ("verdict", lambda new: new.update(verdict="do not ship")),
+    "a check": ("checks[task].ok", lambda new: new["checks"][0].update(ok=False)),
+    "a loss": ("checks[task].ok", lambda new: new["evidence"]["task"]["losses"]["tuned"].__setitem__(0, 99.0)),
+    "a divergence": ("checks[merge].ok", lambda new: new["evidence"]["merge"].update(kl_merged=5e-2)),
+    "a threshold": ("checks[task].ok", lambda new: new["thresholds"].update(min_gain=0.9)),
+    "no check": ("checks[merge].ok", lambda new: new["checks"].pop()),
+}
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_a_verdict_replays_and_an_edited_file_does_not(tmp_path, recorded, what):
     again = replayed(tmp_path, recorded)
-    assert again.ok
-    assert again.differences == ()
-
-
-def edits(data: dict):
-    yield "ok", lambda new: new.update(ok=False)
-    yield "verdict", lambda new: new.update(verdict="do not ship")
-    yield "checks[task].ok", lambda new: new["checks"][0].update(ok=False)
-    yield "checks[task].ok", lambda new: new["evidence"]["task"]["losses"]["tuned"].__setitem__(0, 99.0)
-    yield "checks[merge].ok", lambda new: new["evidence"]["merge"].update(kl_merged=5e-2)
-    yield "checks[task].ok", lambda new: new["thresholds"].update(min_gain=0.9)
-    yield "checks[merge].ok", lambda new: new["checks"].pop()
-
-
-@pytest.mark.parametrize("at", range(7))
-def test_an_edited_file_does_not_replay(tmp_path, recorded, at):
-    name, edit = list(edits(recorded))[at]
+    assert (again.ok, again.differences) == (True, ())
+    name, edit = EDITS[what]
     edit(recorded)
     again = replayed(tmp_path, recorded)
     assert not again.ok
     assert name in again.differences
-    assert "does NOT follow" in again.lines()[-1]
 
 
 def test_a_refusal_that_was_turned_into_a_verdict_to_ship_does_not_replay(tmp_path):
-    given = evidence(text=half([1.0] * 40, [3.0] * 40))
-    data = ShipResult(tmp_path, given, Thresholds(), judge_evidence(given, Thresholds()), {}).as_json()
-    assert not replayed(tmp_path, data).ok
-    assert replayed(tmp_path, data).differences == ()
+    lost = evidence(text=half([1.0] * 40, [3.0] * 40))
+    loose = Thresholds(max_text_rise=5.0)
+    assert replayed(tmp_path, ShipResult(tmp_path, lost, loose, judge_evidence(lost, loose), {}).as_json()).ok
+    data = ShipResult(tmp_path, lost, Thresholds(), judge_evidence(lost, Thresholds()), {}).as_json()
+    assert (replayed(tmp_path, data).ok, replayed(tmp_path, data).differences) == (False, ())
     data |= {"ok": True, "verdict": "ship", "reasons": []}
     data["checks"][1]["ok"] = True
     assert replayed(tmp_path, data).differences == ("ok", "verdict", "checks[general].ok")
 
 
-def test_looser_thresholds_are_said(tmp_path):
-    loose = Thresholds(max_text_rise=5.0)
-    given = evidence(text=half([1.0] * 40, [3.0] * 40))
-    again = replayed(tmp_path, ShipResult(tmp_path, given, loose, judge_evidence(given, loose), {}).as_json())
-    assert again.ok
-    assert any("allowed +5)" in line for line in again.lines())
+WRONG_FILES = {
+    "no JSON": lambda data: "{",
+    "another JSON": lambda data: "[]",
+    "another format": lambda data: json.dumps(data | {"format": "other"}),
+    "no evidence": lambda data: json.dumps(data | {"evidence": None}),
+    "a level above 1": lambda data: json.dumps(data | {"thresholds": {"level": 2}}),
+    "not a number": lambda data: json.dumps(data).replace("[1.0,", "[NaN,", 1),
+    "a row of no tokens": lambda data: json.dumps(data).replace('"tokens": [1,', '"tokens": [0,', 1),
+    "a row less": lambda data: json.dumps(data).replace('"tokens": [1,', '"tokens": [', 1),
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda data: "{", "not JSON"),
-        (lambda data: "[]", "not a file that make ship writes"),
-        (lambda data: json.dumps(data | {"format": "other"}), "not a file that make ship writes"),
-        (lambda data: json.dumps(data | {"evidence": None}), "not whole"),
-        (lambda data: json.dumps(data | {"thresholds": {"level": 2}}), "level: Input should be less than 1"),
-        (lambda data: json.dumps(data).replace("[1.0,", "[NaN,", 1), "finite number"),
-        (lambda data: json.dumps(data).replace("[1.0,", "[1e999,", 1), "finite number"),
-        (lambda data: json.dumps(data).replace('"tokens": [1,', '"tokens": [0,', 1), "greater than or equal to 1"),
-        (lambda data: json.dumps(data).replace('"tokens": [1,', '"tokens": [', 1), "different lengths"),
-    ],
-)
-def test_a_file_that_is_no_verdict_is_refused(tmp_path, recorded, change, said):
-    from sft_play.errors import ConfigError
-
-    with pytest.raises(ConfigError, match=said):
-        replayed(tmp_path, change(recorded))
-
-
-def test_a_file_that_is_not_there_is_refused(command, tmp_path):
-    code, printed = command("ship", "--replay", str(tmp_path / "none.json"))
-    assert code == 2
-    assert "cannot be read: No such file" in printed
+@pytest.mark.parametrize("what", WRONG_FILES)
+def test_a_file_that_is_no_verdict_is_refused(tmp_path, recorded, what):
+    with pytest.raises(ConfigError, match="REPLAY="):
+        replayed(tmp_path, WRONG_FILES[what](recorded))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        replay_verdict(tmp_path / "none.json")

@@ -2,7 +2,6 @@
 measured, judged, shown, trained again, listed and removed; and what they answer."""
 
 import logging
-import os
 import sys
 from collections.abc import Callable
 
@@ -120,7 +119,7 @@ def _infer(request: Request) -> CommandResult:
         raise ConfigError(f"OUTPUT={one_line(str(request.output))} is a folder; name a file")
     finished = find_request_run(request)
     quiet_libraries()
-    from sft_play.finished.infer import infer
+    from sft_play.finished.respond import infer
 
     max_new_tokens = request.max_new_tokens or _INFER_TOKENS
     return command_result(infer(finished, request.input, request.output, max_new_tokens=max_new_tokens))
@@ -176,12 +175,7 @@ def _serve(request: Request) -> int:
         serving = service.start()
     write_result(command_result(serving), request)
     with redirect_stdout_to_stderr(enabled=request.json):
-        exit_code = service.wait()
-    if service.is_busy:
-        # a daemon thread inside torch while the interpreter is torn down aborts the process (SIGABRT)
-        logging.shutdown()
-        os._exit(exit_code)
-    return exit_code
+        return service.wait()
 
 
 _COMMAND_FUNCTIONS: dict[str, Callable[[Request], CommandResult]] = {

@@ -121,7 +121,10 @@ def score_rows_of_run(run: FinishedRun, model: Any, rows: Sequence[Any]) -> list
     plan = run.plan()
     # of the longest row, which may be shorter than max_seq_len
     max_batch_tokens = plan.eval_batch * plan.choice.step.seq_len
-    return score_rows(model, rows, max_batch_tokens=max_batch_tokens, autocast_dtype=compute_dtype(run))
+    scores: list[RowScore] = score_rows(
+        model, rows, max_batch_tokens=max_batch_tokens, autocast_dtype=compute_dtype(run)
+    )
+    return scores
 
 
 def _score_batch(

@@ -116,7 +116,6 @@ def _list_run(folder: RunFolder) -> ListedRun:
 
 
 def _checkpoint_folders(folder: RunFolder) -> list[Path]:
-    """Those of the run and of its stages."""
     return sorted(path for path in folder.path.rglob("checkpoints") if path.is_dir())
 
 

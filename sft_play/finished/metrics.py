@@ -239,7 +239,6 @@ class MetricComparison:
         return {**values, **self.interval.as_json(), "verdict": self.verdict}
 
     def table_rows(self) -> list[list[str]]:
-        """Its line of the table, of a loss also that of its perplexity."""
         title, interval = METRIC_TITLES.get(self.name, self.name), self.interval
         values = (interval.difference, interval.low, interval.high)
         if self.is_share:

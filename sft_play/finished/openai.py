@@ -44,9 +44,6 @@ _MARGIN_TOKENS = 16
 _MIN_BODY_LIMIT = 2**20
 # A token of a request is some four characters, which JSON may write as six bytes each.
 _BYTES_PER_POSITION = 16
-# Of a body that is too long, this many times the limit is read before the connection is closed: a client sees the
-# answer only once it has sent everything.
-_DRAIN_FACTOR = 64
 _MAX_VALUE_CHARS = 60
 # The lowest temperature that is sampled at, as in vLLM: below it logits overflow.
 _MIN_TEMPERATURE = 0.01
@@ -92,12 +89,8 @@ def validate_request(body: Mapping[str, Any]) -> dict[str, Any]:
     answered is answered as it was asked."""
     try:
         json.dumps(body, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:  # no tokenizer and no answer can hold it
-        raise bad_request(
-            "the request holds half of a surrogate pair (such as \\ud83d alone), which is no text"
-        ) from None
-    except RecursionError:
-        raise bad_request("the request is nested too deeply") from None
+    except (UnicodeEncodeError, RecursionError):  # half of a surrogate pair, which no tokenizer can hold
+        raise bad_request("the request holds what is no text, or is nested too deeply") from None
     options = {
         name: value
         for name, value in body.items()
@@ -136,14 +129,11 @@ class StopTextFilter:
         self._stop_texts, self._text, self._shown_length = stop_texts, "", 0
 
     def feed(self, piece: str, *, is_over: bool = False) -> str:
-        """Return the text that can be shown once this piece has come."""
         self._text += piece
         visible = cut_at_stop(self._text, self._stop_texts)
         if visible == self._text and not is_over:
-            held_lengths = [
-                length for stop in self._stop_texts for length in range(1, len(stop)) if visible.endswith(stop[:length])
-            ]
-            visible = visible[: len(visible) - max(held_lengths, default=0)]
+            longest = max(map(len, self._stop_texts), default=1)
+            visible = visible[: max(self._shown_length, len(visible) - longest + 1)]
         shown_length, self._shown_length = self._shown_length, len(visible)
         return visible[shown_length:]
 
@@ -169,7 +159,17 @@ class _StoppingGenerateManager(GenerateManager):
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
         queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, **options)
-        return _StoppingQueue(queue, _stop_texts_of(inputs)), streamer
+        text_filter, put = StopTextFilter(_stop_texts_of(inputs)), queue._put
+
+        def put_filtered(item: Any) -> None:
+            if type(item) is str:  # think text and tool calls have types of their own
+                put(text_filter.feed(item))
+                return
+            put(text_filter.feed("", is_over=True))
+            put(item)
+
+        queue._put = put_filtered
+        return queue, streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any
@@ -187,28 +187,6 @@ def _stop_texts_of(inputs: Mapping[str, Any]) -> Sequence[str]:
     return [stop for criterion in inputs.get("stopping_criteria", ()) for stop in criterion.stop_texts]
 
 
-class _StoppingQueue:
-    def __init__(self, queue: asyncio.Queue[Any], stop_texts: Sequence[str]) -> None:
-        self._queue, self._filter, self._next = queue, StopTextFilter(stop_texts), list[Any]()
-
-    async def get(self) -> Any:
-        """The next piece."""
-        return self._next.pop() if self._next else self._filtered(await self._queue.get())
-
-    def get_nowait(self) -> Any:
-        """The next piece; raises asyncio.QueueEmpty where none has come."""
-        return self._next.pop() if self._next else self._filtered(self._queue.get_nowait())
-
-    def _filtered(self, item: Any) -> Any:
-        if type(item) is str:  # think text and tool calls have types of their own
-            return self._filter.feed(item)
-        held_back = self._filter.feed("", is_over=True)
-        if not held_back:
-            return item
-        self._next.append(item)
-        return held_back
-
-
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +194,7 @@ def request_prompt_ids(responder: Responder, messages: Sequence[Message], tools:
     """Token ids of a request's messages, read and rendered as training reads and renders a row; raises DataError where
     they are no conversation that an answer can follow."""
     turns = [*messages, {"role": "assistant", "content": "."}]
-    row = RawRow("the request", {"messages": turns, **({"tools": tools} if tools else {})})
+    row = RawRow("the request", {"messages": turns, "tools": tools or []})
     data = DataConfig(merge_consecutive=responder.run.config.data.merge_consecutive)
     _, row_format = detect_format(iter([row]), data)
     assert row_format is not None
@@ -324,11 +302,8 @@ def openai_app(responder: Responder, name: str, *, allowed_hosts: frozenset[str]
             rejection = _error_response(413, text)
         else:
             return await call_next(request)
-        drained_bytes = 0
-        async for chunk in request.stream():
-            drained_bytes += len(chunk)
-            if drained_bytes > _DRAIN_FACTOR * body_limit:
-                break
+        async for _ in request.stream():  # a client sees the answer only once it has sent everything
+            pass
         return rejection
 
     @app.post("/v1/chat/completions")
@@ -356,7 +331,6 @@ def openai_app(responder: Responder, name: str, *, allowed_hosts: frozenset[str]
 
 
 def _error_response(status: int, detail: Any) -> JSONResponse:
-    """An error in OpenAI's form, whose message its client shows."""
     fields = detail if isinstance(detail, dict) else {"message": str(detail)}
     error_type = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"param": None, "code": None, "type": error_type, **fields}}, status_code=status)

@@ -136,7 +136,6 @@ class ReportSection:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to show."""
         return not any((self.pairs, self.tables, self.charts, self.samples, self.items, self.folded))
 
 

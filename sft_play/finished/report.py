@@ -53,12 +53,10 @@ class RunPart:
 
     @property
     def steps(self) -> int:
-        """The last step that was logged."""
         return int(max((points[-1][0] for points in self.curves.values()), default=0))
 
     @property
     def is_on_gpu(self) -> bool:
-        """True if the plan is for GPUs."""
         return bool((self.plan.get("hardware") or {}).get("gpus"))
 
     @property
@@ -94,7 +92,6 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """The last step that was logged, over all parts."""
         return sum(part.steps for part in self.parts)
 
     @property
@@ -427,7 +424,6 @@ def _run_section(record: RunRecord) -> ReportSection:
 
 
 def _format_lines(values: Mapping[str, Any]) -> str:
-    """A line for each value."""
     return "\n".join(f"{key}: {_format_text(value)}" for key, value in values.items())
 
 
@@ -497,7 +493,6 @@ class Comparison(Answer):
 
     @property
     def difference_rows(self) -> list[tuple[str, ...]]:
-        """What differs, as rows of a table."""
         return [
             (key, *(one_line(_format_or_absent(value, _format_text), limit=200) for value in values))
             for key, values in self.differences.items()
@@ -505,7 +500,6 @@ class Comparison(Answer):
 
     @property
     def result_rows(self) -> list[tuple[str, ...]]:
-        """The results, as rows of a table."""
         rows = []
         for key, values in self.results.items():
             title, format_value = _RESULTS[key]

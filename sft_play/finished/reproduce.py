@@ -7,7 +7,6 @@ recorded commit trains the run again.
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import logging
@@ -15,19 +14,19 @@ import math
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 
 from sft_play.answers import Answer
 from sft_play.config.adapter import ADAPTER_WEIGHTS_FILE
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import source_digest
-from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
+from sft_play.errors import DataError, Interrupted, RunFolderError, TrainingError
 from sft_play.finished.run import FinishedRun, base_model_folder, find_changed_data, next_command_line
 from sft_play.log import one_line
 from sft_play.machine.hardware import detect_hardware
@@ -37,7 +36,7 @@ from sft_play.process.environment import THREADS_VARIABLE, independent_environme
 from sft_play.runs.files import read_json, read_summary
 from sft_play.runs.folder import DEEPSPEED_FILE, PACKAGE_FOLDER, RunFolder, code_state, requested_deepspeed
 from sft_play.runs.lookup import check_run_name
-from sft_play.training.checkpoints.model_saving import weight_files
+from sft_play.training.checkpoints.model_saving import open_tensors
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,12 +61,10 @@ class ReproduceResult(Answer):
         return not self.differing_tensors
 
     def as_json(self) -> dict[str, Any]:
-        first_differing = None
-        for name, max_diff in [*self.differing_tensors.items()][:1]:
-            first_differing = {"name": name, "max_diff": max_diff}
+        differing = [{"name": name, "max_diff": largest} for name, largest in self.differing_tensors.items()]
         return {
             "ok": self.ok, "run": str(self.run), "path": str(self.path), "code": self.code, "tensors": self.tensors,
-            "tensors_differing": len(self.differing_tensors), "first_differing": first_differing, "steps": self.steps,
+            "tensors_differing": len(differing), "first_differing": next(iter(differing), None), "steps": self.steps,
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -87,7 +84,7 @@ class ReproduceResult(Answer):
 
 def reproduce(run: FinishedRun) -> ReproduceResult:
     """Train a run again as its folder records it, into a new folder beside it, and compare the weights. Raises
-    DataError or ModelError where what training read is gone or has changed; RunFolderError where other code trained it,
+    DataError where what training read is gone or has changed; RunFolderError where other code trained it,
     or its settings cannot be read; TrainingError where the repetition failed; Interrupted where the user stopped it."""
     run_folder = run.folder.path
     config_path, new_folder = run_folder.absolute() / "resolved.json", _free_folder(run_folder)
@@ -118,9 +115,11 @@ def reproduce(run: FinishedRun) -> ReproduceResult:
 
 
 def _free_folder(run_folder: Path) -> Path:
-    names = itertools.chain([REPRODUCED_SUFFIX], (f"{REPRODUCED_SUFFIX}-{number}" for number in itertools.count(2)))
-    candidates = (run_folder.with_name(f"{run_folder.name}{name}") for name in names)
-    free_folder = next(candidate for candidate in candidates if not candidate.exists())
+    free_folder = run_folder.with_name(f"{run_folder.name}{REPRODUCED_SUFFIX}")
+    for number in itertools.count(2):
+        if not free_folder.exists():
+            break
+        free_folder = run_folder.with_name(f"{run_folder.name}{REPRODUCED_SUFFIX}-{number}")
     check_run_name(free_folder.name, key="RUN")
     return free_folder
 
@@ -132,16 +131,12 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
     recorded_digest = (recorded.get("tokenizer") or {}).get("sha256")
     if recorded_digest not in (None, load_tokenizer(loaded.config).sha256):
         changes.append(f"tokenizer: that of {loaded.config.model.name}, or its template, has changed")
+    adapter_file = Path(str(loaded.config.model.adapter)) / ADAPTER_WEIGHTS_FILE
+    if recorded.get("adapter") and source_digest(adapter_file) != recorded["adapter"].get("sha256"):
+        changes.append(f"adapter: {adapter_file}, which it began from, has changed since")
     if changes:
         change_lines = "\n".join(f"  {one_line(line, limit=300)}" for line in changes)
         raise DataError(f"{run.folder.path} cannot be trained again, since what it read has changed:\n{change_lines}")
-    adapter = recorded.get("adapter")
-    if adapter:
-        file = Path(str(loaded.config.model.adapter)) / ADAPTER_WEIGHTS_FILE
-        if source_digest(file) != adapter.get("sha256"):
-            raise ModelError(
-                f"{run.folder.path} cannot be trained again: {file}, which it began from, has changed since"
-            )
 
 
 def _training_command(run: FinishedRun, loaded: LoadedConfig, deepspeed_path: Path | None) -> list[str]:
@@ -215,34 +210,19 @@ def describe_code(manifest: Mapping[str, Any], *, package: Path = PACKAGE_FOLDER
 
 def compare_weights(first_folder: Path, second_folder: Path) -> tuple[int, dict[str, float]]:
     """Count the tensors of two folders of weights, and find those that differ bit by bit, in the order of the first
-    one's files: by how much at most, infinite where shapes or dtypes do, or one is not a number; raises ModelError
-    where a file cannot be read."""
-    differing: dict[str, float] = {}
-    try:
-        first_count, second_tensors = 0, dict(_iter_tensors(second_folder))
-        for name, tensor in _iter_tensors(first_folder):
-            first_count += 1
-            difference = _difference(tensor(), second_tensors.pop(name)()) if name in second_tensors else math.inf
-            if difference is not None:
-                differing[name] = difference
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"the weights in {first_folder} or {second_folder} cannot be read: {one_line(str(error))}"
-        ) from None
-    return first_count + len(second_tensors), differing | dict.fromkeys(sorted(second_tensors), math.inf)
-
-
-def _iter_tensors(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The names of the tensors in a folder, in the order of its files, each with what reads it."""
-    for path in weight_files(folder):
-        file = safe_open(path, framework="pt")
-        for name in file.offset_keys():  # type: ignore[no-untyped-call]
-            yield name, functools.partial(file.get_tensor, name)
+    one's files: by how much at most, infinite where shapes or dtypes do, or one is not a number."""
+    first, second = open_tensors(first_folder), open_tensors(second_folder)
+    names, differing = dict.fromkeys([*first, *sorted(second)]), dict[str, float]()
+    for name in names:
+        difference: float | None = math.inf
+        if name in first and name in second:
+            difference = _difference(first[name].read(), second[name].read())
+        if difference is not None:
+            differing[name] = difference
+    return len(names), differing
 
 
 def _difference(first: Any, second: Any) -> float | None:
-    import torch
-
     if first.shape != second.shape or first.dtype != second.dtype:
         return math.inf
     # as bytes: a NaN is equal to itself then, and -0.0 is not 0.0

@@ -20,7 +20,7 @@ from sft_play.data.sources.files import find_data_paths, source_digest
 from sft_play.errors import ConfigError, ModelError, RunFolderError, SftPlayError
 from sft_play.files import atomic
 from sft_play.log import one_line
-from sft_play.models.config_json import base_weights_identity, find_model_folder, load_config_json, load_max_positions
+from sft_play.models.config_json import base_weights_identity, find_model_folder, load_max_positions
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.files import disk_refusal_reason
 from sft_play.runs.folder import CodeTrust, RunFolder, trust_none
@@ -51,7 +51,6 @@ class FinishedRun:
 
     @property
     def is_quantized(self) -> bool:
-        """True if the adapter was trained on NF4 weights."""
         return self.config.tuning.mode == "qlora"
 
     def plan(self) -> Plan:
@@ -67,20 +66,12 @@ def find_finished_run(output_folder: Path, name: str | None, *, is_trusted: Code
     """Find the finished run that `name` means: `last` (or None), a name in the output folder `base`, or a path.
     `is_trusted`: as in `read_config`. Raises RunFolderError where there is none, it is not finished, its settings
     allow what `is_trusted` does not, or its weights are gone; ModelError where they are not those that were written."""
-    if name not in (None, LAST_RUN):
-        folder = resolve_run(output_folder, str(name))
-    elif (newest := _newest_run(output_folder, "finished")) is not None:
-        folder = newest
-    else:
-        unfinished = sum(1 for _ in iter_runs(output_folder))
-        unfinished_note = f" ({unfinished} unfinished)" if unfinished else ""
-        raise RunFolderError(f"there is no finished run in {output_folder}{unfinished_note}; train one with make train")
+    folder = find_run_folder(output_folder, name, must_be_finished=True)
     manifest = folder.read_manifest()
     if manifest.get("status") != "finished":
         raise RunFolderError(
-            f"the run {folder.path} is not finished (its manifest says "
-            f"{one_line(str(manifest.get('status')))}): make resume "
-            f"RUN={shlex.quote(folder.path.name)} trains it to its end"
+            f"the run {folder.path} is not finished (its manifest says {one_line(str(manifest.get('status')))}): "
+            f"make resume RUN={shlex.quote(folder.path.name)} trains it to its end"
         )
     config = folder.read_config(is_trusted=is_trusted)
     if config.curriculum:
@@ -95,25 +86,21 @@ def find_finished_run(output_folder: Path, name: str | None, *, is_trusted: Code
     return FinishedRun(folder, config, manifest, weights)
 
 
-def find_run_folder(output_folder: Path, name: str | None) -> RunFolder:
-    """Find the run that `name` means, finished or not: a name in the output folder `base`, or a path; `last` (or None)
-    is the one that finished last, else the one that started last. Raises RunFolderError where there is none."""
+def find_run_folder(output_folder: Path, name: str | None, *, must_be_finished: bool = False) -> RunFolder:
+    """Find the run that `name` means: a name in the output folder `base`, or a path; `last` (or None) is the one that
+    finished last, else, unless it `must_be_finished`, the one that started last. Raises RunFolderError where there is
+    none."""
     if name not in (None, LAST_RUN):
         return resolve_run(output_folder, str(name))
-    folder = _newest_run(output_folder, "finished") or _newest_run(output_folder)
-    if folder is None:
-        raise RunFolderError(f"there is no run in {output_folder}; train one with make train")
-    return folder
-
-
-def _newest_run(output_folder: Path, status: str | None = None) -> RunFolder | None:
-    """The run of this status that ended last; of all runs the one that started last."""
-    candidates = [(folder.read_manifest(), folder) for folder in iter_runs(output_folder)]
-    if status is not None:
-        candidates = [(manifest, folder) for manifest, folder in candidates if manifest.get("status") == status]
-    time_key = "started" if status is None else "ended"
-    candidates.sort(key=lambda candidate: (str(candidate[0].get(time_key)), str(candidate[1].path)))
-    return candidates[-1][1] if candidates else None
+    runs = [(folder.read_manifest(), folder) for folder in iter_runs(output_folder)]
+    finished_runs = [(manifest, folder) for manifest, folder in runs if manifest.get("status") == "finished"]
+    time_key = "ended"
+    if not finished_runs and not must_be_finished:
+        finished_runs, time_key = runs, "started"
+    if not finished_runs:
+        kind = "finished run" if must_be_finished else "run"
+        raise RunFolderError(f"there is no {kind} in {output_folder}; train one with make train")
+    return max(finished_runs, key=lambda run: (str(run[0].get(time_key)), str(run[1].path)))[1]
 
 
 def base_model_folder(run: FinishedRun) -> Path:
@@ -126,22 +113,16 @@ def base_model_folder(run: FinishedRun) -> Path:
     if folder is not None:
         if not any(folder.glob("*.safetensors")):
             raise ModelError(f"the base {folder}, from which {run.weights} was trained, holds no *.safetensors")
-        _require_same_base(run, recorded)
+        if recorded.get("sha256") not in (None, base_weights_identity(name, None)["sha256"]):
+            raise ModelError(
+                f"the weights in {name} are not those that {run.folder.path} was trained on: put the base back"
+            )
         return folder
     if name.startswith((".", "/", "~")):  # a path and no hub id, for which the hub need not be asked
         raise ModelError(f"the base {one_line(name)}, from which {run.weights} was trained, is gone")
     from sft_play.training.checkpoints.model_saving import fetch_base_folder
 
     return fetch_base_folder(name, revision=recorded.get("sha256") or run.config.model.revision)
-
-
-def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
-    current_digest = base_weights_identity(run.config.model.name, None)["sha256"]
-    if recorded.get("sha256") not in (None, current_digest):
-        raise ModelError(
-            f"the weights in {run.config.model.name} are not those that {run.folder.path} was "
-            "trained on: put the base back"
-        )
 
 
 def find_changed_data(manifest: Mapping[str, Any], loaded: LoadedConfig) -> list[str]:
@@ -170,17 +151,14 @@ def require_split(split: str | None, data: str | None) -> None:
 def describe_context_window(run: FinishedRun, model: str) -> tuple[int, str]:
     """The positions that a model (a folder, or a name on the hub) has for a conversation, and a note on the length of
     the rows that it was trained on; the note is empty if they were as long."""
-    trained_length, config = run.plan().max_seq_len, load_config_json(model)
-    config = config.get("text_config") or config
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    trained_length = run.plan().max_seq_len
     max_positions = load_max_positions(model) or trained_length
-    if rope.get("rope_type", rope.get("type")) == "yarn":  # whose class reads positions beyond those of pre-training
-        yarn_positions = int(rope["factor"] * rope.get("original_max_position_embeddings", max_positions))
-        max_positions = max(max_positions, yarn_positions)
     if max_positions == trained_length:
         return max_positions, ""
-    rows_note = f"rows of training had at most {trained_length:,} tokens (model.max_seq_len)"
-    return max_positions, f"Context: the model's own {max_positions:,} positions; {rows_note}"
+    return max_positions, (
+        f"Context: the model's own {max_positions:,} positions; rows of training had at most "
+        f"{trained_length:,} tokens (model.max_seq_len)"
+    )
 
 
 # --- files and folders that a command writes --------------------------------------------------------------------------
@@ -204,13 +182,10 @@ def translate_write_errors(path: Path) -> Iterator[None]:
 
 
 def _is_path_error(path: Path, filename: str | bytes | None) -> bool:
-    if filename is None:
-        return False
-    error_path, target = Path(os.fsdecode(filename)).absolute(), path.absolute()
-    if target.is_relative_to(error_path):
-        return True
-    first_part = error_path.relative_to(target.parent).parts[0] if error_path.is_relative_to(target.parent) else ""
-    return first_part == target.name or first_part.startswith(f".{target.name}.")
+    """True if `filename` is the path, a folder above it, or something in it or in what replaces it."""
+    error_path, target = Path(os.fsdecode(filename or "")).absolute(), path.absolute()
+    names = (str(target), str(target.with_name(f".{target.name}.")))
+    return bool(filename) and (target.is_relative_to(error_path) or str(error_path).startswith(names))
 
 
 @contextlib.contextmanager

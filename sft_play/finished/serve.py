@@ -55,7 +55,6 @@ class ServedEndpoint(Answer):
 
     @property
     def url(self) -> str:
-        """The base URL for clients on this machine."""
         client_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         if ":" in client_host:
             client_host = f"[{client_host}]"
@@ -119,9 +118,6 @@ def exposure_warning(host: str) -> str | None:
 class TransformersService:
     """`transformers serve`'s server in a thread of this process."""
 
-    # True if, after `wait`, a thread still computes an answer: Python would abort in its own end.
-    is_busy = False
-
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
         from transformers.utils.import_utils import is_serve_available
 
@@ -136,8 +132,6 @@ class TransformersService:
         try:
             from sft_play.finished.openai import openai_app
         except ImportError as error:
-            if not (error.name or "").startswith("transformers."):
-                raise
             raise BackendError(
                 f"transformers {version('transformers')} has another server than the one that "
                 f"answers here ({one_line(str(error))}): install that of requirements.lock"
@@ -165,34 +159,30 @@ class TransformersService:
             run.folder.path, SERVING_ENGINES[0], name, run.weights, self._host, port, os.getpid(), note
         )
 
-    def wait(self) -> int:
-        """Wait until it ends or is stopped, and return the exit code. Ctrl-C lets answers under way end; a second one
-        or SIGTERM does not."""
+    def wait(self) -> NoReturn:
+        """Wait until it ends or is stopped, and end this process. Ctrl-C lets answers under way end; a second one or
+        SIGTERM does not."""
         finished = threading.Event()
-        deadline = threading.Timer(SHUTDOWN_TIMEOUT_S, lambda: setattr(self, "is_busy", True))
-        deadline.daemon = True
 
         def stop(signal_number: int) -> None:
             if signal_number != signal.SIGINT:
                 finished.set()
                 return
             logger.info("Stopping once the answers under way have ended; Ctrl-C again stops now")
-            deadline.start()
             self._server.should_exit = True
 
         with StopSignals(stop, lambda _: finished.set()):
             while self._thread.is_alive() and not finished.is_set():
                 finished.wait(_POLL_INTERVAL_S)
-        deadline.cancel()
-        self.is_busy = self.is_busy or self._thread.is_alive()
         logger.info("Stopped")
-        return 0
+        sys.stdout.flush()
+        logging.shutdown()
+        # a daemon thread that still computes an answer would abort Python while it takes itself down
+        os._exit(0)
 
 
 class VllmService:
     """`vllm serve` in the place of this process."""
-
-    is_busy = False
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
         search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -208,7 +198,6 @@ class VllmService:
         self._program = program
 
     def start(self) -> ServedEndpoint:
-        """Merge where that has not been done, and say where vLLM will answer."""
         from sft_play.finished.export.merge import ensure_whole_model_folder
 
         weights, name = ensure_whole_model_folder(self._run, is_locked=False), self._run.folder.path.name

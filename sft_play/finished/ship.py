@@ -34,7 +34,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, count_trained_tokens
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
-from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
+from sft_play.errors import ConfigError, DataError, SftPlayError
 from sft_play.exit_codes import DO_NOT_SHIP, EXIT_KINDS
 from sft_play.finished.evaluation import RowScore, score_rows_of_run
 from sft_play.finished.export.check_merge import merge_test
@@ -138,7 +138,6 @@ class Losses:
         return ""
 
     def to_arrays(self) -> list[FloatArray]:
-        """Base, tuned, tokens and chance [rows], of which none is None."""
         return [np.array(column, float) for column in (self.base, self.tuned, self.tokens, self.chance)]
 
 
@@ -185,7 +184,7 @@ class Evidence:
     task: TaskEvidence
     general: GeneralEvidence
     merge: MergeEvidence
-    # Why nothing was measured: a model cannot be loaded, or too few rows refuse the run whatever it is.
+    # Why nothing was measured: too few rows refuse the run whatever it is.
     not_loaded: str = ""
 
 
@@ -207,12 +206,10 @@ class ShipVerdict:
 
     @property
     def ok(self) -> bool:
-        """True if the run should be shipped."""
         return all(check.ok is True for check in self.checks)
 
     @property
     def reasons(self) -> list[str]:
-        """What is wrong, a line for each check that failed."""
         return [f"{check.name}: {check.reason}" for check in self.checks if check.ok is False]
 
     def as_json(self) -> dict[str, Any]:
@@ -474,8 +471,9 @@ class ShipResult(Answer):
 
 def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float | None = None) -> ShipResult:
     """Measure, judge, and write ship.json into the run folder. `tolerance`: nats a token by which the loss on general
-    text and chats may rise. Raises DataError where the run's data is gone, or RunFolderError where another process
-    writes it. What refuses the run whatever is measured is known before a model loads: rows, files."""
+    text and chats may rise. Raises DataError where the run's data is gone, ModelError where a model is,
+    or RunFolderError where another process writes the run.
+    What refuses the run whatever is measured is known before a model loads: rows, files."""
     quiet_libraries()
     thresholds = Thresholds()
     if tolerance is not None:
@@ -490,16 +488,13 @@ def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float |
         "versions": installed_versions(),
     }
     with lock_run(run.folder):
-        try:
-            held_out_rows = load_held_out_rows(run)
-            rows, left_out = distinct_rows(held_out_rows, max_rows)
-            provenance["rows_sha256"] = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-            evidence = _measure_losses(
-                run, held_out_rows, rows, left_out, sample, thresholds,
-                max_questions=min(max_rows, run.config.eval.generate_rows),
-            )  # fmt: skip
-        except ModelError as error:
-            evidence = Evidence(TaskEvidence(""), GeneralEvidence(), MergeEvidence("not needed"), str(error))
+        held_out_rows = load_held_out_rows(run)
+        rows, left_out = distinct_rows(held_out_rows, max_rows)
+        provenance["rows_sha256"] = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+        evidence = _measure_losses(
+            run, held_out_rows, rows, left_out, sample, thresholds,
+            max_questions=min(max_rows, run.config.eval.generate_rows),
+        )  # fmt: skip
         if not judge_evidence(evidence, thresholds).reasons:
             evidence = replace(evidence, merge=_measure_merge(run))
         verdict = judge_evidence(evidence, thresholds)
@@ -519,7 +514,7 @@ def _measure_losses(
     *,
     max_questions: int,
 ) -> Evidence:
-    """All evidence but the merge; raises ModelError if a model cannot be loaded. None is where the rows are too few."""
+    """All evidence but the merge; none where the rows are too few. Raises ModelError if a model cannot be loaded."""
     split = held_out_rows.name.replace("train", "")  # rows that were trained on are no evidence
     unmeasured_scores = [RowScore(math.nan, count_trained_tokens(row["labels"]), 0) for row in rows]
     task = TaskEvidence(split, _row_losses(unmeasured_scores, unmeasured_scores, rows), left_out=left_out)

@@ -302,7 +302,6 @@ class MergedWeights:
         return int(elements * self.dtype.itemsize)
 
     def write(self, folder: Path, file_bytes: int) -> None:
-        """Write the weights into a folder."""
         shapes, tensors = dict(self._output_shapes()), self._merged_tensors()
         write_tensors(folder, tensors, shapes=shapes, dtype_rule=self._saved_dtype, max_file_bytes=file_bytes)
 
@@ -389,7 +388,6 @@ class _Source:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def join(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Join the files' tensors into the model's tensor."""
         if self.converter is None:
             (tensor,) = parts.values()
             return tensor
