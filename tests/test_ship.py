@@ -321,7 +321,7 @@ def world(tmp_path_factory) -> Path:
     run_yaml.write_text(
         f"model: {{name: {base}, max_seq_len: 64}}\ntuning: {{mode: lora, lora: {{r: 4, dropout: 0.0}}}}\n"
         f"data: {{train_path: {data}, val_path: null, test_path: null, val_fraction: 0.3}}\n"
-        "train: {effective_batch_size: 8, max_steps: 6, learning_rate: 4e-3, warmup_steps: 0, report_to: [],\n"
+        "train: {effective_batch_size: 8, max_steps: 12, learning_rate: 4e-3, warmup_steps: 0, report_to: [],\n"
         "  bf16: false}\n"
         "eval: {before_training: false, steps: 0, generate_rows: 4, max_new_tokens: 6}\n"
         f"output: {{dir: {folder}/outputs}}\n"
