@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import random
@@ -36,7 +37,7 @@ from tests import warm
 from tests.converter import converter
 from tests.finished_runs import SMALL, finished_run, make_base
 from tests.models import CHATML, make_tokenizer
-from tests.test_merge import gemma3_with_images
+from tests.test_merge import gemma3_with_images, small_model
 
 pytestmark = pytest.mark.build
 
@@ -55,27 +56,23 @@ def _warm(monkeypatch) -> None:
 
 
 def model(name: str, **changes):
-    import transformers
-
-    torch.manual_seed(0)
-    settings = {**SMALL, "vocab_size": 400, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, **changes}
-    config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
-    return getattr(transformers, f"{name}ForCausalLM")(config(**settings))
+    return small_model(name, **{"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, **changes})
 
 
-def run_of(folder: Path, built, *, dtype=torch.float32, **lora):
+def run_of(folder: Path, built, *, dtype=torch.float32, change_tokenizer=None, **options):
+    """A finished run on a base of its own, whose tokenizer may be changed."""
     base = make_base(folder / "base", built, dtype=dtype)
+    if change_tokenizer is not None:
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        change_tokenizer(tokenizer)
+        tokenizer.save_pretrained(base)
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
-    return find_finished_run(folder, str(finished_run(folder / "run", base, precision=precision, **lora)))
+    return find_finished_run(folder, str(finished_run(folder / "run", base, precision=precision, **options)))
 
 
 KINDS = {
     "qwen2, tied": (lambda: model("Qwen2", tie_word_embeddings=True), torch.bfloat16, {}, None, "bf16"),
     "qwen3, q8_0": (lambda: model("Qwen3", tie_word_embeddings=True), torch.float32, {}, "q8_0", "q8_0"),
-    "gemma3": (
-        lambda: model("Gemma3", sliding_window=32, layer_types=["sliding_attention", "full_attention"], vocab_size=320),
-        torch.bfloat16, {}, None, "bf16",
-    ),
     "gemma3 with its images": (lambda: gemma3_with_images(vocab_size=320), torch.bfloat16, {}, None, "bf16"),
     "larger vocabulary, scaled positions, biases": (
         lambda: model("Llama", vocab_size=300, attention_bias=True, rope_parameters=LLAMA3_POSITIONS),
@@ -95,8 +92,7 @@ def test_the_exported_model_is_the_trained_one(tmp_path, kind):
     assert exported.prompts_checked > 10
     tested = export_test(run, rows=6)
     assert tested.ok, "\n".join(tested.lines())
-    of_file = tested.answers
-    assert of_file.kl < tested.kl_base / 10
+    assert tested.answers["kl"] < tested.kl_base / 10
 
 
 # --- fewer than 8 bits ------------------------------------------------------------------------------------------------
@@ -107,13 +103,7 @@ def needs_llama_cpp() -> None:
     converter()
 
 
-WIDE = {
-    "hidden_size": 256,
-    "intermediate_size": 352,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
+WIDE = {"hidden_size": 256, "intermediate_size": 352, "head_dim": 64}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +111,6 @@ WIDE = {
     [
         ("q4_k_m", torch.bfloat16, {"F32", "Q4_K", "Q6_K"}),
         ("q2_k", torch.float32, {"F32", "Q2_K", "Q3_K", "Q6_K"}),
-        ("q6_k", torch.bfloat16, {"F32", "Q6_K"}),
         ("q5_0", torch.float32, {"F32", "Q5_0", "Q6_K"}),
     ],
 )
@@ -137,9 +126,8 @@ def test_fewer_bits_are_those_of_llama_cpp_and_measured(tmp_path, quant, dtype, 
     assert types - {"Q3_K"} <= found
     assert bool(fallback) == (quant != "q5_0")
     bits = min(bits for name in found if (bits := weight_bits(name)))
-    of_file = tested.answers
-    assert 0 < of_file.kl < of_file.kl_limit == divergence_limit(f"q{bits}", tested.kl_base)
-    assert 0 <= of_file.equal_answers <= 1
+    limit = divergence_limit(f"q{bits}", tested.kl_base)
+    assert 0 < tested.answers["kl"] < tested.answers["kl_limit"] == limit
 
 
 def test_bits_are_read_from_the_names_of_types():
@@ -148,8 +136,9 @@ def test_bits_are_read_from_the_names_of_types():
 
 
 def test_without_llama_cpps_library_fewer_bits_are_refused_before_the_merge(tmp_path, monkeypatch, failing):
-    monkeypatch.setattr("sft_play.finished.export.export.has_llama_cpp", lambda: False)
     run = run_of(tmp_path, model("Llama"))
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llama_cpp" else there(name))
     with pytest.raises(ConfigError, match=r"pip install llama-cpp-python==0.*QUANT=q8_0"):
         export_run(run, "gguf", quant="q4_k_m", llama_cpp=failing)
     assert not (run.folder.path / "merged").exists()
@@ -171,10 +160,7 @@ def test_a_lossless_export_answers_token_for_token(exported, tmp_path):
     run, file = exported
     tested = export_test(run, rows=5)
     assert tested.ok, "\n".join(tested.lines())
-    assert tested.answers.equal_answers == 1.0
-    assert tested.prompts == 5
-    assert tested.as_json()["ok"] is True
-    assert tested.lines()[-1] == f"Next: llama-server --jinja -m {file}"
+    assert (tested.answers["equal_answers"], tested.prompts) == (1.0, 5)
     fields = read_fields(file)
     tokenizer = AutoTokenizer.from_pretrained(run.weights)
     assert fields["tokenizer.chat_template"] == tokenizer.chat_template
@@ -233,17 +219,6 @@ def test_export_test_names_what_is_wrong_in_a_file(exported, tmp_path, what):
     assert not tested.ok
     wrong = {check.name.lower() for check in tested.checks if check.ok is not True}
     assert wrong == names
-    assert "Verdict: the exported model answers" not in "\n".join(tested.lines())
-
-
-def test_the_file_of_another_adapter_is_not_this_runs(exported, tmp_path):
-    run, _ = exported
-    base = Path(run.config.model.name)
-    other = find_finished_run(tmp_path, str(finished_run(tmp_path / "other", base, seed=1)))
-    file = export_run(other, "gguf").file
-    tested = export_test(run, path=file, rows=5)
-    wrong = {check.name for check in tested.checks if check.ok is False}
-    assert wrong == {"Answers"}
 
 
 def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_path):
@@ -253,12 +228,6 @@ def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_pa
     tested = export_test(run, rows=3)
     assert not tested.ok
     assert [check.ok for check in tested.checks if check.name == "Answers"] == [None]
-    assert "Verdict: not known" in tested.lines()[-1]
-
-
-def test_the_limit_of_a_divergence_is_that_of_the_bits():
-    assert divergence_limit("q8", 0.0) == 2e-3
-    assert divergence_limit("q8", 10.0) == 2e-2
 
 
 # --- the tokenizer ----------------------------------------------------------------------------------------------------
@@ -271,22 +240,7 @@ def byte_level(folder: Path):
 
 def texts(count: int) -> list[str]:
     draw = random.Random(5)
-    words = [
-        "hello",
-        " there",
-        "12",
-        "3456",
-        "<|im_start|>",
-        "<|im_end|>",
-        "\n",
-        "\n\n",
-        "é",
-        "日本",
-        "🚀",
-        "'s",
-        " ",
-        "!?",
-    ]
+    words = ["hello", " there", "12", "3456", "<|im_start|>", "<|im_end|>", "\n\n", "é", "日本", "🚀", "'s", " ", "!?"]
     return ["".join(draw.choices([*words, *string.ascii_letters], k=draw.randint(0, 30))) for _ in range(count)]
 
 
@@ -355,7 +309,7 @@ def test_a_sentencepiece_tokenizer_is_exported_from_the_bases_own_file(tmp_path,
 
 
 def test_a_pre_tokenizer_is_proven_and_not_assumed(tmp_path):
-    from tokenizers import normalizers, pre_tokenizers
+    from tokenizers import pre_tokenizers
 
     backend = byte_level(tmp_path).backend_tokenizer
     assert find_pre_tokenizer(backend) == "gpt-2"
@@ -364,26 +318,31 @@ def test_a_pre_tokenizer_is_proven_and_not_assumed(tmp_path):
     assert find_pre_tokenizer(backend) == "smollm"
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     assert find_pre_tokenizer(backend) is None
-    backend.pre_tokenizer, backend.normalizer = split, normalizers.NFC()
-    assert find_pre_tokenizer(backend) == "gpt-2"
-    backend.normalizer = normalizers.Lowercase()
-    assert find_pre_tokenizer(backend) is None
-    backend.normalizer, backend.model.ignore_merges = normalizers.NFC(), True
+    backend.pre_tokenizer, backend.model.ignore_merges = split, True
     assert find_pre_tokenizer(backend) is None
 
 
-def test_a_tokenizer_that_llama_cpp_cannot_run_is_refused(tmp_path):
+def cut_elsewhere(tokenizer) -> None:
     from tokenizers import pre_tokenizers
 
+    pieces = [pre_tokenizers.Split("a", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
+
+
+def lowercase(tokenizer) -> None:
+    from tokenizers import normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (cut_elsewhere, "BPE pre-tokenizer was not recognized"),
+    (lowercase, "prompts have training's token ids"),
+])  # fmt: skip
+def test_a_tokenizer_that_llama_cpp_cannot_run_is_refused(tmp_path, change, message):
     converter()
-    base = make_base(tmp_path / "base", model("Llama"))
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split("a", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.save_pretrained(base)
-    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
-    with pytest.raises(BackendError, match="BPE pre-tokenizer was not recognized"):
+    run = run_of(tmp_path, model("Llama"), change_tokenizer=change)
+    with pytest.raises((BackendError, TokenizerError), match=message):
         export_run(run, "gguf")
     assert not list((run.folder.path / "export").iterdir())
 
@@ -395,23 +354,21 @@ WITH_BOS = "{{ bos_token }}" + CHATML
 def test_a_prompt_begins_with_bos_once_where_training_had_it_and_never_elsewhere(tmp_path, template):
     from tokenizers.processors import TemplateProcessing
 
+    def put_bos_first(tokenizer) -> None:
+        tokenizer.bos_token, tokenizer.chat_template = "<|endoftext|>", template
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        )
+
     converter()
-    base = make_base(tmp_path / "base", model("Llama", bos_token_id=0))
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.bos_token, tokenizer.chat_template = "<|endoftext|>", template
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    tokenizer.save_pretrained(base)
-    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = run_of(tmp_path, model("Llama", bos_token_id=0), change_tokenizer=put_bos_first)
     exported = export_run(run, "ollama")
     fields = read_fields(exported.file)
     assert fields["tokenizer.ggml.add_bos_token"] == (template == WITH_BOS)
     text = (exported.path / "Modelfile").read_text()
     assert "<|endoftext|>" not in text.partition("PARAMETER")[0]
     assert "PARAMETER num_ctx 256\n" in text  # the model's, where the rows of training had 64
-    tested = export_test(run, rows=3)
-    assert tested.ok, "\n".join(tested.lines())
+    assert export_test(run, rows=3).ok
 
 
 def test_a_prompt_whose_texts_spell_special_tokens_is_not_compared_with_an_engine(exported):
@@ -435,27 +392,15 @@ def archive(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-def test_only_the_converter_is_unpacked(tmp_path):
+def test_only_the_converter_is_unpacked_and_another_archive_is_refused(tmp_path):
     inside = f"llama_cpp_python-{LLAMA_CPP_VERSION}/vendor/llama.cpp/"
-    path = archive(
-        tmp_path / "a.tar.gz",
-        {
-            f"{inside}convert_hf_to_gguf.py": b"print()",
-            f"{inside}conversion/llama.py": b"",
-            f"{inside}src/llama.cpp": b"large",
-            "conversion/other.py": b"",
-        },
-    )
+    wanted = {"convert_hf_to_gguf.py", "conversion/llama.py"}
+    files = {f"{inside}{name}": b"" for name in (*wanted, "src/llama.cpp")} | {"conversion/other.py": b""}
     target = tmp_path / "target"
-    unpack_converter(path, target)
-    names = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
-    assert names == {"convert_hf_to_gguf.py", "conversion/llama.py"}
-
-
-def test_an_archive_that_is_not_the_package_is_refused(tmp_path):
-    inside = f"llama_cpp_python-{LLAMA_CPP_VERSION}/vendor/llama.cpp/"
+    unpack_converter(archive(tmp_path / "a.tar.gz", files), target)
+    assert {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()} == wanted
     with pytest.raises(ConfigError, match=r"holds no convert_hf_to_gguf.py"):
-        unpack_converter(archive(tmp_path / "a.tar.gz", {f"{inside}README.md": b""}), tmp_path / "a")
+        unpack_converter(archive(tmp_path / "b.tar.gz", {f"{inside}README.md": b""}), tmp_path / "b")
     (tmp_path / "c.tar.gz").write_bytes(b"no archive")
     with pytest.raises(ConfigError, match="cannot be unpacked"):
         unpack_converter(tmp_path / "c.tar.gz", tmp_path / "c")
@@ -507,15 +452,14 @@ def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path, failing):
 
 def test_a_merge_that_is_older_than_the_adapter_is_made_anew(tmp_path):
     run = run_of(tmp_path, model("Llama"))
-    merged = merge_run(run).path
-    kept = export_run(run, "vllm").path
-    assert (kept / "model.safetensors").samefile(merged / "model.safetensors")
-    adapter, before = run.weights / "adapter_model.safetensors", load_file(merged / "model.safetensors")
+    merged = merge_run(run).path / "model.safetensors"
+    assert (export_run(run, "vllm").path / "model.safetensors").samefile(merged)
+    adapter, before = run.weights / "adapter_model.safetensors", load_file(merged)
     save_file({name: tensor * 2 for name, tensor in load_file(adapter).items()}, adapter)
     again = export_run(run, "vllm", replace=True).path
-    after = load_file(merged / "model.safetensors")
+    after = load_file(merged)
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert (again / "model.safetensors").samefile(merged / "model.safetensors")
+    assert (again / "model.safetensors").samefile(merged)
 
 
 # --- vLLM and the commands --------------------------------------------------------------------------------------------
@@ -528,8 +472,6 @@ def test_the_folder_for_vllm_is_a_whole_model_with_the_stop_tokens_of_training(t
     base = make_base(tmp_path / "base", model("Llama", eos_token_id=0))
     run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base, mode=mode)))
     exported = export_run(run, "vllm")
-    following = {"lora": f"merge-test RUN={run.folder.path}", "full": f"push RUN={run.folder.path} REPO=user/name"}
-    assert exported.lines()[-1] == f"Next: make {following[mode]}"
     tokenizer = AutoTokenizer.from_pretrained(exported.path)
     stops = GenerationConfig.from_pretrained(exported.path).eos_token_id
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in (stops if isinstance(stops, list) else [stops])
@@ -545,12 +487,7 @@ def test_the_folder_for_vllm_is_a_whole_model_with_the_stop_tokens_of_training(t
     [
         ({}, 8192),
         ({"max_position_embeddings": 64}, 64),
-        # those of the larger window, as Llama 3 counts them
         ({"rope_parameters": {**LLAMA3_POSITIONS, "rope_theta": 1e4}}, 8192),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}}, 32768),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 4096}}, 8192),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, 16384),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {}}}, 8192),
         ({"model_type": "gpt2", "n_positions": 1024, "max_position_embeddings": None}, 1024),
         ({"model_type": "bloom", "max_position_embeddings": None, "n_layer": 2, "n_head": 4}, 64),
     ],
@@ -565,24 +502,17 @@ def test_an_engine_is_given_the_models_own_positions(tmp_path, changes, position
     (tmp_path / "config.json").write_text(json.dumps({key: one for key, one in config.items() if one is not None}))
     run = SimpleNamespace(plan=lambda: SimpleNamespace(max_seq_len=64))
     found, note = describe_context_window(run, str(tmp_path))
-    assert found == positions
-    assert note == ("" if positions == 64 else f"Context: the model's own {positions:,} positions; rows of training "
-                    "had at most 64 tokens (model.max_seq_len)")  # fmt: skip
+    assert (found, bool(note)) == (positions, positions != 64)
 
 
 def test_commands_are_words_of_a_shell_where_a_path_has_a_space(tmp_path):
     import shlex
 
-    folder = tmp_path / "my runs"
-    base = make_base(folder / "the base", model("Llama", eos_token_id=0))
-    run = find_finished_run(folder, str(finished_run(folder / "run 1", base)))
-    target = folder / "run 1" / "export" / "vllm"
-    (whole,) = (shlex.split(one) for one in export_run(run, "vllm").commands)
-    assert whole[:5] == ["vllm", "serve", str(target), "--served-model-name", "run 1"]
-    said = export_run(run, "vllm", out=folder / "an other").lines()[-1]
-    assert shlex.split(said) == [
-        "Next:", "make", "merge-test", f"RUN={run.folder.path}",
-    ]  # fmt: skip
+    run = run_of(tmp_path / "my runs", model("Llama", eos_token_id=0))
+    exported = export_run(run, "vllm", out=tmp_path / "an other")
+    (command,) = (shlex.split(one) for one in exported.commands)
+    assert command[:5] == ["vllm", "serve", str(tmp_path / "an other"), "--served-model-name", "run"]
+    assert shlex.split(exported.lines()[-1])[1:] == ["make", "merge-test", f"RUN={run.folder.path}"]
 
 
 def test_the_commands_answer_in_words_and_json(exported, command):
@@ -624,13 +554,12 @@ def test_the_starters_model_and_tokenizer_pass(tmp_path):
     assert tested.ok, "\n".join(tested.lines())
 
 
-def test_a_template_that_ollama_cannot_say_is_refused(tmp_path, exported):
+def test_a_template_that_ollama_cannot_say_is_refused(tmp_path):
+    def number_turns(tokenizer) -> None:
+        tokenizer.chat_template = CHATML.replace("'<|im_start|>'", "'<|im_start|>' + loop.index | string + ' '")
+
     converter()
-    base = make_base(tmp_path / "base", model("Llama"))
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.chat_template = CHATML.replace("'<|im_start|>'", "'<|im_start|>' + loop.index | string + ' '")
-    tokenizer.save_pretrained(base)
-    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run = run_of(tmp_path, model("Llama"), change_tokenizer=number_turns)
     with pytest.raises(TokenizerError, match="llama-server --jinja"):
         export_run(run, "ollama")
     assert not list((run.folder.path / "export").iterdir())

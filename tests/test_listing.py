@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -38,15 +41,11 @@ def runs(output: Path, names: list[str]) -> list[RunFolder]:
 def test_a_run_is_listed_with_its_status_step_best_figure_and_age(tmp_path):
     make_run(tmp_path, "a", eval_loss=1.5, hours=50)
     make_run(tmp_path, "b", status="stopped", hours=3)
-    killed = make_run(tmp_path, "c", status="running", hours=0.5)
+    make_run(tmp_path, "c", status="running", hours=0.5)
     live = make_run(tmp_path, "d", status="running", hours=0.01, eval_exact_match=0.25, eval_loss=1.0)
     (tmp_path / "not-a-run").mkdir()
-    holder = _locked_elsewhere(live)
-    try:
+    with locked_elsewhere(live):
         listed = list_runs(tmp_path, now=NOW)
-    finally:
-        holder.kill()
-        holder.communicate()
     assert [(run.name, run.status) for run in listed.runs] == [
         ("d", "running"), ("c", "failed"), ("b", "stopped"), ("a", "finished"),
     ]  # fmt: skip
@@ -55,15 +54,11 @@ def test_a_run_is_listed_with_its_status_step_best_figure_and_age(tmp_path):
     ]  # fmt: skip
     assert ["exact match 25.0%" in listed.lines()[1], "loss 1.5" in listed.lines()[4]] == [True, True]
     assert {run.step for run in listed.runs} == {4}
-    ages = [line.split("  ") for line in listed.lines()[1:-2]]
-    assert [next(cell for cell in row[::-1] if cell.strip()[-1:] in "dhns" and " " in cell.strip()) for row in ages]
-    assert "50" not in listed.lines()[-3]
     assert "2.1 days" in listed.lines()[-3]
-    assert listed.runs[1].path == killed.path
     assert json.loads(json.dumps(listed.as_json()))["runs"][3]["best_value"] == 1.5
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_best_checkpoint_is_that_of_the_best_evaluation(seed, tmp_path):
     """Against another implementation: the first of the evaluations in the order of the metric that was asked for."""
     random_ = random.Random(seed)
@@ -94,52 +89,32 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(seed, tmp_path):
 
 
 def test_a_damaged_run_has_no_best_checkpoint_and_is_listed(tmp_path):
-    for name, text in (
-        ("a", "["),
-        ("b", '{"train": {}, "curr'),
-        ("c", '{"train": {"metric_for_best_model": "x"}}'),
-    ):
+    for name, text in (("a", "["), ("b", '{"train": {"metric_for_best_model": "x"}}')):
         run = make_run(tmp_path, name)
         (run.path / "resolved.json").write_text(text)
-    (run.metrics_path).unlink()
+    run.metrics_path.unlink()
     listed = list_runs(tmp_path, now=NOW).as_json()["runs"]
     assert {(one["best_step"], one["best_checkpoint"]) for one in listed} == {(None, None)}
 
 
-def test_a_finished_run_stays_finished_while_a_command_works_on_it(tmp_path):
-    done = make_run(tmp_path, "done")
-    holder = _locked_elsewhere(done)  # as ship and merge do
-    try:
-        assert [run.status for run in list_runs(tmp_path, now=NOW).runs] == ["finished"]
-        with pytest.raises(RunFolderError, match="being written"):
-            select_prunable(runs(tmp_path, ["done"]), "run")
-        (done.path / "checkpoints" / "one").mkdir(parents=True)
-        with pytest.raises(RunFolderError, match="being written"):
-            select_prunable(runs(tmp_path, ["done"]), "checkpoints")
-    finally:
-        holder.kill()
-        holder.communicate()
-
-
-def _locked_elsewhere(folder: RunFolder):
-    """Another process that has locked a run."""
-    import subprocess
-    import sys
-
+@contextlib.contextmanager
+def locked_elsewhere(folder: RunFolder):
+    """While it lasts, another process has locked a run, as ship and merge do."""
     code = (
         "import sys, time; from pathlib import Path; "
         "from sft_play.runs.folder import RunFolder; from sft_play.runs.lookup import lock_run; "
         "mark = lock_run(RunFolder(Path(sys.argv[1]))); print('locked', flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(folder.path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "locked\n"
-    return process
+    with subprocess.Popen([sys.executable, "-c", code, str(folder.path)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "locked\n"
+            yield
+        finally:
+            process.kill()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_best_figure_is_the_best_of_all_evaluations(tmp_path, seed):
-    draw = random.Random(seed)
+def test_the_best_figure_is_the_best_of_all_evaluations(tmp_path):
+    draw = random.Random(0)
     losses = [draw.uniform(0, 5) for _ in range(6)]
     folder = make_run(tmp_path, "run")
     folder.metrics_path.write_text(
@@ -154,13 +129,9 @@ def test_the_best_figure_is_the_best_of_all_evaluations(tmp_path, seed):
 def test_prune_removes_what_is_named_and_nothing_else(tmp_path):
     one, other = make_run(tmp_path, "one"), make_run(tmp_path, "other")
     stopped = make_run(tmp_path, "stopped", status="stopped")
-    sizes = {run.name: run for run in list_runs(tmp_path).runs}
+    assert {run.checkpoint_bytes for run in list_runs(tmp_path).runs} == {1000}
     chosen = select_prunable(runs(tmp_path, ["one"]), "checkpoints")
-    assert (
-        chosen
-        == {one: {one.path / "checkpoints": 1000}}
-        == {one: {one.path / "checkpoints": sizes["one"].checkpoint_bytes}}
-    )
+    assert chosen == {one: {one.path / "checkpoints": 1000}}
     assert prune(chosen).freed_bytes == 1000
     assert not (one.path / "checkpoints").exists()
     assert one.manifest_path.is_file()
@@ -178,19 +149,17 @@ def test_prune_removes_what_is_named_and_nothing_else(tmp_path):
 
 
 def test_a_run_that_is_being_written_is_not_removed(tmp_path, caplog):
-    live, other = make_run(tmp_path, "live", status="running"), make_run(tmp_path, "other")
+    live, other = make_run(tmp_path, "live"), make_run(tmp_path, "other")
     chosen = select_prunable(runs(tmp_path, ["live", "other"]), "run")  # nobody writes it yet
-    holder = _locked_elsewhere(live)
-    try:
-        with pytest.raises(RunFolderError, match="being written"):
-            select_prunable(runs(tmp_path, ["live"]), "run")
+    with locked_elsewhere(live):
+        assert [run.status for run in list_runs(tmp_path, now=NOW).runs] == ["finished", "finished"]
+        for scope in ("run", "checkpoints"):
+            with pytest.raises(RunFolderError, match="being written"):
+                select_prunable(runs(tmp_path, ["live"]), scope)
         pruned = prune(chosen)
         assert (pruned.ok, pruned.removed, pruned.kept) == (False, (other.path,), (live.path,))
-        assert f"kept: {live.path} is being written by another process" in caplog.text
         assert live.manifest_path.is_file()
-    finally:
-        holder.kill()
-        holder.communicate()
+    assert f"kept: {live.path} is being written by another process" in caplog.text
 
 
 def test_one_that_is_resumed_while_the_question_is_open_keeps_its_checkpoints(tmp_path, caplog):
