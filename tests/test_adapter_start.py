@@ -68,7 +68,13 @@ def test_pissa_trains_as_pefts_does_and_leaves_the_base_alone(base):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         plain = base(input_ids=rows[0], labels=rows[0]).loss.item()
     frozen = [one.detach().clone()[3:] for name, one in ours.named_parameters() if "lora_A" in name]
+    at_start = {name: one.detach().clone() for name, one in ours.named_parameters() if one.requires_grad}
     mine, wanted = steps(ours, rows, bf16=bf16), steps(theirs, rows, bf16=bf16)
+    for name, one in ours.named_parameters():
+        if one.requires_grad:  # one half of it moves
+            dim = 0 if "lora_A" in name else 1
+            moved, stayed = map(torch.equal, one.split(3, dim), at_start[name].split(3, dim))
+            assert (moved, stayed) == (False, True)
     assert mine[0] == pytest.approx(plain, abs=2e-5 if bf16 else 1e-6)
     assert mine[-1] < mine[0]
     assert mine == pytest.approx(wanted, rel=2e-3 if bf16 else 1e-5)  # in bf16 PEFT rounds its base once more
@@ -76,19 +82,6 @@ def test_pissa_trains_as_pefts_does_and_leaves_the_base_alone(base):
     assert all(torch.equal(before[name], after[name]) for name in before)
     again = [one.detach()[3:] for name, one in started(base, lora).named_parameters() if "lora_A" in name]
     assert all(map(torch.equal, frozen, again))  # the same on every rank
-    assert not torch.equal(torch.rand(1), torch.rand(1))
-
-
-def test_only_one_half_of_pissas_adapter_moves(base):
-    model = started(base, LoraConfig(r=3, alpha=5, init="pissa"))
-    names = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    at_start = {name: one.detach().clone() for name, one in names.items()}
-    steps(model, torch.randint(64, (3, 2, 16)), bf16=False)
-    for name, one in names.items():
-        dim = 0 if "lora_A" in name else 1
-        (moved, stayed), (moved_from, stayed_at) = one.split(3, dim), at_start[name].split(3, dim)
-        assert torch.equal(stayed, stayed_at)
-        assert not torch.equal(moved, moved_from)
 
 
 def test_dropout_and_weight_decay_act_on_what_was_learned_alone(base):
@@ -110,7 +103,7 @@ def test_dropout_and_weight_decay_act_on_what_was_learned_alone(base):
     torch.testing.assert_close(found, plain, rtol=0, atol=2e-2 if bf16 else 1e-5)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_start_is_the_best_approximation_of_its_rank(seed):
     draw = random.Random(seed)
     rows, columns = draw.randint(20, 90), draw.randint(20, 90)
@@ -123,7 +116,7 @@ def test_the_start_is_the_best_approximation_of_its_rank(seed):
     assert (matrix - scale * b @ a).norm() == pytest.approx(best.item(), rel=1e-2)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_loftq_starts_closer_to_the_base_than_nf4_is(seed):
     """For every scale; PEFT's start, which is not divided by it, is farther off than NF4 alone where it is above 2."""
     draw = random.Random(seed)
@@ -162,14 +155,12 @@ def test_loftq_takes_what_the_loaded_nf4_weights_lost(tmp_path):
 
 RUNS = {
     "pissa": ("tuning.mode=lora", "tuning.lora.init=pissa"),
-    "pissa and dora": ("tuning.mode=lora", "tuning.lora.init=pissa", "tuning.lora.use_dora=true"),
     "pissa on nf4": ("tuning.mode=qlora", "tuning.lora.init=pissa"),
     "loftq": ("tuning.mode=qlora", "tuning.lora.init=loftq"),
 }
 
 
-@pytest.mark.parametrize("kind", RUNS)
-@pytest.mark.parametrize("bf16", ["true", "false"])
+@pytest.mark.parametrize(("kind", "bf16"), [("pissa", "true"), ("pissa", "false"), ("loftq", "true")])
 def test_a_run_resumes_to_the_same_bits(train, bf16, kind):  # noqa: F811
     given = (*RUNS[kind], "tuning.lora.r=4", f"train.bf16={bf16}", "train.max_steps=4", "train.save_steps=2")
     code, printed, whole = train("whole", *given)
@@ -246,7 +237,6 @@ def assert_halves_stayed(folder) -> None:
         ("init=loftq tuning.mode=lora", "loftq starts at what NF4 lost, and tuning.mode is lora"),
         ("init=loftq use_dora=true", "loftq changes what DoRA's magnitudes were taken from"),
         ("init=loftq target_parameters=auto", "target_parameters adapts experts"),
-        ("init=pissa use_rslora=true", "set tuning.lora.alpha instead"),
         ("init=pissa r=65", "has 32 singular directions, and tuning.lora.r is 65"),
     ],
 )
@@ -286,8 +276,8 @@ def test_a_loftq_adapter_stays_on_nf4(train, command, run_yaml):  # noqa: F811
 
 
 def test_a_pissa_adapter_is_continued_with_its_whole_rank(train):  # noqa: F811
-    code, printed, folder = train("run", *RUNS["pissa"], "tuning.lora.r=4", "train.max_steps=1")
-    assert code == 0, printed
+    given = ("tuning.lora.r=4", "train.max_steps=1")
+    _, _, folder = train("run", *RUNS["pissa"], *given)
     code, printed, more = train("more", f"model.adapter={folder / 'adapter'}", "train.max_steps=1")
     assert code == 0, printed
     before, after = weights(folder), weights(more)

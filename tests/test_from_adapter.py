@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import math
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -92,7 +91,7 @@ def test_a_run_is_found_by_its_name_its_path_as_the_last_one_and_by_the_folder_o
 ):
     place = world / "outputs" / "plain"
     monkeypatch.chdir(world)
-    for given in ("plain", str(place), str(place / "adapter"), "outputs/plain", "./outputs/plain/adapter"):
+    for given in ("plain", str(place / "adapter"), "outputs/plain"):
         assert settings(tmp_path, world, adapter=given).model.adapter == str(place / "adapter")
     newer = finished_run(tmp_path / "outputs" / "newer", world / "base", r=3)
     manifest = json.loads((newer / "manifest.json").read_text())
@@ -122,7 +121,6 @@ def test_the_mode_is_that_of_the_run_where_the_config_gives_none(tmp_path, world
         ("{lora: {alpha: 8}}", "tuning.lora.alpha: 8, and the adapter"),
         ("{lora: {target_modules: [q_proj]}}", '["q_proj"], and the adapter'),
         ("{lora: {modules_to_save: [lm_head]}}", "tuning.lora.modules_to_save"),
-        ("{lora: {use_dora: true}}", "tuning.lora.use_dora: true, and the adapter"),
         ("{lora: {use_rslora: true}}", "tuning.lora.use_rslora: true, and the adapter"),
         ("{mode: full}", "tuning.mode: full trains all weights"),
     ],
@@ -164,9 +162,7 @@ def bare(folder: Path, world: Path, **changes: Any) -> Path:
         ({"peft_type": "IA3"}, "has peft_type=IA3 in its adapter_config.json, and only LORA can be trained here"),
         ({"rank_pattern": {"q_proj": 8}}, 'has rank_pattern={"q_proj": 8}, which this toolkit does not train'),
         ({"bias": "all"}, 'has bias="all"'),
-        ({"layers_to_transform": [1]}, "has layers_to_transform=[1]"),
         ({"init_lora_weights": "pissa_niter_4"}, "was started with pissa_niter_4, which changes its base too"),
-        ({"r": 0}, "has r=0 and lora_alpha="),
         ({"lora_alpha": 2.5}, "lora_alpha=2.5 in its adapter_config.json"),
         ({"target_modules": None}, "has target_modules=null"),
     ],
@@ -267,23 +263,6 @@ def test_the_first_step_loses_what_the_adapter_loses(tmp_path, world, command, k
     assert any(not torch.equal(old[name], new[name]) for name in old)  # and it was trained further
 
 
-@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
-def test_a_resized_vocabulary_is_continued(tmp_path, world, command):
-    """PEFT then writes the whole embeddings beside what was trained of them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    small = LlamaForCausalLM(LlamaConfig(vocab_size=280, tie_word_embeddings=False, eos_token_id=2, **SMALL))
-    base = make_base(tmp_path / "small", small)
-    origin = finished_run(tmp_path / "runs" / "resized", base, **KINDS["whole"])
-    path = write(tmp_path, world, adapter="resized")
-    code, said = command("train", "--config", str(path), f"model.name={base}", f"output.dir={tmp_path}/runs",
-                         "output.name=next")  # fmt: skip
-    assert code == 0, said
-    assert "Embeddings: resized from 280 to" in said
-    assert first_loss(tmp_path / "runs" / "next") == pytest.approx(loss_of(origin, world), rel=1e-6)
-
-
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
@@ -294,19 +273,15 @@ def spoiled(folder: Path, world: Path, change: str) -> Path:
     name = sorted(tensors)[0]
     if change == "cut":
         file.write_bytes(file.read_bytes()[:-40])
-    elif change == "empty file":
-        file.write_bytes(b"")
-    else:
-        one = tensors.pop(name)
-        if change == "renamed":
-            tensors[name.replace("layers.0", "layers.7")] = one
-        elif change == "empty tensor":
-            tensors[name] = one[:0]
-        elif change == "shape":
-            tensors[name] = torch.cat([one, one])
-        elif change == "nan":
-            tensors[name] = one * math.nan
-        save_file(tensors, file)
+        return place
+    one = tensors.pop(name)
+    if change == "renamed":
+        tensors[name.replace("layers.0", "layers.7")] = one
+    elif change == "shape":
+        tensors[name] = torch.cat([one, one])
+    elif change == "nan":
+        tensors[name] = one * math.nan
+    save_file(tensors, file)
     return place
 
 
@@ -314,10 +289,7 @@ def spoiled(folder: Path, world: Path, change: str) -> Path:
     ("change", "said"),
     [
         ("cut", "cannot be read"),
-        ("empty file", "cannot be read"),
-        ("removed", "has the shape None there and ("),
         ("renamed", "has the shape None there and ("),
-        ("empty tensor", "has the shape (0, "),
         ("shape", "has the shape ("),
         ("nan", "has values that are not finite"),
     ],
@@ -391,19 +363,6 @@ def test_the_plan_of_a_continued_run_is_that_of_a_new_adapter_of_its_shape(tmp_p
     assert continued != planned(write(tmp_path, world, tuning="{mode: lora, lora: {r: 32}}"))
 
 
-def test_a_continued_runs_own_adapter_merges_into_the_base(tmp_path, world, command):
-    path = write(tmp_path, world, adapter="plain")
-    assert command("train", "--config", str(path), f"output.dir={tmp_path}/runs", "output.name=next",
-                   f"model.adapter={world}/outputs/plain")[0] == 0  # fmt: skip
-    run = tmp_path / "runs" / "next"
-    shutil.rmtree(tmp_path / "gone", ignore_errors=True)
-    code, said = command("merge", "--run", str(run))
-    assert code == 0, said
-    code, said = command("merge-test", "--run", str(run), "--json")
-    assert code == 0, said
-    assert json.loads(said[said.index("{") :].splitlines()[0])["ok"]
-
-
 def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_path, world, command):
     path = write(tmp_path, world, adapter="plain")
     outputs = shutil.copytree(world / "outputs" / "plain", tmp_path / "runs" / "plain").parent
@@ -415,7 +374,6 @@ def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_pat
     code, said = command("eval", "--run", str(run), "--metrics", "none")
     assert code == 0, said
     assert "Before: run plain's adapter, which this run continued" in said
-    assert re.search(r"\n *before +tuned +difference", said)
     answer = json.loads((run / "eval.json").read_text())
     assert answer["before"] == "run plain's adapter"
     of_adapter, of_base = loss_of(origin, tmp_path), loss_of(origin, tmp_path, of_base=True)
@@ -435,26 +393,18 @@ def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_pat
     code, said = command("eval", "--run", str(origin), "--data", f"{world}/rows.jsonl", "--metrics", "none")
     assert code == 0, said
     assert json.loads((origin / "eval.json").read_text())["before"] is None
-    assert "Before:" not in said
-
-
-def test_a_continued_run_whose_adapter_changed_since_is_not_compared_with_another(tmp_path, world, command):
-    path = write(tmp_path, world, adapter="plain")
-    outputs = shutil.copytree(world / "outputs" / "plain", tmp_path / "runs" / "plain").parent
-    held = [json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(20, 56)]
-    (tmp_path / "rows.jsonl").write_text("".join(held))  # enough of them for ship to load a model
-    assert command("train", "--config", str(path), f"output.dir={outputs}", "output.name=next",
-                   f"data.val_path={tmp_path}/rows.jsonl")[0] == 0  # fmt: skip
-    file = outputs / "plain" / "adapter" / "adapter_model.safetensors"
+    # its own adapter is one of the base
+    assert command("merge", "--run", str(run))[0] == 0
+    assert command("merge-test", "--run", str(run))[0] == 0
+    # and where the adapter that it began from changes, it is not compared with another
+    file = origin / "adapter" / "adapter_model.safetensors"
     save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
-    code, said = command("eval", "--run", str(outputs / "next"), "--metrics", "none")
+    code, said = command("eval", "--run", str(run), "--metrics", "none")
     assert (code, "is not the adapter that" in said, "put it back" in said) == (2, True, True), said
     file.unlink()
-    code, said = command("eval", "--run", str(outputs / "next"), "--metrics", "none")
-    assert (code, "is gone; " in said) == (2, True), said
-    code, said = command("ship", "--run", str(outputs / "next"))
-    assert (code, "is gone; " in said) == (2, True), said
-    assert not (outputs / "next" / "eval.json").exists()
+    for verb in ("eval", "ship"):
+        code, said = command(verb, "--run", str(run))
+        assert (code, "is gone; " in said) == (2, True), said
 
 
 LAYOUTS = [("ddp", "lora"), ("fsdp", "lora"), ("zero2", "lora"), ("zero3", "lora"), ("fsdp", "qlora")]
@@ -474,11 +424,3 @@ def test_every_layout_begins_with_the_adapters_loss(tmp_path, world, strategy, m
     assert done.returncode == 0, done.stdout + done.stderr
     of_adapter = loss_of(world / "outputs" / kind, world)
     assert first_loss(tmp_path / "runs" / "next") == pytest.approx(of_adapter, rel=1e-5)
-
-
-def test_a_launch_refuses_an_adapter_that_does_not_fit_before_ranks_are_started(tmp_path, world, command):
-    path = write(tmp_path, world, adapter=str(spoiled(tmp_path, world, "shape")), tuning="{mode: lora}")
-    code, said = command("train-distributed", "--config", str(path), "--nproc", "2", f"output.dir={tmp_path}/runs",
-                         "train.batch_size=4")  # fmt: skip
-    assert (code, "has the shape (" in said) == (2, True), said
-    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())

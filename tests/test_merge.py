@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import warnings
 from pathlib import Path
@@ -132,7 +131,6 @@ BASES = {
     "experts": (lambda: small_model("Mixtral", num_local_experts=4), {}),
     "a file for each expert": (qwen3_moe, {}),
     "a router in attention too": (jetmoe, {}),
-    "an MLP that all tokens share": (laguna, {}),
     "text tower": (gemma3_with_images, {}),
     "text tower with experts": (qwen3_5_moe_with_images, {}),
 }  # fmt: skip
@@ -156,50 +154,6 @@ def test_tensors_that_are_joined_in_ram_are_merged_over(tmp_path):
     torch.testing.assert_close(
         logits(load_model_folder(merged.path)), logits(load_trained_model(run)), rtol=1e-4, atol=1e-4
     )
-
-
-@contextlib.contextmanager
-def routed(model, choices):
-    """While it lasts, what each router of JetMoE answers is noted in `choices`; it answers what is there already."""
-    given = list(choices)
-
-    def hook(module, args, output):
-        if given:
-            return given.pop(0)
-        choices.append(output)
-        return output
-
-    handles = [one.register_forward_hook(hook) for one in model.modules() if type(one).__name__ == "JetMoeTopKGating"]
-    assert len(handles) == 4  # one for the attention's experts and one for the MLP's, in each block
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-@pytest.mark.parametrize(("dtype", "seed"), [(torch.float32, 0), (torch.bfloat16, 1)])
-def test_what_rounding_a_merge_changes_is_which_experts_are_chosen(tmp_path, dtype, seed):
-    """JetMoE's merge in bf16 is 6 to 9% of the adapter's effect away by its choices alone: with the adapter's it is
-    less than 1% away, and none in fp32."""
-    run = run_of(tmp_path, jetmoe(), dtype=torch.bfloat16, seed=seed)
-    short, full = (merge_run(run, dtype=name, out=tmp_path / name) for name in ("bf16", "fp32"))
-    trained = load_trained_model(run).to(dtype)
-    choices, others = [], []
-    with routed(trained, choices):
-        expected = logits(trained)
-    with trained.disable_adapter():
-        effect = float((expected - logits(trained)).norm())
-
-    def apart(merged, choices):
-        model = load_model_folder(merged.path).to(dtype)
-        with routed(model, choices):
-            return float((logits(model) - expected).norm()) / effect
-
-    assert apart(short, others) > 0.05
-    # experts in the order of their tokens
-    assert any(not torch.equal(one[0], two[0]) for one, two in zip(choices, others, strict=True))
-    assert apart(short, choices) < 0.01
-    if dtype == torch.float32:
-        assert apart(full, []) < 1e-4
 
 
 def test_tensors_that_peft_alone_would_lose_are_merged_and_named(tmp_path):
@@ -367,8 +321,6 @@ def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monk
         assert ask() == folder
     merge_run(run, replace=True)
     assert (read_merge_record(folder)["base"], read_merge_record(folder)["test"]) == ("dequantized", None)
-    for ask in asked:  # what was trained, tested or not
-        assert ask() == folder
     exported = export_run(run, "vllm")
     assert json.loads((exported.path / "export.json").read_text())["merge"] == read_merge_record(folder)
     assert read_merge_record(exported.path) == read_merge_record(folder)
@@ -400,25 +352,21 @@ def test_the_verdict_goes_by_what_training_changed_within_bounds_of_the_dtype():
 
 
 def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path):
-    base = make_base(tmp_path / "base", llama())
-    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
+    run, base = run_of(tmp_path, llama()), tmp_path / "base"
     before = {path.name for path in run.folder.path.iterdir()}
     with pytest.raises(ConfigError, match="for QLoRA runs"):
         merge_run(run, base="original")
-    large = load_file(base / "model.safetensors")
+    with pytest.raises(RunFolderError, match="no merged model"):
+        merge_test(run)
     whole = find_finished_run(tmp_path, str(finished_run(tmp_path / "whole", base, mode="full")))
     with pytest.raises(RunFolderError, match="nothing has to be merged"):
         merge_run(whole)
-    with pytest.raises(RunFolderError, match="no merged model"):
-        merge_test(run)
+    large = load_file(base / "model.safetensors")
     large["model.embed_tokens.weight"][0, 0] = 1e6
     save_file(large, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="put the base back"):
         merge_run(run)
-    manifest = json.loads((run.folder.path / "manifest.json").read_text())
-    manifest["data"] = {}
-    (run.folder.path / "manifest.json").write_text(json.dumps(manifest))
-    run = find_finished_run(tmp_path, "run")
+    run.manifest["data"] = {}
     with pytest.raises(ConfigError, match="fp16 cannot hold"):
         merge_run(run, dtype="fp16")
     assert {path.name for path in run.folder.path.iterdir()} == before
@@ -457,23 +405,15 @@ def test_only_finished_runs_are_found(tmp_path):
 
 
 def test_the_commands_answer_in_words_and_json(tmp_path, command):
-    base = make_base(tmp_path / "base", llama(), dtype=torch.bfloat16)
-    folder = finished_run(tmp_path / "run", base)
-    code, printed = command("merge", "--run", str(folder), "--dtype", "bf16")
-    assert code == 0, printed
-    assert f"Next: make merge-test RUN={folder}" in printed
-    code, printed = command("merge-test", "--run", str(folder), "--json")
-    assert code == 0, printed
-    answer = json.loads(printed.splitlines()[-1])
-    assert answer["ok"] is True
-    assert answer["rows"] > 0
-    assert answer["kl_merged"] <= answer["kl_limit"]
+    folder = run_of(tmp_path, llama(), dtype=torch.bfloat16).folder.path
     code, printed = command("merge", "--run", str(folder), "--dtype", "int8")
-    assert code == 2
-    assert "bf16, fp16, fp32" in printed
-    code, printed = command("merge-test", "--run", str(folder), "--out", str(base))
-    assert code == 2
-    assert "NOT the adapter's" in printed
+    assert (code, "bf16, fp16, fp32" in printed) == (2, True)
+    code, printed = command("merge", "--run", str(folder), "--dtype", "bf16")
+    assert (code, f"Next: make merge-test RUN={folder}" in printed) == (0, True), printed
+    code, printed = command("merge-test", "--run", str(folder), "--json")
+    answer = json.loads(printed.splitlines()[-1])
+    assert (code, answer["ok"], answer["kl_merged"] <= answer["kl_limit"]) == (0, True, True)
+    assert command("merge-test", "--run", str(folder), "--out", str(tmp_path / "base"))[0] == 2
 
 
 def test_a_place_on_the_disk_is_seen_before_anything_is_written(tmp_path, monkeypatch):

