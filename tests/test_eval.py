@@ -394,15 +394,13 @@ def test_without_the_packages_the_rest_is_measured(monkeypatch, caplog):
 
 # --- verdicts, memory -------------------------------------------------------------------------------------------------
 def test_a_figure_is_better_only_where_its_whole_interval_is():
-    draw = random.Random(3)
-    for _ in range(300):
-        low, high = sorted(draw.choice([-2.0, -1.0, 0.0, 1.0, 2.0]) for _ in range(2))
-        is_loss = draw.random() < 0.5
-        figure = MetricComparison("x", 0.0, 0.0, Interval((low + high) / 2, low, high, 0.95), is_loss=is_loss)
-        expected = "same" if low == high == 0 else "not sure"
-        if low > 0 or high < 0:
-            expected = "better" if (low > 0) != is_loss else "worse"
-        assert figure.verdict == expected
+    for low, high, of_share, of_loss in (
+        (1.0, 2.0, "better", "worse"), (-2.0, -1.0, "worse", "better"), (0.0, 0.0, "same", "same"),
+        (0.0, 1.0, "not sure", "not sure"), (-1.0, 0.0, "not sure", "not sure"), (-1.0, 1.0, "not sure", "not sure"),
+    ):  # fmt: skip
+        interval = Interval((low + high) / 2, low, high, 0.95)
+        for is_loss, verdict in ((False, of_share), (True, of_loss)):
+            assert MetricComparison("x", 0.0, 0.0, interval, is_loss=is_loss).verdict == verdict
 
 
 def test_where_memory_runs_out_answers_are_made_in_smaller_batches(lora, monkeypatch, tmp_path):
@@ -461,7 +459,7 @@ def harness(monkeypatch):
     return asked
 
 
-def test_tasks_are_given_to_the_harness_for_base_and_trained_model(lora, harness, tmp_path):
+def test_tasks_are_given_to_the_harness_for_base_and_trained_model(lora, harness, tmp_path, monkeypatch):
     out = tmp_path / "x.jsonl"
     evaluation = evaluate_run(lora, metrics=["none"], tasks=["*sums"], limit=10, out=out)
     base, tuned = harness
@@ -478,20 +476,12 @@ def test_tasks_are_given_to_the_harness_for_base_and_trained_model(lora, harness
     accuracy, f1 = evaluation.tasks[:2]
     assert accuracy.base != accuracy.tuned  # the adapter was off for the first
     assert (accuracy.stderr, f1.stderr) == (0.1, None)
-    assert json.loads((tmp_path / "x.json").read_text())["tasks"][0]["task"] == "sums"
     with pytest.raises(ConfigError, match="TASKS=gsm8k: lm-evaluation-harness has no such task"):
         evaluate_run(lora, tasks=["gsm8k", "sums"])
-
-
-def test_a_harness_that_fails_or_is_not_installed_says_so(lora, harness, monkeypatch):
-    def fails(**options):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", fails)
-    with pytest.raises(ConfigError, match="lm-evaluation-harness failed: ConnectionError: no network"):
+    monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", None)
+    with pytest.raises(ConfigError, match="lm-evaluation-harness failed: TypeError"):
         evaluate_run(lora, metrics=["none"], tasks=["sums"])
-    there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else there(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'sft-play\[tasks\]'"):
         evaluate_run(lora, tasks=["sums"])
 

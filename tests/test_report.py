@@ -20,7 +20,6 @@ from sft_play.finished.page import COLOURS, Chart, Curve, draw_chart, thin_point
 from sft_play.finished.report import (
     build_run_charts,
     compare_runs,
-    comparison_charts,
     find_differences,
     read_record,
     report_on_exit,
@@ -111,6 +110,7 @@ def test_nothing_that_comes_from_data_is_read_as_html(tmp_path, plan_of):
         log=f"2026-01-01T00:00:01 WARNING sft_play.data: {HOSTILE}\n",
     )  # fmt: skip
     (folder.path / "config.yaml").write_text(HOSTILE)
+    (folder.path / "plan.json").write_text("[1, 2")  # a damaged file is a missing one
     written = write_report(read_record(folder))
     page = _Reader(written.path.read_text(encoding="utf-8"))
     assert len(written.charts) == 4
@@ -151,20 +151,12 @@ def test_a_run_that_has_only_begun_has_a_page_of_what_there_is(tmp_path, plan_of
     assert "Answers before and after" not in page.text
 
 
-def test_damaged_files_are_missing_ones(tmp_path):
-    folder = recorded_run(tmp_path / "run", metrics=steps(3))
-    for name in ("plan.json", "resolved.json", "summary.json"):
-        (folder.path / name).write_text("[1, 2")
-    (folder.path / "train.log").write_bytes(b"2026-01-01T00:00:01 WARNING a.b: odd \xff bytes\n")
-    page = page_of(folder)
-    assert "odd" in page.text
-    assert "800" in page.text
-
-
 def test_the_summary_of_stages_and_one_with_a_loss_that_is_no_number_are_whole(tmp_path, caplog):
     """Evaluations name their stage, and a loss that is not finite is text there: nobody counts with them."""
     lines = [{"step": 1, "eval_loss": "nan", "stage": "short"}, {"step": 2, "eval_loss": 1.0, "stage": "short"}]
     folder = recorded_run(tmp_path / "one", metrics=lines)
+    assert read_record(folder).parts[0].curves == {}  # its stage is not in resolved.json
+    assert read_record(recorded_run(tmp_path / "two", metrics=[{"step": 1, "loss": "nan"}])).curve("loss") == []
     stage = {**SUMMARY, "name": "short", "evaluations": read_evaluations(folder.metrics_path, stage_name="short")}
     summary = _merge_summaries([stage], [config_from_text("model: {name: m}\n", name="x")])
     assert [one["loss"] for one in summary["evaluations"]] == ["nan", 1.0]
@@ -240,13 +232,6 @@ def test_time_is_the_sum_over_every_step_and_speed_the_mean_of_what_was_logged(t
     assert part.steps == step
 
 
-def test_values_that_are_no_numbers_are_left_out_of_a_curve(tmp_path):
-    lines = [{"step": 1, "loss": 2.0, "grad_norm": "inf"}, {"step": 2, "loss": "nan", "grad_norm": 1.0}]
-    record = read_record(recorded_run(tmp_path / "run", metrics=lines))
-    assert record.curve("loss") == [(1, 2.0)]
-    assert record.curve("grad_norm") == [(2, 1.0)]
-
-
 def test_samples_are_spaced_over_what_was_asked_and_cut():
     def asked(number, text):
         return GeneratedAnswer(Question([1], f"q{number}", f"a{number}"), text)
@@ -256,15 +241,12 @@ def test_samples_are_spaced_over_what_was_asked_and_cut():
     kept = sample_answers(before, after)
     assert len(kept) == MAX_KEPT_SAMPLES == 12
     numbers = [int(sample["asked"][1:]) for sample in kept]
-    assert numbers == sorted(set(numbers))
-    assert numbers[0] == 0
-    assert numbers[-1] >= 36
+    assert numbers == [40 * n // 12 for n in range(12)]
     for sample, number in zip(kept, numbers, strict=True):
         assert sample["before"] == (f"old{number}" if number < 20 else None)
         assert sample["right"] == bool(number % 2)
         assert len(sample["after"]) <= 2000
     assert sample_answers(None, None) == sample_answers(before, None) == []
-    assert len(sample_answers(None, EvalMetrics(answers=after.answers[:2]))) == 2
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------
@@ -283,20 +265,20 @@ def test_a_long_curve_is_averaged_in_groups_of_neighbours():
 
 
 def test_a_chart_that_a_run_cannot_fill_is_left_out(tmp_path):
-    record = read_record(recorded_run(tmp_path / "run", metrics=[{"step": 1, "memory_predicted_gib": 3.0}]))
-    assert build_run_charts(record) == []  # a prediction alone is no curve of the run
-    flat = [{"step": n, "loss": 1.0, "padding_share": 0.0} for n in (1, 2, 3)]
-    unpadded = read_record(recorded_run(tmp_path / "flat", metrics=flat))
-    assert "Padding" not in {chart.title for chart in build_run_charts(unpadded)}
-    padded = [{**line, "padding_share": line["step"] / 10} for line in flat]
-    assert "Padding" in {
-        chart.title for chart in build_run_charts(read_record(recorded_run(tmp_path / "pad", metrics=padded)))
-    }
+    def charts_of(name, metrics):
+        return {
+            chart.title: chart
+            for chart in build_run_charts(read_record(recorded_run(tmp_path / name, metrics=metrics)))
+        }
+
+    assert (
+        charts_of("run", [{"step": 1, "memory_predicted_gib": 3.0}]) == {}
+    )  # a prediction alone is no curve of the run
+    for name, share, has_chart in (("flat", 0.0, False), ("padded", 0.1, True)):
+        assert ("Padding" in charts_of(name, [{"step": n, "padding_share": n * share} for n in (1, 2)])) == has_chart
     lines = steps(3, eval_loss=lambda n: n, loss_rank_0=lambda n: n, loss_chats=lambda n: n, loss_text=lambda n: n,
                   eval_loss_text=lambda n: n)  # fmt: skip
-    charts = {
-        chart.title: chart for chart in build_run_charts(read_record(recorded_run(tmp_path / "two", metrics=lines)))
-    }
+    charts = charts_of("two", lines)
     assert list(charts) == ["Loss", "Loss by source", "Learning rate", "Tokens per second"]
     assert [curve.name for curve in charts["Loss"].curves] == ["training", "validation"]
     by_source = {curve.name: curve.colour for curve in charts["Loss by source"].curves}
@@ -355,13 +337,13 @@ def test_make_report_as_it_is_typed(tmp_path, plan_of, command):
     assert (answer["ok"], answer["status"], answer["charts"]) == (True, "finished", 3)
     assert answer["path"] == str(tmp_path / "elsewhere.html")
     assert (tmp_path / "elsewhere.html").read_text().startswith("<!DOCTYPE html>")
-    for out, told in ((tmp_path, "is a folder"), (tmp_path / "elsewhere.html" / "x", "cannot be written")):
-        code, printed = command("report", *words, "--out", str(out))
-        assert code == 2
-        assert told in printed
-    code, printed = command("report", *words, "--run", "nobody")
-    assert code == 2
-    assert "there is no run nobody" in printed
+    for wrong, told in (
+        (["--out", str(tmp_path)], "is a folder"),
+        (["--out", str(tmp_path / "elsewhere.html" / "x")], "cannot be written"),
+        (["--run", "nobody"], "there is no run nobody"),
+    ):
+        code, printed = command("report", *words, *wrong)
+        assert (code, told in printed) == (2, True)
 
 
 # --- the end of a run -------------------------------------------------------------------------------------------------
@@ -371,9 +353,14 @@ def test_the_report_is_named_at_the_end_however_the_run_ended(tmp_path, caplog):
     caplog.set_level("INFO", "sft_play")
     folder = recorded_run(tmp_path / "run", metrics=steps(3))
     page = folder.path / "report.html"
-    with pytest.raises(RuntimeError), report_on_exit(folder):
-        folder.update_manifest(status="failed")
-        raise RuntimeError("the step")
+
+    def train():
+        with report_on_exit(folder):
+            folder.update_manifest(status="failed")
+            raise RuntimeError("the step")
+
+    with pytest.raises(RuntimeError):
+        train()
     assert f"Report: {page}" in caplog.text
     page.unlink()
     for refused in (folder, RunFolder(tmp_path / "never")):  # before it began: nothing is written
@@ -479,13 +466,3 @@ def test_make_compare_as_it_is_typed(tmp_path, plan_of, command):
     for runs, told in (("", "two runs or more"), ("first nobody", "no run nobody")):
         code, printed = command(*words, *(("--runs", runs) if runs else ()))
         assert (code, told in printed) == (2, True)
-
-
-def test_the_curves_of_all_runs_are_in_one_frame(tmp_path, plan_of):
-    folders = [recorded_run(tmp_path / name, like=plan_of, metrics=steps(3)) for name in ("a", "b", "c")]
-    records = [read_record(folder) for folder in folders]
-    charts = {chart.title: chart for chart in comparison_charts(("a", "b", "c"), records)}
-    assert list(charts) == ["Training loss", "Learning rate", "Tokens per second"]
-    for chart in charts.values():
-        assert [(curve.name, curve.colour) for curve in chart.curves] == list(zip("abc", COLOURS, strict=False))
-    assert charts["Training loss"].curves[1].points == build_run_charts(records[1])[0].curves[0].points

