@@ -35,7 +35,6 @@ from sft_play.finished.metrics import (
     Metric,
     MetricComparison,
     compare_metrics,
-    finite_or_none,
     select_metrics,
 )
 from sft_play.finished.respond import Responder
@@ -173,9 +172,7 @@ def load_eval_rows(
         rows_trained_on = split_rows.stats.shared_rows.get("train", 0)
     split_size = len(split_rows.rows)
     row_indices = evenly_spaced_indices(split_size, limit or split_size)
-    questions: Mapping[int, tuple[Question, list[Message]]] = {}
-    if needs_questions:
-        questions = _select_questions(run, tokenizer, split_rows, row_indices)
+    questions = _select_questions(run, tokenizer, split_rows, row_indices) if needs_questions else {}
     rows = split_rows.rows.select(row_indices)
     return EvalRows(split, data, rows, row_indices, split_size, questions, rows_trained_on)
 
@@ -354,10 +351,7 @@ class Evaluation(Answer):
     path: Path
 
     def as_json(self) -> dict[str, Any]:
-        rows, perplexity = self.rows, None
-        for comparison in self.comparisons:
-            if comparison.is_loss:
-                perplexity = {name: finite_or_none(value) for name, value in comparison.perplexity.items()}
+        rows = self.rows
         return {
             "ok": True,
             "run": str(self.run),
@@ -369,7 +363,7 @@ class Evaluation(Answer):
             "trained_on": rows.rows_trained_on,
             "tokens": self.tokens,
             "figures": {comparison.name: comparison.as_json() for comparison in self.comparisons},
-            "perplexity": perplexity,
+            "perplexity": next((figure.perplexity for figure in self.comparisons if figure.is_loss), None),
             "tasks": [task.as_json() for task in self.tasks],
             **self.summary_fields,
             "rows_path": str(self.rows_path) if self.rows_path else None,

@@ -20,7 +20,7 @@ from sft_play.log import one_line
 from sft_play.runs.files import read_evaluations, read_json, read_metric_lines, read_summary
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import iter_runs, lock_holder_pid, lock_run
-from sft_play.text import align_columns, format_duration, format_size
+from sft_play.text import align_columns, format_duration, format_size, plural
 
 logger = logging.getLogger(__name__)
 
@@ -64,22 +64,21 @@ class RunList(Answer):
         rows = [("run", "status", "step", "best", "size", "age", "model")]
         for run in self.runs:
             best = age = "-"
-            if run.best_value is not None:
+            if run.best_metric == "loss":
+                best = f"loss {run.best_value:.4g}"
+            elif run.best_metric is not None:
                 best = f"exact match {run.best_value:.1%}"
-                if run.best_metric == "loss":
-                    best = f"loss {run.best_value:.4g}"
-                if run.best_rows:
-                    best += f" of {run.best_rows:,} rows"
+            if run.best_rows:
+                best += f" of {run.best_rows:,} rows"
             if run.started is not None:
                 age = format_duration((self.now - run.started).total_seconds())
             step = "-" if run.step is None else str(run.step)
             name, model = one_line(run.name, limit=48), one_line(f"{run.mode} {run.model}", limit=48)
             rows.append((name, run.status, step, best, format_size(run.bytes), age, model))
-        count, total_bytes = len(self.runs), sum(run.bytes for run in self.runs)
-        checkpoint_bytes = sum(run.checkpoint_bytes for run in self.runs)
-        sizes = f"{format_size(total_bytes)}, of which checkpoints {format_size(checkpoint_bytes)}"
-        next_line = next_command_line("report", RUN=self.runs[0].path)
-        return [*align_columns(rows), f"{count} run{'s' * (count != 1)}, {sizes}", next_line]
+        total_size = format_size(sum(run.bytes for run in self.runs))
+        total = f"{plural(len(self.runs), 'run')}, {total_size}"
+        total += f", of which checkpoints {format_size(sum(run.checkpoint_bytes for run in self.runs))}"
+        return [*align_columns(rows), total, next_command_line("report", RUN=self.runs[0].path)]
 
 
 def list_runs(output: Path, *, now: datetime | None = None) -> RunList:

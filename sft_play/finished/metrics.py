@@ -226,13 +226,13 @@ class MetricComparison:
         return "same" if low == high == 0 else "not sure"
 
     @property
-    def perplexity(self) -> dict[str, float]:
+    def perplexity(self) -> dict[str, float | None]:
         """Of a loss: that of base and tuned, and their ratio with its interval."""
         interval = self.interval
         nats = {"base": self.base, "tuned": self.tuned, "ratio": interval.difference, "low": interval.low,
                 "high": interval.high}  # fmt: skip
         with np.errstate(over="ignore"):
-            return {name: float(np.exp(value)) for name, value in nats.items()}
+            return {name: finite_or_none(float(np.exp(value))) for name, value in nats.items()}
 
     def as_json(self) -> dict[str, Any]:
         values = {"base": finite_or_none(self.base), "tuned": finite_or_none(self.tuned)}
@@ -247,8 +247,9 @@ class MetricComparison:
         difference = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*values)
         rows = [[title, f"{self.base:.4f}", f"{self.tuned:.4f}", difference, self.verdict]]
         if self.is_loss:
-            cells = ("{base:.4g}", "{tuned:.4g}", "x{ratio:.4g} [x{low:.4g}, x{high:.4g}]")
-            rows.append(["perplexity", *(cell.format(**self.perplexity) for cell in cells), self.verdict])
+            figures = ("?" if value is None else f"{value:.4g}" for value in self.perplexity.values())
+            base, tuned, ratio, low, high = figures
+            rows.append(["perplexity", base, tuned, f"x{ratio} [x{low}, x{high}]", self.verdict])
         return rows
 
 

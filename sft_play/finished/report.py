@@ -377,12 +377,9 @@ def _predicted_and_measured(part: RunPart) -> Iterator[tuple[str, ...]]:
     if hours and part.steps == planned_run.get("steps"):
         figures.append(("time of all steps", hours * 3600, part.training_s, format_duration))
     for label, predicted, measured, format_value in figures:
-        difference = ""
-        if predicted and measured is not None:
-            difference = f"{measured / predicted - 1:+.0%}"
         if predicted is not None or measured is not None:
             texts = [_format_or_absent(value, format_value) for value in (predicted, measured)]
-            yield label, *texts, difference
+            yield label, *texts, f"{measured / predicted - 1:+.0%}" if predicted and measured is not None else ""
 
 
 def _run_section(record: RunRecord) -> ReportSection:

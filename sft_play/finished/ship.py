@@ -420,9 +420,8 @@ def text_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
     rows = []
     for ids in renderer.tokenise_documents(list(sample.texts)):
         # predicting that a text ends here says nothing about what the model knows
-        if ids[-1] == renderer.tokenizer_parts.end_of_text_id:
-            ids = ids[:-1]
-        rows.append({"input_ids": ids[:_MAX_ROW_TOKENS], "labels": ids[:_MAX_ROW_TOKENS]})
+        bare = ids[:-1] if ids[-1] == renderer.tokenizer_parts.end_of_text_id else ids
+        rows.append({"input_ids": bare[:_MAX_ROW_TOKENS], "labels": bare[:_MAX_ROW_TOKENS]})
     return rows
 
 

@@ -339,9 +339,7 @@ def _read_tensor_types(file: Path) -> tuple[set[str], int]:
 def weight_bits(tensor_type: str) -> int | None:
     """Bits of a weight in a type of a GGUF, such as 4 of Q4_K and IQ4_XS; None for floats."""
     match = re.match(r"I?Q(\d)_", tensor_type)
-    if match is None:
-        return None
-    return int(match[1])
+    return int(match[1]) if match else None
 
 
 # --- the tokenizer in a GGUF ------------------------------------------------------------------------------------------
@@ -430,10 +428,8 @@ def load_file_tokenizer(file: Path, fields: Mapping[str, Any]) -> Callable[[str]
         backend.pre_tokenizer = _build_pre_tokenizer(known[0])
         backend.model.ignore_merges = known[0]["ignore_merges"]
     else:  # SentencePiece, whose text gets a space before it after every special token too
-        steps: list[Any] = [normalizers.Replace(" ", _SPACE_MARK)]
-        if vocabulary.get("add_prefix_space", True):
-            steps.insert(0, normalizers.Prepend(_SPACE_MARK))
-        backend.normalizer = normalizers.Sequence(steps)
+        prefix = [normalizers.Prepend(_SPACE_MARK)] if vocabulary.get("add_prefix_space", True) else []
+        backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE_MARK)])
         backend.pre_tokenizer = None
     bos_id = fields.get("tokenizer.ggml.bos_token_id")
     # a file without the entry: llama.cpp adds BOS to SentencePiece's prompts, and to none of byte-level BPE

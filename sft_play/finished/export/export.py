@@ -97,15 +97,15 @@ class ExportResult(Answer):
         facts = filter(None, [self.quant, f"{format_gib(self.bytes, digits=2)} GiB", f"{self.wall_s:.0f} s"])
         lines.append(f"Written to: {self.file or self.path} ({', '.join(facts)})")
         lines += [f"Serve: {command}" for command in self.commands]
-        next_line = next_command_line("push", "REPO=user/name", RUN=self.run)
-        if self.merge is not None:
-            next_line = next_command_line("merge-test", RUN=self.run)
         if self.file is not None:
-            variables = {"RUN": self.run}
-            if self.path != self.run / EXPORT_FOLDER / self.format:
-                variables["OUT"] = self.path
-            next_line = next_command_line("export-test", **variables)
-        return [*lines, next_line]
+            is_default = self.path == self.run / EXPORT_FOLDER / self.format
+            return [
+                *lines,
+                next_command_line("export-test", RUN=self.run, **({} if is_default else {"OUT": self.path})),
+            ]
+        if self.merge is not None:
+            return [*lines, next_command_line("merge-test", RUN=self.run)]
+        return [*lines, next_command_line("push", "REPO=user/name", RUN=self.run)]
 
 
 def export_run(
@@ -133,9 +133,7 @@ def export_run(
             f"pip install {LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} (it compiles for minutes); or "
             "take QUANT=q8_0"
         )
-    converter_folder = None
-    if format != "vllm":
-        converter_folder = find_converter(llama_cpp)
+    converter_folder = None if format == "vllm" else find_converter(llama_cpp)
     model_folder = ensure_whole_model_folder(run, is_locked=True)
     prompts = EnginePrompts(run, model_folder)
     with staged_folder(target) as staging_folder:

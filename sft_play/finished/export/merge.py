@@ -106,15 +106,11 @@ class AdaptedModel:
         )  # fmt: skip
         self.base_model = self._build_meta_model()
         tower = self.model_spec.text_tower
-        self.key_mapping: dict[str, str] | None = None
+        self.key_mapping: dict[str, str] | None = None if tower is None else tower.key_mapping
         # The name in the base's files of a tensor of the model, where they hold a larger class.
-        self.to_full_name: Callable[[str], str] = str
-        if tower is not None:
-            self.key_mapping, self.to_full_name = tower.key_mapping, tower.to_full_name
+        self.to_full_name: Callable[[str], str] = str if tower is None else tower.to_full_name
         tied_sources = dict(getattr(self.base_model, "all_tied_weights_keys", None) or {})
-        self.quantized_names = frozenset[str]()
-        if base == "dequantized":
-            self.quantized_names = self._find_quantized_names()
+        self.quantized_names = self._find_quantized_names() if base == "dequantized" else frozenset()
         self.adapted_layers: dict[str, Any] = {}
         self.fully_trained_tensors: dict[str, torch.Tensor] = {}
         # By name, embeddings of which only some rows were trained: the indices of these rows, and
@@ -344,9 +340,8 @@ class MergedWeights:
         for source in self._written_sources:
             for key in source.patterns:
                 shape = self._base_tensors[key].shape
-                if source.converter is None:
-                    shape = self._adapted.trained_shape(source.target, shape)
-                yield key, shape
+                is_joined = source.converter is not None
+                yield key, shape if is_joined else self._adapted.trained_shape(source.target, shape)
         for name, target in self._adapted.untied_sources.items():
             (key,) = self._sources[target].patterns
             yield self._adapted.to_full_name(name), self._adapted.trained_shape(name, self._base_tensors[key].shape)
@@ -395,9 +390,7 @@ class _Source:
         for key, pattern in self.patterns.items():
             converter.add_tensor(self.target, key, pattern, parts[key])
         converted = converter.convert(self.target, model=model, config=model.config)[self.target]
-        if isinstance(converted, list):
-            converted = converted[0]
-        result: torch.Tensor = converted
+        result: torch.Tensor = converted[0] if isinstance(converted, list) else converted
         return result
 
     def split(self, joined: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -573,9 +566,7 @@ def ensure_whole_model_folder(run: FinishedRun, *, is_locked: bool) -> Path:
         return merged
     target = run.folder.path / MERGED_FOLDER
     logger.info("The adapter is merged into its base first (%s)", target)
-    with contextlib.ExitStack() as stack:
-        if not is_locked:
-            stack.enter_context(lock_run(run.folder))
+    with contextlib.nullcontext() if is_locked else lock_run(run.folder):
         return merge_run(run, replace=target.exists()).path
 
 

@@ -138,25 +138,23 @@ def require_repo_name(repo: str | None) -> str:
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     problem = "make push needs a repository of the hub, REPO=user/name"
-    if not repo:
+    if not repo or "/" not in repo:
         raise ConfigError(problem)
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise ConfigError(f"{problem} (REPO={one_line(repo)}: {one_line(str(error), limit=200)})") from None
-    if "/" not in repo:
-        raise ConfigError(f"{problem} (REPO={one_line(repo)} names no user)")
     return repo
 
 
 def _merged_folder(run: FinishedRun) -> Path:
     if not run.is_adapter:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
-    target, merged = run.folder.path / MERGED_FOLDER, find_merged_model(run)
+    merged = find_merged_model(run)
     if merged is None:
         raise RunFolderError(
-            f"{target} holds no merged model of this adapter; make merge "
-            f"RUN={run.folder.shell_path}{(' FORCE=1' if target.exists() else '')} writes it"
+            f"{run.folder.path / MERGED_FOLDER} holds no merged model of this adapter; "
+            f"make merge RUN={run.folder.shell_path} FORCE=1 writes it"
         )
     require_faithful_merge(merged, run)
     return merged
