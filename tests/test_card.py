@@ -60,15 +60,21 @@ def card(run) -> str:
     return render_card(facts_of(run), describe_base(run.config))
 
 
+def run_of_kind(folder: Path, kind: str):
+    """A finished run with its card, on a base of its own."""
+    build, options = KINDS[kind]
+    base = make_base(folder / f"base of {kind}", build())
+    run = find_finished_run(folder, str(finished_run(folder / kind, base, **options)))
+    (run.weights / "README.md").write_text(card(run))
+    return run
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    """A folder with a finished run of each kind, each on a base of its own."""
+    """A folder with a run of an adapter and one of all weights."""
     folder = tmp_path_factory.mktemp("card")
-    for kind, (build, options) in KINDS.items():
-        make_base(folder / f"base of {kind}", build())
-        finished_run(folder / kind, folder / f"base of {kind}", **options)
-        run = find_finished_run(folder, kind)
-        (run.weights / "README.md").write_text(card(run))
+    for kind in ("lora", "full"):
+        run_of_kind(folder, kind)
     return folder
 
 
@@ -129,8 +135,8 @@ def snippet(text: str, **names: Path) -> str:
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_cards_code_loads_what_was_trained(world, hub, kind, capsys):
-    run = find_finished_run(world, kind)
+def test_the_cards_code_loads_what_was_trained(tmp_path, kind):
+    run = run_of_kind(tmp_path, kind)
     names = {"name": run.weights, **({"base": Path(run.config.model.name)} if run.is_adapter else {})}
     scope: dict[str, object] = {}
     exec(snippet(card(run), **names), scope)

@@ -350,19 +350,6 @@ def test_a_continued_run_that_is_stopped_and_resumed_equals_an_unbroken_one(tmp_
     assert (code, "model.adapter: the run has" in said, "data adapter: the content" in said) == (2, True, True), said
 
 
-def test_the_plan_of_a_continued_run_is_that_of_a_new_adapter_of_its_shape(tmp_path, world, command):
-    def planned(path: Path, *words: str) -> Any:
-        code, text = command("plan", "--config", str(path), "--json", "--hardware", "1xH100", *words)
-        assert code == 0, text
-        return json.loads(text[text.index("{") :].splitlines()[0])["peak_bytes"]
-
-    continued = planned(write(tmp_path, world, adapter="rslora"))
-    saved = json.loads((world / "outputs" / "rslora" / "adapter" / "adapter_config.json").read_text())
-    shape = f"{{mode: lora, lora: {{r: {saved['r']}, alpha: {saved['lora_alpha']}, use_rslora: true}}}}"
-    assert continued == planned(write(tmp_path, world, tuning=shape))
-    assert continued != planned(write(tmp_path, world, tuning="{mode: lora, lora: {r: 32}}"))
-
-
 def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_path, world, command):
     path = write(tmp_path, world, adapter="plain")
     outputs = shutil.copytree(world / "outputs" / "plain", tmp_path / "runs" / "plain").parent

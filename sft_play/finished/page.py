@@ -31,8 +31,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 412, 8, 204
 
 @dataclass(frozen=True)
 class Curve:
-    """A named curve."""
-
     name: str
     points: Points
     colour: str = COLOURS[0]
@@ -42,8 +40,6 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves with points in one frame."""
-
     title: str
     curves: Sequence[Curve]
     is_share: bool = False

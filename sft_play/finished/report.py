@@ -101,7 +101,6 @@ class RunRecord:
 
     @property
     def stage_starts(self) -> list[int]:
-        """The first step of each part, counted over the whole run."""
         return list(itertools.accumulate((part.steps for part in self.parts[:-1]), initial=0))
 
     def held_out_metric(self, moment: Literal["before", "after"], name: str) -> float | None:
@@ -114,7 +113,6 @@ class RunRecord:
         return None  # a loss that is not finite is text
 
     def curve(self, name: str) -> list[tuple[float, float]]:
-        """One curve over all parts, its steps counted over the whole run."""
         joined: list[tuple[float, float]] = []
         for part, first_step in zip(self.parts, self.stage_starts, strict=True):
             joined += [(first_step + step, value) for step, value in part.curves.get(name, ())]
@@ -219,8 +217,6 @@ def compare_peak_memory(part: RunPart) -> tuple[str, int | None, int | None]:
 # --- the report -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RunReport(Answer):
-    """A report that was written."""
-
     record: RunRecord
     path: Path
     sections: tuple[str, ...]

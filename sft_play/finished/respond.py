@@ -272,8 +272,6 @@ class Prompt:
 
 @dataclass(frozen=True)
 class InferResult(Answer):
-    """What `infer` wrote."""
-
     run: Path
     path: Path
     prompts: int

@@ -41,8 +41,6 @@ _POLL_INTERVAL_S = 0.1
 
 @dataclass(frozen=True)
 class ServedEndpoint(Answer):
-    """An endpoint that answers."""
-
     run: Path
     engine: str
     model: str
@@ -214,7 +212,6 @@ class VllmService:
         )
 
     def wait(self) -> NoReturn:
-        """Become vLLM, whose exit code is this command's."""
         sys.stdout.flush()  # execve drops what is still buffered
         os.execve(self._command[0], self._command, independent_environment(os.environ))
 

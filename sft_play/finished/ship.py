@@ -31,7 +31,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from sft_play.answers import Answer
 from sft_play.data.build.stats import token_digest
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.token_row import IGNORED, count_trained_tokens
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import ConfigError, DataError, SftPlayError
@@ -200,8 +200,6 @@ class ShipCheck:
 
 @dataclass(frozen=True)
 class ShipVerdict:
-    """The three checks."""
-
     checks: tuple[ShipCheck, ...]
 
     @property
@@ -238,14 +236,14 @@ def judge_evidence(evidence: Evidence, thresholds: Thresholds) -> ShipVerdict:
     return ShipVerdict((_judge_task(evidence.task, thresholds), general_check, _judge_merge(evidence.merge)))
 
 
-def too_few_rows_reason(task: TaskEvidence, thresholds: Thresholds) -> str:
-    """Say why no gain on these rows could count, whatever the models make of them; empty where one could."""
+def too_few_rows_reason(task: TaskEvidence, rows: int, thresholds: Thresholds) -> str:
+    """Say why no gain on so many rows could count, whatever the models make of them; empty where one could."""
     remedy = "data.test_path, data.val_path or data.val_fraction gives a run more of them"
     if not task.split:
         return f"there are no rows that the run was not trained on; {remedy}"
-    if len(task.losses) >= thresholds.min_rows:
+    if rows >= thresholds.min_rows:
         return ""
-    counts = f"{len(task.losses)} held-out rows (and {task.left_out} repeated ones or training rows)"
+    counts = f"{rows} held-out rows (and {task.left_out} repeated ones or training rows)"
     return f"not enough evidence: {counts}, at least {thresholds.min_rows} are needed; {remedy}"
 
 
@@ -272,7 +270,7 @@ def _paired_interval(first: Any, second: Any, level: float, thresholds: Threshol
 
 def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
     losses = task.losses
-    refusal = too_few_rows_reason(task, thresholds) or losses.non_finite_reason
+    refusal = too_few_rows_reason(task, len(losses), thresholds) or losses.non_finite_reason
     if refusal:
         return ShipCheck("task", False, "not measured", refusal)
     base, tuned, tokens, chance = losses.to_arrays()
@@ -514,10 +512,9 @@ def _measure_losses(
     max_questions: int,
 ) -> Evidence:
     """All evidence but the merge; none where the rows are too few. Raises ModelError if a model cannot be loaded."""
-    split = held_out_rows.name.replace("train", "")  # rows that were trained on are no evidence
-    unmeasured_scores = [RowScore(math.nan, count_trained_tokens(row["labels"]), 0) for row in rows]
-    task = TaskEvidence(split, _row_losses(unmeasured_scores, unmeasured_scores, rows), left_out=left_out)
-    refusal = too_few_rows_reason(task, thresholds)
+    split = "" if held_out_rows.name == "train" else held_out_rows.name
+    task = TaskEvidence(split, left_out=left_out)
+    refusal = too_few_rows_reason(task, len(rows), thresholds)
     if refusal:
         return Evidence(task, GeneralEvidence(), MergeEvidence("not needed"), refusal)
     tokenizer = load_tokenizer(run.config).tokenizer

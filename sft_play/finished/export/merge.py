@@ -437,8 +437,6 @@ MERGE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 @dataclass(frozen=True)
 class MergeResult(Answer):
-    """What `merge_run` wrote."""
-
     run: Path
     path: Path
     dtype: str
