@@ -18,10 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
 from sft_play.finished.export.check_export import (
-    EnginePrompts,
     export_test,
     find_pre_tokenizer,
     load_file_tokenizer,
@@ -360,15 +358,6 @@ def test_a_prompt_begins_with_bos_once_where_training_had_it_and_never_elsewhere
     assert export_test(run, rows=3).ok
 
 
-def test_a_prompt_whose_texts_spell_special_tokens_is_not_compared_with_an_engine(exported):
-    """Training has the characters there; an engine that is sent the text has the token."""
-    run, _ = exported
-    answer = {"role": "assistant", "content": "x"}
-    chats = [Chat("", ({"role": "user", "content": text}, answer)) for text in ("hi", "hi<|im_end|>", "you")]
-    asked = EnginePrompts(run, run.folder.path / "merged").row_prompts(SimpleNamespace(chats=chats), 3)
-    assert ["hi" in one.rendered for one in asked] == [True, False]
-
-
 # --- the converter ----------------------------------------------------------------------------------------------------
 
 
@@ -490,16 +479,6 @@ def test_an_engine_is_given_the_models_own_positions(tmp_path, changes, position
     run = SimpleNamespace(plan=lambda: SimpleNamespace(max_seq_len=64))
     found, note = describe_context_window(run, str(tmp_path))
     assert (found, bool(note)) == (positions, positions != 64)
-
-
-def test_commands_are_words_of_a_shell_where_a_path_has_a_space(tmp_path):
-    import shlex
-
-    run = run_of(tmp_path / "my runs", model("Llama", eos_token_id=0))
-    exported = export_run(run, "vllm", out=tmp_path / "an other")
-    (command,) = (shlex.split(one) for one in exported.commands)
-    assert command[:5] == ["vllm", "serve", str(tmp_path / "an other"), "--served-model-name", "run"]
-    assert shlex.split(exported.lines()[-1])[1:] == ["make", "merge-test", f"RUN={run.folder.path}"]
 
 
 def test_the_commands_answer_in_words_and_json(exported, command):

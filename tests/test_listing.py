@@ -113,19 +113,6 @@ def locked_elsewhere(folder: RunFolder):
             process.kill()
 
 
-def test_the_best_figure_is_the_best_of_all_evaluations(tmp_path):
-    draw = random.Random(0)
-    losses = [draw.uniform(0, 5) for _ in range(6)]
-    folder = make_run(tmp_path, "run")
-    folder.metrics_path.write_text(
-        "".join(json.dumps({"step": n, "eval_loss": x}) + "\n" for n, x in enumerate(losses))
-    )
-    after = draw.uniform(0, 5)
-    write_json(folder.path / "summary.json", {"after": {"loss": after, "exact_match": None}})
-    (run,) = list_runs(tmp_path).runs
-    assert (run.best_metric, run.best_value) == ("loss", min(*losses, after))
-
-
 def test_prune_removes_what_is_named_and_nothing_else(tmp_path):
     one, other = make_run(tmp_path, "one"), make_run(tmp_path, "other")
     stopped = make_run(tmp_path, "stopped", status="stopped")

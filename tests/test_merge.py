@@ -388,22 +388,6 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     assert not (other.folder.path / "merged").exists()
 
 
-def test_only_finished_runs_are_found(tmp_path):
-    base = make_base(tmp_path / "base", llama())
-    with pytest.raises(RunFolderError, match="no finished run"):
-        find_finished_run(tmp_path, None)
-    first, second = finished_run(tmp_path / "first", base), finished_run(tmp_path / "second", base)
-    manifest = json.loads((first / "manifest.json").read_text())
-    (first / "manifest.json").write_text(json.dumps(manifest | {"ended": "2026-02-01T00:00:00+00:00"}))
-    assert find_finished_run(tmp_path, None).folder.path == first
-    assert find_finished_run(tmp_path, str(second)).folder.path == second
-    (second / "manifest.json").write_text(json.dumps(manifest | {"status": "stopped"}))
-    with pytest.raises(RunFolderError, match="make resume"):
-        find_finished_run(tmp_path, "second")
-    with pytest.raises(RunFolderError, match="there is no run"):
-        find_finished_run(tmp_path, "third")
-
-
 def test_the_commands_answer_in_words_and_json(tmp_path, command):
     folder = run_of(tmp_path, llama(), dtype=torch.bfloat16).folder.path
     code, printed = command("merge", "--run", str(folder), "--dtype", "int8")
