@@ -156,6 +156,7 @@ class EvalRows:
 
     @property
     def name(self) -> str:
+        """The split or the file."""
         return self.data or self.split or ""
 
 
@@ -253,9 +254,11 @@ class TaskComparison:
     stderr: float | None
 
     def as_json(self) -> dict[str, Any]:
+        """In plain data."""
         return asdict(self) | {"difference": self.tuned - self.base}
 
     def table_row(self) -> list[str]:
+        """Its line of the table."""
         difference = f"{self.tuned - self.base:+.4f}"
         if self.stderr is not None:
             difference += f" (standard error {self.stderr:.4f})"
@@ -271,15 +274,15 @@ def find_tasks(tasks: Sequence[str]) -> list[str]:
         raise ConfigError("TASKS= needs lm-evaluation-harness: pip install 'sft-play[tasks]'")
     from lm_eval.tasks import TaskManager
 
-    manager, found = TaskManager(), list[str]()
+    manager, task_names = TaskManager(), list[str]()
     for name in tasks:
         matches = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matches:
             raise ConfigError(
                 f"TASKS={one_line(name)}: lm-evaluation-harness has no such task; lm-eval ls tasks lists them"
             )
-        found += matches
-    return found
+        task_names += matches
+    return task_names
 
 
 def run_tasks(

@@ -34,10 +34,12 @@ T = TypeVar("T")
 
 
 def default_device() -> str:
+    """The first GPU where there is one, else the CPU."""
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def compute_dtype(run: FinishedRun) -> torch.dtype:
+    """The dtype that the run's own evaluations computed in."""
     return TORCH_DTYPES[run.plan().precision.compute]
 
 

@@ -158,6 +158,7 @@ class Interval:
     level: float
 
     def as_json(self) -> dict[str, Any]:
+        """In plain data; an unbounded end, or one without data, is null."""
         # an unbounded end, or one without data, is null
         return {name: finite_or_none(value) for name, value in asdict(self).items()}
 
@@ -235,10 +236,12 @@ class MetricComparison:
             return {name: finite_or_none(float(np.exp(value))) for name, value in nats.items()}
 
     def as_json(self) -> dict[str, Any]:
+        """In plain data."""
         values = {"base": finite_or_none(self.base), "tuned": finite_or_none(self.tuned)}
         return {**values, **self.interval.as_json(), "verdict": self.verdict}
 
     def table_rows(self) -> list[list[str]]:
+        """Its line of the table, of a loss also that of its perplexity."""
         title, interval = METRIC_TITLES.get(self.name, self.name), self.interval
         values = (interval.difference, interval.low, interval.high)
         if self.is_share:

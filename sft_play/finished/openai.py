@@ -129,6 +129,7 @@ class StopTextFilter:
         self._stop_texts, self._text, self._shown_length = stop_texts, "", 0
 
     def feed(self, piece: str, *, is_over: bool = False) -> str:
+        """Return the text that can be shown once this piece has come."""
         self._text += piece
         visible = cut_at_stop(self._text, self._stop_texts)
         if visible == self._text and not is_over:

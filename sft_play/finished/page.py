@@ -31,6 +31,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 412, 8, 204
 
 @dataclass(frozen=True)
 class Curve:
+    """A named curve."""
+
     name: str
     points: Points
     colour: str = COLOURS[0]
@@ -40,6 +42,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
+    """Curves with points in one frame."""
+
     title: str
     curves: Sequence[Curve]
     is_share: bool = False
@@ -132,6 +136,7 @@ class ReportSection:
 
     @property
     def is_empty(self) -> bool:
+        """True if there is nothing to show."""
         return not any((self.pairs, self.tables, self.charts, self.samples, self.items, self.folded))
 
 

@@ -53,10 +53,12 @@ class RunPart:
 
     @property
     def steps(self) -> int:
+        """The last step that was logged."""
         return int(max((points[-1][0] for points in self.curves.values()), default=0))
 
     @property
     def is_on_gpu(self) -> bool:
+        """True if the plan is for GPUs."""
         return bool((self.plan.get("hardware") or {}).get("gpus"))
 
     @property
@@ -92,6 +94,7 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
+        """The last step that was logged, over all parts."""
         return sum(part.steps for part in self.parts)
 
     @property
@@ -101,6 +104,7 @@ class RunRecord:
 
     @property
     def stage_starts(self) -> list[int]:
+        """The first step of each part, counted over the whole run."""
         return list(itertools.accumulate((part.steps for part in self.parts[:-1]), initial=0))
 
     def held_out_metric(self, moment: Literal["before", "after"], name: str) -> float | None:
@@ -113,6 +117,7 @@ class RunRecord:
         return None  # a loss that is not finite is text
 
     def curve(self, name: str) -> list[tuple[float, float]]:
+        """One curve over all parts, its steps counted over the whole run."""
         joined: list[tuple[float, float]] = []
         for part, first_step in zip(self.parts, self.stage_starts, strict=True):
             joined += [(first_step + step, value) for step, value in part.curves.get(name, ())]
@@ -217,6 +222,8 @@ def compare_peak_memory(part: RunPart) -> tuple[str, int | None, int | None]:
 # --- the report -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RunReport(Answer):
+    """A report that was written."""
+
     record: RunRecord
     path: Path
     sections: tuple[str, ...]
@@ -486,6 +493,7 @@ class Comparison(Answer):
 
     @property
     def difference_rows(self) -> list[tuple[str, ...]]:
+        """What differs, as rows of a table."""
         return [
             (key, *(one_line(_format_or_absent(value, _format_text), limit=200) for value in values))
             for key, values in self.differences.items()
@@ -493,6 +501,7 @@ class Comparison(Answer):
 
     @property
     def result_rows(self) -> list[tuple[str, ...]]:
+        """The results, as rows of a table."""
         rows = []
         for key, values in self.results.items():
             title, format_value = _RESULTS[key]

@@ -46,6 +46,8 @@ REPRODUCED_SUFFIX = "-reproduced"
 
 @dataclass(frozen=True)
 class ReproduceResult(Answer):
+    """A run and its repetition."""
+
     run: Path
     path: Path
     code: str

@@ -108,6 +108,7 @@ class Responder:
         return answers
 
     def answer_texts(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
+        """The texts of greedy answers to prompts."""
         questions = [Question(ids, "", "") for ids in prompts]
         return [answer.text for answer in self.answers(questions, max_new_tokens=max_new_tokens)]
 
@@ -272,6 +273,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class InferResult(Answer):
+    """What `infer` wrote."""
+
     run: Path
     path: Path
     prompts: int

@@ -51,6 +51,7 @@ class FinishedRun:
 
     @property
     def is_quantized(self) -> bool:
+        """True if the adapter was trained on NF4 weights."""
         return self.config.tuning.mode == "qlora"
 
     def plan(self) -> Plan:

@@ -41,6 +41,8 @@ _POLL_INTERVAL_S = 0.1
 
 @dataclass(frozen=True)
 class ServedEndpoint(Answer):
+    """An endpoint that answers."""
+
     run: Path
     engine: str
     model: str
@@ -53,6 +55,7 @@ class ServedEndpoint(Answer):
 
     @property
     def url(self) -> str:
+        """The base URL for clients on this machine."""
         client_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         if ":" in client_host:
             client_host = f"[{client_host}]"
@@ -196,6 +199,7 @@ class VllmService:
         self._program = program
 
     def start(self) -> ServedEndpoint:
+        """Merge where that has not been done, and say where vLLM will answer."""
         from sft_play.finished.export.merge import ensure_whole_model_folder
 
         weights, name = ensure_whole_model_folder(self._run, is_locked=False), self._run.folder.path.name
@@ -212,6 +216,7 @@ class VllmService:
         )
 
     def wait(self) -> NoReturn:
+        """Become vLLM, whose exit code is this command's."""
         sys.stdout.flush()  # execve drops what is still buffered
         os.execve(self._command[0], self._command, independent_environment(os.environ))
 

@@ -138,6 +138,7 @@ class Losses:
         return ""
 
     def to_arrays(self) -> list[FloatArray]:
+        """Base, tuned, tokens and chance [rows], of which none is None."""
         return [np.array(column, float) for column in (self.base, self.tuned, self.tokens, self.chance)]
 
 
@@ -200,17 +201,22 @@ class ShipCheck:
 
 @dataclass(frozen=True)
 class ShipVerdict:
+    """The three checks."""
+
     checks: tuple[ShipCheck, ...]
 
     @property
     def ok(self) -> bool:
+        """True if the run should be shipped."""
         return all(check.ok is True for check in self.checks)
 
     @property
     def reasons(self) -> list[str]:
+        """What is wrong, a line for each check that failed."""
         return [f"{check.name}: {check.reason}" for check in self.checks if check.ok is False]
 
     def as_json(self) -> dict[str, Any]:
+        """In plain data."""
         checks = [asdict(check) for check in self.checks]
         return {"ok": self.ok, "verdict": _VERDICTS[self.ok], "reasons": self.reasons, "checks": checks}
 

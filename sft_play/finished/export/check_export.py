@@ -170,6 +170,8 @@ class ExportCheck:
 
 @dataclass(frozen=True)
 class ExportTest(Answer):
+    """What the comparison found."""
+
     run: Path
     file: Path
     types: tuple[str, ...]

@@ -298,6 +298,7 @@ class MergedWeights:
         return int(elements * self.dtype.itemsize)
 
     def write(self, folder: Path, file_bytes: int) -> None:
+        """Write the weights into a folder."""
         shapes, tensors = dict(self._output_shapes()), self._merged_tensors()
         write_tensors(folder, tensors, shapes=shapes, dtype_rule=self._saved_dtype, max_file_bytes=file_bytes)
 
@@ -437,6 +438,8 @@ MERGE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 @dataclass(frozen=True)
 class MergeResult(Answer):
+    """What `merge_run` wrote."""
+
     run: Path
     path: Path
     dtype: str
