@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from sft_play.errors import ConfigError
-from sft_play.finished import ship
+from sft_play.finished import ship_measurement
 from sft_play.finished.metrics import paired_bootstrap
 from sft_play.finished.ship import (
-    GENERAL_SAMPLE_VERSION,
     Evidence,
     GeneralEvidence,
     Losses,
@@ -26,12 +25,15 @@ from sft_play.finished.ship import (
     TaskEvidence,
     Thresholds,
     chance_losses,
-    chat_rows,
-    distinct_rows,
-    general_sample,
     judge_evidence,
     loss_gain,
     replay_verdict,
+)
+from sft_play.finished.ship_measurement import (
+    GENERAL_SAMPLE_VERSION,
+    chat_rows,
+    distinct_rows,
+    general_sample,
     text_rows,
 )
 from sft_play.models.config_json import base_weights_identity
@@ -283,7 +285,7 @@ SAMPLE = dataclasses.replace(general_sample(), texts=general_sample().texts[::4]
 
 @pytest.fixture
 def part_of_the_sample(monkeypatch) -> None:
-    monkeypatch.setattr(ship, "general_sample", lambda: SAMPLE)
+    monkeypatch.setattr(ship_measurement, "general_sample", lambda: SAMPLE)
 
 
 @pytest.fixture(scope="module")

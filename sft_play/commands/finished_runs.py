@@ -86,11 +86,13 @@ def _eval(request: Request) -> CommandResult:
 
 
 def _ship(request: Request) -> CommandResult:
-    from sft_play.finished.ship import SHIP_ROWS, judge_run, replay_verdict
-
     if request.replay is not None:
+        from sft_play.finished.ship import replay_verdict
+
         return command_result(replay_verdict(request.replay))
     finished = find_request_run(request)
+    from sft_play.finished.ship_measurement import SHIP_ROWS, judge_run
+
     return command_result(judge_run(finished, max_rows=request.limit or SHIP_ROWS, tolerance=request.tolerance))
 
 
