@@ -340,4 +340,4 @@ def test_a_class_that_keeps_its_states_graphs_is_planned_without_checkpointing(m
     # where nobody had found that their graphs stay, its blocks' bytes do not add up
     shape = dataclasses.replace(shape, can_checkpoint=True)
     with pytest.raises(ModelError, match="recurrent_gemma: what its blocks need cannot be measured"):
-        estimate_memory(run(), shape, BF16, step_of(shape, checkpointed_layers=None))
+        estimate_memory(config, shape, BF16, step_of(shape, seq_len=64, checkpointed_layers=None))
