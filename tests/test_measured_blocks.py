@@ -337,11 +337,7 @@ def test_a_class_that_keeps_its_states_graphs_is_planned_without_checkpointing(m
     wished = run(mode, text="train: {gradient_checkpointing: true}\n")
     with pytest.raises(ConfigError, match="recurrent_gemma has no activation checkpointing that frees memory"):
         make_plan(PlanRequest(wished, shape, parse_hardware("1xRTX3060")))
-
-
-def test_blocks_whose_bytes_do_not_add_up_are_refused_by_name():
-    """As RecurrentGemma's, where nobody had found that their graphs stay."""
-    fields = wide_config("recurrent_gemma")
-    shape = dataclasses.replace(load_planned_shape(fields, name="m"), can_checkpoint=True)
+    # where nobody had found that their graphs stay, its blocks' bytes do not add up
+    shape = dataclasses.replace(shape, can_checkpoint=True)
     with pytest.raises(ModelError, match="recurrent_gemma: what its blocks need cannot be measured"):
-        estimate_memory(run(), shape, BF16, step_of(shape, checkpointed_layers=None))
+        estimate_memory(config, shape, BF16, step_of(shape, seq_len=64, checkpointed_layers=None))

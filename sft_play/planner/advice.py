@@ -237,19 +237,16 @@ def _longest_fitting_seq_len(request: PlanRequest) -> int:
 def _apply_setting(config: RunConfig, setting: str) -> RunConfig:
     """The config with settings such as `train.batch_size=1`, which are known to be valid."""
 
+    def replace_option(section: Any, name: str, *names: str) -> Any:
+        new = replace_option(getattr(section, name), *names) if names else value
+        return section.model_copy(update={name: new})
+
     for assignment in setting.split():
         path, _, text = assignment.partition("=")
         value: Any = {"true": True, "null": None}.get(text, text)
         if text.isdigit():
             value = int(text)
-        *section_names, name = path.split(".")
-        sections: list[Any] = [config]
-        for section_name in section_names:
-            sections.append(getattr(sections[-1], section_name))
-        # from the innermost section out
-        for section, changed_name in zip(reversed(sections), (name, *reversed(section_names)), strict=True):
-            value = section.model_copy(update={changed_name: value})
-        config = value
+        config = replace_option(config, *path.split("."))
     return config
 
 

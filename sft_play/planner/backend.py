@@ -165,14 +165,20 @@ def unsupported_options(config: RunConfig) -> list[str]:
         unsupported.append("task_mode=cpt_mixed")
     if type(config.train.gradient_checkpointing) is int:  # isinstance would take true and false too
         unsupported.append(f"train.gradient_checkpointing={config.train.gradient_checkpointing} (all layers or none)")
-    for path, option in all_options().items():
-        # the owner is the module that reads the option: where it takes effect
-        is_read_here = option.owner.startswith((*_PARENT_OWNERS, *_WORKER_OWNERS)) and path not in _UNSUPPORTED_OPTIONS
-        if path in _SUPPORTED_OPTIONS or is_read_here:
-            continue
+    for path, value in _changed_options(config).items():
+        owner = all_options()[path].owner  # the module that reads the option: where it takes effect
+        if path not in _SUPPORTED_OPTIONS and (
+            path in _UNSUPPORTED_OPTIONS or not owner.startswith((*_PARENT_OWNERS, *_WORKER_OWNERS))
+        ):
+            unsupported.append(f"{path}={one_line(json.dumps(value))}")
+    return unsupported
+
+
+def _changed_options(config: RunConfig) -> dict[str, Any]:
+    def read_value(path: str) -> Any:
         value: Any = config
         for name in path.split("."):
             value = getattr(value, name, None)
-        if (plain := to_plain_data(value)) != option.default:
-            unsupported.append(f"{path}={one_line(json.dumps(plain))}")
-    return unsupported
+        return to_plain_data(value)
+
+    return {path: value for path, option in all_options().items() if (value := read_value(path)) != option.default}

@@ -77,28 +77,27 @@ class ParameterCounts:
 
 def count_parameters(config: RunConfig, shape: ModelShape, precision: Precision, layout: Layout) -> ParameterCounts:
     """The parameters of a run under its layout."""
-    lora = config.tuning.lora
+    lora, is_full, is_nf4 = config.tuning.lora, config.tuning.mode == "full", config.tuning.mode == "qlora"
     stacked_tensors = [(stacked, kind.count) for kind in shape.layers for stacked in kind.expert_weights]
+    experts = None
+    if stacked_tensors:
+        expert_params = sum(count * stacked.weights for stacked, count in stacked_tensors)
+        on_experts = sum(count * stacked_adapter_params(stacked, lora) for stacked, count in stacked_tensors)
+        experts = ExpertParameters(expert_params, on_experts * (not is_full))
     counts = ParameterCounts(
         total=shape.params,
-        quantised=0,
-        quantised_dtype=None,
+        quantised=shape.packable_params * is_nf4,
+        quantised_dtype="nf4" if is_nf4 else None,
         adapters=0,
         adapter_dtype=None,
         trained=trained_parameters(config, shape, element_bytes(config, precision, layout)).params,
         frozen=shape.untrained_params,
         rest_dtype=_trained_dtype(precision.load, config, precision, layout),
+        experts=experts,
     )
-    if stacked_tensors:
-        expert_params = sum(count * stacked.weights for stacked, count in stacked_tensors)
-        counts = dataclasses.replace(counts, experts=ExpertParameters(expert_params, adapters=0))
-    if config.tuning.mode == "full":
+    if is_full:
         return counts
-    if config.tuning.mode == "qlora":
-        counts = dataclasses.replace(counts, quantised=shape.packable_params, quantised_dtype="nf4")
-    if counts.experts is not None:
-        on_experts = sum(count * stacked_adapter_params(stacked, lora) for stacked, count in stacked_tensors)
-        counts = dataclasses.replace(counts, experts=dataclasses.replace(counts.experts, adapters=on_experts))
+    # the base is frozen as it was loaded, and adapters train
     return dataclasses.replace(
         counts,
         adapters=adapter_params(shape, lora),
