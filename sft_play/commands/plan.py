@@ -113,8 +113,8 @@ def run_plan(request: Request) -> CommandResult:
         logger.warning("a run%s would stop: %s", "" if machine.named else " here", text)
     command, node_lines = None, list[str]()
     if misfit is None and not refusal_texts:
-        deepspeed = request.options.deepspeed
-        command = launch_line(plan, run, deepspeed and deepspeed.file)
+        deepspeed_file = request.options.deepspeed.file if request.options.deepspeed else None
+        command = launch_line(plan, run, deepspeed_file)
         node_lines = _node_launch_lines(plan, run, command)
     data = plan.as_json()
     if stages:
