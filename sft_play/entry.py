@@ -44,8 +44,8 @@ def main(command: "Optional[str]" = None) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the Makefile blocks it while Python starts
     if sys.version_info < MIN_PYTHON:
         needed = "{}.{}".format(*MIN_PYTHON)
-        text = f"{sys.executable} is {_python_version()}, and sft_play needs {needed} or newer; {_install_hint(argv)}"
-        return _exit_with_message(command_name, argv, text)
+        old = f"{sys.executable} is {_python_version()}, and sft_play needs {needed} or newer; {_install_hint(argv)}"
+        return _exit_with_message(command_name, argv, old)
     try:
         from sft_play import cli, log
 

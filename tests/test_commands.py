@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from sft_play.cli import main
 from sft_play.commands import COMMAND_FILES, command_function, help_line, load_module
 from sft_play.commands.request import CommandResult, Request, read_request, redirect_stdout_to_stderr
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted
+from sft_play.machine.hardware import parse_hardware
 from sft_play.variables import VARIABLES, flag_commands
 from tests import warm
 from tests.command_cases import COMMAND_CASES, SUMMARY, a_run
@@ -61,7 +63,7 @@ def test_a_schema_accepts_what_commands_write_and_nothing_less(answer, wrong):
             refuse_invalid("check", answer)
 
 
-def test_kinds_are_those_of_the_schema():
+def test_kinds_are_those_of_the_schema_and_json_has_no_nan(capfd):
     kinds = schemas()["ending"]["properties"]["kind"]["enum"]
     assert set(kinds) == {
         *exit_codes.EXIT_KINDS.values(),
@@ -69,14 +71,10 @@ def test_kinds_are_those_of_the_schema():
     }
     assert exit_codes.add_exit_status([{"a": 1}], 0) == {"ok": True, "kind": "done", "exit": 0, "rows": [{"a": 1}]}
     assert exit_codes.add_exit_status({}, 77)["kind"] == "failed"
-    assert exit_codes.add_exit_status({"kind": "do_not_ship", "exit": 2}, 2, "no")["kind"] == "do_not_ship"
-
-
-def test_json_has_no_nan(capfd):
     exit_codes.write_json_line({"a": float("nan"), "b": [float("inf"), (1.5, {"c": -float("inf")})], "d": True})
-    assert json.loads(capfd.readouterr().out, parse_constant=pytest.fail) == {
-        "a": None, "b": [None, [1.5, {"c": None}]], "d": True,
-    }  # fmt: skip
+    given = json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
+    assert given == {"a": None, "b": [None, [1.5, {"c": None}]], "d": True}
+    assert exit_codes.add_exit_status({"kind": "do_not_ship", "exit": 2}, 2, "no")["kind"] == "do_not_ship"
 
 
 def test_every_command_takes_json_as_a_flag_and_from_make(monkeypatch):
@@ -198,26 +196,18 @@ def test_a_plan_that_refuses_a_run_is_its_answer(tmp_path, tiny_llama, sums, cap
         f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ndata: {{train_path: {sums}, val_path: null}}\n"
         f"output: {{dir: {tmp_path}/outputs}}\n"
     )
-    small = _small_machine()
+    small = replace(parse_hardware("cpu,ram=1GiB,cores=2"), ram_bytes=2**26, ram_free_bytes=2**26, named=False)
     monkeypatch.setattr("sft_play.launch.planning.detect_hardware", lambda: small)
-    capfd.readouterr()
-    assert main(["train", "--config", str(config), "--json"]) == 3
-    out, err = capfd.readouterr()
-    assert json.loads(out)["fits"] is False
-    refuse_invalid("ending", json.loads(out))
-    assert "does not fit" in err
-    assert main(["train", "--config", str(config)]) == 3
-    out, err = capfd.readouterr()
-    assert "{" not in out
-    assert "does not fit" in err
-
-
-def _small_machine() -> Any:
-    from dataclasses import replace
-
-    from sft_play.machine.hardware import parse_hardware
-
-    return replace(parse_hardware("cpu,ram=1GiB,cores=2"), ram_bytes=2**26, ram_free_bytes=2**26, named=False)
+    for flags in (["--json"], []):
+        capfd.readouterr()
+        assert main(["train", "--config", str(config), *flags]) == 3
+        out, err = capfd.readouterr()
+        assert "does not fit" in err
+        if flags:
+            assert json.loads(out)["fits"] is False
+            refuse_invalid("ending", json.loads(out))
+        else:
+            assert "{" not in out
 
 
 def test_what_is_printed_beside_an_answer_goes_to_standard_error(capfd):

@@ -29,7 +29,6 @@ from sft_play.diagnose.doctor import (
     DoctorReport,
     PlannedRun,
     _select_gpus,
-    all_reduce_launch,
     check_node_meeting,
     judge_all_reduce,
     run_all_reduce,
@@ -381,22 +380,6 @@ def test_a_sum_that_is_wrong_or_hangs_names_who_waits_for_whom(notes, options, a
     found = judge_all_reduce(outcome(*notes, seconds=seconds, **options), around, NodeSetup())
     assert (found.verdict, words in found.found) == ("FAIL", True), found.found
     assert remedy in str(found.remedy)
-
-
-def test_the_ranks_are_started_as_those_of_a_run():
-    made = all_reduce_launch(
-        machine(gpu(0), gpu(1)), LaunchOptions(gpus=(0, 1)), reports_folder=Path("/x"), timeout_s=35.0
-    )
-    assert (
-        "--nproc-per-node 2 --module sft_play.diagnose.collective_check --out /x --device cuda --timeout 35.0"
-        in made.shell_line
-    )
-    assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
-    made = all_reduce_launch(
-        CPU, LaunchOptions(nodes=NodeSetup(2, 1, "head", 29501)), reports_folder=Path("/x"), timeout_s=1.0
-    )
-    assert "--nnodes 2 --node-rank 1 --master-addr head --master-port 29501" in made.shell_line
-    assert made.environment["OMP_NUM_THREADS"] == "1"
 
 
 # --- nodes that meet --------------------------------------------------------------------------------------------------

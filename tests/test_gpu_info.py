@@ -161,7 +161,7 @@ def test_versions_are_read_without_importing(monkeypatch):
     code = (
         "import os, sys; from pathlib import Path; "
         "from sft_play.diagnose import machine_pages; "
-        "gpu_info.read_machine_info(Path('outputs'), os.environ); "
+        "machine_pages.read_machine_info(Path('outputs'), os.environ); "
         "machine_pages.format_memory_snapshot(machine_pages.read_memory_snapshot(Path('outputs'), os.environ)); "
         f"sys.exit(str(sorted(set(sys.modules) & {HEAVY!r})) if set(sys.modules) & {HEAVY!r} else 0)"
     )

@@ -231,15 +231,6 @@ def test_a_machine_can_be_named(text, count, name):
     assert [gpu.index for gpu in found.gpus] == list(range(count))
 
 
-def test_nodes_come_before_gpus_per_node():
-    found = parse_hardware("2x8xH200,network=400Gbps")
-    assert (found.nodes, found.ranks_per_node, len(found.gpus)) == (2, 8, 16)
-    assert found.network_bytes_per_s == 50e9
-    assert (found.limit_gpus(8).nodes, found.limit_gpus(8).ranks_per_node) == (1, 8)
-    assert (found.limit_gpus(9).nodes, len(found.limit_gpus(9).gpus)) == (2, 9)
-    assert found.limit_gpus(1).ranks_per_node == 1
-
-
 def test_options_override_the_catalogue_and_read_their_units():
     found = parse_hardware(
         "2xH100,mem=70GiB,bandwidth=3TB/s,bf16=900TFLOPS,fp16=0.9PFLOPS,fp8=1800TFLOPS,link=600GB/s,network=50GBs,"
@@ -257,6 +248,13 @@ def test_options_override_the_catalogue_and_read_their_units():
         True,
     )
     assert found.price_per_gpu_hour == 2.5
+    host_only = parse_hardware("cpu,ram=64GiB,cores=16")
+    assert (host_only.device, host_only.ram_bytes, host_only.cpu_cores, host_only.named) == ("cpu", 64 * GIB, 16, True)
+    assert parse_hardware("CPU").ram_given is False
+    cluster = parse_hardware("2x8xH200,network=400Gbps")  # nodes come before the GPUs of each
+    assert (cluster.nodes, cluster.ranks_per_node, cluster.network_bytes_per_s) == (2, 8, 50e9)
+    sizes = [(part.nodes, part.ranks_per_node) for part in map(cluster.limit_gpus, (1, 8, 9))]
+    assert sizes == [(1, 1), (1, 8), (2, 5)]
 
 
 @pytest.mark.parametrize("size", ["24GiB", "24gib", "24576MiB", "25769803776B", "0.0234375TiB"])
@@ -281,13 +279,6 @@ def test_an_unknown_gpu_can_be_given_with_its_memory_and_one_rate_for_both_16_bi
 def test_a_name_of_several_gpus_is_read_aloud(text, note):
     assert parse_hardware(text).notes[0].startswith(note)
     assert parse_hardware("2xA100-40GB").notes == ()  # a plain name needs no note
-
-
-def test_a_host_without_gpus_can_be_named():
-    found = parse_hardware("cpu,ram=64GiB,cores=16")
-    assert (found.device, found.ram_bytes, found.ram_free_bytes, found.cpu_cores) == ("cpu", 64 * GIB, 64 * GIB, 16)
-    assert found.named
-    assert parse_hardware("CPU").ram_given is False
 
 
 @pytest.mark.parametrize(

@@ -152,25 +152,6 @@ def test_every_target_has_a_help_line_and_is_phony():
         assert sorted(phony[1].split()) == sorted(targets)
 
 
-def test_what_measures_the_project_is_called_from_the_checkout(copy, fake):
-    names = re.findall(r"^([a-z-]+):", MAINTAINING, re.MULTILINE)
-    for name in sorted({*names} - {"help", "setup"}):
-        result = make("-C", "benchmarks", name, "-n", f"VENV={fake.folder}", cwd=copy)
-        assert (result.returncode, result.stderr) == (0, ""), name
-        assert re.search(rf"-m benchmarks\.\w+$|-m sft_play {name}$|scripts/{name}\.py", result.stdout, re.MULTILINE), (
-            name
-        )
-    assert make("-C", "benchmarks", "bench-data", f"VENV={fake.folder}", "ROWS=10", cwd=copy).returncode == 0
-    start = fake.only_start()
-    assert (start["argv"], start["environ"]["ROWS"]) == (["-m", "benchmarks.data"], "10")
-    assert Path(start["cwd"]).samefile(copy)
-    assert "mutation-score" in make("-C", "benchmarks", cwd=copy).stdout
-    # benchmarks/Makefile's own modules are there
-    modules = re.findall(r"\$\(BENCHMARK\)\.(\w+)", MAINTAINING)
-    assert len(modules) == len(set(modules)) == len(names) - 4
-    assert all((ROOT / "benchmarks" / f"{module}.py").is_file() for module in modules)
-
-
 def test_the_readme_names_every_target_and_that_of_benchmarks_those_that_measure():
     readme, measuring = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "benchmarks/README.md"))
     code = re.compile(r"\bmake ([a-z][a-z-]*)|`([a-z][a-z-]*)`")

@@ -86,20 +86,7 @@ def run_plan(request: Request) -> CommandResult:
     # the stage that decides: one that does not fit, else the one with the longest rows
     name, config, plan = max(parts, key=lambda part: (not part[2].fits, part[2].max_seq_len))
     cell_layouts = layouts if request.options.deepspeed else LAYOUT_NAMES
-    cells = []
-    for cell, cell_config in configs:
-        # the lengths of the base's rows for a cell that has the same ones, at whatever limit
-        has_same_rows = _row_settings(cell_config) == _row_settings(run.config)
-        with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
-            cell_plan = plan_run(
-                cell_config,
-                mesh_hardware(cell_config, machine),
-                layouts=cell_layouts,
-                keeps_params=keeps_params,
-                include_suggestions=False,
-                rows=cached_row_tokens(run.config) if has_same_rows else None,
-            )
-        cells.append((cell, cell_plan))
+    cells = _plan_whatif_cells(configs, run.config, machine, cell_layouts, keeps_params=keeps_params)
     largest = None
     if fit_question:  # of rows of any length
         fit_request = dataclasses.replace(build_plan_request(config, hardware, layouts), row_tokens=None)
@@ -113,8 +100,8 @@ def run_plan(request: Request) -> CommandResult:
         logger.warning("a run%s would stop: %s", "" if machine.named else " here", text)
     command, node_lines = None, list[str]()
     if misfit is None and not refusal_texts:
-        deepspeed = request.options.deepspeed
-        command = launch_line(plan, run, deepspeed and deepspeed.file)
+        deepspeed_file = request.options.deepspeed.file if request.options.deepspeed else None
+        command = launch_line(plan, run, deepspeed_file)
         node_lines = _node_launch_lines(plan, run, command)
     data = plan.as_json()
     if stages:
@@ -212,8 +199,29 @@ def _plan_parts(
     ]
 
 
-def _row_settings(config: RunConfig) -> tuple[object, ...]:
-    return config.data, config.task_mode, config.model.name
+def _plan_whatif_cells(
+    configs: list[tuple[tuple[str, ...], RunConfig]],
+    base_config: RunConfig,
+    machine: Hardware,
+    layouts: tuple[LayoutName, ...],
+    *,
+    keeps_params: bool,
+) -> list[tuple[tuple[str, ...], Plan]]:
+    cells = []
+    for cell, config in configs:
+        # the lengths of the base's rows for a cell that has the same ones, at whatever limit
+        keys = [(one.data, one.task_mode, one.model.name) for one in (config, base_config)]
+        with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
+            plan = plan_run(
+                config,
+                mesh_hardware(config, machine),
+                layouts=layouts,
+                keeps_params=keeps_params,
+                include_suggestions=False,
+                rows=cached_row_tokens(base_config) if keys[0] == keys[1] else None,
+            )
+        cells.append((cell, plan))
+    return cells
 
 
 def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed_file: Path | None = None) -> str:

@@ -136,8 +136,8 @@ def expand_cells(path: Path, overrides: Sequence[str]) -> list[tuple[tuple[str, 
             output = load_config(path, overrides=settings).config.output
             name = cell_name(output.name or config_run_name(path), cell_words)
             if_exists = "replace" if output.if_exists == "replace" else "resume"
-            settings = [*settings, f"output.name={json.dumps(name)}", f"output.if_exists={if_exists}"]
-            cells.append((cell_words, load_config(path, overrides=settings)))
+            words = [*settings, f"output.name={json.dumps(name)}", f"output.if_exists={if_exists}"]
+            cells.append((cell_words, load_config(path, overrides=words)))
     return cells
 
 

@@ -3,6 +3,7 @@ ranks; and findings as lines.
 """
 
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -217,7 +218,7 @@ def check_node_meeting(
         "host": system_facts.hostname,
         "alike": {
             "command": "doctor",
-            "version of Python": system_facts.python,
+            "version of Python": platform.python_version(),
             **versions,
             "CUDA of torch": system_facts.torch_cuda or "none",
             "driver": system_facts.driver or "none",

@@ -53,7 +53,6 @@ class SystemFacts:
     """What was read. Sizes are in bytes; packages that are not installed are absent."""
 
     hardware: Hardware
-    python: str = ""
     cpu_architecture: str = "x86_64"
     # Linux's release; None on other systems.
     kernel: str | None = None
@@ -80,7 +79,6 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
             driver, driver_cuda = nvml.driver_versions(library)
     return SystemFacts(
         hardware=hardware,
-        python=platform.python_version(),
         cpu_architecture=platform.machine(),
         kernel=platform.release() if platform.system() == "Linux" else None,
         hostname=socket.gethostname(),

@@ -427,11 +427,11 @@ def format_memory_snapshot(snapshot: MemorySnapshot) -> list[str]:
         terms = ", ".join(
             f"{name.replace('_', ' ')} {format_size(size)}" for name, size in prediction["terms"].items() if size > 0
         )
-        sizes = {name: format_size(prediction[name]) for name in _PREDICTED_SIZES[1:]}
-        lines.append(f"Predicted for each rank: {sizes['allocated']} allocated ({terms})")
+        peak = {name: format_size(prediction[name]) for name in _PREDICTED_SIZES[1:]}
+        lines.append(f"Predicted for each rank: {peak['allocated']} allocated ({terms})")
         lines.append(
-            f"{sizes['reserved']} reserved + {sizes['margin']} margin + {sizes['outside_allocator']} libraries = "
-            f"{sizes['required']} needed"
+            f"{peak['reserved']} reserved + {peak['margin']} margin + {peak['outside_allocator']} libraries = "
+            f"{peak['required']} needed"
         )
     # `n/a` in the table needs a reason: without one it looks like a run that holds nothing
     if snapshot.ranks and shows_gpus and any(use.run_bytes is None for use in snapshot.gpus):

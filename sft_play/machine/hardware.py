@@ -303,8 +303,10 @@ def detect_hardware(environment: Mapping[str, str] | None = None) -> Hardware:
         # an instance's memory says nothing of its card's, which a name such as A100 needs to be one entry
         entry = next(iter(find_catalog_entries(name, None if item.gpu.mig else total_bytes)), None)
         gpus.append(_fill_detected_rates(item.gpu, entry))
-        # PCIe's where no link is active or cards are only joined by bridges
-        links.append(entry and (entry.pcie if item.nvlinks == 0 else entry.link))
+        link = None
+        if entry is not None:  # PCIe's where no link is active or cards are only joined by bridges
+            link = entry.pcie if item.nvlinks == 0 else entry.link
+        links.append(link)
     ram_total, ram_free = host.total_and_free_ram()
     hardware = Hardware(
         tuple(gpus),
