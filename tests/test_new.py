@@ -23,6 +23,8 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.config.options import find_option
 from sft_play.config.translated import format_run_yaml, translate_file
 from sft_play.data.infer_dataset import infer_dataset
+from sft_play.data.sources.examples import check_first_rows
+from sft_play.data.sources.files import find_data_paths
 from sft_play.diagnose.run_check import check_run
 from sft_play.errors import ConfigError, DataError, ModelError
 from sft_play.launch.planning import plan_run
@@ -257,6 +259,17 @@ def test_hints_of_the_mode_agree_with_each_other(said, draw):
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_from_excel_is_told_its_encoding_and_columns(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes("Frage;Antwort\nWie heißt du?;Ich heiße Änne – ja\n".encode("cp1252"))
+    data = config_from_text(f"model: {{name: a/b}}\ndata: {{train_path: {path}}}", name="x").data
+    with pytest.raises(DataError, match=r"looks like cp1252\): data\.encoding=cp1252 in a run reads it so"):
+        check_first_rows(data, find_data_paths(data), task_mode="sft")
+    found = infer_dataset(str(path)).settings
+    assert found["data.encoding"] == "cp1252"
+    assert found["data.columns"] == {"prompt": "Frage", "completion": "Antwort"}
 
 
 def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticUndefined
 
 # The learning rate where `train.learning_rate` is auto: one rule, from published sweeps.
 #
@@ -65,14 +66,10 @@ def auto_learning_rate(*, alpha: float | None, rows: int, is_lion: bool = False)
 OWNER = "owner"
 
 
-def option(default: Any, *, owner: str, **limits: Any) -> Any:
-    """A key with its default, the module that reads it (below `sft_play`), and its limits."""
+def option(default: Any = PydanticUndefined, *, owner: str, **limits: Any) -> Any:
+    """A key with its default, the module that reads it (below `sft_play`), and its limits; `default_factory`: a default
+    that is made, or that follows from the keys above it in its section."""
     return Field(default, json_schema_extra={OWNER: owner}, **limits)
-
-
-def derived_option(default: Callable[[dict[str, Any]], Any], *, owner: str) -> Any:
-    """A key whose default follows from the keys above it in its section."""
-    return Field(default_factory=default, json_schema_extra={OWNER: owner})
 
 
 # The key of an option's other names in its metadata.
@@ -83,14 +80,14 @@ EXTERNAL_NAMES = "elsewhere"
 class ExternalNames:
     """The names of an optimizer option in the Trainer, DeepSpeed's file and other tools."""
 
+    # The argument of transformers' TrainingArguments, which the trainers of TRL and Unsloth take too.
     trainer: str
-    """The argument of transformers' TrainingArguments, which the trainers of TRL and Unsloth take too."""
+    # Its path in DeepSpeed's file, where that has it; `betas.1` is the second of a list.
     deepspeed: str | None = None
-    """Its path in DeepSpeed's file, where that has it; `betas.1` is the second of a list."""
+    # Names in other tools' files that take the same values; other_tools.yaml translates those that take others.
     other_tools: str = ""
-    """Names in other tools' files that take the same values; other_tools.yaml translates those that take others."""
+    # The values of train.optim that read it; empty: all.
     optimizers: tuple[str, ...] = ()
-    """The values of train.optim that read it; empty: all."""
 
 
 def optimizer_option(default: Any, external_names: ExternalNames, **limits: Any) -> Any:
@@ -137,7 +134,7 @@ HUB_KERNEL_PATTERN = r"^[\w.-]+/[\w.-]*flash[\w.-]*@[0-9a-f]{40}$"
 class ModelConfig(Section):
     """The model to train."""
 
-    name: Name = Field(json_schema_extra={OWNER: "training.prepare.model_spec"})
+    name: Name = option(owner="training.prepare.model_spec")
     """Hub id (`Qwen/Qwen2.5-3B-Instruct`) or local folder (starts with `/`, `.` or `~`, or exists)."""
 
     revision: Name | None = option(None, owner="training.prepare.model_spec")
@@ -320,7 +317,7 @@ class StyleConfig(Section):
     how: Literal["prepend", "replace", "keep"] = option("prepend", owner="data.sources.examples")
     """What to do with an existing system prompt: put the new one before it, replace it, or keep it."""
 
-    per_source: dict[Name, Name] = Field(default_factory=dict, json_schema_extra={OWNER: "data.sources.examples"})
+    per_source: dict[Name, Name] = option(default_factory=dict, owner="data.sources.examples")
     """System prompts by raw file, as `{glob: prompt}`; the first glob that matches a row's source is used."""
 
     out_dir: Name = option("data/processed_with_style", owner="data.process")
@@ -373,7 +370,7 @@ def _default_held_out_path(name: str) -> Callable[[dict[str, Any]], str | None]:
 class SourceConfig(Section):
     """One of several sources of training rows."""
 
-    path: Name = Field(json_schema_extra={OWNER: "data.sources.files"})
+    path: Name = option(owner="data.sources.files")
     """Training rows of this source: anything that data.train_path accepts."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,59}$")] | None = option(None, owner="data.sources.files")
@@ -405,18 +402,18 @@ class DataConfig(Section):
     """Several sources of training rows instead of train_path, each with a share of every epoch: a list of {path,
     weight, max_rows, val_path, name}."""
 
-    train_path: Name | None = derived_option(
-        lambda above: None if above.get("sources") else PROCESSED_TRAIN_PATH, owner="data.sources.files"
+    train_path: Name | None = option(
+        default_factory=lambda above: None if above.get("sources") else PROCESSED_TRAIN_PATH, owner="data.sources.files"
     )
     """Training rows: JSONL, JSON, CSV, Parquet, Arrow, plain text, a folder or glob of these, or a folder saved by
     `datasets`. Null if sources are given."""
 
-    val_path: Name | None = derived_option(_default_held_out_path("val.jsonl"), owner="data.sources.files")
+    val_path: Name | None = option(default_factory=_default_held_out_path("val.jsonl"), owner="data.sources.files")
     """Rows for evaluation during training; null holds out `val_fraction` of the training rows, if any. The default is
     the file that make process or make dapt-docx writes beside the training rows; with your own train_path it is
     null."""
 
-    test_path: Name | None = derived_option(_default_held_out_path("test.jsonl"), owner="data.sources.files")
+    test_path: Name | None = option(default_factory=_default_held_out_path("test.jsonl"), owner="data.sources.files")
     """Held-out rows for the metrics before and after training; null uses the validation rows. The default applies only
     with the default train_path; with your own train_path it is null."""
 
@@ -437,7 +434,7 @@ class DataConfig(Section):
     """Whether a cell of a CSV or TSV that is NaN, None, null, N/A or another of pandas' words for no value is empty;
     false takes it as text."""
 
-    columns: dict[Name, Name] = Field(default_factory=dict, json_schema_extra={OWNER: "data.sources.formats"})
+    columns: dict[Name, Name] = option(default_factory=dict, owner="data.sources.formats")
     """Maps known column names to those of your data, such as `{prompt: question, completion: reply}`; a chat may have
     context (text behind the question), reasoning (think text of the last answer), system and tools too."""
 
@@ -445,7 +442,7 @@ class DataConfig(Section):
     """Jinja file or built-in name (chatml, plain) instead of the tokenizer's own template; `training` uses TRL's
     training variant of the tokenizer's own, in which every turn is rendered as it is generated."""
 
-    chat_template_kwargs: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "data.masks.render"})
+    chat_template_kwargs: dict[Name, Any] = option(default_factory=dict, owner="data.masks.render")
     """Variables for the chat template, such as `{enable_thinking: false}`. A value may go by what a row's answers hold,
     think text or none: `{reasoning_effort: {think: high, plain: no_think}}`; a kind without one gets the
     default. A row's own column `chat_template_kwargs` goes before."""
@@ -821,7 +818,7 @@ class OutputConfig(Section):
 class StageConfig(Section):
     """A stage of a curriculum: keys that override the run's, in their sections or (those below) without one."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,59}$")] = Field(json_schema_extra={OWNER: "config.load"})
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,59}$")] = option(owner="config.load")
     """Name in the log, in the metrics, and of its folder (RUN/stages/NAME)."""
 
     epochs: Annotated[float, Field(gt=0.0)] | None = option(None, owner="config.load")
@@ -844,19 +841,19 @@ class StageConfig(Section):
     task_mode: Literal["sft", "cpt", "cpt_mixed"] | None = option(None, owner="config.load")
     """task_mode of this stage."""
 
-    data: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.load"})
+    data: dict[Name, Any] = option(default_factory=dict, owner="config.load")
     """Keys of data for this stage."""
 
-    train: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.load"})
+    train: dict[Name, Any] = option(default_factory=dict, owner="config.load")
     """Keys of train for this stage."""
 
-    eval: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.load"})
+    eval: dict[Name, Any] = option(default_factory=dict, owner="config.load")
     """Keys of eval for this stage."""
 
-    model: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.load"})
+    model: dict[Name, Any] = option(default_factory=dict, owner="config.load")
     """max_seq_len of this stage."""
 
-    tuning: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.load"})
+    tuning: dict[Name, Any] = option(default_factory=dict, owner="config.load")
     """trainable of this stage."""
 
 

@@ -214,7 +214,7 @@ def _setting_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
             f"is the backend itself ({tuning.backend}); remove it",
         ),
     )
-    all_rules = (*rules, *_adapter_rules(config))
+    all_rules = (*rules, *_adapter_rules(config), *_data_rules(config))
     yield from ((tuple(name.split(".")), message) for name, is_wrong, message in all_rules if is_wrong)
 
 
@@ -269,6 +269,33 @@ def _adapter_rules(config: RunConfig) -> tuple[_Rule, ...]:
     )
 
 
+def _data_rules(config: RunConfig) -> tuple[_Rule, ...]:
+    data = config.data
+    return (
+        (
+            "data.train_path",
+            not data.sources and data.train_path is None,
+            "null, and data.sources is empty; give one of them",
+        ),
+        (
+            "data.train_path",
+            data.sources and data.train_path is not None,
+            "given together with data.sources; remove it (SET: data.train_path=null), or add it to them",
+        ),
+        (
+            "data.sources",
+            data.sources and config.task_mode == "cpt_mixed",
+            "task_mode cpt_mixed mixes data.train_path and data.text_path by data.text_fraction; use task_mode sft or "
+            "cpt with sources",
+        ),
+        (
+            "data.val_path",
+            data.val_path is not None and any(source.val_path for source in data.sources),
+            "given together with a source's val_path; keep one of them",
+        ),
+    )
+
+
 def _negative_power(rate: float) -> str:
     """A rate with the sign of its power turned: 2e4 was meant as 2e-4."""
     mantissa, _, power = f"{rate:e}".partition("e+")
@@ -276,30 +303,16 @@ def _negative_power(rate: float) -> str:
 
 
 def _source_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-    data, sources_path = config.data, ("data", "sources")
-    if not data.sources and data.train_path is None:
-        yield ("data", "train_path"), "null, and data.sources is empty; give one of them"
-    if not data.sources:
-        return
-    if data.train_path is not None:
-        remedy = "remove it (SET: data.train_path=null), or add it to them"
-        yield ("data", "train_path"), f"given together with data.sources; {remedy}"
-    if config.task_mode == "cpt_mixed":
-        mixed_paths = "data.train_path and data.text_path by data.text_fraction"
-        yield sources_path, f"task_mode cpt_mixed mixes {mixed_paths}; use task_mode sft or cpt with sources"
-    if data.val_path is not None and any(source.val_path for source in data.sources):
-        yield ("data", "val_path"), "given together with a source's val_path; keep one of them"
-    has_weights = any(source.weight is not None for source in data.sources)
-    first_paths: dict[str, int] = {}
-    first_names: dict[str, int] = {}
-    for index, (source, name) in enumerate(zip(data.sources, data.source_names, strict=True)):
-        path: KeyPath = (*sources_path, index)
+    sources, names = config.data.sources, config.data.source_names
+    paths = [source.path.rstrip("/") for source in sources]
+    has_weights = any(source.weight is not None for source in sources)
+    for index, (source, name) in enumerate(zip(sources, names, strict=True)):
+        path: KeyPath = ("data", "sources", index)
         if has_weights and source.weight is None:
             yield path, "has no weight, and other sources have one; give every source a weight, or none"
         if name.startswith("rank_"):
             yield path, f"is named {name}, but loss_{name} is a rank's loss; give it another name"
-        same_path = first_paths.setdefault(source.path.rstrip("/"), index)
-        same_name = first_names.setdefault(name, index)
+        same_path, same_name = paths.index(paths[index]), names.index(name)
         if same_path != index:
             yield (*path, "path"), f"is data.sources[{same_path}] already; give one of them the weight of both"
         elif same_name != index:

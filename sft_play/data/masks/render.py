@@ -155,11 +155,12 @@ class Renderer:
 
     def _locator_for(self, chat: Chat) -> TurnLocator:
         """The locator of a chat's turns. Raises InexactMaskError where there is none."""
-        if chat.template_kwargs:
-            self._row_kwargs.add(json.dumps(chat.template_kwargs, sort_keys=True, default=str))
-            if len(self._row_kwargs) > MAX_ROW_KWARGS:
+        own_kwargs = json.dumps(chat.template_kwargs, sort_keys=True, default=str)
+        if chat.template_kwargs and own_kwargs not in self._row_kwargs:
+            if len(self._row_kwargs) >= MAX_ROW_KWARGS:
                 reason = f"the rows have more than {MAX_ROW_KWARGS} different chat_template_kwargs"
                 raise InexactMaskError(reason, "the template is probed with each of them")
+            self._row_kwargs.add(own_kwargs)
         with_tools = bool(chat.tools)
         try:
             return self.turn_locator(
