@@ -8,7 +8,6 @@ import random
 from pathlib import Path
 
 import pytest
-import yaml
 
 from sft_play.config.load import LoadedConfig, config_from_text, resolved_config
 from sft_play.errors import ConfigError, RunFolderError
@@ -24,8 +23,6 @@ from sft_play.planner.layout import PreviousRun
 from sft_play.runs.folder import RunFolder, check_same_run, new_manifest
 from sft_play.runs.lookup import create_run
 from sft_play.training.checkpoints.checkpoints import checkpoint_path
-from tests.models import uneven_run
-from tests.test_distributed import start as call
 
 
 def written(*overrides, text=""):
@@ -208,26 +205,3 @@ def test_the_settings_of_a_resumed_run_keep_the_batch_that_the_user_gave(tmp_pat
         check_same_run(folder, loaded, data={}, batch=dataclasses.asdict(plan.batch))
         kinds.add((len(given), ranks == first))
     assert len(kinds) == 6
-
-
-@pytest.mark.build
-@pytest.mark.slow
-def test_a_batch_that_follows_trains_and_resumes_over_other_ranks(tmp_path, tiny_llama):
-    uneven_run(tmp_path, tiny_llama)
-    run = yaml.safe_load((tmp_path / "run.yaml").read_text())
-    run["train"] |= {"batch_size": 2, "grad_accum": 2}
-    del run["train"]["effective_batch_size"]
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    words = ["--config", f"{tmp_path}/run.yaml", "output.name=one"]
-    begun = call(tmp_path, "train-distributed", *words, "train.stop_after_steps=2", STRATEGY="ddp", NPROC="2")
-    assert begun.returncode == 0, begun.stdout + begun.stderr
-    assert "effective batch 8 = micro 2 x accum 2 x 2 ranks: train.effective_batch_size was not given" in begun.stdout
-    folder = tmp_path / "outputs" / "one"
-    assert json.loads((folder / "resolved.json").read_text())["train"]["effective_batch_size"] == 8
-    for given in ({"NPROC": "1"}, {"NPROC": "1"}, {"NPROC": "2"}):
-        ended = call(tmp_path, "resume", *words, "train.stop_after_steps=1", RUN="one", **given)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert json.loads((folder / "plan.json").read_text())["effective_batch"] == 8
-    assert "micro 2 x accum 4 x 1 ranks (stopped with 2): the effective batch of 8 is kept" in (
-        (folder / "train.log").read_text()
-    )

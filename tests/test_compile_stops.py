@@ -19,7 +19,8 @@ import pytest
 
 from sft_play.training import distributed
 from tests.conftest import ROOT, clean_environment
-from tests.test_failures import Started, is_alive, start, two_ranks_of, wait_for  # noqa: F401
+from tests.processes import is_alive, wait_for
+from tests.test_failures import Started, start, two_ranks_of  # noqa: F401
 
 pytestmark = pytest.mark.build
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
@@ -63,7 +64,7 @@ def compilers(folder: Path, count: int) -> list[int]:
 def test_a_stop_before_the_first_step_ends_ranks_and_what_their_programs_started(start, tmp_path, killed):  # noqa: F811
     (tmp_path / "compiling_ranks.py").write_text(COMPILING)
     started = start(*two_ranks_of("compiling_ranks"), str(tmp_path), path=tmp_path)
-    wait_for(lambda: compilers(tmp_path, 2), started)
+    wait_for(lambda: compilers(tmp_path, 2), said=lambda: started.printed)
     pids, agent = compilers(tmp_path, 2), started.agent_process()
     agent.kill() if killed == "agent" else agent.terminate()
     code = started.end(20)
@@ -112,7 +113,7 @@ def compiling(start, tmp_path, tiny_llama, sums) -> Callable[..., Started]:  # n
 @pytest.mark.parametrize(("name", "stop"), STOPS)
 def test_a_stop_while_deepspeed_compiles_leaves_no_process_and_no_lock(compiling, tmp_path, layout, name, stop):
     started = compiling(layout, "stopped")
-    wait_for(lambda: compilers(tmp_path, 1) or started.process.poll() is not None, started)
+    wait_for(lambda: compilers(tmp_path, 1) or started.process.poll() is not None, said=lambda: started.printed)
     started.agent_process()
     stop(started)
     assert started.end(20) == (-signal.SIGKILL if "kill" in name else 130), started.printed
@@ -127,7 +128,7 @@ def test_a_stop_while_deepspeed_compiles_leaves_no_process_and_no_lock(compiling
 @pytest.mark.slow
 def test_a_compile_that_was_killed_with_all_processes_does_not_hold_up_the_next_start(compiling, tmp_path):
     killed = compiling("zero2_offload", "killed")
-    wait_for(lambda: compilers(tmp_path, 1) or killed.process.poll() is not None, killed)
+    wait_for(lambda: compilers(tmp_path, 1) or killed.process.poll() is not None, said=lambda: killed.printed)
     killed.agent_process()
     tree = [psutil.Process(killed.process.pid), *psutil.Process(killed.process.pid).children(recursive=True)]
     for process in reversed(tree):  # the compilers last: they outlive their rank for a moment

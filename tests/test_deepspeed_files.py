@@ -6,8 +6,6 @@ import itertools
 import json
 import random
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -30,11 +28,9 @@ from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.layout import LAYOUT_NAMES
 from sft_play.planner.plan import plan_from_json
 from tests.conftest import ROOT
-from tests.test_distributed import losses, start
 
 OPTIONS = deepspeed_options(config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml"))
 NUMBERS = PlanValues("zero3", 2, 4, 2, hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
 KEYS = {"micro": "train_micro_batch_size_per_gpu", "accum": "gradient_accumulation_steps", "batch": "train_batch_size"}
 FIELDS = {"micro": "batch_size", "accum": "grad_accum", "batch": "effective_batch_size"}
 
@@ -181,26 +177,6 @@ def test_the_typed_file_is_planned_for_the_starter(command, tmp_path, monkeypatc
     assert code == 2
     assert "that.json: gradient_accumulation_steps: 4 contradicts train.grad_accum=2" in printed
     assert printed.count("error:") == 1
-
-
-@pytest.mark.build
-@pytest.mark.slow
-@needs_deepspeed
-def test_the_typed_file_trains_the_starter_over_two_ranks(tmp_path, tiny_llama):
-    """Slow where DeepSpeed's CPU Adam is built first; the model is a tiny one, all else is the starter's."""
-    (tmp_path / "that.json").write_text(TYPED)
-    words = ["--config", "configs/run_starter.yaml", f"model.name={tiny_llama}", f"output.dir={tmp_path}/outputs"]
-    words += ["train.max_steps=3", "train.logging_steps=1", "eval.generate_rows=2", "data.test_path=null"]
-    answer = start(tmp_path, "train-deepspeed", *words, "output.name=two", NPROC="2",
-                   DEEPSPEED_CONFIG=f"{tmp_path}/that.json", limit_s=900)  # fmt: skip
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "Engine: zero3_offload proved" in answer.stdout
-    one = start(tmp_path, "train", *words, "output.name=one")
-    assert one.returncode == 0, one.stdout + one.stderr
-    run = Path(tmp_path / "outputs")
-    assert losses(run / "two") == pytest.approx(losses(run / "one"), rel=1e-5)
-    kept = json.loads((run / "two" / "deepspeed.json").read_text())
-    assert (kept["bf16"]["enabled"], kept["zero_optimization"]["stage"]) == (False, 3)
 
 
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])

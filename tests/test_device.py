@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.load import config_from_text, load_config
-from sft_play.diagnose.doctor import check_run_starts
-from sft_play.diagnose.machine_checks import SystemFacts, check_torch_build
+from sft_play.config.load import load_config
 from sft_play.errors import HardwareError
 from sft_play.launch import refusals
 from sft_play.launch.refusals import MAX_CPU_PARAMS, require_usable_hardware
@@ -265,26 +263,3 @@ def test_a_run_on_a_gpu_looks_for_a_compiler_before_anything_loads(monkeypatch, 
 
 
 # --- the doctor -------------------------------------------------------------------------------------------------------
-
-
-def test_the_doctor_finds_what_a_run_would_stop_for(monkeypatch):
-    config = config_from_text("model: {name: m}", name="r")
-
-    def found(machine: Hardware, there: str | None, params: int = 0, tools: Toolchain = THERE) -> str:
-        monkeypatch.setattr(refusals, "find_unusable_accelerator", lambda environment: there)
-        monkeypatch.setattr(compiler, "find_toolchain", lambda environment: tools)
-        return check_run_starts(config, machine, {}, params=params).verdict
-
-    assert found(CPU, SHOWN) == "FAIL"
-    assert found(CPU, None, MAX_CPU_PARAMS) == "PASS"
-    assert found(CPU, None, MAX_CPU_PARAMS + 1) == "FAIL"
-    assert found(parse_hardware("1xL4"), None, MAX_CPU_PARAMS + 1) == "PASS"
-    assert found(parse_hardware("1xL4"), None, tools=replace(THERE, compile_error=NO_HEADERS)) == "FAIL"
-
-
-def test_the_doctor_wants_a_torch_for_the_gpus():
-    around = SystemFacts(hardware=parse_hardware("2xL4"), versions={"torch": "2.13.0"})
-    (found,) = check_torch_build(around)
-    assert (found.verdict, "make setup" in str(found.remedy)) == ("FAIL", True)
-    (found,) = check_torch_build(replace(around, torch_cuda="13.0", driver="580.1", driver_cuda=(13, 0)))
-    assert (found.verdict, found.found) == ("PASS", "580.1 (CUDA 13.0 and older); torch 2.13.0 is built for CUDA 13.0")

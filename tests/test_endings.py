@@ -20,23 +20,10 @@ import pytest
 
 from sft_play.process import signals
 from tests.conftest import ROOT, clean_environment
+from tests.processes import is_alive, wait_for
 
 WAIT_S = 150
 WAITS = "import time; from sft_play.process.signals import watch_parent; watch_parent(); time.sleep(300)"
-
-
-def wait_for(holds: Callable[[], object], *, within_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, f"waited {within_s} s in vain"
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 # --- when it is told to -----------------------------------------------------------------------------------------------
@@ -87,7 +74,7 @@ class Terminal:
                 self.shown += part.decode("utf-8", "replace")
         return self.shown
 
-    def wait_for(self, holds: Callable[[], object]) -> None:
+    def until(self, holds: Callable[[], object]) -> None:
         """Wait for something that the command does."""
         deadline = time.monotonic() + WAIT_S
         while not holds():
@@ -120,7 +107,7 @@ def test_a_terminal_that_is_closed_saves_the_run_as_sigterm_does(config, tmp_pat
     terminal = Terminal([sys.executable, "-m", "sft_play", "train", "--config", str(config)], tmp_path)
     run = tmp_path / "outputs" / "one"
     metrics = run / "metrics.jsonl"
-    terminal.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
+    terminal.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
     assert terminal.close() == 130
     manifest = json.loads((run / "manifest.json").read_text())
     assert (manifest["status"], manifest.get("error")) == ("stopped", None)
@@ -139,7 +126,7 @@ def test_a_request_before_the_first_step_leaves_a_run_that_is_known_to_be_stoppe
     words = [sys.executable, "-m", "sft_play", "train", "--config", str(config), "eval.before_training=true"]
     words += ["eval.generate_rows=64", "eval.max_new_tokens=400"]  # for minutes
     terminal = Terminal(words, tmp_path)
-    terminal.wait_for(lambda: "Evaluation on val" in terminal.read())
+    terminal.until(lambda: "Evaluation on val" in terminal.read())
     os.kill(terminal.pid, number)
     wait_for(lambda: terminal.read() and not is_alive(terminal.pid))
     assert terminal.close() == 130

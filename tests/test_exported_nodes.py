@@ -32,7 +32,8 @@ from sft_play.machine.network import NodeSetup
 from sft_play.training import distributed
 from tests import warm
 from tests.conftest import ROOT, clean_environment
-from tests.test_nodes import free_port, together
+from tests.processes import free_port
+from tests.test_nodes import together
 
 pytestmark = pytest.mark.build
 GIB = 2**30
@@ -146,6 +147,7 @@ def assert_trained(config: Path, name: str, ended: Sequence[Ended], *, nodes: in
     assert said.count(f"ddp proved: the model is a DistributedDataParallel over {ranks} ranks") == 1, said
 
 
+@pytest.mark.slow
 def test_two_machines_train_by_the_variables_that_guides_export(config):
     """RANK=0 and RANK=2 of WORLD_SIZE=4, two ranks on each."""
     ended = launch(config, "ranks", 0, 2, world=4)
@@ -153,18 +155,6 @@ def test_two_machines_train_by_the_variables_that_guides_export(config):
     for one in ended:
         assert "count ranks, 4 in all and 2 on each node" in one.printed
     assert "this is node 1, at 127.0.0.1" in ended[1].printed
-
-
-@pytest.mark.slow
-def test_a_numbered_machine_that_does_not_come_is_named_with_how_the_variables_were_read(config):
-    """WORLD_SIZE counts nodes, as Kubernetes' PyTorchJob has it."""
-    words = ["distributed.timeout_s=8", "train.effective_batch_size=12"]  # of six ranks
-    ended = launch(config, "numbered", 0, 1, world=3, words=words)
-    assert [one.code for one in ended] == [2, 2]
-    for one in ended:
-        assert one.printed.count("error:") == 1, one.printed
-        assert "WORLD_SIZE=3 in the environment, without LOCAL_RANK: this is node" in one.printed
-        assert "node 2 of 3 did not connect" in one.printed
 
 
 def test_what_would_be_started_is_shown_without_waiting_for_anybody(config, command, monkeypatch):
@@ -226,21 +216,6 @@ def test_leftover_variables_are_said_with_the_command_that_leaves_them_out(confi
     assert answer.returncode == 0, answer.stdout + answer.stderr
     (run,) = tmp_path.iterdir()
     assert json.loads((run / "plan.json").read_text())["ranks"] == 1
-
-
-def test_leftover_variables_of_a_node_come_with_the_command_that_leaves_them_out(config, tmp_path):
-    environ = clean_environment(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    words = [warm.python(), "-m", "sft_play", "train", "--config", str(config), f"output.dir={tmp_path}"]
-    with subprocess.Popen(
-        words, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        alone = until_said(process, "env -u RANK .*")
-        until_said(process, r"Nodes: node 1 looks for node 0 at 127\.0\.0\.1:\d+, 1800 s at most")
-        process.terminate()
-    assert process.returncode == 130
-    answer = subprocess.run(["sh", "-c", alone], cwd=ROOT, env={**environ, "VENV": str(warm.environment_folder())},
-                            capture_output=True, text=True, timeout=200)  # fmt: skip
-    assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
 @pytest.mark.parametrize(
@@ -345,20 +320,3 @@ def test_a_rank_0_that_is_gone_is_named(monkeypatch):
         threading.Timer(1, first.kill).start()
         with pytest.raises(HardwareError, match="rank 0 ended before it had planned"):
             distributed.broadcast_text(None)
-
-
-def test_ranks_of_no_launcher_are_all_told_why_rank_0_refuses(config, tmp_path):
-    """Rank 0 serves their store, and names the run folder, which is there."""
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "a file").touch()
-    shared = {**LEFT, "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
-    words = [warm.python(), "-m", "sft_play", "train", "--config", str(config), f"output.dir={tmp_path}"]
-    running = [
-        subprocess.Popen([*words, "output.name=there"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                         env=clean_environment(**{**shared, "RANK": rank, "LOCAL_RANK": rank}), text=True)
-        for rank in "01"
-    ]  # fmt: skip
-    for process in running:
-        printed, _ = process.communicate(timeout=100)
-        assert process.returncode == 2, printed
-        assert f"error: the run folder {tmp_path}/there exists" in printed

@@ -21,10 +21,8 @@ from sft_play.launch.torchrun import torchrun_command
 from sft_play.machine.network import NodeSetup, require_free_port
 from sft_play.process import failures
 from sft_play.process.failures import Failure
-from sft_play.runs.folder import RunFolder
-from sft_play.runs.lookup import lock_holder_pid
-from tests import warm
-from tests.conftest import ROOT, Command, chat, clean_environment
+from tests.conftest import ROOT, chat, clean_environment
+from tests.processes import is_alive, wait_for
 
 pytestmark = pytest.mark.build
 NOISE = ("ChildFailedError", "torch/distributed/elastic", "torch/distributed/run.py", "Root Cause", "error_file:")
@@ -44,8 +42,6 @@ mode, folder, timeout_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 rank = int(os.environ["RANK"])
 
 def work(request):
-    if mode == "exit":
-        os._exit(7 * rank)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s + (20 if mode == "loop" else 0)))
     try:
         with Heartbeat(timeout_s=timeout_s) as beat:
@@ -113,22 +109,9 @@ class Started:
         assert self.agent is not None
         agent = self.agent
         wait_for(
-            lambda: not is_alive(agent) and not list(failures.find_agent_processes(agent)), self, within_s=within_s
-        )
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_for(holds: Callable[[], bool], started: Started, *, within_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, f"waited {within_s} s in vain; printed:\n{started.printed}"
-        time.sleep(0.1)
+            lambda: not is_alive(agent) and not list(failures.find_agent_processes(agent)),
+            within_s=within_s, said=lambda: self.printed,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -176,7 +159,7 @@ def until_step(started: Started, folder: Path, step: int = 3) -> None:
         texts = [path.read_text().split() for path in (folder / "rank0", folder / "rank1") if path.exists()]
         return len(texts) == 2 and all(len(text) == 2 and int(text[1]) >= step for text in texts)
 
-    wait_for(are_there, started)
+    wait_for(are_there, said=lambda: started.printed)
     started.agent_process()
 
 
@@ -202,7 +185,8 @@ def training(start, long_run) -> Callable[..., tuple[Started, Path]]:
         command = [sys.executable, "-m", "sft_play", "train-distributed", "--config", f"{long_run}/run.yaml"]
         started = start(*command, f"output.name={name}", *words, STRATEGY="ddp", NPROC="2")
         run = long_run / "outputs" / name
-        wait_for(lambda: (run / "metrics.jsonl").exists() or started.process.poll() is not None, started)
+        metrics = run / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() or started.process.poll() is not None, said=lambda: started.printed)
         assert started.process.poll() is None, started.printed
         started.agent_process()
         return started, run
@@ -225,20 +209,6 @@ def require_no_noise(started: Started) -> None:
 # --- real runs --------------------------------------------------------------------------------------------------------
 
 
-def check_memory_of_ranks(run: Path, config: Path, command: Command) -> None:
-    """What `memory-check` shows of a run of two ranks that trains."""
-    code, printed = command("memory-check", "--config", str(config), "--json")
-    assert code == 0
-    found = json.loads(printed)
-    assert found["running"]
-    assert found["folder"] == str(run)
-    assert [use["rank"] for use in found["ranks"]] == [0, 1]
-    for use in found["ranks"]:  # torch and its libraries alone are more than 100 MiB
-        assert use["rss_bytes"] > 100 * 2**20
-    assert sum(found["prediction"]["terms"].values()) == found["prediction"]["allocated"]
-    assert lock_holder_pid(RunFolder(run)) == found["ranks"][0]["pid"]
-
-
 def test_ranks_whose_agent_is_killed_before_any_checkpoint_save_one(training):
     """The agent serves the store by which ranks make groups: what a save needs is made before the first step."""
     started, run = training("orphaned")
@@ -254,7 +224,11 @@ def test_ranks_whose_agent_is_killed_before_any_checkpoint_save_one(training):
 
 def test_a_run_shows_the_memory_of_its_ranks_and_one_that_is_killed_ends_it_and_is_named(training, long_run, command):
     started, run = training("killed")
-    check_memory_of_ranks(run, long_run / "run.yaml", command)
+    code, printed = command("memory-check", "--config", f"{long_run}/run.yaml", "--json")
+    found = json.loads(printed)
+    assert (code, found["running"], found["folder"]) == (0, True, str(run))
+    assert [use["rank"] for use in found["ranks"]] == [0, 1]
+    assert all(use["rss_bytes"] > 100 * 2**20 for use in found["ranks"])  # torch and its libraries alone are more
     rank = started.rank(1)
     rank.kill()
     assert started.end() == 1
@@ -266,9 +240,6 @@ def test_a_run_shows_the_memory_of_its_ranks_and_one_that_is_killed_ends_it_and_
     assert manifest["status"] == "failed"
     assert "was killed by SIGKILL" in manifest["error"]
     assert "was killed by SIGKILL" in (run / "train.log").read_text()
-    code, printed = command("memory-check", "--config", f"{long_run}/run.yaml", "--run", "killed")
-    assert code == 0
-    assert "is not running (status: failed)" in printed
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGTERM])
@@ -295,17 +266,15 @@ def test_ranks_save_and_leave_when_the_command_that_started_them_is_killed(train
     assert "stopped at step " in started.printed
 
 
-def test_bad_input_that_is_found_late_is_one_message_and_exit_code_2(start, long_run):
+def test_bad_input_that_is_found_late_is_one_message_and_exit_code_2(long_run, command, monkeypatch):
     """The first row can be read: the command looks no further before it counts the rows."""
     broken = '{"messages": [{"role": "user", "content": \n' * 8
     (long_run / "broken.jsonl").write_text(json.dumps(chat("hello", "hello")) + "\n" + broken)
-    words = [warm.python(), "-m", "sft_play", "train-distributed", "--config", f"{long_run}/run.yaml"]
-    started = start(*words, f"data.train_path={long_run}/broken.jsonl", "output.name=bad", STRATEGY="ddp", NPROC="2")
-    assert started.end(WAIT_S) == 2
-    assert "Launch: " not in started.printed
-    assert started.printed.count("error:") == 1, started.printed
-    assert "broken.jsonl" in last_line(started, "[train-distributed] error: ")
-    require_no_noise(started)
+    monkeypatch.setenv("NPROC", "2")
+    words = [f"data.train_path={long_run}/broken.jsonl", "output.name=bad"]
+    code, printed = command("train-distributed", "--config", f"{long_run}/run.yaml", *words)
+    assert (code, printed.count("error:")) == (2, 1), printed
+    assert "broken.jsonl" in printed
     assert not (long_run / "outputs" / "bad").exists()
 
 
@@ -351,12 +320,6 @@ def test_a_crash_of_the_machine_code_is_shown_with_its_stack(probe):
     assert "was killed by SIGABRT" in last_line(started, "[train-distributed] error: ")
     assert "Fatal Python error: Aborted" in started.printed
     assert "in work" in started.printed
-
-
-def test_an_exit_without_a_word_is_said(probe):
-    started = probe("exit")
-    assert started.end(WAIT_S) == 1
-    assert "ended with exit code 7 and no message" in last_line(started, "[train-distributed] error: rank 1 of 2 ")
 
 
 def test_ranks_leave_when_their_agent_is_killed(probe, tmp_path):
@@ -461,6 +424,8 @@ def test_what_is_reported_of_ranks_names_the_one_and_keeps_its_exit_code():
     text, code = failure_report([ended(1, -9, step="17 (training)")], 4, stopped=False)
     assert code == 1
     assert "rank 1 of 4 (pid 11) was killed by SIGKILL at step 17 (training) (out of memory? see dmesg)" in text
+    text, _ = failure_report([ended(1, 7)], 2, stopped=False)
+    assert "rank 1 of 2 (pid 11) ended with exit code 7 and no message" in text
     mine = ended(1, 3, failure=own("user", rank=1, code=3, message="CUDA out of memory"))
     text, code = failure_report([mine, ended(0, -15)], 2, stopped=False)
     assert (text, code) == ("[train-distributed] error: rank 1 (host a): CUDA out of memory", 3)
@@ -541,13 +506,6 @@ def test_the_first_word_of_a_rank_stands_unless_a_message_of_ours_words_it(tmp_p
     assert (again.kind, again.exit_code, again.message, again.time) == ("user", 3, "take a smaller batch", found.time)
     written = json.loads((tmp_path / "error.json").read_text())  # as torch's launcher reads it
     assert written["message"]["extraInfo"].keys() == {"py_callstack", "timestamp"}
-
-
-def test_a_process_that_no_launcher_started_writes_and_hides_nothing(tmp_path, monkeypatch):
-    monkeypatch.delenv(failures.ERROR_FILE_VARIABLE, raising=False)
-    assert not failures.report_to_agent(ValueError("x"))
-    monkeypatch.setenv(failures.AGENT_VARIABLE, str(os.getppid() + 1))  # of another process's agent
-    assert not failures.is_under_agent()
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts():

@@ -193,14 +193,3 @@ def test_the_example_runs_under_every_launcher(launcher, backend, alone, tmp_pat
         PATH=path, DS_ACCELERATOR="cpu",
     )  # fmt: skip
     assert check_example(answer, tmp_path / "out") == pytest.approx(alone, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_the_example_notebook_runs_over_ranks(tmp_path):
-    (tmp_path / "nb").mkdir()
-    path = shutil.copy(EXAMPLES / "train_with_accelerator.ipynb", tmp_path / "nb")
-    answer = run("make", f"VENV={TOOLS.parent}", "run-notebook", f"NOTEBOOK={path}", "NPROC=2")
-    assert answer.returncode == 0, answer.stdout
-    assert answer.stdout.count("2 ranks on cpu") == 1
-    assert answer.stdout.count("batch 4: loss") == 1
-    assert (tmp_path / "outputs" / "with_accelerator_notebook" / "adapter_model.safetensors").is_file()

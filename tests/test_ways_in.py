@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -47,6 +46,7 @@ from sft_play.machine.network import NodeSetup
 from tests import warm
 from tests.conftest import ROOT, Command, clean_environment
 from tests.models import uneven_run
+from tests.processes import free_port
 
 BIN = Path(sys.executable).parent
 build = pytest.mark.build
@@ -356,11 +356,6 @@ def together(
     return ended
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def program(name: str) -> str:
     found = shutil.which(name, path=str(BIN))
     if found is None:
@@ -376,23 +371,6 @@ def assert_trained(world: Path, name: str, alone: list[float], ended: Sequence[s
     assert said.count(f"Engine: {proved}") == 1, said
     assert losses(world, name) == pytest.approx(alone, rel=1e-5)
     assert [path.name for path in (world / "outputs").iterdir() if path.name.startswith(name)] == [name]
-
-
-@build
-def test_exported_variables_make_two_nodes_of_make_train(world, alone):
-    """`export MASTER_ADDR=… MASTER_PORT=… RANK=… WORLD_SIZE=2; make train` on each node, one rank on each."""
-    port = str(free_port())
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NPROC_PER_NODE": "1"}
-    words = [
-        "make",
-        f"VENV={warm.environment_folder()}",
-        "train",
-        f"CONFIG={world}/run.yaml",
-        "SET=tuning.mode=lora output.name=exported",
-    ]
-    ended = together(world, [words, words], [{**shared, "RANK": "0"}, {**shared, "RANK": "1"}])
-    assert_trained(world, "exported", alone, ended, DDP)
-    assert "RANK=1 and WORLD_SIZE=2 in the environment, without LOCAL_RANK: this is node 1 of 2" in ended[1].stdout
 
 
 @build
