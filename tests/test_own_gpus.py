@@ -54,7 +54,7 @@ def test_tasks_that_srun_gives_gpus_are_ranks(nodes, per_node):
         refuse_repeated_starts(given, node_count=1)
         of_a_node = given | {"SLURM_GPUS_PER_TASK": ""}  # whole nodes, for which each task would be a run
         assert read_rank_info(of_a_node) is None
-        with pytest.raises(ConfigError, match="srun started this command"):
+        with pytest.raises(ConfigError, match="this command was started"):
             refuse_repeated_starts(of_a_node, node_count=1)
         assert read_rank_info(given | {"SLURM_STEP_TASKS_PER_NODE": f"{per_node},1"}) is None
         assert read_rank_info(given | {"RANK": "0", "WORLD_SIZE": "2"}) is None  # a node's number
