@@ -259,7 +259,7 @@ def test_a_signal_saves_at_the_end_of_the_step_and_says_how_to_go_on(training, n
 
 @pytest.mark.slow
 def test_ranks_save_and_leave_when_the_command_that_started_them_is_killed(training):
-    started, run = training("orphaned")
+    started, run = training("command-killed")
     started.process.kill()
     started.require_nobody_left(within_s=END_S)
     assert list((run / "checkpoints").iterdir())

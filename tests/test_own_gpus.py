@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import warnings
@@ -9,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.launch import run_hardware
+from sft_play.launch import request, run_hardware
 from sft_play.launch import run_hardware as launch_rank
 from sft_play.launch.torchrun import RankInfo, read_rank_info, refuse_repeated_starts
 from sft_play.machine.gpu import Gpu, GpuSnapshot, GpuStatus
@@ -26,16 +28,20 @@ def node(*indices: int) -> Hardware:
 
 
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
-def test_a_rank_that_sees_one_gpu_takes_it_whatever_its_number(world):
+def test_a_rank_that_sees_one_gpu_takes_it_whatever_its_number(world, monkeypatch):
+    config = config_from_text("model: {name: x}\n", name="run.yaml")
     for rank in range(world):
         given = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         ranks = read_rank_info(given)
         assert ranks is not None
-        own = launch_rank.adjust_local_rank(ranks, node(0), given)
-        assert (own.rank, own.local_rank, own.local_world_size, given["LOCAL_RANK"]) == (rank, 0, world, "0")
-        whole = launch_rank.adjust_local_rank(ranks, node(*range(world)), given | {"LOCAL_RANK": str(rank)})
-        assert whole == ranks
-        assert launch_rank.adjust_local_rank(ranks, node(), dict(given)) == ranks  # CPU ranks
+        for seen in (node(0), node(*range(world)), node()):  # its own GPU, those of the node, the CPU
+            monkeypatch.setattr(os, "environ", dict(given))
+            monkeypatch.setattr(request, "detect_hardware", lambda seen=seen: seen)
+            found = request.setup_rank_environment(config, ranks)
+            local_rank = 0 if len(seen.gpus) == 1 else rank
+            assert (found.rank, found.local_rank, found.local_world_size) == (rank, local_rank, world)
+            assert os.environ["LOCAL_RANK"] == str(local_rank)
+        monkeypatch.undo()
     planned = run_hardware.spread_hardware(node(0), 2 * world, 2, sees_own_gpu_only=True)
     assert (planned.ranks, planned.ranks_per_node, planned.nodes) == (2 * world, world, 2)
     with pytest.raises(HardwareError, match=f"{world} ranks on this node and 1 GPUs"):
@@ -54,7 +60,7 @@ def test_tasks_that_srun_gives_gpus_are_ranks(nodes, per_node):
         refuse_repeated_starts(given, node_count=1)
         of_a_node = given | {"SLURM_GPUS_PER_TASK": ""}  # whole nodes, for which each task would be a run
         assert read_rank_info(of_a_node) is None
-        with pytest.raises(ConfigError, match="srun started this command"):
+        with pytest.raises(ConfigError, match="this command was started"):
             refuse_repeated_starts(of_a_node, node_count=1)
         assert read_rank_info(given | {"SLURM_STEP_TASKS_PER_NODE": f"{per_node},1"}) is None
         assert read_rank_info(given | {"RANK": "0", "WORLD_SIZE": "2"}) is None  # a node's number

@@ -133,7 +133,7 @@ def test_a_profiles_export_is_no_steps_time(
     real = profile.profile.export_chrome_trace
 
     def slow(self: Any, path: str) -> None:
-        time.sleep(3.0)
+        time.sleep(2.0)
         real(self, path)
 
     monkeypatch.setattr(profile.profile, "export_chrome_trace", slow)
@@ -147,8 +147,8 @@ def test_a_profiles_export_is_no_steps_time(
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [one for one in steps if "step_time_s" in one]
     assert len(steps) == 5
-    assert steps[2]["time_profile_s"] > 3.0  # the third step was profiled, and logged after the export
-    assert max(one["step_time_s"] for one in steps[2:]) < 3.0
+    assert steps[2]["time_profile_s"] > 2.0  # the third step was profiled, and logged after the export
+    assert max(one["step_time_s"] for one in steps[2:]) < 2.0
     assert json.loads((folder / "summary.json").read_text())["tokens_per_s"] > steps[2]["num_tokens"] / 30
 
 
@@ -156,15 +156,15 @@ def test_evaluations_and_answers_say_how_far_they_are(
     tmp_path: Path, tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.2)
+    monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.1)
     real, real_loss, rows_at_once = exact_match._generate, PlannedTrainer.compute_loss, 2
 
     def slow(*words: Any) -> Any:
-        time.sleep(0.5)
+        time.sleep(0.25)
         return real(*words)
 
     def slow_loss(self: Any, model: Any, *words: Any, **options: Any) -> Any:
-        time.sleep(0.0 if model.training else 0.5)
+        time.sleep(0.0 if model.training else 0.25)
         return real_loss(self, model, *words, **options)
 
     monkeypatch.setattr(exact_match, "_generate", slow)
@@ -184,6 +184,6 @@ def test_evaluations_and_answers_say_how_far_they_are(
         for words in ("Evaluating: (\\d) of 6 rows", "Generating answers: (\\d) of 6 answers"):
             shown = re.findall(words + r", \d+ s so far", part)
             assert {"0", "2"} <= set(shown) or {"2", "4"} <= set(shown), part
-    # three batches of each, half a second long, are left behind the last step, and are part of the time left
+    # three batches of each, a quarter of a second long, are left behind the last step, and are part of the time left
     (left,) = re.findall(r"step 1/1 .* (\d+) seconds? left", said)
-    assert int(left) >= 3
+    assert int(left) >= 1

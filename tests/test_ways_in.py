@@ -122,8 +122,9 @@ def test_tasks_of_slurm_that_would_each_be_a_run_are_refused(nodes, tasks, local
     environment = {"SLURM_PROCID": "0"} | ({"SLURM_STEP_NUM_TASKS": tasks} if tasks else {})
     environment |= {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": local} if local else {}
     if tasks == "4" and nodes == 1 and local is None:
-        with pytest.raises(ConfigError, match="srun started this command 4 times"):
-            refuse_repeated_starts(environment, node_count=nodes)
+        for given in (environment, {"OMPI_COMM_WORLD_SIZE": "4"}, {"MPI_LOCALNRANKS": "4"}):
+            with pytest.raises(ConfigError, match="this command was started 4 times"):
+                refuse_repeated_starts(given, node_count=nodes)
     else:
         refuse_repeated_starts(environment, node_count=nodes)
 

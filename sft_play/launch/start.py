@@ -318,7 +318,9 @@ def run_ranks(launch: LaunchCommand, folder: RunFolder | None) -> int:
 def _command_exit_code(agent_code: int, folder: RunFolder | None, *, was_stopped: bool) -> int:
     """sft-play's exit code for that of the agent."""
     if agent_code < 0 and was_stopped:
-        logger.warning("ended at once; what was saved until then is kept")
+        # by the request itself, which it met before it listened, or by a second one
+        message = "stopped before the ranks were started" if agent_code == -signal.SIGTERM else "ended at once"
+        logger.warning("%s; what was saved until then is kept", message)
         return Interrupted.exit_code
     if agent_code < 0:
         crash = f"the ranks' agent was killed by {signal.Signals(-agent_code).name}"

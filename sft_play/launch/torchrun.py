@@ -36,6 +36,8 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What torch and accelerate read to find the other ranks.
 RENDEZVOUS_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+# How often srun, or an mpirun, has started this command.
+_TASK_COUNT_VARIABLES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
 _PROCESS_COUNT_VARIABLES = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
 # Values of torchrun's `--nproc-per-node` that mean one rank per GPU.
 _ALL_GPUS = ("gpu", "auto", "cuda")
@@ -292,16 +294,20 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
 
 
 def refuse_repeated_starts(environment: Mapping[str, str], *, node_count: int) -> None:
-    """Raises ConfigError where srun started this command several times, each of which would be a separate run."""
-    text = environment.get("SLURM_STEP_NUM_TASKS", "")
-    if node_count > 1 or rank_variables(environment) or "SLURM_PROCID" not in environment:
+    """Raises ConfigError where srun or mpirun started this command several times, each of which would be a separate
+    run."""
+    if node_count > 1 or rank_variables(environment):
         return
-    if text.isdigit() and int(text) > 1:
-        raise ConfigError(
-            f"srun started this command {text} times, and each would be a separate run: take sbatch "
-            "scripts/train_slurm.sbatch my.yaml, or one task per node with NNODES=, NODE_RANK=, MASTER_ADDR= (make "
-            "train-distributed)"
-        )
+    for name in _TASK_COUNT_VARIABLES:
+        text = environment.get(name, "")
+        # a job's own variable is there in its batch script too, which runs once
+        is_task = not name.startswith("SLURM") or "SLURM_PROCID" in environment
+        if is_task and text.isdigit() and int(text) > 1:
+            raise ConfigError(
+                f"this command was started {text} times ({name}={text}), and each would be a separate run: take sbatch "
+                "scripts/train_slurm.sbatch my.yaml, or one task per node with NNODES=, NODE_RANK=, MASTER_ADDR= (make "
+                "train-distributed), or torchrun in place of mpirun"
+            )
 
 
 def refuse_lone_node(nodes: NodeSetup) -> None:
