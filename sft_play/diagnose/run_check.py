@@ -181,9 +181,10 @@ class _RunChecks:
     def findings(self) -> Iterator[Finding]:
         """Every check, in the order of the page."""
         config = self._config
-        settings = plural(len(self._loaded.overrides), "setting")
+        count = len(self._loaded.overrides)
+        settings = f" with {plural(count, 'setting')}" if count else ""
         summary = f"{config.model.name}, {config.task_mode}, {config.tuning.mode}"
-        yield pass_finding("config", f"{self._loaded.path} with {settings}: {summary}")
+        yield pass_finding("config", f"{self._loaded.path}{settings}: {summary}")
         configure_hub(config)
         yield from self._part("model files", self._check_model_files, "give model.name a folder or hub id that exists")
         yield from self._part(

@@ -144,7 +144,8 @@ def require_free_port(port: int | None) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
+            other_port = port + 1 if port < 65_535 else DEFAULT_PORT
             raise HardwareError(
                 f"MASTER_PORT={port} cannot be listened on: {error.strerror}; stop what listens there, or give another "
-                f"port on all nodes, such as MASTER_PORT={DEFAULT_PORT + 100}"
+                f"port on all nodes: MASTER_PORT={other_port}"
             ) from None
