@@ -88,7 +88,9 @@ def launch_request_from(request: Request) -> LaunchRequest:
     if command == "rank":  # of those that our own launcher started
         rank_info = read_rank_info(os.environ)
         if rank_info is None:
-            raise ConfigError("rank is what make train-distributed starts in each of its processes; to train here: train")
+            raise ConfigError(
+                "rank is what make train-distributed starts in each of its processes; to train here: train"
+            )
         set_up_logging("resume" if os.environ.get(RESUMED_VARIABLE) else "train", rank=rank_info.rank)
     else:
         rank_info = launcher_rank_info(request)
