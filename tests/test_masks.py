@@ -297,6 +297,12 @@ def test_a_template_that_looks_into_texts_never_gets_another_rows_prompt(tokeniz
         accepted(tokenizer, make(template), rows, END)
 
 
+def test_most_rows_of_a_template_that_looks_into_texts_keep_their_mask(tokenizer, make):
+    # hello and poem are refused: the prompt continues with <x> there, and not in the marked copy
+    template = prompting("messages[-1].content == 'hello' or messages[-1].content.startswith('poem')")
+    assert accepted(tokenizer, make(template), SHAPES_MIXED, END) == len(SHAPES_MIXED) - 2
+
+
 FOLLOWED = (
     "}}}}{{% if m.role == 'assistant' and not loop.last %}}{{{{ messages[loop.index].content{} }}}}{{% endif %}}<"
 )
@@ -909,6 +915,18 @@ def test_a_prompt_whose_texts_spell_special_tokens_has_the_tokens_that_training_
         row.input_ids[:first],
         [one for one in row.labels if one != IGNORED],
     )
+
+
+def test_a_marker_inside_a_call_is_plain_text_and_ends_nothing(tokenizer, make):
+    template = (
+        EACH + "<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function | tojson }}{% endfor %}<|im_end|>\n" + DONE + ASK
+    )  # fmt: skip
+    row = make(template).render(Chat("f:1", (user("hello"), answer("", tool_calls=[call(a="<|im_end|>x")]))))
+    assert row.special_token_count == 1
+    # the end that the template wrote is the only control token
+    assert row.labels.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+    assert trained(row, tokenizer) == ['{"name": "look", "arguments": {"a": "<|im_end|>x"}}<|im_end|>']
 
 
 @pytest.mark.parametrize(
