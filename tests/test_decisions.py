@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 
 import pytest
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import ConfigError
+from sft_play.launch.planning import plan_run
 from sft_play.launch.torchrun import TORCHRUN_MODULE, RankInfo, read_rank_info, torchrun_command
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.models.config_json import load_model_shape
-from sft_play.planner.batching import BatchPlan, batch_splits
+from sft_play.planner.batching import BatchPlan, RowTokens, batch_splits
 from sft_play.planner.candidates import (
     Candidate,
     MemoryBudget,
@@ -33,7 +35,7 @@ from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.layout import LAYOUT_NAMES, LAYOUT_PREFERENCE, Layout, PreviousRun, find_layouts
 from sft_play.planner.memory.estimate import max_evaluation_rows
 from sft_play.planner.memory.step_memory import StepMemorySimulation
-from sft_play.planner.plan import TracePrediction, device_budget_bytes
+from sft_play.planner.plan import RunLength, TracePrediction, device_budget_bytes
 
 GIB = 2**30
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -216,7 +218,7 @@ def test_of_closed_form_and_trace_the_larger_counts(allocated, reserved):
 @given(
     per_node=st.integers(1, 8),
     nodes=st.integers(1, 4),
-    mode=st.sampled_from(["full", "lora", "qlora"]),
+    mode=st.sampled_from(["full", "lora", "qlora", "lora, lora: {use_dora: true}"]),
     optim=st.sampled_from(["adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"]),
 )
 def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, mode, optim):
@@ -242,7 +244,7 @@ def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, 
         elif layout.tensor_parallel == 1:
             assert layout.shard == count
         if layout.tensor_parallel > 1:
-            assert mode != "qlora"
+            assert mode in ("full", "lora")
             assert layout.tensor_parallel <= per_node
             assert count % layout.tensor_parallel == 0
 
@@ -313,6 +315,27 @@ def test_checkpointing_is_what_was_given_or_weighed_both_ways(wish, free):
 
 
 # --- the launch -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "counted", "length"),
+    [
+        (["train.epochs=2"], True, RunLength(8, 10_300)),  # 4 steps of 32 rows an epoch
+        (["train.max_steps=2"], True, RunLength(2, 2_575)),
+        (["train.epochs=0.1"], True, RunLength(1, 1_288)),
+        (["train.epochs=1"], False, RunLength(2, 4_096)),  # by its characters, and what max_seq_len leaves of each row
+        (["train.epochs=1", "data.packing=best_fit"], False, RunLength(4, 6_400)),  # in full packs
+        (["train.max_steps=3", "data.train_path=/none"], False, RunLength(3, None)),
+        (["train.epochs=1", "data.train_path=/none"], False, None),
+    ],
+)
+def test_the_length_of_a_run_follows_its_rows_or_its_files(tmp_path, words, counted, length):
+    row = {"question": "q" * 200, "answer": "a" * 200}  # 100 tokens
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 64)
+    files = [f"data.train_path={tmp_path}/rows.jsonl", "data.val_path=null", "model.max_seq_len=64"]
+    run = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}", name="x", overrides=[*files, *words])
+    rows = RowTokens(mean=50.0, p95=60, longest=60, rows=103, limit=64, sample=(50,) * 103)
+    assert plan_run(run, machine(70), rows=rows if counted else None).run_length == length
 
 
 @QUICK
