@@ -331,7 +331,13 @@ def test_of_few_documents_the_ends_are_held_out_and_of_many_whole_ones(tmp_path,
         splits_of(tmp_path, tokenizer, with_bad, "task_mode=cpt", "data.val_fraction=0.2")
 
 
-def test_a_share_that_splits_nothing_off_is_said(tmp_path, tokenizer):
+def test_what_a_share_splits_off_is_counted_on_its_side_and_where_that_is_nothing_it_is_said(tmp_path, tokenizer):
+    many = [{"messages": [{"role": "user", "content": f"say {n}"}, CHAT[1]]} for n in range(60)]
+    made = splits_of(tmp_path, tokenizer, many, "data.val_fraction=0.3")
+    counts = [split.stats.rows for split in (made.train, made.val)]
+    assert counts == [len(made.train.rows), len(made.val.rows)]
+    assert (sum(counts), counts[1] > 5) == (60, True)
+    assert (len(made.train.chats), len(made.val.chats)) == (0, counts[1])  # of which answers are generated
     rows = [{"messages": CHAT}]
     nothing = splits_of(tmp_path, tokenizer, rows, "data.val_fraction=0.000001")
     assert (nothing.val, [note for note in nothing.notes if "leaves no validation rows" in note] != []) == (None, True)

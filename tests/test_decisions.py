@@ -314,6 +314,16 @@ def test_checkpointing_is_what_was_given_or_weighed_both_ways(wish, free):
         assert any(fits) or second == sizes[-1]
 
 
+def test_a_class_that_cannot_checkpoint_is_planned_without_and_refused_with_it():
+    shape = dataclasses.replace(load_model_shape("Qwen/Qwen2.5-0.5B"), can_checkpoint=False)
+    for wish in ("auto", "false"):
+        run = config(f"train: {{gradient_checkpointing: {wish}}}")
+        assert {one.checkpointed_layers for one in make_plan(PlanRequest(run, shape, machine(70))).candidates} == {0}
+    for wish in ("true", "3", "offload"):
+        with pytest.raises(ConfigError, match="has no activation checkpointing"):
+            make_plan(PlanRequest(config(f"train: {{gradient_checkpointing: {wish}}}"), shape, machine(70)))
+
+
 # --- the launch -------------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +335,7 @@ def test_checkpointing_is_what_was_given_or_weighed_both_ways(wish, free):
         (["train.epochs=0.1"], True, RunLength(1, 1_288)),
         (["train.epochs=1"], False, RunLength(2, 4_096)),  # by its characters, and what max_seq_len leaves of each row
         (["train.epochs=1", "data.packing=best_fit"], False, RunLength(4, 6_400)),  # in full packs
+        (["train.epochs=1", "data.sources=[{path: ROWS, max_rows: 32}]"], False, RunLength(1, 2_048)),
         (["train.max_steps=3", "data.train_path=/none"], False, RunLength(3, None)),
         (["train.epochs=1", "data.train_path=/none"], False, None),
     ],
@@ -332,8 +343,10 @@ def test_checkpointing_is_what_was_given_or_weighed_both_ways(wish, free):
 def test_the_length_of_a_run_follows_its_rows_or_its_files(tmp_path, words, counted, length):
     row = {"question": "q" * 200, "answer": "a" * 200}  # 100 tokens
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 64)
-    files = [f"data.train_path={tmp_path}/rows.jsonl", "data.val_path=null", "model.max_seq_len=64"]
-    run = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}", name="x", overrides=[*files, *words])
+    words = ["model.max_seq_len=64", *(word.replace("ROWS", f"{tmp_path}/rows.jsonl") for word in words)]
+    if "data.sources" not in words[-1]:
+        words = [f"data.train_path={tmp_path}/rows.jsonl", "data.val_path=null", *words]
+    run = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}", name="x", overrides=words)
     rows = RowTokens(mean=50.0, p95=60, longest=60, rows=103, limit=64, sample=(50,) * 103)
     assert plan_run(run, machine(70), rows=rows if counted else None).run_length == length
 

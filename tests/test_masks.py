@@ -941,6 +941,25 @@ def test_a_template_that_treats_special_tokens_in_texts_otherwise_is_refused_not
         assert "tojson" in looking
 
 
+OPENS_AFTER_RESULTS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>tool\n{{ m.content }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_no_header_is_trained_that_the_prompt_after_a_result_lacks(make):
+    asked = answer("", tool_calls=[call(x=1)])
+    short = (user("q"), asked, tool("r"), answer("done here"))
+    rows = [short, (*short[:3], asked, tool("s"), answer("done here"), user("p"), answer("more"))]
+    made = [make(OPENS_AFTER_RESULTS, on_missing_end="train").render(Chat("f:1", one, TOOLS)) for one in rows]
+    judged = [row.text[start:end] for row in made if isinstance(row, TokenRow) for start, end in row.spans]
+    assert judged
+    assert not any(text.startswith(("<|im_start|>", "assistant\n")) for text in judged)
+
+
 # Real tokenizers.
 
 ENDS_OF_TOKENIZERS = {
