@@ -312,6 +312,9 @@ def test_checkpointing_is_what_was_given_or_weighed_both_ways(wish, free):
     for first, second in itertools.pairwise(sizes):  # larger ones are weighed unless two in a row do not fit
         fits = [any(one.fits for one in found if one.batch.micro_batch == size) for size in (first, second)]
         assert any(fits) or second == sizes[-1]
+    if sizes[-1] != max(split.micro_batch for split in batch_splits(run.train, ranks=1)):
+        assert not any(one.fits for one in found if one.batch.micro_batch in sizes[-2:])
+        assert len(sizes) > 1
 
 
 def test_a_class_that_cannot_checkpoint_is_planned_without_and_refused_with_it():

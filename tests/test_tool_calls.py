@@ -261,6 +261,13 @@ def test_arguments_of_both_forms_may_stand_in_one_file_and_one_row(small):
             assert bool(made.notes) == (right != "own" and mixed != [*map(as_text if right == "text" else dict, given)])
 
 
+def test_a_call_keeps_the_keys_and_the_order_of_its_author(small):
+    renderer = renderer_of(small, EACH.replace("CALL", "<call>{{ c | tojson }}</call>"))
+    for one in (call(ODD), call(ODD, index=0), {"index": 1, "function": {"arguments": ODD, "name": "get_weather"}}):
+        made = rendered(renderer, row(one))
+        assert (made.text, made.notes) == (by_transformers(small, row(one)), ())
+
+
 def test_what_cohere_says_before_a_call_is_trained_or_counted(small):
     plan = "<plan>{{ m.tool_plan }}</plan>"
     for template, stripped in (
