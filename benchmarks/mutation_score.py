@@ -170,7 +170,7 @@ OWN_TESTS = {
     "planner": "decisions recorded_plans plan plan_truth plan_inputs promise memory",
     "launch": "decisions launch_files nodes tensorboard",
     "data": "data_decisions masks tool_calls ends mask_score template preview check rows splits files formats "
-    "process data data_story documents other_kinds default_paths row_limit packing recorded_data options bad_inputs "
+    "process data_story documents columns default_paths row_limit packing recorded_data options bad_inputs "
     "own_messages tokenizer",
 }
 """The test files of each package: its mutants are run against those that execute the mutant's line."""
@@ -254,7 +254,9 @@ def _pytest_and_exit(tree: Path, tests: Sequence[str], coverage_file: Path | Non
         with _record_coverage(tree, coverage_file):
             import pytest
 
-            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+            # what was imported ahead is not rewritten, which pytest warns of
+            imported_ahead = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *imported_ahead, *tests]))
     finally:
         os._exit(code)
 

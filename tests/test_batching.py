@@ -16,6 +16,7 @@ from sft_play.launch.planning import build_stage_request, plan_stage
 from sft_play.launch.request import LaunchOptions, resume_constraints
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.models.config_json import load_model_shape
+from sft_play.planner.advice import find_suggestions
 from sft_play.planner.batching import BatchPlan, batch_splits, effective_batch, format_batch_product
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.explain import batch_lines
@@ -128,6 +129,20 @@ def test_the_resolved_config_holds_the_batch_of_the_plan_and_can_be_given_back()
         batch_splits(again.train, ranks=4)  # it agreed over two
     plain = written()
     assert resolved_config(plain, effective_batch=8)["train"]["effective_batch_size"] == 32  # as the plan splits it
+
+
+def test_ways_out_keep_an_effective_batch_that_follows():
+    config = written(
+        "train.batch_size=16", "train.grad_accum=2", "model.max_seq_len=4096", "model.name=meta-llama/Llama-3.1-8B"
+    )
+    found = list(
+        find_suggestions(PlanRequest(config, load_model_shape("meta-llama/Llama-3.1-8B"), parse_hardware("1xRTX4090")))
+    )
+    settings = [way.setting for way in found if way.setting and "batch_size" in way.setting]
+    assert "train.batch_size=1 train.grad_accum=32" in settings
+    for way in settings:
+        assert effective_batch(written("train.batch_size=16", "train.grad_accum=2", *way.split()).train, ranks=1) == 32
+    assert not any("grad_accum=auto" in str(way.setting) for way in found)
 
 
 def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do():

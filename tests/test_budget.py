@@ -198,3 +198,17 @@ def test_what_is_missing_is_asked_for(command: Command, run_yaml, few_prices, wo
     code, _, text = answered(command, "--config", run_yaml, *words)
     assert code == 2, text
     assert message in text
+
+
+def test_what_would_fit_only_with_ram_that_nobody_said_does_not_count():
+    config = config_from_text("model: {name: meta-llama/Llama-3.1-8B}\ntuning: {mode: full}", name="x")
+    request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware("1xRTX4090"), has_eval=False)
+    plan = make_plan(
+        replace(request, hardware=priced("1xRTX4090", 0.4)[1]), estimate_run_length=lambda _: RunLength(10, None)
+    )
+    assert plan.fits
+    assert plan.choice.needs_unknown_ram
+    machines = [priced("1xRTX4090", 0.4)]
+    found = compare_machine_prices(99.0, machines, make_machine_plan=lambda _: plan, today=TODAY)
+    assert found.offers == ()
+    assert found.too_small == ("1xRTX4090",)

@@ -168,6 +168,8 @@ def test_a_named_machine_is_planned_for_and_its_disk_is_left_out(tiny_llama, tmp
     config = run_yaml(tmp_path, "Qwen/Qwen2.5-72B-Instruct")
     report = check_run(config, ("tuning.mode=full",), parse_hardware("1xRTX4090,ram=64GiB"))
     assert "does not fit" in one(report, "memory plan", "problem").found
+    tried = Finding("memory plan", "WARN", "does NOT fit", "make plan shows the ways out")
+    assert "Ready" not in CheckReport((tried,)).lines()[-1]
 
 
 def test_rows_that_were_checked_are_not_tokenised_again(tiny_llama, tmp_path, monkeypatch):

@@ -312,6 +312,7 @@ def test_real_files_hold_no_column_that_would_be_missed():
                 assert not isinstance(example, BadRow), path
                 stats.count_example(example)
             assert not [one for one in judge_columns(stats, DataConfig()) if one.verdict == "WARN"], path
+            assert stats.chats + stats.texts > 0, path
 
 
 # --- rows of another kind than supervised examples --------------------------------------------------------------------

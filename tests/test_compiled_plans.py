@@ -171,3 +171,20 @@ def test_a_cpu_needs_a_cpp_compiler_before_anything_loads(monkeypatch, tmp_path)
         require_inductor(CPU, environment)
     monkeypatch.setattr(compiler, "_compile_trial", lambda *_: None)
     require_inductor(CPU, environment)
+
+
+def test_a_run_that_stayed_plain_teaches_nothing_of_compiled_ones(tmp_path, monkeypatch):
+    from sft_play.training.job import record_measurements
+
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    plan = planned("cpu", MODELS[0], "tuning.mode=lora")
+    summary = {
+        "peak_bytes_by_moment": {"training": {"measured_rss": 5, "measured_allocated": None}},
+        "tokens_per_s": 3.0, "compile": None,
+    }  # fmt: skip
+    record_measurements([(config(), plan)], summary)
+    assert calibration.load_measured_runs() == []
+    record_measurements([(config(), plan)], summary | {"compile": {"graphs": 1}})
+    assert [one.compiled for one in calibration.load_measured_runs()] == [True]
+    record_measurements([(config(compile=False), plan)], summary)
+    assert [one.compiled for one in calibration.load_measured_runs()] == [True, False]

@@ -133,6 +133,7 @@ def test_an_override_sets_any_leaf(override, path, value):
     for part in path:
         found = getattr(found, part)
     assert found == value
+    assert load(MINIMAL, "train.epochs=3", "train.epochs=2").train.epochs == 2  # the last one counts
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
+from array import array
+from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
+from sft_play.data import checks
 from sft_play.data.build.splits import MIN_HASHED_DOCUMENTS, build_splits
-from sft_play.data.build.stats import RowStats, length_remedy
+from sft_play.data.build.stats import RowStats, TruncationCost, length_remedy
+from sft_play.data.build.survey import RowCounter
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.preview import character_sign, choose_row_indices
@@ -131,6 +138,165 @@ def test_longer_limits_name_what_they_keep(count, data):
         assert said.startswith("the model has no more positions: split or shorten the rows")
 
 
+def lost(kept: int, out: int, share: float) -> dict[str, Any]:
+    """Counts of rows of which max_seq_len took this share of 100 trained tokens."""
+    cost = TruncationCost("end")
+    cost.add(101, [(0, 101)])
+    return {"kept_rows": kept, "too_long_rows": out, "tokens_lost_by_cut": round(100 * share), "truncation_cost": cost}
+
+
+BAD = {"bad_rows": Counter({"odd": 1}), "unmasked_rows": Counter({"odd": 1}), "kept_rows": 2}
+SKIP = DataConfig(on_bad_row="skip")
+FIVE = DataConfig(max_lost_fraction=0.05)
+TEXTS, SPELLED = {"special_rows": 1, "special_token_count": 2}, "special_tokens_in_text"
+
+
+def rows_of(stats: RowStats, data: DataConfig, mode: str = "sft") -> Any:
+    return checks.judge_rows(stats, data, task_mode=mode)
+
+
+def lengths_of(stats: RowStats, data: DataConfig, _: Any = None) -> Any:
+    return checks.judge_lengths(stats, data, max_seq_len=8, max_positions=None)
+
+
+def blocks_of(stats: RowStats, _: DataConfig, __: Any = None) -> Any:
+    return [checks.judge_blocks(stats, max_seq_len=8)]
+
+
+def tokens_of(stats: RowStats, _: DataConfig, tokenizer: Any) -> Any:
+    return checks.judge_special_tokens(stats, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("judge", "counts", "data", "found"),
+    [
+        (rows_of, {"chats": 3}, None, "PASS"),
+        (rows_of, {"rows": 0}, None, "FAIL"),
+        (rows_of, BAD, None, "FAIL"),
+        (rows_of, BAD, SKIP, "WARN"),
+        (rows_of, {"left_out_rows": Counter(a=2), "notes": Counter(b=1), "first_note_locations": {"b": "f:1"}}, None,
+         "PASS PASS WARN"),
+        (rows_of, {"unused_columns": Counter({("url", "", ()): 1})}, None, "PASS PASS"),
+        (rows_of, {"unused_columns": Counter({("passage", "context", ()): 1})}, None, "PASS WARN"),
+        (lambda *given: rows_of(*given[:2], "cpt"), {"chats": 1}, None, "FAIL"),
+        (lambda stats, *_: checks.judge_duplicates([stats]), {"digests": array("Q", [1, 2])}, None, "PASS"),
+        (lambda stats, *_: checks.judge_duplicates([stats]), {"digests": array("Q", [1, 1])}, None, "WARN"),
+        (lambda stats, *_: checks.judge_duplicates([RowStats(split="val", digests=array("Q", [2])), stats]),
+         {"digests": array("Q", [1, 2])}, None, "WARN PASS"),
+        (lambda stats, *_: checks.judge_duplicates([RowStats(split="text", digests=array("Q", [1])), stats]),
+         {"digests": array("Q", [1, 2])}, None, "PASS"),
+        (lambda *given: checks.judge_masks(*given[:2]), BAD, None, "FAIL"),
+        (lambda *given: checks.judge_masks(*given[:2]), BAD, SKIP, "WARN"),
+        (lambda *given: checks.judge_masks(*given[:2]), {"kept_rows": 0}, None, "SKIP"),
+        (lambda *given: checks.judge_masks(*given[:2]), {"methods": Counter(inexact=1), "untrained_turns": 1}, None,
+         "PASS WARN WARN"),
+        (lambda *given: checks.judge_masks(*given[:2]), {"methods": Counter(prefix=3), "merged_edges": 1}, None,
+         "PASS PASS"),
+        (lambda *given: checks.judge_texts(*given[:2]), {"stripped_think_pieces": 1}, None, "WARN"),
+        (lambda *given: checks.judge_texts(*given[:2]), TEXTS, None, "PASS"),
+        (lambda *given: checks.judge_texts(*given[:2]), TEXTS, DataConfig(**{SPELLED: "control"}), "WARN"),
+        (lambda *given: checks.judge_texts(*given[:2]), TEXTS | {"special_documents": 1}, None, "WARN"),
+        (lengths_of, lost(3, 0, 0), FIVE, "PASS"),
+        (lengths_of, lost(3, 0, 0.05), FIVE, "WARN"),  # as much as is accepted
+        (lengths_of, lost(3, 0, 0.06), FIVE, "FAIL"),
+        (lengths_of, lost(3, 0, 0.06) | {"split": "val"}, FIVE, "WARN"),
+        (lengths_of, lost(0, 3, 0.01), FIVE, "FAIL"),
+        (lengths_of, lost(2, 1, 0), FIVE, "WARN"),
+        (blocks_of, {"tokens": 16}, None, "PASS"),
+        (blocks_of, {"tokens": 7}, None, "FAIL"),
+        (blocks_of, {"tokens": 7, "split": "val"}, None, "PASS"),
+        (blocks_of, {"kept_rows": 0}, None, "SKIP"),
+        (tokens_of, {"texts": 1}, None, ""),
+        (tokens_of, {"rows_with_bos": 3}, None, "PASS PASS PASS"),
+        (tokens_of, {"rows_with_bos": 2}, None, "WARN PASS PASS"),
+        (tokens_of, {"rows_with_open_end": 1, "first_open_end_location": "f:1"}, None, "PASS WARN PASS"),
+        (tokens_of, {"rows_with_cut_end": 1, "rows_training_pad": 1}, None, "PASS WARN WARN"),
+    ],
+)  # fmt: skip
+def test_what_is_counted_is_judged(tokenizer, judge, counts, data, found):
+    """Three rows of a training file, but for what is said."""
+    stats = RowStats(**{"source": "f", "split": "train", "rows": 3, "kept_rows": 3, **counts})
+    findings = list(judge(stats, data or DataConfig(), tokenizer))
+    assert " ".join(finding.verdict for finding in findings) == found, findings
+
+
+def test_marks_of_rows_are_counted(tokenizer):
+    """BOS, padding that is trained, the tokens that answers end with, and answers that end with none."""
+    bos, pad, end, a = 1, 0, 2, 77
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.bos_token = "<|im_start|>"
+    counter, stats = RowCounter(Renderer(tokenizer, DataConfig(), max_seq_len=64)), RowStats()
+    for number, ids in enumerate([[bos, a, end], [bos, a, a], [a, end, a], [a, pad, end], [a, end, a, a]], start=1):
+        row = TokenRow(f"f:{number}", ids, [IGNORED, *ids[1:]], method="prefix")
+        counter.count(stats, number, row, row)
+    plain = TokenRow("f:6", [a, a], [a, a], method="document")
+    counter.count(stats, 6, plain, plain)
+    assert (stats.rows_with_bos, stats.rows_training_pad, dict(stats.end_token_ids)) == (2, 1, {end: 3})
+    assert (stats.rows_with_open_end, stats.first_open_end_location) == (2, "f:2")
+    without = RowStats(kept_rows=3, split="train")
+    assert next(checks.judge_special_tokens(without, tokenizer)).verdict == "PASS"
+    put = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)])
+    tokenizer.backend_tokenizer.post_processor = put  # it begins each text with BOS, and no row has one
+    assert next(checks.judge_special_tokens(without, tokenizer)).verdict == "WARN"
+
+
+def test_the_columns_of_every_source_that_is_trained_are_looked_at_and_the_hub_is_not_asked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    passage = "The lamp in the hall was lit at noon, and nobody had touched it. " * 4
+    asked = {"question": "Which lamp is on?", "answer": "It."}
+    for name, row in {
+        "plain": asked, "about": {**asked, "passage": passage}, "held": {**asked, "passage": passage},
+        "text": {"text": "words", "reasoning": passage},
+    }.items():  # fmt: skip
+        Path(f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+
+    def missed(data: str, mode: str = "sft") -> list[str]:
+        run = config_from_text(f"model: {{name: m}}\ntask_mode: {mode}\ndata: {data}", name="x.yaml")
+        return [line.partition(" not read: ")[0] for line in checks.missed_column_lines(run.data, task_mode=mode)]
+
+    sources = "{sources: [{path: plain.jsonl}, {path: about.jsonl}, {path: 'hub:o/n'}], val_path: held.jsonl}"
+    assert missed(sources) == ["Columns of source about"]
+    assert missed("{train_path: about.jsonl, val_path: held.jsonl}") == ["Columns"]
+    mixed = "{train_path: plain.jsonl, val_path: held.jsonl, text_path: text.jsonl}"
+    assert missed(mixed, "cpt_mixed") == ["Columns of text"]
+    assert missed("{train_path: text.jsonl, val_path: null}", "cpt") == ["Columns"]
+
+
+@pytest.mark.parametrize(
+    ("packing", "groups", "marked"),
+    [("none", False, "random order"), ("none", True, "grouped by length"), ("best_fit", True, "packed (best_fit)")],
+)
+def test_the_share_of_padding_of_the_runs_own_batches_is_marked(packing, groups, marked):
+    shares = {"random": 0.5, "grouped": 0.2, "best_fit": 0.1}
+    found = checks.judge_padding(shares, micro_batch=4, packing=packing, groups_by_length=groups).found
+    assert re.findall(r"[,:] ([^,:]+) [\d.]+% \(this run\)", found) == [marked]
+
+
+def test_what_max_seq_len_loses_comes_with_what_would_keep_it():
+    cost = TruncationCost("end")
+    cost.add(6, [(4, 6)])
+    cost.add(100, [(90, 100)])
+    stats = RowStats("f", rows=2, split="train", kept_rows=1, too_long_rows=1, truncation_cost=cost)
+    for truncate, positions, said in (
+        ("end", 64, "the model's 64 positions keep no more: split or shorten the rows, or keep the ends of rows"),
+        ("prompt", 8, "the model has no more positions: split or shorten the rows"),
+        ("end", 95, "set model.max_seq_len=95, the most that the model has: 58.3% kept"),
+        ("end", None, "set model.max_seq_len: 128 keeps all, or keep the ends of rows with data.truncate=prompt"),
+    ):
+        options = DataConfig(truncate=truncate)
+        assert length_remedy(stats, options, max_seq_len=8, max_positions=positions).startswith(said)
+    assert "data.truncate" not in length_remedy(stats, DataConfig(truncate="prompt"), max_seq_len=8, max_positions=8)
+    short, shorter = (TokenRow("f", [7] * size, [IGNORED] * size + [7]) for size in (100, 56))
+    for row in (short, shorter, short):
+        stats.count_too_long(row)
+    assert stats.shortest_prompt == 56
+    for truncate, said in (("drop", "3 of 5 rows left out"), ("end", "3 of 5 rows without any trained token left")):
+        stats = RowStats(**{"rows": 5, "split": "val", "rows_with_cut_end": 1, **lost(2, 3, 0.5)})
+        (found,) = lengths_of(stats, DataConfig(truncate=truncate))
+        assert said in found.found
+        assert "1 of 5 rows train an answer without its end" in found.found
+
+
 def splits_of(folder: Path, tokenizer: Any, rows: list[Any], *words: str, **more: Any) -> Any:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = config_from_text(
@@ -163,6 +329,21 @@ def test_of_few_documents_the_ends_are_held_out_and_of_many_whole_ones(tmp_path,
     with_bad = [*rows, {"text": 7}]
     with pytest.raises(DataError, match="row"):  # a bad row is judged, however few the documents are
         splits_of(tmp_path, tokenizer, with_bad, "task_mode=cpt", "data.val_fraction=0.2")
+
+
+def test_what_a_share_splits_off_is_counted_on_its_side_and_where_that_is_nothing_it_is_said(tmp_path, tokenizer):
+    many = [{"messages": [{"role": "user", "content": f"say {n}"}, CHAT[1]]} for n in range(60)]
+    made = splits_of(tmp_path, tokenizer, many, "data.val_fraction=0.3")
+    counts = [split.stats.rows for split in (made.train, made.val)]
+    assert counts == [len(made.train.rows), len(made.val.rows)]
+    assert (sum(counts), counts[1] > 5) == (60, True)
+    assert (len(made.train.chats), len(made.val.chats)) == (0, counts[1])  # of which answers are generated
+    rows = [{"messages": CHAT}]
+    nothing = splits_of(tmp_path, tokenizer, rows, "data.val_fraction=0.000001")
+    assert (nothing.val, [note for note in nothing.notes if "leaves no validation rows" in note] != []) == (None, True)
+    given = splits_of(tmp_path, tokenizer, rows, f"data.val_path={tmp_path}/rows.jsonl", "data.val_fraction=0.4")
+    assert (len(given.train.rows), len(given.val.rows)) == (1, 1)
+    assert any("data.val_fraction=0.4 is not used" in note for note in given.notes)
 
 
 @given(st.integers(1, 40), st.sampled_from([0.05, 0.3, 0.5, 0.9]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
+import math
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,23 +15,27 @@ from hypothesis import strategies as st
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import ConfigError
-from sft_play.launch.torchrun import RankInfo, read_rank_info
+from sft_play.launch.planning import plan_run
+from sft_play.launch.torchrun import TORCHRUN_MODULE, RankInfo, read_rank_info, torchrun_command
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware
+from sft_play.machine.network import NodeSetup
 from sft_play.models.config_json import load_model_shape
-from sft_play.planner.batching import BatchPlan, batch_splits
+from sft_play.planner.batching import BatchPlan, RowTokens, batch_splits
 from sft_play.planner.candidates import (
     Candidate,
     MemoryBudget,
     choose_candidate,
+    closest_to_fitting,
     evaluate_candidates,
+    fastest_speed,
     lowest_memory_candidates,
 )
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.layout import LAYOUT_NAMES, LAYOUT_PREFERENCE, Layout, PreviousRun, find_layouts
 from sft_play.planner.memory.estimate import max_evaluation_rows
 from sft_play.planner.memory.step_memory import StepMemorySimulation
-from sft_play.planner.plan import TracePrediction
+from sft_play.planner.plan import RunLength, TracePrediction, device_budget_bytes
 
 GIB = 2**30
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -134,6 +140,35 @@ def test_the_choice_is_the_simplest_of_the_fast_ones_that_fit_and_offload_only_w
     assert rank_of(chosen) == min(rank_of(one) for one in equal)
 
 
+@QUICK
+@given(candidates(), st.integers(0, 2), st.one_of(st.none(), st.integers(1, 8)))
+def test_a_candidate_lacks_each_memory_that_is_less_than_it_needs_and_the_nearest_needs_least(made, more, host_gib):
+    found = []
+    for one in made:
+        budget = MemoryBudget(one.memory.required + more - 1, None if host_gib is None else host_gib * GIB)
+        one = dataclasses.replace(one, budget=budget, host_required=one.batch.micro_batch * GIB)
+        lacking = {"GPU memory"} if more == 0 else set()
+        lacking |= {"RAM"} if host_gib is not None and one.batch.micro_batch > host_gib else set()
+        ratios = [one.memory.required / budget.device] + ([one.batch.micro_batch / host_gib] if host_gib else [])
+        assert (set(one.insufficient_memory), one.fits) == (lacking, not lacking)
+        assert one.budget_ratio == pytest.approx(max(ratios))
+        on_cpu = dataclasses.replace(one, step=dataclasses.replace(one.step, on_gpu=False))
+        assert set(on_cpu.insufficient_memory) <= {"RAM"}
+        found.append(one)
+    assert fastest_speed(found) == max([one.speed.tokens_per_s for one in found if one.fits], default=0.0)
+    assert closest_to_fitting(found).budget_ratio == min(one.budget_ratio for one in found)
+
+
+@QUICK
+@given(free=st.lists(st.floats(1, 79), min_size=1, max_size=6), ram=st.integers(1, 64), ranks=st.integers(1, 5))
+def test_the_budget_is_what_the_fullest_gpu_has_free_or_a_cpu_ranks_share_of_ram(free, ram, ranks):
+    assert device_budget_bytes(machine(*free)) == int(min(free) * GIB)
+    named_only = tuple(Gpu(n, "GPU", int(size * GIB), None, None) for n, size in enumerate(free))
+    assert device_budget_bytes(Hardware(named_only, "CPU", 8, GIB, GIB)) == int(min(free) * GIB)
+    on_cpu = Hardware((), "CPU", 8, 2 * ram * GIB, ram * GIB, cpu_ranks=ranks)
+    assert device_budget_bytes(on_cpu) == ram * GIB // ranks
+
+
 @FEW
 @given(wish=st.integers(8, 100_000), eval_wish=st.one_of(st.just("auto"), st.integers(1, 64)))
 def test_rows_are_no_longer_than_the_positions_and_evaluation_takes_what_was_asked(wish, eval_wish):
@@ -183,7 +218,7 @@ def test_of_closed_form_and_trace_the_larger_counts(allocated, reserved):
 @given(
     per_node=st.integers(1, 8),
     nodes=st.integers(1, 4),
-    mode=st.sampled_from(["full", "lora", "qlora"]),
+    mode=st.sampled_from(["full", "lora", "qlora", "lora, lora: {use_dora: true}"]),
     optim=st.sampled_from(["adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"]),
 )
 def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, mode, optim):
@@ -209,7 +244,7 @@ def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, 
         elif layout.tensor_parallel == 1:
             assert layout.shard == count
         if layout.tensor_parallel > 1:
-            assert mode != "qlora"
+            assert mode in ("full", "lora")
             assert layout.tensor_parallel <= per_node
             assert count % layout.tensor_parallel == 0
 
@@ -277,9 +312,76 @@ def test_checkpointing_is_what_was_given_or_weighed_both_ways(wish, free):
     for first, second in itertools.pairwise(sizes):  # larger ones are weighed unless two in a row do not fit
         fits = [any(one.fits for one in found if one.batch.micro_batch == size) for size in (first, second)]
         assert any(fits) or second == sizes[-1]
+    if sizes[-1] != max(split.micro_batch for split in batch_splits(run.train, ranks=1)):
+        assert not any(one.fits for one in found if one.batch.micro_batch in sizes[-2:])
+        assert len(sizes) > 1
+
+
+def test_a_class_that_cannot_checkpoint_is_planned_without_and_refused_with_it():
+    shape = dataclasses.replace(load_model_shape("Qwen/Qwen2.5-0.5B"), can_checkpoint=False)
+    for wish in ("auto", "false"):
+        run = config(f"train: {{gradient_checkpointing: {wish}}}")
+        assert {one.checkpointed_layers for one in make_plan(PlanRequest(run, shape, machine(70))).candidates} == {0}
+    for wish in ("true", "3", "offload"):
+        with pytest.raises(ConfigError, match="has no activation checkpointing"):
+            make_plan(PlanRequest(config(f"train: {{gradient_checkpointing: {wish}}}"), shape, machine(70)))
 
 
 # --- the launch -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "counted", "length"),
+    [
+        (["train.epochs=2"], True, RunLength(8, 10_300)),  # 4 steps of 32 rows an epoch
+        (["train.max_steps=2"], True, RunLength(2, 2_575)),
+        (["train.epochs=0.1"], True, RunLength(1, 1_288)),
+        (["train.epochs=1"], False, RunLength(2, 4_096)),  # by its characters, and what max_seq_len leaves of each row
+        (["train.epochs=1", "data.packing=best_fit"], False, RunLength(4, 6_400)),  # in full packs
+        (["train.epochs=1", "data.sources=[{path: ROWS, max_rows: 32}]"], False, RunLength(1, 2_048)),
+        (["train.max_steps=3", "data.train_path=/none"], False, RunLength(3, None)),
+        (["train.epochs=1", "data.train_path=/none"], False, None),
+    ],
+)
+def test_the_length_of_a_run_follows_its_rows_or_its_files(tmp_path, words, counted, length):
+    row = {"question": "q" * 200, "answer": "a" * 200}  # 100 tokens
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 64)
+    words = ["model.max_seq_len=64", *(word.replace("ROWS", f"{tmp_path}/rows.jsonl") for word in words)]
+    if "data.sources" not in words[-1]:
+        words = [f"data.train_path={tmp_path}/rows.jsonl", "data.val_path=null", *words]
+    run = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}", name="x", overrides=words)
+    rows = RowTokens(mean=50.0, p95=60, longest=60, rows=103, limit=64, sample=(50,) * 103)
+    assert plan_run(run, machine(70), rows=rows if counted else None).run_length == length
+
+
+@QUICK
+@given(
+    count=st.integers(1, 3), data=st.data(), timeout_s=st.one_of(st.none(), st.floats(0.1, 9999)),
+    threads=st.one_of(st.none(), st.integers(1, 8)),
+)  # fmt: skip
+def test_the_launch_says_who_meets_where_and_leaves_set_variables_alone(count, data, timeout_s, threads):
+    rank = data.draw(st.integers(0, count - 1))
+    nodes = NodeSetup(count, rank, "10.0.0.1", 29_501) if count > 1 else NodeSetup()
+    waits = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, math.ceil(timeout_s or 0))),  # whole seconds
+    }
+    already = data.draw(st.sets(st.sampled_from(sorted(waits))))
+    launch = torchrun_command(
+        ["train"], processes_per_node=5, nodes=nodes, threads_per_rank=threads, nccl_timeout_s=timeout_s,
+        present_environment=dict.fromkeys(already, "mine"), python="python",
+    )  # fmt: skip
+    meet = ["--standalone"]
+    if count > 1:
+        meet = ["--nnodes", str(count), "--node-rank", str(rank), "--master-addr", "10.0.0.1", "--master-port", "29501"]
+    words = ["python", "-m", TORCHRUN_MODULE, *meet, "--nproc-per-node", "5", "--module", "sft_play", "train"]
+    assert list(launch.argv) == words
+    assert [word for word in launch.agent_argv if word not in words] == ["sft_play.launch.agent"]
+    assert launch.port == (29_501 if count > 1 and rank == 0 else None)
+    expected = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    if timeout_s is not None:
+        expected |= {name: waits[name] for name in waits if name not in already}
+    assert launch.environment == expected
 
 
 @QUICK

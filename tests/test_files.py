@@ -258,10 +258,11 @@ class TestTables:
         (tmp_path / "f.csv").write_text(",question,answer\n0,a,b\n")  # pandas' index is no column
         assert data_of(tmp_path / "f.csv") == [{"question": "a", "answer": "b"}]
         for first in ("sep=^\n", "\ufeffSEP=^\r\n", '"sep=^"\n'):  # which tells Excel the delimiter
-            (tmp_path / "g.csv").write_text(f"{first}question^answer\nx^d\ne\n")
-            good, bad = rows(tmp_path / "g.csv")
+            (tmp_path / "g.csv").write_text(f"{first}question^answer\nx^d\ne\nf^g^h\n")
+            good, bad, worse = rows(tmp_path / "g.csv")
             assert (good.data, good.where[-2:]) == ({"question": "x", "answer": "d"}, ":3")
             assert "g.csv:4: 1 fields instead of 2" in str(bad)
+            assert "g.csv:5: 3 fields instead of 2" in str(worse)
         (tmp_path / "h.csv").write_text("sep,text\n;,b\n")
         assert data_of(tmp_path / "h.csv") == [{"sep": ";", "text": "b"}]
 

@@ -27,7 +27,8 @@ from sft_play.planner.memory.estimate import (
 from sft_play.planner.memory.step_memory import LossName, Step, StepMemorySimulation
 from sft_play.planner.precision import Precision
 from sft_play.text import MIB
-from tests.conftest import clean_environment
+from tests.conftest import chat, clean_environment
+from tests.models import make_llama
 
 pytestmark = pytest.mark.build
 PRECISIONS = (Precision("float32", "float32", ""), Precision("bfloat16", "bfloat16", ""))
@@ -198,3 +199,27 @@ def test_answers_of_many_short_rows_need_no_more_than_a_training_step(seed: int)
     rows = tokens // (new + 1)  # at the fewest tokens a row: one of its prompt
     taken = rows * ((width + 8) * shape.vocab_size + (new + 1) * 2 * width * shape.kv_width)
     assert taken <= memory.allocated - memory.resident
+
+
+@pytest.mark.slow
+def test_a_run_on_a_cpu_stays_within_its_plan_in_every_moment(tmp_path: Path) -> None:
+    """40,000 words for a width of 64: the head is nearly all that a step and an evaluation take."""
+    model = make_llama(tmp_path / "wide", vocab_size=40_000)
+    rows = [json.dumps(chat(f"what is {n}? " * 12, f"it is {n} " * 12)) + "\n" for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{name: {model}, max_seq_len: 256}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {tmp_path}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.4}}\n"
+        "train: {effective_batch_size: 4, max_steps: 2, report_to: []}\n"
+        f"eval: {{generate_rows: 2, max_new_tokens: 4}}\noutput: {{dir: {tmp_path}/outputs, name: one}}\n"
+    )
+    environment = clean_environment(SFT_PLAY_CACHE=str(tmp_path / "cache"))
+    words = [sys.executable, "-m", "sft_play", "train", "--config", str(tmp_path / "run.yaml")]
+    subprocess.run(words, check=True, timeout=600, env=environment, capture_output=True)
+    summary = json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())
+    found = summary["peak_bytes_by_moment"]
+    for moment, peak in found.items():
+        assert peak["measured_rss"] <= 1.05 * peak["predicted_reserved"], moment
+    assert found["evaluation"]["measured_rss"] <= 1.05 * found["training"]["measured_rss"] + 64 * MIB
+    highest = max(found, key=lambda name: found[name]["measured_rss"])
+    assert summary["peak_bytes"] == {"moment": highest, **found[highest]}

@@ -133,6 +133,13 @@ def test_the_closed_form_is_what_a_trace_with_the_kernels_measures(kind: str, mo
 
 
 @pytest.mark.build
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_the_closed_form_is_what_a_trace_in_fp32_measures(mode: str) -> None:
+    closed, traced = _both("llama", mode, checkpointing=False, precision=FP32, kernels="liger")
+    assert closed == pytest.approx(traced, rel=0.01)
+
+
+@pytest.mark.build
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(MODELS))
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])

@@ -297,6 +297,12 @@ def test_a_template_that_looks_into_texts_never_gets_another_rows_prompt(tokeniz
         accepted(tokenizer, make(template), rows, END)
 
 
+def test_most_rows_of_a_template_that_looks_into_texts_keep_their_mask(tokenizer, make):
+    # hello and poem are refused: the prompt continues with <x> there, and not in the marked copy
+    template = prompting("messages[-1].content == 'hello' or messages[-1].content.startswith('poem')")
+    assert accepted(tokenizer, make(template), SHAPES_MIXED, END) == len(SHAPES_MIXED) - 2
+
+
 FOLLOWED = (
     "}}}}{{% if m.role == 'assistant' and not loop.last %}}{{{{ messages[loop.index].content{} }}}}{{% endif %}}<"
 )
@@ -911,6 +917,18 @@ def test_a_prompt_whose_texts_spell_special_tokens_has_the_tokens_that_training_
     )
 
 
+def test_a_marker_inside_a_call_is_plain_text_and_ends_nothing(tokenizer, make):
+    template = (
+        EACH + "<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function | tojson }}{% endfor %}<|im_end|>\n" + DONE + ASK
+    )  # fmt: skip
+    row = make(template).render(Chat("f:1", (user("hello"), answer("", tool_calls=[call(a="<|im_end|>x")]))))
+    assert row.special_token_count == 1
+    # the end that the template wrote is the only control token
+    assert row.labels.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+    assert trained(row, tokenizer) == ['{"name": "look", "arguments": {"a": "<|im_end|>x"}}<|im_end|>']
+
+
 @pytest.mark.parametrize(
     "looking", ["m.content|e", "m.content.split('<|im_end|>')[0]", "m.content|tojson(ensure_ascii=true)"]
 )
@@ -921,6 +939,25 @@ def test_a_template_that_treats_special_tokens_in_texts_otherwise_is_refused_not
         assert "data.special_tokens_in_text=control" in row.reason or "rewrites" in row.reason
     else:
         assert "tojson" in looking
+
+
+OPENS_AFTER_RESULTS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>tool\n{{ m.content }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_no_header_is_trained_that_the_prompt_after_a_result_lacks(make):
+    asked = answer("", tool_calls=[call(x=1)])
+    short = (user("q"), asked, tool("r"), answer("done here"))
+    rows = [short, (*short[:3], asked, tool("s"), answer("done here"), user("p"), answer("more"))]
+    made = [make(OPENS_AFTER_RESULTS, on_missing_end="train").render(Chat("f:1", one, TOOLS)) for one in rows]
+    judged = [row.text[start:end] for row in made if isinstance(row, TokenRow) for start, end in row.spans]
+    assert judged
+    assert not any(text.startswith(("<|im_start|>", "assistant\n")) for text in judged)
 
 
 # Real tokenizers.

@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,23 @@ def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
     fits = plan_run(config.model_copy(update={"tuning": lora}), hardware, include_suggestions=False).fits
     assert (config.tuning.mode == "lora") is fits
     assert plan_run(config, hardware, include_suggestions=False).fits
+
+
+@pytest.mark.parametrize(("size", "rows", "said"), [
+    ("3B", 400, "but a run here would stop: no GPU was detected here"), ("0.5B", 4000, "hours"),
+    ("0.5B", 4, "lora fits this machine\n"),
+])  # fmt: skip
+def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(size, rows, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    machine = replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)
+    monkeypatch.setattr("sft_play.commands.request.detect_hardware", lambda: machine)
+    monkeypatch.setattr("sft_play.launch.refusals.find_unusable_accelerator", lambda devices: None)
+    row = json.dumps({"prompt": "what is it? " * 20, "completion": "it is this. " * 30}) + "\n"
+    Path("my.jsonl").write_text(row * rows)
+    text = written(model=f"Qwen/Qwen2.5-{size}-Instruct", data="my.jsonl").read_text()
+    (line,) = [one for one in text.splitlines(keepends=True) if one.startswith("# tuning.mode: ")]
+    assert said in line
+    assert ("hours" in line, "would stop" in line) == (rows == 4000, size == "3B")
 
 
 # --- another tool's file ----------------------------------------------------------------------------------------------

@@ -9,12 +9,14 @@ import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from sft_play.planner import calibration
 from sft_play.planner.memory.estimate import MemoryEstimate, RunPhase
 from sft_play.text import GIB
 from sft_play.training.measure import monitor as peaks_module
@@ -224,3 +226,14 @@ def test_corrections_by_earlier_runs_hold_in_every_moment_but_loading(seed: int)
         factor = 1 if name == "loading" else memory.reserved / raw
         assert memory.phase_bytes(name) == (allocated, pytest.approx(factor * reserved, abs=1))
     assert MemoryEstimate().phase_bytes("training") == (None, None)  # a plan of an earlier version
+
+
+def test_records_of_earlier_versions_are_still_read(tmp_path: Path) -> None:
+    line = {
+        "device": "cpu", "mode": "lora", "layout": "single", "model": "m", "micro_batch": 1, "seq_len": 64,
+        "predicted_allocated": 1, "measured_allocated": 0, "predicted_reserved": 2, "measured_reserved": 3,
+        "predicted_tokens_per_s": 1.0, "measured_tokens_per_s": 1.0, "versions": "", "finished": "", "version": 2,
+    }  # fmt: skip
+    (tmp_path / "measured.jsonl").write_text(json.dumps(line) + "\n")
+    (run,) = calibration.load_measured_runs(tmp_path / "measured.jsonl")
+    assert run.memory_ratio == 1.5

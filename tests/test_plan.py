@@ -129,6 +129,22 @@ def test_a_given_batch_that_does_not_fit_is_judged_not_changed():
     assert any(way.setting == "train.batch_size=1" for way in plan.suggestions)
 
 
+@pytest.mark.parametrize("share", [0.9, 1.02, 1.1])
+def test_a_trace_that_finds_more_counts_and_one_that_finds_other_sizes_is_said(share):
+    def traced(candidate):
+        return TracePrediction(int(candidate.memory.allocated * share), int(candidate.memory.reserved * share))
+
+    plain, confirmed = plan_of(machine=gpus(1, 80)), plan_of(machine=gpus(1, 80), trace_candidate=traced)
+    assert (plain.choice.is_traced, confirmed.choice.is_traced) == (False, True)
+    for now, before in (
+        (confirmed.memory.allocated, plain.memory.allocated), (confirmed.memory.reserved, plain.memory.reserved),
+        (confirmed.memory.margin, plain.memory.margin),
+    ):  # fmt: skip
+        assert now == pytest.approx(max(1, share) * before, rel=1e-6)
+    assert sum(confirmed.memory.terms.values()) == confirmed.memory.allocated
+    assert any("apart: the larger one is used" in reason for reason in confirmed.reasons) == (share != 1.02)
+
+
 def test_a_choice_that_its_trace_does_not_let_fit_is_given_up_for_the_next():
     plain = plan_of(machine=gpus(1, 16))
     seen = []

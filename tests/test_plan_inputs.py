@@ -18,6 +18,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError
 from sft_play.launch import planning
 from sft_play.launch.planning import plan_run
+from sft_play.launch.refusals import refusals
 from sft_play.machine.gpu_catalog import CATALOG_ENTRIES
 from sft_play.machine.hardware import detect_hardware, parse_hardware
 from sft_play.models.config_json import KNOWN_MODELS, load_model_shape
@@ -283,6 +284,28 @@ def test_a_known_model_with_quantised_weights_is_planned_dequantised_and_propose
     assert find_largest_fit("model", request).value == name
 
 
+def test_more_gpus_keep_the_machines_ram():
+    plan = plan_of("1xRTX3060,ram=192GiB", "tuning.mode=full", "train.effective_batch_size=64", "train.optim=adafactor")
+    assert not plan.fits
+    hardware = [way.hardware for way in plan.suggestions if way.hardware]
+    assert hardware
+    assert all(",ram=196608MiB" in name for name in hardware)
+
+
+def test_a_model_that_is_refused_is_never_proposed(monkeypatch):
+    def refuses(fields, *, name, mode):
+        if name == "openai/gpt-oss-20b":
+            raise ModelError(name)
+
+    known = {one: KNOWN_MODELS[one] for one in ("openai/gpt-oss-20b", "Qwen/Qwen2.5-0.5B")}
+    monkeypatch.setattr(advice, "KNOWN_MODELS", known)
+    monkeypatch.setattr(advice, "refuse_quantised", refuses)
+    request = PlanRequest(
+        config("model.max_seq_len=512"), load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("16xH200")
+    )
+    assert find_largest_fit("model", request).value == "Qwen/Qwen2.5-0.5B"
+
+
 # --- what a run would be refused for ----------------------------------------------------------------------------------
 
 
@@ -307,12 +330,14 @@ def small_run(tmp_path, monkeypatch, tiny_llama, sums) -> Path:
 REFUSED = {
     "output.name=../esc": "one word without separators",
     "output.name=taken": "outputs/taken exists",
-    "output.dir=pipe": "pipe is a file",
+    "output.dir=pipe": "it is a file",
     "data.train_path=broken.parquet": "broken.parquet is Parquet that cannot be read",
     "data.train_path=late.jsonl": "late.jsonl:129",
     "train.report_to=[trackio]": "trackio is not installed",
     "model.attn_implementation=kernels-community/flash-attn2@0123456789abcdef0123456789abcdef01234567": "kernels",
 }
+EVERYWHERE = ("output.name=../esc", "data.train_path=late.jsonl", "data.train_path=broken.parquet")
+"""Those of them that do not depend on the machine."""
 
 
 @pytest.mark.parametrize(("words", "why"), REFUSED.items(), ids=lambda one: one[:40])
@@ -327,6 +352,29 @@ def test_a_plan_and_a_check_say_what_train_is_refused_for(command: Command, smal
     assert (code, answer["ok"], answer["launch"], answer["refused_because"]) == (0, True, None, [error])
     code, said = command("check", *given)
     assert (code, why in said, said.count(" PROBLEM ") <= 1) == (2, True, True), said
+    code, said = command("plan", *given, "--hardware", "1xRTX3060")  # whose disk and packages are not known
+    says = words in EVERYWHERE
+    assert (code, "a run would stop: " in said, "Launch: make train" in said) == (0, says, not says), said
+
+
+def test_what_depends_on_this_machine_is_not_said_of_a_named_one_nor_of_data_that_may_come(small_run):
+    Path("gone").symlink_to("nowhere")
+    here, named = dataclasses.replace(parse_hardware("cpu,ram=64GiB"), named=False), parse_hardware("1xRTX3060")
+    for words, why in {
+        **REFUSED,
+        "output.dir=gone": "it is a file, or a link that leads nowhere",
+        "output.dir=pipe/below": "pipe/below cannot be written",
+        "output.name=taken output.if_exists=resume": "is not a run folder",
+        "data.train_path=/not/here.jsonl": "/not/here.jsonl does not exist",
+    }.items():
+        if words == "data.train_path=late.jsonl":
+            continue  # of the first rows alone
+        loaded = load_config(small_run, overrides=words.split())
+        assert [why in str(error) for error in refusals(loaded, here)] == [True], words
+        assert len(list(refusals(loaded, named, needs_rows=False))) == (words in EVERYWHERE), words
+        assert len(list(refusals(loaded, here, makes_folder=False))) == ("output." not in words), words
+        is_missing = words.startswith("data.train_path=/not")
+        assert len(list(refusals(loaded, here, needs_rows=False))) == (not is_missing), words
 
 
 @pytest.mark.parametrize("verb", ["train", "sweep"])

@@ -307,10 +307,16 @@ class TestCache:
         path = write(tmp_path / "t.jsonl", ROW)
         built = build_rows(path, recipe, split="train")
         (counts,) = built.folder.glob("meta.*")
-        for damage in ((built.folder / built.files[KEPT_SIDE][0]).unlink, lambda: counts.write_bytes(b"half")):
+        killed = built.folder.with_name(f"{built.folder.name}.part")  # what a build that was killed leaves
+        for damage in (
+            (built.folder / built.files[KEPT_SIDE][0]).unlink,
+            lambda: counts.write_bytes(b"half"),
+            lambda: built.folder.rename(killed),
+        ):
             damage()
             again = build_rows(path, recipe, split="train")
             assert len(again.dataset(KEPT_SIDE)) == again.stats[KEPT_SIDE].kept_rows == 1
+            assert not killed.exists()
 
     def test_ranks_that_start_at_once_make_one_cache(self, recipe, tmp_path, cache):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(3_000)))

@@ -261,6 +261,13 @@ def test_arguments_of_both_forms_may_stand_in_one_file_and_one_row(small):
             assert bool(made.notes) == (right != "own" and mixed != [*map(as_text if right == "text" else dict, given)])
 
 
+def test_a_call_keeps_the_keys_and_the_order_of_its_author(small):
+    renderer = renderer_of(small, EACH.replace("CALL", "<call>{{ c | tojson }}</call>"))
+    for one in (call(ODD), call(ODD, index=0), {"index": 1, "function": {"arguments": ODD, "name": "get_weather"}}):
+        made = rendered(renderer, row(one))
+        assert (made.text, made.notes) == (by_transformers(small, row(one)), ())
+
+
 def test_what_cohere_says_before_a_call_is_trained_or_counted(small):
     plan = "<plan>{{ m.tool_plan }}</plan>"
     for template, stripped in (
@@ -422,3 +429,18 @@ def test_arguments_that_a_table_made_up_are_left_out_and_counted(tmp_path, store
         assert example.tools == tuple(row["tools"])
     if isinstance(told, dict) and None in told.values():  # this release of datasets fills the keys
         assert all(any("nulls in tool calls" in note for note in example.notes) for example in found)
+
+
+def test_a_null_that_somebody_wrote_into_jsonl_stays(tmp_path):
+    from sft_play.data.sources.examples import ExampleReader
+
+    row = {"messages": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": 1}}}]},
+    ]}  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    [(_, found)] = ExampleReader(tmp_path / "rows.jsonl", DataConfig(), split="train").numbered_examples()
+    assert isinstance(found, Chat)
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": 1}
+    assert not any("nulls" in note for note in found.notes)

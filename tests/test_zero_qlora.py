@@ -170,6 +170,20 @@ def world(tmp_path_factory, tiny_llama) -> Path:
 @pytest.mark.build
 @pytest.mark.slow
 @needs_deepspeed
+@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+def test_losses_in_bf16_are_those_of_zero2(world, layout):
+    found = {}
+    for name in ("zero2", layout):
+        words = ["--config", f"{world}/run.yaml", "tuning.mode=qlora", "train.bf16=true", f"output.name=bf16-{name}"]
+        answer = start(world, "train-distributed", *words, "output.if_exists=replace", STRATEGY=name, NPROC="2")
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        found[name] = losses(world / "outputs" / f"bf16-{name}")
+    assert found[layout] == pytest.approx(found["zero2"], rel=2**-8)
+
+
+@pytest.mark.build
+@pytest.mark.slow
+@needs_deepspeed
 def test_a_run_that_zero3_divides_is_resumed_and_written_out(world):
     words = ["--config", f"{world}/run.yaml", "tuning.mode=qlora"]
     whole = start(world, "train-distributed", *words, "output.name=unbroken", STRATEGY="zero3", NPROC="2")
