@@ -51,7 +51,7 @@ from sft_play.data.sources.raw import BadRow, RawRow, bad_row_lines
 from sft_play.data.sources.tables import list_split_names, split_from_name, split_from_set_name
 from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line
-from sft_play.process.waiting import WaitProgress, report_wait
+from sft_play.process.waiting import report_wait
 from sft_play.text import GIB
 
 SPLIT_NAMES = ("train", "val", "test")
@@ -97,15 +97,6 @@ class FileReport:
     split: str | None = None
     rows: int = 0
     unused: list[str] = field(default_factory=list)
-
-    def line(self) -> str:
-        """The report in words."""
-        line = f"  {self.name}: {self.rows:,} rows, {self.format or 'no format'}"
-        if self.split:
-            line += f", split {self.split}"
-        if self.unused:
-            line += f"; columns not used: {', '.join(one_line(key, limit=40) for key in self.unused)}"
-        return line
 
 
 @dataclass
@@ -187,10 +178,6 @@ class ProcessReport(Answer):
         """Rows that were written."""
         return sum(split.rows for split in self.splits.values())
 
-    def count_dropped(self, reason: str, location: str) -> None:
-        """Count a row that is left out."""
-        self.dropped.setdefault(reason, Occurrences()).add(location)
-
     def as_json(self) -> dict[str, Any]:
         """The report as JSON, which report.json holds."""
         options, to_dict = self.options, dataclasses.asdict
@@ -228,7 +215,13 @@ class ProcessReport(Answer):
             f"Processed {format_row_count(self.rows_in)} of {file_count} file{'s' * (file_count != 1)}: "
             f"{self.rows_kept:,} kept ({split_counts}) in {options.out_dir}"
         ]
-        lines += [file.line() for file in self.files[:MAX_LISTED]]
+        for file in self.files[:MAX_LISTED]:
+            line = f"  {file.name}: {file.rows:,} rows, {file.format or 'no format'}"
+            if file.split:
+                line += f", split {file.split}"
+            if file.unused:
+                line += f"; columns not used: {', '.join(one_line(key, limit=40) for key in file.unused)}"
+            lines.append(line)
         lines += filter(None, [_more(file_count, "  … and {} more files")])
         for title, counts in (("Left out", self.dropped), ("Note", self.notes)):
             for reason, places in _sort_by_count(counts):
@@ -240,10 +233,10 @@ class ProcessReport(Answer):
         if options.near_duplicates != "ignore":
             is_dropped = options.near_duplicates == "drop"
             checks.append(("Near-duplicates", self.near_duplicates, is_dropped, "near_duplicates=drop"))
-        for file, places in self.overlaps.items():
-            checks.append((f"Training rows nearly in {file}", places, options.drop_overlaps, "drop_overlaps=true"))
-        for name, places, is_dropped, option in checks:
-            line = f"{name}: {places.count:,}"
+        for name, places in self.overlaps.items():
+            checks.append((f"Training rows nearly in {name}", places, options.drop_overlaps, "drop_overlaps=true"))
+        for title, places, is_dropped, option in checks:
+            line = f"{title}: {places.count:,}"
             if places.count:
                 outcome = "left out" if is_dropped else f"kept; data.process.{option} leaves them out"
                 line += f", {outcome}: {places.format_locations()}"
@@ -303,10 +296,8 @@ class _Processor:
             self._similarity_index = SimilarityIndex(self._sketch_maker)
         # The rows of each file that training rows are compared with.
         self._indexes_by_file: dict[str, SimilarityIndex] = {}
-        self._progress: WaitProgress
 
     def run(self, *, force: bool) -> ProcessReport:
-        """Read, check, write."""
         report = self._report
         parts = self._find_parts()
         self._index_other_rows(parts)
@@ -396,7 +387,12 @@ class _Processor:
                     location = f"{one_line(part.name)}: its split {one_line(name)}"
                     self._report.remarks.append(f"{location} is none of {', '.join(SPLIT_NAMES)}: not read")
             if not names:
-                yield part, _find_named_split(part, folder)
+                # the split that the file's name says, or that of a folder it is in, the nearest first
+                path = Path(part.name)
+                path_names = [path.name.lower().removesuffix(".gz").rpartition(".")[0] or path.name]
+                if folder is not None:
+                    path_names += reversed(path.relative_to(folder).parts[:-1])
+                yield part, next(filter(None, map(split_from_name, path_names)), None)
 
     def _process_part(self, part: FilePart, split: str | None, out: OutputFolder) -> None:
         """Check and write the rows of one raw file; its faults are kept for one message about all files."""
@@ -414,7 +410,7 @@ class _Processor:
                 file_report.rows += 1
                 self._progress.add()
                 if isinstance(example, BadRow):
-                    self._report.count_dropped(example.reason, example.where)
+                    self._report.dropped.setdefault(example.reason, Occurrences()).add(example.where)
                     stats.count_bad(example)
                 else:
                     assert isinstance(raw, RawRow)
@@ -432,7 +428,12 @@ class _Processor:
         ]
         self._has_bad_rows |= bool(stats.bad_rows)
         if error_text or (stats.bad_rows and self._config.data.on_bad_row == "fail"):
-            self._faults.append(_format_file_fault(file_report, stats, error_text))
+            lines = []
+            if stats.bad_rows:
+                head, *bad_rows = bad_row_lines(f"{file_report.rows:,} rows", stats.bad_rows, stats.first_bad_rows)
+                role_lines = [f"  {line}" for line in known_role_lines(stats.bad_rows, stats.turns)]
+                lines = [f"{file_report.name}: {head}", *bad_rows, *role_lines]
+            self._faults.append("\n".join(filter(None, [*lines, error_text])))
 
     def _process_example(self, example: Example, split: str | None, file_name: str, out: OutputFolder) -> None:
         """Count one example, choose its split and write it."""
@@ -444,7 +445,7 @@ class _Processor:
             report.notes.setdefault(note, Occurrences()).add(example.where)
         reason = self._find_repeat(example, digest[:16], split)
         if reason:
-            report.count_dropped(reason, example.where)
+            report.dropped.setdefault(reason, Occurrences()).add(example.where)
             return
         kind = "text" if isinstance(example, Text) else "chats"
         self._first_file_by_kind.setdefault(kind, file_name)
@@ -474,33 +475,22 @@ class _Processor:
             if options.drop_leaks and split == "train":
                 reason = reason or "stands in val or test too"
         if not reason and split == "train" and self._indexes_by_file:
-            reason = self._find_overlap(example)
+            sketches = [self._sketch_maker.sketch(text) for text in compared_texts(example)]
+            for name, other_rows in self._indexes_by_file.items():
+                match = max(filter(None, map(other_rows.nearest, sketches)), default=None)
+                if match is not None:
+                    report.overlaps[name].add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
+                    reason = "nearly a row of a held-out file" * options.drop_overlaps
         if not reason and self._compares_rows and not splits_with_row:
-            reason = self._find_near_duplicate(example)
+            index, is_dropped = self._similarity_index, options.near_duplicates == "drop"
+            sketch = self._sketch_maker.sketch(compared_texts(example)[0])
+            match = index.nearest(sketch)
+            if match is not None:  # later rows are not compared with it then
+                report.near_duplicates.add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
+                reason = "nearly an earlier row" * is_dropped
+            elif is_dropped or index.memory_bytes < MAX_INDEX_BYTES:
+                index.add(sketch, example.where)
         return reason
-
-    def _find_overlap(self, example: Example) -> str:
-        """Count a training row as nearly a row of held-out files; why it is left out for it."""
-        reason = ""
-        sketches = [self._sketch_maker.sketch(text) for text in compared_texts(example)]
-        for name, index in self._indexes_by_file.items():
-            match = max(filter(None, map(index.nearest, sketches)), default=None)
-            if match is not None:
-                self._report.overlaps[name].add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
-                reason = "nearly a row of a held-out file" * self._options.drop_overlaps
-        return reason
-
-    def _find_near_duplicate(self, example: Example) -> str:
-        """Count a row as nearly an earlier one; why it is left out for it. Later rows are not compared with it then."""
-        index, is_dropped = self._similarity_index, self._options.near_duplicates == "drop"
-        sketch = self._sketch_maker.sketch(compared_texts(example)[0])
-        match = index.nearest(sketch)
-        if match is not None:
-            self._report.near_duplicates.add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
-            return "nearly an earlier row" * is_dropped
-        if is_dropped or index.memory_bytes < MAX_INDEX_BYTES:
-            index.add(sketch, example.where)
-        return ""
 
     def _check_results(self) -> None:
         report = self._report
@@ -529,24 +519,6 @@ class _Processor:
                 f"all {report.rows_kept:,} rows fall into {' and '.join(report.splits)}, none into train; set "
                 "data.process.val_fraction=0 and test_fraction=0, or give more rows"
             )
-
-
-def _find_named_split(part: FilePart, folder: Path | None) -> str | None:
-    """The split that a file's name says, or the name of a folder that it is in, the nearest first."""
-    path = Path(part.name)
-    names = [path.name.lower().removesuffix(".gz").rpartition(".")[0] or path.name]
-    if folder is not None:
-        names += reversed(path.relative_to(folder).parts[:-1])
-    return next(filter(None, map(split_from_name, names)), None)
-
-
-def _format_file_fault(file_report: FileReport, stats: RowStats, error: str) -> str:
-    lines = []
-    if stats.bad_rows:
-        head, *rows = bad_row_lines(f"{file_report.rows:,} rows", stats.bad_rows, stats.first_bad_rows)
-        role_lines = [f"  {line}" for line in known_role_lines(stats.bad_rows, stats.turns)]
-        lines = [f"{file_report.name}: {head}", *rows, *role_lines]
-    return "\n".join(filter(None, [*lines, error]))
 
 
 def processed_row(example: Example, digest: bytes) -> dict[str, Any]:

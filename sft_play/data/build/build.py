@@ -45,7 +45,7 @@ from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import count_part_rows, read_example
 from sft_play.data.sources.files import AnySource, FilePart, list_parts, read_part, source_digest, split_part
 from sft_play.data.sources.formats import Chat, Example, RowFormat, Text, content_digest, detect_format, digest_share
-from sft_play.data.sources.raw import BadRow
+from sft_play.data.sources.raw import LISTED_BAD_ROWS, BadRow
 from sft_play.errors import DataError, translate_library_errors
 from sft_play.files import atomic, cache_dir, hold_lock
 from sft_play.machine.host import cpu_cores
@@ -59,7 +59,6 @@ from sft_play.process.waiting import WaitProgress, report_wait
 # kept `chat` (JSON).
 
 _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
-_SCHEMA_WITH_CHATS = _SCHEMA.append(pa.field("chat", pa.string()))
 # Rows that are written together: so many, or so many tokens.
 _BATCH_ROWS, _BATCH_TOKENS = 256, 1 << 18
 
@@ -70,7 +69,7 @@ class RowWriter:
     def __init__(self, path: Path, *, keeps_chats: bool) -> None:
         self.path = path
         self._keeps_chats = keeps_chats
-        self._schema = _SCHEMA_WITH_CHATS if keeps_chats else _SCHEMA
+        self._schema = _SCHEMA.append(pa.field("chat", pa.string())) if keeps_chats else _SCHEMA
         self._pending: list[tuple[TokenRow, Example]] = []
         self._tokens = 0
 
@@ -217,7 +216,8 @@ def build_rows(source: AnySource, recipe: BuildRecipe, *, split: str, workers: i
         raise DataError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with hold_lock(folder.with_name(f"{folder.name}.lock"), waiting_message=_WAITING_MESSAGE):
+        waiting_message = "Data: another process is preparing the same rows; waiting for it"
+        with hold_lock(folder.with_name(f"{folder.name}.lock"), waiting_message=waiting_message):
             return _load_cache(folder) or _build_cache(folder, parts, recipe, split, workers)
     except OSError as error:
         raise DataError(
@@ -271,7 +271,6 @@ def _content_digest(part: FilePart) -> str:
 
 # The cache.
 _META_FILE = "meta.pickle"
-_WAITING_MESSAGE = "Data: another process is preparing the same rows; waiting for it"
 
 _PICKLED_CLASSES = {
     (kind.__module__, kind.__qualname__) for kind in (RowStats, TruncationCost, BadRow, TokenRow, Counter)
@@ -282,7 +281,6 @@ class _CacheUnpickler(pickle.Unpickler):
     """Unpickles what a cache holds, and nothing that could run code: others may write to the disk that it is on."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of a name that a cache may hold."""
         if (module, name) in _PICKLED_CLASSES or (module == "array" and name in ("array", "_array_reconstructor")):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no cache has")
@@ -382,8 +380,8 @@ class _BuildWorker:
         renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today)
         self._row_renderer = RowRenderer(renderer, task_mode=recipe.task_mode)
 
+    # Writes the rows of a piece of a file to Arrow files; returns their names and the counts of rows, by side.
     def __call__(self, job: _BuildJob, *, progress: WaitProgress | None = None) -> tuple[dict[str, str], _SideStats]:
-        """Write the rows of a piece of a file to Arrow files; return their names and the counts of rows, by side."""
         recipe, stats = self._recipe, _empty_stats(self._recipe)
         counter = RowCounter(self._row_renderer.renderer)
         held_out_flags = bytearray()
@@ -403,7 +401,9 @@ class _BuildWorker:
                 side = (KEPT_SIDE, HELD_OUT_SIDE)[held_out_flags[outcome.row_number - 1]]
                 if whole_row is None:
                     assert isinstance(row, BadRow)
-                    stats[side].count_unmasked(row)
+                    stats[side].unmasked_rows[row.reason] += 1
+                    if len(stats[side].first_unmasked_rows) < LISTED_BAD_ROWS:
+                        stats[side].first_unmasked_rows.append(row)
                 elif recipe.is_document:
                     stats[side].count_document(whole_row)
                 else:

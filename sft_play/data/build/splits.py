@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,23 +82,19 @@ class SourceMix:
 
     def epoch_rows(self, epoch: int) -> SourceRows:
         """The rows of an epoch, one source after the other."""
-        starts = np.cumsum([0, *self.sizes[:-1]])
-        return np.concatenate(
-            [start + self._source_rows(source_index, epoch) for source_index, start in enumerate(starts.tolist())]
-        )
+        rows = [np.zeros(0, dtype=np.int64)]
+        starts = np.cumsum([0, *self.sizes[:-1]]).tolist()
+        for index, (start, size, count) in enumerate(zip(starts, self.sizes, self.rows_per_epoch, strict=True)):
+            first, end = epoch * count, (epoch + 1) * count  # places in the endless row of passes
+            if count:
+                passes = [self._pass_order(index, number) for number in range(first // size, -(-end // size))]
+                skipped = first % size
+                rows.append(start + np.concatenate(passes)[skipped : skipped + count])
+        return np.concatenate(rows)
 
-    def _source_rows(self, source_index: int, epoch: int) -> SourceRows:
-        size, count = self.sizes[source_index], self.rows_per_epoch[source_index]
-        if not count:
-            return np.zeros(0, dtype=np.int64)
-        first, end = epoch * count, (epoch + 1) * count  # places in the endless row of passes
-        passes = [self._pass_order(source_index, pass_index) for pass_index in range(first // size, -(-end // size))]
-        skipped = first - first // size * size
-        return np.concatenate(passes)[skipped : skipped + count]
-
+    # The order of a source's rows in one pass over them: random, but rows that the epoch already had come last. An
+    # epoch that begins in the middle of a pass takes the rest of it, and of the next pass first what it lacks.
     def _pass_order(self, source_index: int, pass_index: int) -> SourceRows:
-        """The order of a source's rows in one pass over them: random, but rows that the epoch already had come last. An
-        epoch that begins in the middle of a pass takes the rest of it, and of the next pass first what it lacks."""
         size, count = self.sizes[source_index], self.rows_per_epoch[source_index]
         for current in range(pass_index + 1):  # each depends on one before it: a loop, since recursion would be deep
             if (source_index, current) in self._orders:
@@ -155,7 +151,6 @@ def format_mix_table(mix: SourceMix) -> list[str]:
     ]
 
 
-DataSplitName = Literal["train", "val", "test"]
 # With fewer documents the validation share is the end of each: chosen by hash, it might be all of them or none.
 MIN_HASHED_DOCUMENTS = 20
 # Share of the text of cpt_mixed that is held out where the chats have validation rows and val_fraction is 0.
@@ -240,7 +235,7 @@ def count_source_rows(
     builder = _SplitBuilder(config, TokenizerParts.from_tokenizer(tokenizer), max_seq_len, None, date.today())
     split, share, is_text = data_part_split(data_part), 0.0, data_part == "text"
     if is_text:
-        split, share = "train", builder.held_out_text_share(has_val=has_val)
+        split, share = "train", config.data.val_fraction or HELD_OUT_TEXT_FRACTION * has_val
     elif split == "train" and not has_val:
         share = config.data.val_fraction
     is_document = is_text or config.task_mode == "cpt"
@@ -260,7 +255,6 @@ class _SplitBuilder:
         self._notes: list[str] = []
 
     def build(self, paths: DataPaths) -> DataSplits:
-        """Train, validation and test; without a validation file, rows are split off the training rows."""
         if paths.sources:
             return self._build_from_sources(paths)
         val = self._build_held_out(paths.val, "val")
@@ -285,10 +279,6 @@ class _SplitBuilder:
             train, val = self._mix_text_in(train, val, paths.text)
         return DataSplits(train, val, self._finish_split(test) if test else None, (*paths.notes, *self._notes))
 
-    def held_out_text_share(self, *, has_val: bool) -> float:
-        """The share of the text of cpt_mixed that is held out; `has_val`: the chats have validation rows."""
-        return self._config.data.val_fraction or HELD_OUT_TEXT_FRACTION * has_val
-
     def build_rows(
         self,
         source: AnySource,
@@ -298,7 +288,6 @@ class _SplitBuilder:
         text_span: tuple[float, float] = (0.0, 1.0),
         held_out_share: float = 0.0,
     ) -> BuiltRows:
-        """The token rows of a source, from the cache or built now."""
         recipe = BuildRecipe(
             self._tokenizer,
             self._config.data,
@@ -315,8 +304,19 @@ class _SplitBuilder:
     def _build_source(
         self, source: AnySource, split: str, *, is_document: bool, held_out_share: float = 0.0
     ) -> tuple[DataSplit, DataSplit | None]:
-        if is_document and held_out_share and self._has_few_documents(source, split):
-            return self._split_document_ends(source, split, held_out_share)
+        if is_document and held_out_share:
+            reader = ExampleReader(source, self._config.data, split=split, wants_text=True)
+            examples = [example for _, example in itertools.islice(reader.numbered_examples(), MIN_HASHED_DOCUMENTS)]
+            # bad rows and chats are judged later
+            are_documents = all(isinstance(example, Text) for example in examples)
+            if 0 < len(examples) < MIN_HASHED_DOCUMENTS and are_documents:
+                kept_rows = self.build_rows(source, split, is_document=True, text_span=(0.0, 1 - held_out_share))
+                end_rows = self.build_rows(source, split, is_document=True, text_span=(1 - held_out_share, 1.0))
+                end_source = f"the last {held_out_share:g} of each document of {source}"
+                held_out = _split_from_cache(end_rows, KEPT_SIDE, end_source)
+                held_out.stats.rows = held_out.stats.kept_rows  # without blank ends
+                kept_split = _split_from_cache(kept_rows, KEPT_SIDE, str(source))
+                return kept_split, held_out if held_out.rows is not None else None
         built_rows = self.build_rows(source, split, is_document=is_document, held_out_share=held_out_share)
         kept_split = _split_from_cache(built_rows, KEPT_SIDE, str(source))
         if not kept_split.stats.rows:
@@ -384,7 +384,7 @@ class _SplitBuilder:
         self._notes.append(f"Data train: {max_rows:,} of {len(split.rows):,} rows of {name} are used (max_rows)")
         return dataclasses.replace(split, rows=split.rows.select(indices))
 
-    def _build_held_out(self, source: AnySource | None, split: DataSplitName, *, key: str = "") -> DataSplit | None:
+    def _build_held_out(self, source: AnySource | None, split: str, *, key: str = "") -> DataSplit | None:
         if source is None:
             return None
         data_split, _ = self._build_source(source, split, is_document=self._trains_text)
@@ -442,29 +442,17 @@ class _SplitBuilder:
     def _mix_text_in(
         self, chats: DataSplit, val: DataSplit | None, source: AnySource
     ) -> tuple[DataSplit, DataSplit | None]:
-        share = self.held_out_text_share(has_val=val is not None)
+        share = self._config.data.val_fraction or HELD_OUT_TEXT_FRACTION * (val is not None)
         kept_split, held_out = self._build_source(source, "train", is_document=True, held_out_share=share)
         if kept_split.stats.chats:
             raise DataError(f"data.text_path={source} holds {kept_split.stats.format} rows; it takes plain text")
         self._check_split(kept_split, "text")
-        train = self._mix_train(chats, self._pack_text(kept_split))
-        if val is None or held_out is None:
-            return train, val
-        text = self._pack_text(held_out)
-        self._notes.append(
-            f"Data val: {len(text.rows):,} blocks of held-out text ({text.stats.source}) beside the chats"
-        )
-        return train, DataSplit(
-            _concatenate_datasets([val.rows, text.rows]), val.stats.merge_source(text.stats), val.chats
-        )
-
-    def _mix_train(self, chats: DataSplit, text: DataSplit) -> DataSplit:
-        share = self._config.data.text_fraction
+        text, text_fraction = self._pack_text(kept_split), self._config.data.text_fraction
         count, blocks = len(chats.rows), len(text.rows)
-        needed_blocks = max(1, round(count * share / (1 - share)))
+        needed_blocks = max(1, round(count * text_fraction / (1 - text_fraction)))
         if needed_blocks > MAX_SOURCE_PASSES * blocks:
             raise DataError(
-                f"data.text_fraction={share:g} of {count} chats asks for {needed_blocks:,} text blocks, and "
+                f"data.text_fraction={text_fraction:g} of {count} chats asks for {needed_blocks:,} text blocks, and "
                 f"{text.stats.source} has {blocks}: more than {MAX_SOURCE_PASSES} passes over it; lower it"
             )
         # rows are numbered with the chats first; text is taken in passes over all its blocks
@@ -472,28 +460,20 @@ class _SplitBuilder:
         random.Random(self._config.train.seed).shuffle(order)
         rows = _concatenate_datasets([chats.rows, text.rows]).select(order)
         self._notes.append(
-            f"Data train: {count:,} chats and {needed_blocks:,} text blocks ({share:g} of the sequences; "
+            f"Data train: {count:,} chats and {needed_blocks:,} text blocks ({text_fraction:g} of the sequences; "
             f"{needed_blocks / blocks:.2g} passes over the text)"
         )
         text_tokens = needed_blocks * self._max_seq_len
         report = dataclasses.replace(text.stats, tokens=text_tokens, trained_tokens=text_tokens)
-        return DataSplit(rows, chats.stats.merge_source(report), chats.chats)
-
-    # A few long documents.
-
-    def _has_few_documents(self, source: AnySource, split: str) -> bool:
-        """Whether a source has only a few documents; False where it has bad rows or chats too (judged later)."""
-        reader = ExampleReader(source, self._config.data, split=split, wants_text=True)
-        examples = [example for _, example in itertools.islice(reader.numbered_examples(), MIN_HASHED_DOCUMENTS)]
-        return 0 < len(examples) < MIN_HASHED_DOCUMENTS and all(isinstance(example, Text) for example in examples)
-
-    def _split_document_ends(self, source: AnySource, split: str, share: float) -> tuple[DataSplit, DataSplit | None]:
-        kept_rows = self.build_rows(source, split, is_document=True, text_span=(0.0, 1 - share))
-        held_out_rows = self.build_rows(source, split, is_document=True, text_span=(1 - share, 1.0))
-        kept_split = _split_from_cache(kept_rows, KEPT_SIDE, str(source))
-        held_out = _split_from_cache(held_out_rows, KEPT_SIDE, f"the last {share:g} of each document of {source}")
-        held_out.stats.rows = held_out.stats.kept_rows  # without blank ends
-        return kept_split, held_out if held_out.rows is not None else None
+        train = DataSplit(rows, chats.stats.merge_source(report), chats.chats)
+        if val is not None and held_out is not None:
+            text = self._pack_text(held_out)
+            self._notes.append(
+                f"Data val: {len(text.rows):,} blocks of held-out text ({text.stats.source}) beside the chats"
+            )
+            rows = _concatenate_datasets([val.rows, text.rows])
+            val = DataSplit(rows, val.stats.merge_source(text.stats), val.chats)
+        return train, val
 
 
 def _split_from_cache(built_rows: BuiltRows, name: str, source: str) -> DataSplit:

@@ -210,12 +210,6 @@ class RowStats:
         if not row.is_asked and len(self.first_bad_rows) < LISTED_BAD_ROWS:
             self.first_bad_rows.append(row)
 
-    def count_unmasked(self, row: BadRow) -> None:
-        """Count a row that gets no exact mask."""
-        self.unmasked_rows[row.reason] += 1
-        if len(self.first_unmasked_rows) < LISTED_BAD_ROWS:
-            self.first_unmasked_rows.append(row)
-
     def count_example(self, example: Example) -> None:
         """Count what a row holds."""
         if isinstance(example, Chat):
