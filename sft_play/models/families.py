@@ -47,8 +47,6 @@ class ExpertFields:
     block_rule: Literal["all", "after_dense", "sparse_step"] = "all"
 
 
-_SPLIT_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GATED_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _FUSED_MLP = ("mlp.gate_up_proj", "mlp.down_proj")
 # Paths of the tensors that hold all experts' gates and up projections, and their down projections.
 EXPERT_WEIGHTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -60,9 +58,9 @@ class ModelFamily:
     Llama's without its biases."""
 
     # Paths of the query, key and value projections: three, or one that holds all.
-    qkv: tuple[str, ...] = _SPLIT_QKV
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     # Gate, up, down; or gate with up in one, and down.
-    mlp: tuple[str, ...] = _GATED_MLP
+    mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     qkv_bias: FlagSource = False
     out_bias: FlagSource = False
     mlp_bias: FlagSource = False
@@ -99,14 +97,13 @@ PEFT_MOVED_TYPES = frozenset({
     "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker", "solar_open",
 })  # fmt: skip
 PEFT_MOVED_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-PEFT_MOVED_REASON = "PEFT would put its adapter on this model's routed experts, which get none here"
 
 
 def no_adapter_reason(model_type: str, name: str) -> str | None:
     """Why linear layers of this name get no adapter; None where they take one, as far as is known without a trial."""
     # a language model's adapter is opened on its whole class, too: that of glm4v_moe_text on glm4v_moe
     if {model_type, model_type.removesuffix("_text")} & PEFT_MOVED_TYPES and name in PEFT_MOVED_NAMES:
-        return PEFT_MOVED_REASON
+        return "PEFT would put its adapter on this model's routed experts, which get none here"
     return None
 
 

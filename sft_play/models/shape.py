@@ -280,11 +280,6 @@ class ModelShape:
         return "logits" if self.has_custom_logits else "chunked"
 
     @property
-    def table_count(self) -> int:
-        """How many tables of words there are: the embedding, and an output head of its own."""
-        return 2 - self.tied
-
-    @property
     def q_width(self) -> int:
         """Width of all query heads."""
         return self.num_heads * self.head_dim

@@ -435,8 +435,8 @@ def read_part(part: FilePart) -> Iterator[RawRow | BadRow]:
             yield RawRow(name if is_whole else f"{name}:{line}", {"text": text}, () if is_whole else (NOTE_PIECE,))
 
 
+# Of a single object that is no row, the rows are those of the list that it holds under one key.
 def _unwrap_single_object(rows: Iterator[RawRow | BadRow]) -> Iterator[RawRow | BadRow]:
-    """The rows as they are; of a single object that is no row, those of the list that it holds under one key."""
     leading_rows = list(itertools.islice(rows, 2))
     row = leading_rows[0] if len(leading_rows) == 1 else None
     if isinstance(row, RawRow) and recognise_format(row.data) is None:

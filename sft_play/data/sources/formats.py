@@ -49,10 +49,7 @@ from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
 
-EMPTY_ANSWER = "the answer is empty"
 EMPTY_TEXT = "text is empty"
-ENDS_WITH_USER = "ends with a user turn, nothing to learn from it"
-NO_TRAINED_TURN = "every assistant turn has train: false, nothing to learn"
 
 NOTE_EMPTY = "an answer is empty or white space (data.drop_empty=true leaves such rows out)"
 NOTE_CONTROL = "the text holds control characters (such as NUL or ESC)"
@@ -146,8 +143,8 @@ class RowFormat:
         return Text(row.where, text)
 
 
+# Of a column that is not required, several texts may be the paragraphs.
 def _read_text_column(row: RawRow, key: str, *, required: bool = True) -> str:
-    """The text of a column; of one that is not needed, several texts may be the paragraphs."""
     value = row.data.get(key)
     if not required and (value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))):
         return "\n\n".join(value or ())
@@ -176,7 +173,15 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
         # a flag or a count of that name (`image: false`) is no picture
         if row.data.get(key) not in (None, "", [], {}) and not isinstance(row.data[key], (bool, int, float)):
             raise UnusableRowError(f"the row has {key}, and only text is trained", quote_value(row.data[key]))
-    messages = [*_system_messages(row, messages), *messages]
+    system_column = _first_filled_column(SYSTEM_KEYS, row.data)
+    if system_column is not None:
+        system_prompt = content_text(row.data[system_column], system_column)
+        prompts = [message["content"] for message in messages[:1] if message["role"] == "system"]
+        is_new = bool(system_prompt.strip()) and prompts != [system_prompt]
+        if is_new and prompts:
+            raise UnusableRowError("two system prompts", f"one in {system_column}, another in the first message")
+        if is_new:
+            messages = [{"role": "system", "content": system_prompt}, *messages]
     _require_trainable_turns(messages)
     tools_column = _first_filled_column(TOOL_KEYS, row.data)
     tools = parse_tools(row.data[tools_column]) if tools_column is not None else ()
@@ -196,36 +201,20 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
 
 
 def _first_filled_column(keys: Iterable[str], data: Mapping[str, Any]) -> str | None:
-    """The first of the columns that holds anything."""
     return next((key for key in keys if data.get(key) not in (None, "", [], {})), None)
-
-
-def _system_messages(row: RawRow, messages: list[Message]) -> list[Message]:
-    """The row's own system prompt as a message; none where the first message says the same."""
-    key = _first_filled_column(SYSTEM_KEYS, row.data)
-    if key is None:
-        return []
-    value = row.data[key]
-    text = content_text(value, key)
-    prompts = [message["content"] for message in messages[:1] if message["role"] == "system"]
-    if not text.strip() or prompts == [text]:
-        return []
-    if prompts:
-        raise UnusableRowError("two system prompts", f"one in {key}, another in the first message")
-    return [{"role": "system", "content": text}]
 
 
 def _require_trainable_turns(messages: list[Message]) -> None:
     if not messages:
         raise UnusableRowError("no turns")
     if messages[-1]["role"] == "user":
-        raise UnusableRowError(ENDS_WITH_USER, f"messages[{len(messages) - 1}]")
+        raise UnusableRowError("ends with a user turn, nothing to learn from it", f"messages[{len(messages) - 1}]")
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise UnusableRowError("no assistant turn, so nothing to learn", f"the roles are {roles}")
     if all(message.get("train") is False for message in answers):
-        raise UnusableRowError(NO_TRAINED_TURN)
+        raise UnusableRowError("every assistant turn has train: false, nothing to learn")
 
 
 # A question and its answer
@@ -258,7 +247,6 @@ def _build_pair_chat(row: RawRow, question: str, answer: str, *, extra_columns: 
 
 
 def _add_reasoning(chat: Chat, row: RawRow) -> None:
-    """Put the think text that data.columns names into the chat's last answer."""
     text = _read_text_column(row, "reasoning", required=False)
     if not text.strip():
         return
@@ -273,13 +261,12 @@ def _has_turns(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(item, dict) for item in value)
 
 
+# A single turn as a list of one: rows of preferences have such.
 def _wrap_single_turn(value: Any) -> Any:
-    """A single turn as a list of one, as rows of preferences have it."""
     return [value] if isinstance(value, dict) and any(key in value for key in ROLE_KEYS) else value
 
 
 def _join_pair_turns(prompt: Any, reply: Any, question: str, answer: str) -> list[Message]:
-    """Turns of a prompt and a reply of which at least one is a list; a reply with user turns is the whole chat."""
     questions, answers = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": reply}]
     if _has_turns(reply):
         answers = parse_turns(reply, answer)
@@ -293,8 +280,8 @@ def _join_pair_turns(prompt: Any, reply: Any, question: str, answer: str) -> lis
     return [*questions, *answers]
 
 
+# xLAM's rows: a query, the calls that answer it, and tools whose parameters are listed without a schema.
 def _build_call_chat(row: RawRow, question: str, calls: str) -> Chat:
-    """xLAM's rows: a query, the calls that answer it, and tools whose parameters are listed without a schema."""
     answers = unpack_json(row.data.get(calls), "[{")
     call_list = answers if isinstance(answers, list) else [answers]
     if not call_list or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in call_list):
@@ -466,7 +453,7 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
 
 @functools.lru_cache(maxsize=1_000)
 def _expected_columns(row_format: RowFormat) -> frozenset[str]:
-    """The columns of a row that are never said to be unused, but for those of which a row has one of several."""
+    # but for those of which a row has one of several
     # a row with one of these is refused, unless the user mapped its answer and so meant to leave it
     refused = (*REJECTED_COLUMNS, *NEGATIVE_COLUMNS) * (row_format.kind != "text")
     columns = frozenset(
@@ -476,7 +463,6 @@ def _expected_columns(row_format: RowFormat) -> frozenset[str]:
 
 
 def _unused_columns(row: RawRow, row_format: RowFormat, example: Example, data: DataConfig) -> tuple[UnusedColumn, ...]:
-    """The columns of a row that are not in its example and hold something, by the names that its file gives them."""
     expected, is_text = _expected_columns(row_format), isinstance(example, Text)
     # of several columns for a system prompt, or for tools, the first is read
     read_columns = [_first_filled_column(keys, row.data) for keys in (SYSTEM_KEYS, TOOL_KEYS) if not is_text]
@@ -539,7 +525,7 @@ def _finish_chat(chat: Chat, notes: list[str], data: DataConfig) -> Chat | BadRo
             notes.append(NOTE_USER_TRAINED)
     notes += [NOTE_UNREAD_KEY.format(key=one_line(key, limit=40)) for key in sorted(unread_keys)]
     if NOTE_EMPTY in notes and data.drop_empty:
-        return BadRow(chat.where, EMPTY_ANSWER, is_asked=True)
+        return BadRow(chat.where, "the answer is empty", is_asked=True)
     if next(role for role in roles if role != "system") == "assistant":
         notes.append(NOTE_STARTS_WITH_ASSISTANT)
     if roles[-1] == "tool":

@@ -255,8 +255,8 @@ class JsonWindow:
                 )
             self.read_more(max(1, buffered))  # twice as much: a long row is not parsed again for every block
 
+    # Raises the error as a DataError, unless reading on may resolve it: an open string, an error near the end.
     def _raise_if_final(self, error: json.JSONDecodeError) -> None:
-        """Raise the error as a DataError, unless reading on may resolve it: an open string, an error near the end."""
         # 64 characters: more than a literal, an escape or a number that the window's end may have cut
         is_near_end = "Unterminated string" in error.msg or error.pos >= len(self.text) - 64
         if is_near_end and not self.is_last:

@@ -32,7 +32,6 @@ TEXT_KEYS = ("reasoning_content", "tool_plan", "content")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 UNKNOWN_ROLE = "unknown role"
-UNNAMED_SPEAKERS = "a list of texts that does not say whose they are"
 _CALL_ROLES = frozenset({"function_call", "tool_call"})
 
 _CONTENT_KEYS = ("content", "value", "text", "parts", "message")
@@ -115,7 +114,7 @@ def parse_turns(value: Any, key: str) -> list[Message]:
     value = [unpack_json(item, "{") for item in value]
     if all(isinstance(item, str) for item in value):
         raise UnusableRowError(
-            UNNAMED_SPEAKERS,
+            "a list of texts that does not say whose they are",
             f"{key} has {len(value)} of them; where they are the user's and the assistant's in turn, say so with "
             "data.turns_without_roles=alternate",
         )
@@ -141,7 +140,6 @@ def parse_text_pair(item: list[Any], key: str) -> list[Message]:
 
 
 def _parse_item(item: Any, index: int) -> list[Message]:
-    """The messages of one item: one, or the question and answer of an item that holds both."""
     location = f"messages[{index}]"
     if not isinstance(item, dict):
         raise UnusableRowError("a message is not an object", f"{location} is {value_kind(item)}")
@@ -246,7 +244,6 @@ def _is_json(value: Any) -> bool:
 
 
 def _read_train_flag(item: Mapping[str, Any], location: str) -> bool | None:
-    """Whether a message says that it is trained or not; None where it says nothing. Raises UnusableRow."""
     flags: dict[str, bool] = {}
     for key in _LOSS_FLAG_KEYS:
         value = item.get(key)
@@ -343,7 +340,7 @@ def _join_parts(parts: list[Any], location: str) -> str:
 
 
 def _first_value(part: Mapping[str, Any], *keys: str) -> Any:
-    """The first of the keys that holds anything: tables give every part every key."""
+    # tables give every part every key
     return next((part[key] for key in keys if part.get(key) is not None), None)
 
 
@@ -394,8 +391,8 @@ def _parse_tool_calls(calls: Any, location: str) -> list[Any]:
     return [_parse_tool_call(unpack_json(call, "{"), location) for call in calls]
 
 
+# A call as its author wrote it, where it is one as templates take it; else the same call in that form.
 def _parse_tool_call(call: Any, location: str) -> dict[str, Any]:
-    """A call as its author wrote it, where it is one as templates take it; else the same call in that form."""
     if not isinstance(call, dict):
         raise UnusableRowError("tool_calls is not a list of objects", f"{location}: {quote_value(call)}")
     is_wrapped = call.get("function") is not None
@@ -413,9 +410,9 @@ def _parse_tool_call(call: Any, location: str) -> dict[str, Any]:
 _ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 
 
+# Arguments as their author wrote them, an object or its JSON text (which of the two a template writes correctly,
+# `masks/fitted_template.py` finds out); text that was encoded twice is decoded once.
 def _parse_arguments(value: Any, location: str) -> dict[str, Any] | str:
-    """Arguments as their author wrote them, an object or its JSON text (which of the two a template writes correctly,
-    `masks/fitted_template.py` finds out); text that was encoded twice is decoded once."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     parsed, text = value, None
@@ -436,7 +433,6 @@ def _parse_call_text(value: Any, location: str) -> list[Any]:
 
 
 def _parse_json_text(value: Any, reason: str, location: str) -> Any:
-    """The value of a JSON text; anything else as it is. Raises UnusableRow with the reason where it is no JSON."""
     try:
         return parse_strict_json(value) if isinstance(value, str) else value
     except ValueError as error:

@@ -117,8 +117,8 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
         raise DataError(f"{path} has no rows: the file is blank")
 
 
+# The first name may be empty (pandas writes its index so); rows leave that column out.
 def _parse_header(fields: list[str], path: Path, line: int) -> list[str]:
-    """The column names; the first may be empty (pandas writes its index so), and rows leave that column out."""
     names = [field.strip() for field in fields]
     for index, name in enumerate(names):
         if not name and index:
@@ -128,8 +128,8 @@ def _parse_header(fields: list[str], path: Path, line: int) -> list[str]:
     return names
 
 
+# The csv module limits fields, not lines: an open quote would take all the rest.
 def _read_table_lines(path: Path, name: str) -> Iterator[str]:
-    """The lines of a file for the csv module, whose fields have a limit: an open quote would take all the rest."""
     beginning = read_head(path)
     ends_with_cr = b"\r" in beginning and b"\n" not in beginning
     open_line, line_number = "", 1
@@ -146,9 +146,9 @@ def _read_table_lines(path: Path, name: str) -> Iterator[str]:
         yield open_line
 
 
+# Whatever pyarrow, datasets and the hub raise becomes a DataError; `kind` cannot be read, or is `hub:`.
 @contextmanager
 def _convert_read_errors(path: Path | str, kind: str) -> Iterator[None]:
-    """Turns whatever pyarrow, datasets and the hub raise into a DataError; `kind` cannot be read, or is `hub:`."""
     try:
         yield
     except (DataError, GeneratorExit):
@@ -239,8 +239,8 @@ def _read_batches(
                 yield too_large_row(location, size) if size > MAX_ROW_BYTES else _to_raw_row(row, location)
 
 
+# Pieces of about SLICE_BYTES, or single rows: few objects at once.
 def _split_batch(batch: Any) -> Iterator[Any]:
-    """A batch in pieces that become few objects at once: of about SLICE_BYTES, or single rows."""
     if batch.num_rows > BATCH_ROWS or (batch.num_rows > 1 and batch.nbytes > SLICE_BYTES):
         half = batch.num_rows // 2
         yield from _split_batch(batch.slice(0, half))
@@ -250,7 +250,7 @@ def _split_batch(batch: Any) -> Iterator[Any]:
 
 
 def _to_raw_row(row: dict[str, Any], location: str) -> RawRow | BadRow:
-    """The row without its nulls: Arrow gives every row every column, and a key says that something is there."""
+    # without its nulls: Arrow gives every row every column, and a key says that something is there
     dropped_nulls = [0]
     try:
         cells = {str(key): _to_json_value(value, key, dropped_nulls) for key, value in row.items()}
@@ -266,9 +266,9 @@ _CALL_KEYS = frozenset({"tool_calls", "function_call", "tools", "functions", "ch
 _CALL_PART_TYPES = frozenset({"tool_call", "function_call"})
 
 
+# NaN, which tables write for "nothing", is null. Tool calls and tools lose their keys with null, which are counted: a
+# table gives every object of a column the keys of all the others.
 def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: bool = False) -> Any:
-    """A table's value as one that JSON has; NaN, which tables write for "nothing", is null. Tool calls and tools lose
-    their keys with null, which are counted: a table gives every object of a column the keys of all the others."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     is_call = is_call or key in _CALL_KEYS
