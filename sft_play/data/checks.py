@@ -54,8 +54,7 @@ def judge_columns(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     message, is_missed = describe_unused_columns(stats.unused_columns, data.columns)
     name = f"columns: {stats.split}"
     if is_missed:
-        remedy = "map them as it says, or take them out: make preview shows what is trained"
-        yield warn_finding(name, message, remedy)
+        yield warn_finding(name, message, "map them as it says, or take them out: make preview shows what is trained")
     elif message:
         yield pass_finding(name, message)
 

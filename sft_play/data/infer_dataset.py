@@ -109,8 +109,7 @@ def _infer_with_encoding(
         rows_to_split = max(row_count, is_cpt * sum(row_tokens) // length)
         settings["data.val_fraction"] = 0.0
         if rows_to_split >= _MIN_ROWS_TO_SPLIT:
-            fraction = max(round(_MAX_HELD_OUT_ROWS / rows_to_split, 4), 0.0001)
-            settings["data.val_fraction"] = min(0.05, fraction)
+            settings["data.val_fraction"] = min(0.05, max(round(_MAX_HELD_OUT_ROWS / rows_to_split, 4), 0.0001))
     return InferredDataset(settings, description, not is_cpt and isinstance(examples[0], Chat), reader.format)
 
 

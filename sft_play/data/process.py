@@ -452,8 +452,7 @@ class _Processor:
         if not self._faults:  # else nothing will be written; the rest is read to list all faults
             if split not in self._output_files:  # a split without rows gets no file
                 self._output_files[split] = out.open(f"{split}.jsonl")
-            row = processed_row(example, digest)
-            self._output_files[split].write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._output_files[split].write(json.dumps(processed_row(example, digest), ensure_ascii=False) + "\n")
             report.splits.setdefault(split, SplitReport()).count(example, max_seq_len=report.max_seq_len)
 
     # Rows that are there already, or nearly.
@@ -618,8 +617,11 @@ def style_rows(config: RunConfig, text: str | None, *, force: bool = False) -> S
                     counts[outcome] += 1
                     styled_row = row.data
                     if isinstance(styled, Chat):
-                        messages = [author_form(message) for message in styled.messages]
-                        styled_row = {**row.data, "messages": messages, STYLED_KEY: True}
+                        styled_row = {
+                            **row.data,
+                            "messages": [author_form(message) for message in styled.messages],
+                            STYLED_KEY: True,
+                        }
                     file.write(json.dumps(styled_row, ensure_ascii=False) + "\n")
                     progress.add()
         report.unused_globs = tuple(unused_globs)

@@ -445,8 +445,10 @@ def _fetch_config(name: str, revision: str | None) -> ConfigJson:
         with report_wait(f"Asking the hub for the config.json of {model_text}"):
             path = hf_hub_download(name, "config.json", revision=revision, local_files_only=is_offline)
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
-        fallback_reason = f": its config.json cannot be fetched: {one_line(str(error))}"
-        reason = next((text for error_type, text in reasons.items() if isinstance(error, error_type)), fallback_reason)
+        reason = next(
+            (text for error_type, text in reasons.items() if isinstance(error, error_type)),
+            f": its config.json cannot be fetched: {one_line(str(error))}",
+        )
         raise ModelError(f"model {model_text} {reason}") from None
     return _read_config(Path(path).parent, name)
 

@@ -287,8 +287,7 @@ def require_causal_lm_config(config: object, *, name: str) -> None:
 
 def refuse_absurd_sizes(config: Mapping[str, Any], *, name: str) -> None:
     """Raises ModelError for a size with which no class should be built."""
-    model_type = str(config.get("model_type"))
-    fields = ConfigFields(model_type, {**config, **wrapped_config(config)}, name)
+    fields = ConfigFields(str(config.get("model_type")), {**config, **wrapped_config(config)}, name)
     for field_name in MAX_SIZES:
         for key in (field_name, *FIELD_ALIASES.get(field_name, ())):
             value = fields.values.get(key)

@@ -280,8 +280,11 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     commit = run_git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
-    changed = run_git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "branch": run_git(folder, "rev-parse", "--abbrev-ref", "HEAD"), "dirty": bool(changed)}
+    return {
+        "commit": commit,
+        "branch": run_git(folder, "rev-parse", "--abbrev-ref", "HEAD"),
+        "dirty": bool(run_git(folder, "status", "--porcelain", "--untracked-files=no")),
+    }
 
 
 def run_git(folder: Path, *arguments: str) -> str | None:
@@ -319,8 +322,11 @@ def check_same_run(
 
 def kept_overrides(overrides: Sequence[str]) -> list[str]:
     """The settings of a start that hold for a resume of its run too."""
-    one_time_prefixes = ("output.name=", "output.if_exists=", "train.stop_after_steps=")
-    return [override for override in overrides if not override.startswith(one_time_prefixes)]
+    return [
+        override
+        for override in overrides
+        if not override.startswith(("output.name=", "output.if_exists=", "train.stop_after_steps="))
+    ]
 
 
 def load_resumed_config(

@@ -114,8 +114,13 @@ def lock_run(folder: RunFolder, *, role: int | None = None) -> RunLock:
             status = os.fstat(descriptor)
             # The launcher's note stays: its process is the one to stop, and it stops the writer.
             if role != WRITER or not status.st_size:
-                now = datetime.now(UTC).isoformat(timespec="seconds")
-                note = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now})
+                note = json.dumps(
+                    {
+                        "pid": os.getpid(),
+                        "host": socket.gethostname(),
+                        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+                    }
+                )
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, note.encode() + b"\n", 0)
         except BaseException as error:

@@ -126,8 +126,7 @@ def write_blocks(output_path: Path, paths: Sequence[Path], block_size: int, *, k
         for document_path in paths:
             with pa.memory_map(str(document_path)) as source, pa.ipc.open_stream(source) as documents:
                 for batch in documents:
-                    ids = batch.column(0)
-                    pending_ids = np.concatenate([pending_ids, ids.flatten().to_numpy()])
+                    pending_ids = np.concatenate([pending_ids, batch.column(0).flatten().to_numpy()])
                     full_size = len(pending_ids) // block_size * block_size
                     if full_size:  # written at once: a corpus of any size is never held in memory
                         stream.write_batch(_make_block_batch(pending_ids[:full_size], block_size))
@@ -216,8 +215,10 @@ def build_rows(source: AnySource, recipe: BuildRecipe, *, split: str, workers: i
         raise DataError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        waiting_message = "Data: another process is preparing the same rows; waiting for it"
-        with hold_lock(folder.with_name(f"{folder.name}.lock"), waiting_message=waiting_message):
+        with hold_lock(
+            folder.with_name(f"{folder.name}.lock"),
+            waiting_message="Data: another process is preparing the same rows; waiting for it",
+        ):
             return _load_cache(folder) or _build_cache(folder, parts, recipe, split, workers)
     except OSError as error:
         raise DataError(
@@ -308,8 +309,12 @@ def _build_cache(
             for side, document_files in files.items():
                 is_held_out = split != "train" or side == HELD_OUT_SIDE or recipe.text_span[0] > 0
                 blocks_path = temporary_folder / f"{side}.blocks.arrow"
-                paths = [temporary_folder / file for file in document_files]
-                write_blocks(blocks_path, paths, recipe.max_seq_len, keeps_short=is_held_out)
+                write_blocks(
+                    blocks_path,
+                    [temporary_folder / file for file in document_files],
+                    recipe.max_seq_len,
+                    keeps_short=is_held_out,
+                )
                 files[side] = [blocks_path.name]
         (temporary_folder / _META_FILE).write_bytes(pickle.dumps((files, stats)))
     return BuiltRows(folder, files, stats)
@@ -453,8 +458,9 @@ def _run_jobs(
     """Results in the order of the jobs, made by `workers` processes. Raises DataError if one died, and what jobs
     raise."""
     context = multiprocessing.get_context("spawn")
-    initializer_args = (pickle.dumps(recipe), os.getpid())
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=initializer_args)
+    pool = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_start_worker, initargs=(pickle.dumps(recipe), os.getpid())
+    )
     try:
         with hide_main_module():  # the workers start when jobs are submitted
             futures = [pool.submit(_run_job, job) for job in jobs]

@@ -54,9 +54,11 @@ def pack_best_fit(lengths: npt.ArrayLike, capacity: int) -> Packs:
     pack_of[order] = _assign_packs(sizes[order], capacity)
     count = int(pack_of.max()) + 1 if len(sizes) else 0
     rows = np.bincount(pack_of, minlength=count)
-    tokens = np.bincount(pack_of, weights=sizes, minlength=count).astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
-    return Packs(offsets, np.argsort(pack_of, kind="stable").astype(np.int64), tokens)
+    return Packs(
+        np.concatenate([[0], np.cumsum(rows)]).astype(np.int64),
+        np.argsort(pack_of, kind="stable").astype(np.int64),
+        np.bincount(pack_of, weights=sizes, minlength=count).astype(np.int64),
+    )
 
 
 def concatenate_packs(packs: Sequence[Packs]) -> Packs:

@@ -238,8 +238,9 @@ def count_source_rows(
         split, share = "train", config.data.val_fraction or HELD_OUT_TEXT_FRACTION * has_val
     elif split == "train" and not has_val:
         share = config.data.val_fraction
-    is_document = is_text or config.task_mode == "cpt"
-    built_rows = builder.build_rows(source, split, is_document=is_document, held_out_share=share)
+    built_rows = builder.build_rows(
+        source, split, is_document=is_text or config.task_mode == "cpt", held_out_share=share
+    )
     stats = built_rows.stats[KEPT_SIDE].merge_held_out(built_rows.stats[HELD_OUT_SIDE])
     stats.source, stats.split = str(source), data_part_split(data_part)
     return stats
@@ -358,8 +359,11 @@ class _SplitBuilder:
             self._limit_rows(_add_source_column(self._finish_split(split), index), index, names[index])
             for index, split in enumerate(train)
         ]
-        weights = tuple(source.weight for source in self._config.data.sources)
-        sources = MixedSources(names, weights, tuple(len(split.rows) for split in used_splits))
+        sources = MixedSources(
+            names,
+            tuple(source.weight for source in self._config.data.sources),
+            tuple(len(split.rows) for split in used_splits),
+        )
         mix = sources.mix(seed=self._config.train.seed)
         # packed rows are mixed by packs, whose table the trainer logs once they are made
         if self._config.data.packing == "none" or self._trains_text:
@@ -367,12 +371,11 @@ class _SplitBuilder:
         numbered_vals = held_out_by_source.items() if common_val is None else [(-1, common_val)]  # -1: of no source
         marked_vals = [_add_source_column(self._finish_split(split), index) for index, split in numbered_vals]
         marked_test = _add_source_column(self._finish_split(test), -1) if test else None
-        notes = (*paths.notes, *self._notes)
         return DataSplits(
             _concatenate_splits(used_splits),
             _concatenate_splits(marked_vals) if marked_vals else None,
             marked_test,
-            notes,
+            (*paths.notes, *self._notes),
             sources,
         )
 

@@ -123,8 +123,11 @@ class RowFormat:
     def build(self, row: RawRow) -> Example:
         """Build the example of a row that has this format; raises UnusableRow."""
         if self.kind == "pair":
-            extra_columns = [key for key in _CONTEXT_COLUMNS if key in self.optional_columns]
-            return _build_pair_chat(row, *self.required_columns, extra_columns=extra_columns)
+            return _build_pair_chat(
+                row,
+                *self.required_columns,
+                extra_columns=[key for key in _CONTEXT_COLUMNS if key in self.optional_columns],
+            )
         if self.kind == "calls":
             return _build_call_chat(row, *self.required_columns[:2])
         key = self.required_columns[0]
@@ -372,8 +375,11 @@ def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
     known_names = {user_name: known for known, user_name in columns.items()}
     # the user's column takes the known name; a column that had this name already gives way to it
     kept_cells = {key: value for key, value in row.data.items() if key not in columns or key in known_names}
-    missing = tuple(known_names.get(key, key) for key in row.missing)
-    return replace(row, data={known_names.get(key, key): value for key, value in kept_cells.items()}, missing=missing)
+    return replace(
+        row,
+        data={known_names.get(key, key): value for key, value in kept_cells.items()},
+        missing=tuple(known_names.get(key, key) for key in row.missing),
+    )
 
 
 # key of a processed row that says that `make style` wrote it, and data.style is not to be applied again
@@ -437,8 +443,7 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
             _add_reasoning(example, row)
         unused = _unused_columns(row, row_format, example, data)
     except UnusableRowError as error:
-        is_asked = error.reason == EMPTY_TEXT and data.drop_empty
-        return BadRow(row.where, error.reason, error.detail, is_asked=is_asked)
+        return BadRow(row.where, error.reason, error.detail, is_asked=error.reason == EMPTY_TEXT and data.drop_empty)
     except RecursionError:  # tables have no limit of depth as JSON lines do
         return BadRow(row.where, "nested too deeply")
     notes = [*row.notes, *example.notes]

@@ -155,8 +155,11 @@ def _parse_item(item: Any, index: int) -> list[Message]:
             unread_keys = tuple(
                 key for key in item if key not in (question, answer, "system", "id", "index") and item[key]
             )
-            reply = {"role": "assistant", "content": item[answer], "_unread": unread_keys}
-            return [*system_messages, {"role": "user", "content": item[question]}, reply]
+            return [
+                *system_messages,
+                {"role": "user", "content": item[question]},
+                {"role": "assistant", "content": item[answer], "_unread": unread_keys},
+            ]
         raise UnusableRowError("a message has no role", f"{location} has the keys {quote_value(list(item))}")
     return [_parse_message(item, location, role_key)]
 

@@ -107,12 +107,14 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
         if names is None:
             names = _parse_header(fields, path, line)
         elif len(fields) != len(names):
-            detail = f"the header names {len(names)}; is a quote or a delimiter missing?"
-            yield BadRow(f"{name}:{line}", f"{len(fields)} fields instead of {len(names)}", detail)
+            yield BadRow(
+                f"{name}:{line}",
+                f"{len(fields)} fields instead of {len(names)}",
+                f"the header names {len(names)}; is a quote or a delimiter missing?",
+            )
         else:
             data = {key: field for key, field in zip(names, fields, strict=True) if key}
-            missing = tuple(key for key, field in data.items() if field in NA_WORDS)
-            yield RawRow(f"{name}:{line}", data, missing=missing)
+            yield RawRow(f"{name}:{line}", data, missing=tuple(key for key, field in data.items() if field in NA_WORDS))
     if names is None:
         raise DataError(f"{path} has no rows: the file is blank")
 
