@@ -383,8 +383,8 @@ def format_terminal_text(row: PreviewRow, *, max_pieces: int = MAX_TERMINAL_PIEC
     return Text.assemble(heading, *_mark_segments(row, max_pieces), "\n", *problem_lines)
 
 
+# ¦ between tokens, trained parts in [[ ]], what is cut in ~~ ~~.
 def _mark_segments(row: PreviewRow, max_pieces: int) -> Iterator[tuple[str, str]]:
-    """The row's segments with their styles: ¦ between tokens, trained parts in [[ ]], what is cut in ~~ ~~."""
     is_trained, is_kept, is_first = False, True, True
     for text, classes, piece in shown_segments(row, max_pieces):
         style = " ".join(_TERMINAL_STYLES[name] for name in classes.split())

@@ -273,9 +273,7 @@ def process_files(config: RunConfig, *, force: bool = False) -> ProcessReport:
 
 
 class _Processor:
-    """One pass over the raw files; what grows with them is digests (16 bytes a row), what near-duplicates are found by
-    (`SimilarityIndex`) and counts."""
-
+    # what grows with the raw files: digests (16 bytes a row), what near-duplicates are found by, and counts
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._options: ProcessConfig = config.data.process
@@ -312,14 +310,13 @@ class _Processor:
         return report
 
     def _is_output(self, path: Path) -> bool:
-        """Whether a command writes it: our own output may be in a folder below the raw files."""
+        # our own output may be in a folder below the raw files
         return any(map(path.resolve().is_relative_to, self._output_folders))
 
     # Rows that training rows are compared with.
 
     def _index_other_rows(self, parts: list[tuple[FilePart, str | None]]) -> None:
-        """Index held-out rows, to find training rows near them; of data.val_path and data.test_path only files that are
-        neither trained on nor written."""
+        # of data.val_path and data.test_path only files that are neither trained on nor written
         data, compare_paths = self._config.data, list(self._options.compare_with)
         trained_paths = [part.path.resolve() for part, split in parts if split not in ("val", "test")]
         for value in filter(None, (data.val_path, data.test_path)):
@@ -339,7 +336,7 @@ class _Processor:
     # The raw files.
 
     def _find_parts(self) -> list[tuple[FilePart, str | None]]:
-        """The raw files with the splits that they name; the held-out ones first, so that leaks are seen."""
+        # the held-out ones first, so that leaks are seen
         raw_path = self._options.raw_path
         paths = (raw_path,) if isinstance(raw_path, str) else raw_path
         # a file that two paths name is read once
@@ -395,7 +392,7 @@ class _Processor:
                 yield part, next(filter(None, map(split_from_name, path_names)), None)
 
     def _process_part(self, part: FilePart, split: str | None, out: OutputFolder) -> None:
-        """Check and write the rows of one raw file; its faults are kept for one message about all files."""
+        # faults are kept for one message about all files
         name = f"{part.name} ({part.split})" if part.kind in ("saved", "hub") else part.name
         file_report, stats, error_text = FileReport(one_line(name, limit=4_000), split=split), RowStats(), ""
         self._report.files.append(file_report)
@@ -436,7 +433,6 @@ class _Processor:
             self._faults.append("\n".join(filter(None, [*lines, error_text])))
 
     def _process_example(self, example: Example, split: str | None, file_name: str, out: OutputFolder) -> None:
-        """Count one example, choose its split and write it."""
         report, options = self._report, self._options
         digest = content_digest(example)
         if split is None:
@@ -458,7 +454,7 @@ class _Processor:
     # Rows that are there already, or nearly.
 
     def _find_repeat(self, example: Example, key: bytes, split: str) -> str:
-        """Count what a row repeats; why it is left out for it, "" where it is kept."""
+        # why the row is left out, "" where it is kept
         report, options = self._report, self._options
         splits_with_row = [name for name, digests in self._digests_by_split.items() if key in digests]
         self._digests_by_split[split].add(key)

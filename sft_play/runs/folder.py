@@ -379,8 +379,8 @@ def check_no_differences(folder: RunFolder, differences: Sequence[str]) -> None:
         )
 
 
+# An option that did not exist in the version of an old run, and has its default here.
 def _is_newer_option(recorded_settings: Mapping[str, Any], key: str, value: Any) -> bool:
-    """True for an option that did not exist in the version of an old run, and has its default here."""
     for name in key.split("."):
         if not isinstance(recorded_settings, Mapping) or name not in recorded_settings:
             return key in all_options() and bool(value == all_options()[key].default)

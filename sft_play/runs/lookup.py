@@ -134,8 +134,8 @@ def lock_run(folder: RunFolder, *, role: int | None = None) -> RunLock:
     raise RunFolderError(f"{path} is created and removed repeatedly by other processes; start again")
 
 
+# To the kernel, a second lock by the same process is the same lock.
 def _check_not_locked_here(folder: RunFolder, path: Path) -> None:
-    """Raises RunFolderError where this process has the lock: to the kernel, a second one by it is the same lock."""
     try:
         status = path.stat()
     except OSError:
@@ -205,8 +205,8 @@ def lock_holder_pids(folder: RunFolder) -> tuple[int, ...]:
     return tuple(dict.fromkeys(filter(None, holder_pids)))
 
 
+# 0 where no process has the byte locked, -1 for one of another machine.
 def _byte_lock_holder_pid(file: IO[bytes], offset: int) -> int:
-    """The process that has a byte locked; 0 where none has, -1 on another machine."""
     if sys.platform == "darwin":
         request = struct.pack(_LOCK_BSD, offset, 1, 0, fcntl.F_WRLCK, os.SEEK_SET)
         _, _, pid, lock_type, _ = struct.unpack(_LOCK_BSD, fcntl.fcntl(file, fcntl.F_GETLK, request))
@@ -387,7 +387,13 @@ def create_run(
             if folder.path.exists():
                 if loaded.config.output.if_exists != "replace":
                     raise RunFolderError(taken_message)
-                move_aside(folder)
+                # the old run is moved aside, to NAME.replaced-TIME
+                folder.read_manifest()
+                with lock_run(folder) as old_lock:
+                    timestamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+                    replaced_path = _unused_path(folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}"))
+                    folder.path.rename(replaced_path)
+                    old_lock.folder = RunFolder(replaced_path)
             temporary_path.rename(folder.path)
         except BaseException as error:
             run_lock.close()
@@ -414,19 +420,8 @@ def write_initial_files(
     write_json(folder.path / MANIFEST_FILE, manifest)
 
 
-def move_aside(folder: RunFolder) -> Path:
-    """Rename an old run to NAME.replaced-TIME; raises RunFolderError where it is not ours, or is being written."""
-    folder.read_manifest()
-    with lock_run(folder) as run_lock:
-        timestamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-        replaced_path = _unused_path(folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}"))
-        folder.path.rename(replaced_path)
-        run_lock.folder = RunFolder(replaced_path)
-    return replaced_path
-
-
+# With the first number behind it that is free: two starts of one config may come within a second.
 def _unused_path(path: Path) -> Path:
-    """The path, or with the first number behind it that is free: two starts of one config may come within a second."""
     candidate, number = path, 2
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1

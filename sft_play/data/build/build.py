@@ -142,8 +142,8 @@ def _make_block_batch(tokens: Any, block_size: int) -> Any:
     return pa.record_batch([column, column, _to_arrow(np.ones(len(offsets) - 1, np.int8))], schema=_SCHEMA)
 
 
+# The offsets of the lists (int32, [lists + 1]) and all their tokens (int32, [tokens]).
 def _concatenate(token_lists: Sequence[Sequence[int]]) -> tuple[Any, Any]:
-    """Join lists of tokens: their offsets (int32, [lists + 1]) and all tokens (int32, [tokens])."""
     lengths = np.fromiter(map(len, token_lists), np.int32, len(token_lists))
     offsets = np.zeros(len(token_lists) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
@@ -151,7 +151,7 @@ def _concatenate(token_lists: Sequence[Sequence[int]]) -> tuple[Any, Any]:
 
 
 def _to_arrow(values: Any) -> Any:
-    """A numpy array of integers as an Arrow one; `pyarrow.array` would import pandas first, which takes a second."""
+    # `pyarrow.array` would import pandas first, which takes a second
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
@@ -227,10 +227,9 @@ def build_rows(source: AnySource, recipe: BuildRecipe, *, split: str, workers: i
         ) from error
 
 
-# The key.
+# Cached rows need no version number: a digest of the code and tables is in their key. Compiled files are left out: they
+# appear as modules are imported.
 def _code_digest(package: Path) -> str:
-    """Digest of the code and tables of a package, so that cached rows need no version number. Compiled files are left
-    out: they appear as modules are imported."""
     digest = hashlib.sha256()
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".json")):
         digest.update(path.read_bytes())
@@ -259,8 +258,8 @@ def _cache_key(source: AnySource, parts: Sequence[FilePart], recipe: BuildRecipe
     return hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
+# Of a data set of the hub its commit, or today's date if that is unknown.
 def _content_digest(part: FilePart) -> str:
-    """Digest of what a part's file holds; of a data set of the hub its commit, or today's date if that is unknown."""
     if part.kind == "hub":
         from huggingface_hub import HfApi
 
@@ -279,7 +278,7 @@ _PICKLED_CLASSES = {
 
 
 class _CacheUnpickler(pickle.Unpickler):
-    """Unpickles what a cache holds, and nothing that could run code: others may write to the disk that it is on."""
+    # nothing that could run code: others may write to the disk that a cache is on
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PICKLED_CLASSES or (module == "array" and name in ("array", "_array_reconstructor")):
@@ -370,8 +369,6 @@ def _empty_stats(recipe: BuildRecipe) -> _SideStats:
 
 @dataclass(frozen=True)
 class _BuildJob:
-    """A piece of a file, its format, and where its rows go."""
-
     index: int
     part: FilePart
     row_format: RowFormat | None
@@ -418,11 +415,11 @@ class _BuildWorker:
                     stats[side].digests.append(token_digest(row.input_ids))
         return {name: writer.path.name for name, writer in writers.items()}, stats
 
+    # The examples with their rows' numbers; `held_out_flags` gets 1 for each that is split off, else 0, bad ones
+    # among them.
     def _read_examples(
         self, job: _BuildJob, stats: _SideStats, held_out_flags: bytearray, progress: WaitProgress | None
     ) -> Iterator[tuple[int, Example]]:
-        """The piece's examples with their rows' numbers; `held_out_flags` gets 1 for each that is split off, else 0,
-        bad ones among them."""
         data, held_out_share = self._recipe.data, self._recipe.held_out_share
         kept_stats = stats[KEPT_SIDE]
         for row_number, raw in enumerate(read_part(job.part), start=1):
@@ -452,11 +449,10 @@ class _BuildWorker:
 # Jobs that other processes do.
 
 
+# Results in the order of the jobs. Raises DataError if a process died, and what jobs raise.
 def _run_jobs(
     jobs: Sequence[_BuildJob], recipe: BuildRecipe, workers: int
 ) -> Iterator[tuple[dict[str, str], _SideStats]]:
-    """Results in the order of the jobs, made by `workers` processes. Raises DataError if one died, and what jobs
-    raise."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
         workers, mp_context=context, initializer=_start_worker, initargs=(pickle.dumps(recipe), os.getpid())
@@ -494,7 +490,6 @@ _worker: _BuildWorker | None = None
 
 
 def _start_worker(pickled_recipe: bytes, parent_pid: int) -> None:
-    """Set up a worker process: it dies with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent_pid, signal.SIGKILL)  # a parent that is killed cannot end its workers

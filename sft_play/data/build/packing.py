@@ -49,29 +49,7 @@ def pack_best_fit(lengths: npt.ArrayLike, capacity: int) -> Packs:
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and (sizes.min() < 1 or sizes.max() > capacity):
         raise ValueError(f"rows of {sizes.min()} to {sizes.max()} tokens; a pack takes rows of 1 to {capacity}")
-    order = np.argsort(-sizes, kind="stable")  # stable: rows of one length stay in the data set's order
-    pack_of = np.empty(len(sizes), dtype=np.int64)
-    pack_of[order] = _assign_packs(sizes[order], capacity)
-    count = int(pack_of.max()) + 1 if len(sizes) else 0
-    rows = np.bincount(pack_of, minlength=count)
-    return Packs(
-        np.concatenate([[0], np.cumsum(rows)]).astype(np.int64),
-        np.argsort(pack_of, kind="stable").astype(np.int64),
-        np.bincount(pack_of, weights=sizes, minlength=count).astype(np.int64),
-    )
-
-
-def concatenate_packs(packs: Sequence[Packs]) -> Packs:
-    """The packs of several data sets, one after the other, as those of one."""
-    rows = np.cumsum([0, *(len(each.indices) for each in packs)])
-    offsets = [each.offsets[:-1] + start for each, start in zip(packs, rows, strict=False)]
-    indices = [each.indices + start for each, start in zip(packs, rows, strict=False)]
-    tokens = [each.tokens for each in packs]
-    return Packs(np.concatenate([*offsets, rows[-1:]]), np.concatenate(indices), np.concatenate(tokens))
-
-
-def _assign_packs(descending_lengths: RowIndices, capacity: int) -> list[int]:
-    values, counts = np.unique(-descending_lengths, return_counts=True)
+    values, counts = np.unique(-sizes, return_counts=True)
     # Open packs by the space that they have left, and these spaces in order.
     by_space: dict[int, list[int]] = {}
     spaces: list[int] = []
@@ -109,7 +87,25 @@ def _assign_packs(descending_lengths: RowIndices, capacity: int) -> list[int]:
             if not open_packs:
                 del by_space[space]
                 del spaces[bisect.bisect_left(spaces, space)]
-    return pack_of_row
+    pack_of = np.empty(len(sizes), dtype=np.int64)
+    # stable: rows of one length stay in the data set's order
+    pack_of[np.argsort(-sizes, kind="stable")] = pack_of_row
+    count = int(pack_of.max()) + 1 if len(sizes) else 0
+    rows = np.bincount(pack_of, minlength=count)
+    return Packs(
+        np.concatenate([[0], np.cumsum(rows)]).astype(np.int64),
+        np.argsort(pack_of, kind="stable").astype(np.int64),
+        np.bincount(pack_of, weights=sizes, minlength=count).astype(np.int64),
+    )
+
+
+def concatenate_packs(packs: Sequence[Packs]) -> Packs:
+    """The packs of several data sets, one after the other, as those of one."""
+    rows = np.cumsum([0, *(len(each.indices) for each in packs)])
+    offsets = [each.offsets[:-1] + start for each, start in zip(packs, rows, strict=False)]
+    indices = [each.indices + start for each, start in zip(packs, rows, strict=False)]
+    tokens = [each.tokens for each in packs]
+    return Packs(np.concatenate([*offsets, rows[-1:]]), np.concatenate(indices), np.concatenate(tokens))
 
 
 def group_by_length(order: npt.ArrayLike, lengths: npt.ArrayLike, *, window: int) -> RowIndices:

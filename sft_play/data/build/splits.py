@@ -409,7 +409,7 @@ class _SplitBuilder:
             if finding.verdict == "FAIL":
                 raise DataError(f"{key}: {finding.found}\n{finding.remedy}")
         if stats.kept_rows == 0:
-            unused_reasons = stats.unusable_rows + stats.left_out_rows
+            unused_reasons = stats.bad_rows + stats.unmasked_rows + stats.left_out_rows
             reasons = "; ".join(f"{count} x {reason}" for reason, count in unused_reasons.most_common(6))
             raise DataError(f"{key}: no row is left of {stats.rows:,} of {stats.source} ({reasons})")
 

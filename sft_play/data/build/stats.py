@@ -187,11 +187,6 @@ class RowStats:
         return self.tokens_lost_by_cut + self.tokens_lost_with_rows
 
     @property
-    def unusable_rows(self) -> Counter[str]:
-        """Rows that cannot be read or get no exact mask, by reason."""
-        return self.bad_rows + self.unmasked_rows
-
-    @property
     def repeated_rows(self) -> int:
         """Rows, or documents, with the tokens of an earlier one."""
         return len(self.digests) - len(np.unique(self.digests))
@@ -200,7 +195,8 @@ class RowStats:
     def dropped_rows(self) -> dict[str, int]:
         """Rows that are not used, by reason."""
         too_long = Counter({"nothing trained is left within max_seq_len, or too long": self.too_long_rows})
-        return dict(self.unusable_rows + self.left_out_rows + too_long)  # adding counters leaves zeros out
+        # adding counters leaves zeros out
+        return dict(self.bad_rows + self.unmasked_rows + self.left_out_rows + too_long)
 
     # Counting.
 
@@ -348,8 +344,8 @@ def count_shared_rows(splits: Sequence[RowStats]) -> None:
             later.shared_rows[earlier.split] = later.shared_rows.get(earlier.split, 0) + count
 
 
+# Adds the counts of later rows to those of earlier ones, field by field; the caller adds those in `excluded`.
 def _add_fields(stats: RowStats, other: RowStats, *, excluded: Collection[str] = ()) -> None:
-    """Add the counts of later rows to those of earlier ones, field by field; the caller adds those in `excluded`."""
     for name, other_value in vars(other).items():
         value = getattr(stats, name)
         if name in excluded:

@@ -46,10 +46,11 @@ from sft_play.log import one_line
 
 # Names of plain text; any other file whose content does not begin like JSON is text only where text is asked.
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".text"})
-JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
-ARROW_SUFFIXES = frozenset({".parquet", ".pq", ".arrow", ".feather", ".ipc"})
-ROW_FILE_SUFFIXES = JSON_SUFFIXES | TABLE_SUFFIXES | ARROW_SUFFIXES
+ROW_FILE_SUFFIXES = TABLE_SUFFIXES.union(
+    (".jsonl", ".json", ".ndjson"),
+    (".parquet", ".pq", ".arrow", ".feather", ".ipc"),
+)
 
 _BINARY_SIGNATURES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow stream"}
 _UNREADABLE_SIGNATURES = {
@@ -84,34 +85,30 @@ def file_kind(path: Path, *, wants_text: bool = False) -> str:
     if encoding_error := wide_encoding_error(path, beginning):
         raise encoding_error
     # "ignore": the head may end inside a character; bytes that are not UTF-8 are named, with line, while rows are read
-    text = beginning.removeprefix(BOM).decode("utf-8", "ignore")
-    if not text.strip():
+    text = beginning.removeprefix(BOM).decode("utf-8", "ignore").lstrip()
+    if not text:
         problem = "the file is blank" if beginning else "the file is empty"
         if len(beginning) == HEAD_BYTES:
             problem = f"its first {HEAD_BYTES:,} bytes are blank"
         raise DataError(f"{path} has no rows: {problem}")
-    return _text_kind(path, text.lstrip(), wants_text)
-
-
-def _text_kind(path: Path, beginning: str, wants_text: bool) -> str:
     suffix = data_suffix(path)
     if suffix in TEXT_SUFFIXES or (wants_text and suffix not in ROW_FILE_SUFFIXES):
         # a text may begin with a bracket: rows only where they are objects, with a text where it is wanted
-        line = beginning.partition("\n")[0]
-        is_list = not wants_text and re.match(r"\[\s*\{\s*\"", beginning) is not None
+        line = text.partition("\n")[0]
+        is_list = not wants_text and re.match(r"\[\s*\{\s*\"", text) is not None
         is_object = line.startswith("{") and getattr(json_rows.parse_line(line, ""), "reason", "") != "not valid JSON"
         holds_rows = is_list or (is_object and ('"text"' in line or not wants_text))
-        return _json_kind(beginning) if holds_rows else "text"
-    if beginning[0] in "[{":
-        return _json_kind(beginning)
+        return _json_kind(text) if holds_rows else "text"
+    if text[0] in "[{":
+        return _json_kind(text)
     if suffix in TABLE_SUFFIXES:
         return "csv"
     advice = "rows are JSON objects, one per line, or a list; or a table with a header line (.csv)"
-    if re.match(r"<(!doctype|html|\?xml|head|body)", beginning, re.IGNORECASE):
+    if re.match(r"<(!doctype|html|\?xml|head|body)", text, re.IGNORECASE):
         advice = "a web page saved in place of the file? Fetch the file itself"
-    elif beginning[0] in "'(":
+    elif text[0] in "'(":
         advice = "written by Python's print or str()? Write it with json.dumps"
-    raise DataError(f'{path} is not JSON: it begins with "{one_line(beginning[:40])}"; {advice}')
+    raise DataError(f'{path} is not JSON: it begins with "{one_line(text[:40])}"; {advice}')
 
 
 def _json_kind(beginning: str) -> str:
@@ -465,29 +462,24 @@ def split_part(part: FilePart, *, part_bytes: int) -> list[FilePart]:
             first_row += rows
         return groups or [typed_part]
     # offsets are those of the bytes that are read, which another encoding's are not
-    if kind == "lines" and part.encoding == "utf-8" and not is_gzipped(path) and path.stat().st_size > part_bytes:
-        ranges = _line_ranges(typed_part, part_bytes)
-        return ranges if len(ranges) > 1 else [typed_part]
-    return [typed_part]
-
-
-def _line_ranges(part: FilePart, part_bytes: int) -> list[FilePart]:
+    if kind != "lines" or part.encoding != "utf-8" or is_gzipped(path) or path.stat().st_size <= part_bytes:
+        return [typed_part]
     ranges: list[FilePart] = []
     start, first_line, line, offset = 0, 1, 1, 0
-    for block in read_blocks(part.path):
+    for block in read_blocks(path):
         scanned = 0
         while offset + len(block) - start > part_bytes:  # a part may end in this block: at the next line end
             cut = block.find(b"\n", max(scanned, start + part_bytes - offset)) + 1
             if cut == 0:
                 break
             line += block.count(b"\n", scanned, cut)
-            ranges.append(dataclasses.replace(part, start=start, end=offset + cut, first_number=first_line))
+            ranges.append(dataclasses.replace(typed_part, start=start, end=offset + cut, first_number=first_line))
             start, first_line, scanned = offset + cut, line, cut
         line += block.count(b"\n", scanned)
         offset += len(block)
     if start < offset:  # the rest, which may lack a line end
-        ranges.append(dataclasses.replace(part, start=start, end=offset, first_number=first_line))
-    return ranges
+        ranges.append(dataclasses.replace(typed_part, start=start, end=offset, first_number=first_line))
+    return ranges if len(ranges) > 1 else [typed_part]
 
 
 def source_digest(source: AnySource) -> str:
