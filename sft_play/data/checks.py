@@ -59,10 +59,6 @@ def judge_columns(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
         yield pass_finding(name, message)
 
 
-# rows from which new, preview and plan tell which columns are not read
-_COLUMN_PROBE_ROWS = 1_000
-
-
 def missed_column_lines(data: DataConfig, *, task_mode: str) -> list[str]:
     """A line on the columns of each training source's first rows that are not read and would be missed; sources of the
     hub are not read for it. Raises DataError where rows cannot be read."""
@@ -71,7 +67,7 @@ def missed_column_lines(data: DataConfig, *, task_mode: str) -> list[str]:
         is_trained = data_part_split(name) == "train" or (name == "text" and task_mode == "cpt_mixed")
         if is_trained and not str(source).startswith(HUB_PREFIX):
             stats = count_readable_rows(
-                source, data, name, wants_text=name == "text" or task_mode == "cpt", max_rows=_COLUMN_PROBE_ROWS
+                source, data, name, wants_text=name == "text" or task_mode == "cpt", max_rows=1_000
             )
             source_note = "" if name == "train" else f" of {name}"
             lines += [

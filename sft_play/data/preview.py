@@ -4,8 +4,6 @@
 terminal, and an HTML page.
 """
 
-from __future__ import annotations
-
 import base64
 import codecs
 import hashlib
@@ -80,7 +78,7 @@ class PreviewRow:
     location: str
     ids: tuple[int, ...] = ()
     labels: tuple[int, ...] = ()
-    pieces: tuple[TokenPiece, ...] = ()
+    pieces: "tuple[TokenPiece, ...]" = ()
     method: str = ""
     notes: tuple[str, ...] = ()
     cut_tokens: int = 0
@@ -138,7 +136,7 @@ def preview_rows(
     row_with_format: RowWithFormat,
     reader: ExampleReader,
     row_renderer: RowRenderer,
-    token_bytes: TokenBytes,
+    token_bytes: "TokenBytes",
 ) -> Iterator[PreviewRow]:
     """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that it becomes."""
     raw, row_format = row_with_format
@@ -190,12 +188,9 @@ def _row_notes(row: TokenRow) -> Iterator[str]:
         yield f"{end} is added after the last turn, which the chat template does not end"
 
 
-# A part of a row as it is shown: its text; its styles, which the page and the terminal each have (t a token, b every
+# Each part of a row as it is shown: its text; its styles, which the page and the terminal each have (t a token, b every
 # second one, y trained, o every second trained, s special, x cut); and its piece, None for a remark between pieces.
-Segment = tuple[str, str, "TokenPiece | None"]
-
-
-def shown_segments(row: PreviewRow, max_pieces: int) -> Iterator[Segment]:
+def shown_segments(row: PreviewRow, max_pieces: int) -> Iterator[tuple[str, str, "TokenPiece | None"]]:
     """About `max_pieces` pieces of a row, with remarks on what is left out between, and where max_seq_len begins to
     cut, and to keep again."""
     is_kept = True
@@ -220,7 +215,7 @@ def shown_segments(row: PreviewRow, max_pieces: int) -> Iterator[Segment]:
         yield text, " ".join(name for name, is_set in flags.items() if is_set), item
 
 
-def shorten_pieces(pieces: Sequence[TokenPiece], max_pieces: int) -> list[TokenPiece | str]:
+def shorten_pieces(pieces: Sequence["TokenPiece"], max_pieces: int) -> list["TokenPiece | str"]:
     """The pieces, the middles of their longest stretches left out so that some `max_pieces` remain, with their number
     in their place. A stretch is a run that is trained, or not, or cut as a whole: each keeps its beginning and end."""
     if len(pieces) <= max_pieces:

@@ -6,13 +6,12 @@ the others, and rows with the same content are in the same split; raw files that
 Nothing is written where a row cannot be used, unless data.on_bad_row=skip.
 """
 
-import dataclasses
 import functools
 import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -180,7 +179,7 @@ class ProcessReport(Answer):
 
     def as_json(self) -> dict[str, Any]:
         """The report as JSON, which report.json holds."""
-        options, to_dict = self.options, dataclasses.asdict
+        options = self.options
         drops_near = {"ignore": None, "count": False, "drop": True}[options.near_duplicates]
         return {
             "ok": self.ok,
@@ -188,13 +187,13 @@ class ProcessReport(Answer):
             "rows_in": self.rows_in,
             "rows_kept": self.rows_kept,
             "rows_dropped": sum(places.count for places in self.dropped.values()),
-            "dropped": {reason: to_dict(places) for reason, places in self.dropped.items()},
-            "notes": {note: to_dict(places) for note, places in self.notes.items()},
-            "duplicates": {**to_dict(self.duplicates), "dropped": options.drop_duplicates},
-            "leaks": {**to_dict(self.leaks), "dropped": options.drop_leaks},
-            "near_duplicates": {**to_dict(self.near_duplicates), "dropped": drops_near},
+            "dropped": {reason: asdict(places) for reason, places in self.dropped.items()},
+            "notes": {note: asdict(places) for note, places in self.notes.items()},
+            "duplicates": {**asdict(self.duplicates), "dropped": options.drop_duplicates},
+            "leaks": {**asdict(self.leaks), "dropped": options.drop_leaks},
+            "near_duplicates": {**asdict(self.near_duplicates), "dropped": drops_near},
             "overlaps": {
-                name: {**to_dict(places), "dropped": options.drop_overlaps} for name, places in self.overlaps.items()
+                name: {**asdict(places), "dropped": options.drop_overlaps} for name, places in self.overlaps.items()
             },
             "own_splits": self.has_own_splits,
             "splits": {name: split.as_json() for name, split in self.splits.items()},
@@ -202,7 +201,7 @@ class ProcessReport(Answer):
             "tokens_per_epoch_estimated": self.splits["train"].tokens,
             "max_seq_len": self.max_seq_len,
             "lengths_by": _LENGTH_NOTE,
-            "files": [to_dict(file) for file in self.files],
+            "files": [asdict(file) for file in self.files],
             "files_left_alone": self.skipped_files,
             "remarks": self.remarks,
         }
@@ -304,7 +303,31 @@ class _Processor:
         with out, report_wait("Processing raw rows", unit="rows", count_total=total) as self._progress:
             for part, split in parts:
                 self._process_part(part, split, out)
-            self._check_results()
+            if self._options.near_duplicates == "count" and self._similarity_index.memory_bytes >= MAX_INDEX_BYTES:
+                report.remarks.append(
+                    f"Near-duplicates: counting takes {MAX_INDEX_BYTES / GIB:g} GiB of memory at most, and was not "
+                    "done for all rows; data.process.near_duplicates=drop compares all"
+                )
+            if self._faults:
+                more = filter(None, [_more(len(self._faults), "… and {} more files")])
+                advice = "fix it" if len(self._faults) == 1 else "fix them"
+                if self._has_bad_rows and self._config.data.on_bad_row == "fail":
+                    advice = "fix them, or leave rows out, counted, with data.on_bad_row=skip"
+                raise DataError("\n".join([*self._faults[:MAX_LISTED], *more, f"{advice}; nothing was written"]))
+            if len(self._first_file_by_kind) > 1:
+                raise DataError(
+                    f"the raw files mix chats ({self._first_file_by_kind['chats']}) and plain text "
+                    f"({self._first_file_by_kind['text']}), which are trained in different ways; process them "
+                    "separately, each with its own data.process.raw_path and out_dir"
+                )
+            if not report.rows_kept:
+                reasons = "; ".join(f"{places.count:,} x {reason}" for reason, places in _sort_by_count(report.dropped))
+                raise DataError(f"no row is left of {report.rows_in:,} ({reasons or 'the files have none'})")
+            if "train" not in report.splits:
+                raise DataError(
+                    f"all {report.rows_kept:,} rows fall into {' and '.join(report.splits)}, none into train; set "
+                    "data.process.val_fraction=0 and test_fraction=0, or give more rows"
+                )
             report.splits = {name: report.splits[name] for name in SPLIT_NAMES if name in report.splits}
             out.write_json("report.json", report.as_json())
         return report
@@ -379,7 +402,7 @@ class _Processor:
             for name in names:
                 split = split_from_set_name(name)
                 if split or len(names) == 1:
-                    yield dataclasses.replace(part, split=name), split or "train"
+                    yield replace(part, split=name), split or "train"
                 else:
                     location = f"{one_line(part.name)}: its split {one_line(name)}"
                     self._report.remarks.append(f"{location} is none of {', '.join(SPLIT_NAMES)}: not read")
@@ -412,7 +435,7 @@ class _Processor:
                 else:
                     assert isinstance(raw, RawRow)
                     if is_processed_row(raw.data) and isinstance(raw.data["source"], str):
-                        example = dataclasses.replace(example, where=raw.data["source"])  # as it was processed before
+                        example = replace(example, where=raw.data["source"])  # as it was processed before
                     stats.count_example(example)
                     self._process_example(example, split, file_report.name, out)
         except DataError as error:
@@ -439,25 +462,9 @@ class _Processor:
             split = split_by_digest(digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction)
         for note in example.notes:
             report.notes.setdefault(note, Occurrences()).add(example.where)
-        reason = self._find_repeat(example, digest[:16], split)
-        if reason:
-            report.dropped.setdefault(reason, Occurrences()).add(example.where)
-            return
-        kind = "text" if isinstance(example, Text) else "chats"
-        self._first_file_by_kind.setdefault(kind, file_name)
-        if not self._faults:  # else nothing will be written; the rest is read to list all faults
-            if split not in self._output_files:  # a split without rows gets no file
-                self._output_files[split] = out.open(f"{split}.jsonl")
-            self._output_files[split].write(json.dumps(processed_row(example, digest), ensure_ascii=False) + "\n")
-            report.splits.setdefault(split, SplitReport()).count(example, max_seq_len=report.max_seq_len)
-
-    # Rows that are there already, or nearly.
-
-    def _find_repeat(self, example: Example, key: bytes, split: str) -> str:
-        # why the row is left out, "" where it is kept
-        report, options = self._report, self._options
-        splits_with_row = [name for name, digests in self._digests_by_split.items() if key in digests]
-        self._digests_by_split[split].add(key)
+        # why the row is left out, "" where it is kept: it is there already, or nearly
+        splits_with_row = [name for name, digests in self._digests_by_split.items() if digest[:16] in digests]
+        self._digests_by_split[split].add(digest[:16])
         reason = ""
         if split in splits_with_row:
             report.duplicates.add(example.where)
@@ -485,35 +492,16 @@ class _Processor:
                 reason = "nearly an earlier row" * is_dropped
             elif is_dropped or index.memory_bytes < MAX_INDEX_BYTES:
                 index.add(sketch, example.where)
-        return reason
-
-    def _check_results(self) -> None:
-        report = self._report
-        if self._options.near_duplicates == "count" and self._similarity_index.memory_bytes >= MAX_INDEX_BYTES:
-            report.remarks.append(
-                f"Near-duplicates: counting takes {MAX_INDEX_BYTES / GIB:g} GiB of memory at most, and was not done "
-                "for all rows; data.process.near_duplicates=drop compares all"
-            )
-        if self._faults:
-            more = filter(None, [_more(len(self._faults), "… and {} more files")])
-            advice = "fix it" if len(self._faults) == 1 else "fix them"
-            if self._has_bad_rows and self._config.data.on_bad_row == "fail":
-                advice = "fix them, or leave rows out, counted, with data.on_bad_row=skip"
-            raise DataError("\n".join([*self._faults[:MAX_LISTED], *more, f"{advice}; nothing was written"]))
-        if len(self._first_file_by_kind) > 1:
-            raise DataError(
-                f"the raw files mix chats ({self._first_file_by_kind['chats']}) and plain text "
-                f"({self._first_file_by_kind['text']}), which are trained in different ways; process them separately, "
-                "each with its own data.process.raw_path and out_dir"
-            )
-        if not report.rows_kept:
-            reasons = "; ".join(f"{places.count:,} x {reason}" for reason, places in _sort_by_count(report.dropped))
-            raise DataError(f"no row is left of {report.rows_in:,} ({reasons or 'the files have none'})")
-        if "train" not in report.splits:
-            raise DataError(
-                f"all {report.rows_kept:,} rows fall into {' and '.join(report.splits)}, none into train; set "
-                "data.process.val_fraction=0 and test_fraction=0, or give more rows"
-            )
+        if reason:
+            report.dropped.setdefault(reason, Occurrences()).add(example.where)
+            return
+        kind = "text" if isinstance(example, Text) else "chats"
+        self._first_file_by_kind.setdefault(kind, file_name)
+        if not self._faults:  # else nothing will be written; the rest is read to list all faults
+            if split not in self._output_files:  # a split without rows gets no file
+                self._output_files[split] = out.open(f"{split}.jsonl")
+            self._output_files[split].write(json.dumps(processed_row(example, digest), ensure_ascii=False) + "\n")
+            report.splits.setdefault(split, SplitReport()).count(example, max_seq_len=report.max_seq_len)
 
 
 def processed_row(example: Example, digest: bytes) -> dict[str, Any]:

@@ -209,39 +209,34 @@ class _ShapeBuilder:
             return "full"
         # transformers 5 writes layer_types; older files only have the window, and the class's own rule applies
         layer_types = fields.values.get("layer_types")
-        if not isinstance(layer_types, list) or rule == "all":
-            is_sliding = self._uses_sliding_window(rule, index)
-        elif len(layer_types) != self.num_layers:
-            raise ModelError(
-                f"model {one_line(fields.name)}: config.json has {len(layer_types)} layer_types and "
-                f"num_hidden_layers: {self.num_layers}"
-            )
-        elif layer_types[index] not in ("full_attention", "sliding_attention"):
-            raise UnknownArchitecture(
-                f"model {one_line(fields.name)}: config.json has a block of type "
-                f"{one_line(str(layer_types[index]))}, which the plan does not know without transformers"
-            )
-        else:
+        if isinstance(layer_types, list) and rule != "all":
+            if len(layer_types) != self.num_layers:
+                raise ModelError(
+                    f"model {one_line(fields.name)}: config.json has {len(layer_types)} layer_types and "
+                    f"num_hidden_layers: {self.num_layers}"
+                )
+            if layer_types[index] not in ("full_attention", "sliding_attention"):
+                raise UnknownArchitecture(
+                    f"model {one_line(fields.name)}: config.json has a block of type "
+                    f"{one_line(str(layer_types[index]))}, which the plan does not know without transformers"
+                )
             is_sliding = layer_types[index] == "sliding_attention"
+        elif "use_sliding_window" in fields.values and not fields.read_flag("use_sliding_window"):
+            is_sliding = False
+        elif rule == "late":
+            is_sliding = index >= (fields.read_optional_count("max_window_layers") or 0)
+        elif rule == "no_rope":  # blocks without rotary positions: no_rope_layers has 1 where there are
+            is_sliding = (index + 1) % (fields.read_optional_count("no_rope_layer_interval") or 4) == 0
+            rope_layers = fields.values.get("no_rope_layers")
+            if isinstance(rope_layers, list) and index < len(rope_layers):
+                is_sliding = not rope_layers[index]
+        elif rule == "pattern" or (rule.startswith("every_") and "sliding_window_pattern" in fields.values):
+            is_sliding = (index + 1) % fields.require_count("sliding_window_pattern") != 0
+        else:
+            is_sliding = rule == "all" or (index + 1) % int(rule.removeprefix("every_")) != 0
         if is_sliding and fields.read_optional_count("sliding_window"):
             return "sliding"
         return "full"
-
-    # By the class's own rule, where config.json does not say block by block which have the window.
-    def _uses_sliding_window(self, rule: str, index: int) -> bool:
-        fields = self.fields
-        if "use_sliding_window" in fields.values and not fields.read_flag("use_sliding_window"):
-            return False
-        if rule == "late":
-            return index >= (fields.read_optional_count("max_window_layers") or 0)
-        if rule == "no_rope":  # blocks without rotary positions: no_rope_layers has 1 where there are
-            rope_layers = fields.values.get("no_rope_layers")
-            if isinstance(rope_layers, list) and index < len(rope_layers):
-                return not rope_layers[index]
-            return (index + 1) % (fields.read_optional_count("no_rope_layer_interval") or 4) == 0
-        if rule == "pattern" or (rule.startswith("every_") and "sliding_window_pattern" in fields.values):
-            return (index + 1) % fields.require_count("sliding_window_pattern") != 0
-        return rule == "all" or (index + 1) % int(rule.removeprefix("every_")) != 0
 
 
 # --------------------------------------------------------------------------------------------------

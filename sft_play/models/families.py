@@ -1,13 +1,11 @@
 """The decoder families of transformers, and the fields of a config.json under uniform names."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from sft_play.errors import ModelError
 from sft_play.log import one_line
@@ -21,10 +19,6 @@ from sft_play.models.shape import NormKind
 
 # A fixed answer, or the name of the true-or-false field that gives it.
 FlagSource = bool | str
-
-# Which blocks see a window where config.json has no `layer_types`: none; all (if there is a window); those from
-# `max_window_layers` on; all but every nth; by `sliding_window_pattern`; those without rotary positions.
-WindowRule = Literal["none", "all", "late", "every_2", "every_4", "every_6", "pattern", "no_rope"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,9 @@ class ModelFamily:
     qk_norm: FlagSource = False
     # head: one weight for all heads; width: as many as the heads are wide together.
     qk_norm_size: Literal["head", "width"] = "head"
-    window_rule: WindowRule = "none"
+    # Which blocks see a window where config.json has no `layer_types`: none; all (if there is a window); those from
+    # `max_window_layers` on; all but every nth; by `sliding_window_pattern`; those without rotary positions.
+    window_rule: Literal["none", "all", "late", "every_2", "every_4", "every_6", "pattern", "no_rope"] = "none"
     has_sinks: bool = False
     experts: ExpertFields | None = None
 
@@ -78,7 +74,6 @@ _LLAMA = ModelFamily(qkv_bias="attention_bias", out_bias="attention_bias", mlp_b
 _BIASED = ModelFamily(qkv_bias="attention_bias", out_bias="attention_bias")
 _GLM = ModelFamily(qkv_bias="attention_bias", mlp=_FUSED_MLP)
 _WIDE_NORMS = replace(_BIASED, qk_norm=True, qk_norm_size="width")
-_AFTER_DENSE = ExpertFields("n_routed_experts", shared_count_field="n_shared_experts", block_rule="after_dense")
 
 # Model types whose blocks transformers' tensor-parallel plan splits completely, by heads and MLP columns
 # (`base_model_tp_plan` of configuration_*.py); a test splits one of each and compares its gradients.
@@ -141,7 +136,10 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
             width_field="intermediate_size", has_router_bias=True, has_expert_bias=True, has_clamped_gate=True
         ),
     ),
-    "glm4_moe": ModelFamily(qkv_bias="attention_bias", qk_norm="use_qk_norm", experts=_AFTER_DENSE),
+    "glm4_moe": ModelFamily(
+        qkv_bias="attention_bias", qk_norm="use_qk_norm",
+        experts=ExpertFields("n_routed_experts", shared_count_field="n_shared_experts", block_rule="after_dense"),
+    ),
 }  # fmt: skip
 
 # Image-text model type: its language model's type, where `text_config` does not give it.
@@ -305,7 +303,7 @@ class ConfigFields:
     name: str
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], name: str) -> ConfigFields:
+    def from_config(cls, config: Mapping[str, Any], name: str) -> Self:
         """The fields of the language model that a config.json describes or wraps. Raises UnknownArchitecture for a type
         that the table of families does not have, ModelError where the width is missing."""
         inner = wrapped_config(config)

@@ -2,8 +2,6 @@
 run reproducible.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -87,19 +85,19 @@ class RunFolder:
 
     path: Path
     # The run that this is a stage of: log, metrics and curves are there.
-    parent_run: RunFolder | None = None
+    parent_run: "RunFolder | None" = None
     is_last_stage: bool = False
 
     def __post_init__(self) -> None:
-        """Name the folder in one way however it was given: ranks, `RUN=` and `output.dir` may say the whole path."""
+        # named in one way however it was given: ranks, `RUN=` and `output.dir` may say the whole path
         object.__setattr__(self, "path", relative_to_cwd(self.path))
 
-    def stage_folder(self, name: str, *, is_last_stage: bool = False) -> RunFolder:
+    def stage_folder(self, name: str, *, is_last_stage: bool = False) -> "RunFolder":
         """The folder of a stage."""
         return RunFolder(self.path / STAGES_FOLDER / name, self, is_last_stage)
 
     @property
-    def whole_run(self) -> RunFolder:
+    def whole_run(self) -> "RunFolder":
         """The folder of the whole run."""
         return self.parent_run or self
 

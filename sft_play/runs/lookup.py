@@ -3,8 +3,6 @@ can be resumed; new ones made whole or not at all, and old ones of the same name
 aside.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno
@@ -46,7 +44,7 @@ LAUNCHER, WRITER = 0, 1
 # What fcntl(2) answers where another process holds the lock: POSIX allows either.
 _HELD_ERRNOS = (errno.EACCES, errno.EAGAIN)
 # What this process has locked, by device and inode: opening and closing such a file again would release the lock.
-_OPEN_LOCKS: weakref.WeakValueDictionary[tuple[int, int], RunLock] = weakref.WeakValueDictionary()
+_OPEN_LOCKS: weakref.WeakValueDictionary[tuple[int, int], "RunLock"] = weakref.WeakValueDictionary()
 
 
 @atexit.register

@@ -8,10 +8,7 @@ counts of its rows, bad ones included, are kept beside it: `splits.py` decides a
 whether a run may continue with them, and `make check` says what they mean.
 """
 
-from __future__ import annotations
-
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -26,12 +23,11 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -73,7 +69,7 @@ class RowWriter:
         self._pending: list[tuple[TokenRow, Example]] = []
         self._tokens = 0
 
-    def __enter__(self) -> RowWriter:
+    def __enter__(self) -> Self:
         self._file = pa.OSFile(str(self.path), "wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
         return self
@@ -297,13 +293,52 @@ def _load_cache(folder: Path) -> BuiltRows | None:
     return None
 
 
+# Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer.
+_MIN_PARALLEL_BYTES = 4 << 20
+_MAX_WORKERS = 16
+# Pieces of files are small enough that all workers end at about the same time.
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES, _PIECES_PER_WORKER = 256 << 10, 8 << 20, 8
+_SideStats = dict[str, RowStats]
+
+
 def _build_cache(
     folder: Path, parts: Sequence[FilePart], recipe: BuildRecipe, split: str, workers: int | str
 ) -> BuiltRows:
     # always the same place: nobody else writes there, since the caller holds the lock
     with atomic.replace_path(folder, temporary=folder.with_name(f"{folder.name}.part")) as temporary_folder:
         temporary_folder.mkdir()
-        files, stats = _build_rows(temporary_folder, parts, recipe, split, workers)
+        files_of_parts = [part.path for part in parts if part.kind != "hub" and part.path.is_file()]
+        total_bytes = sum(path.stat().st_size for path in files_of_parts)
+        if not isinstance(workers, int):
+            workers = 1 if total_bytes < _MIN_PARALLEL_BYTES else min(cpu_cores(), _MAX_WORKERS)
+        piece_bytes = total_bytes // (workers * _PIECES_PER_WORKER)
+        piece_bytes = max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, piece_bytes))
+        jobs: list[_BuildJob] = []
+        for part in parts:
+            row_format = detect_format(read_part(part), recipe.data)[1]
+            for piece in split_part(part, part_bytes=piece_bytes) if workers > 1 else [part]:
+                jobs.append(_BuildJob(len(jobs), piece, row_format, str(temporary_folder)))
+        workers = min(workers, len(jobs))
+        files: dict[str, list[str]] = {KEPT_SIDE: [], HELD_OUT_SIDE: []}
+        stats = _empty_stats(recipe)
+        with report_wait(
+            f"Tokenising {split} rows", unit="rows", count_total=lambda: count_part_rows(parts)
+        ) as progress:
+            if workers > 1:
+                results = _run_jobs(jobs, recipe, workers)
+            else:
+                results = map(functools.partial(_BuildWorker(recipe), progress=progress), jobs)
+            for job_files, job_stats in results:
+                if workers > 1:
+                    progress.add(job_stats[KEPT_SIDE].rows)
+                for name, counts in stats.items():
+                    counts.add(job_stats[name])
+                for name, file in job_files.items():
+                    files[name].append(file)
+        formats = [name for name, _ in stats[KEPT_SIDE].formats.most_common()]
+        formats += [job.row_format.name for job in jobs if job.row_format]
+        for side_stats in stats.values():
+            side_stats.format = ", ".join(dict.fromkeys(formats)) or side_stats.format
         if recipe.is_document:
             for side, document_files in files.items():
                 is_held_out = split != "train" or side == HELD_OUT_SIDE or recipe.text_span[0] > 0
@@ -317,50 +352,6 @@ def _build_cache(
                 files[side] = [blocks_path.name]
         (temporary_folder / _META_FILE).write_bytes(pickle.dumps((files, stats)))
     return BuiltRows(folder, files, stats)
-
-
-# Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer.
-_MIN_PARALLEL_BYTES = 4 << 20
-_MAX_WORKERS = 16
-# Pieces of files are small enough that all workers end at about the same time.
-_MIN_PIECE_BYTES, _MAX_PIECE_BYTES, _PIECES_PER_WORKER = 256 << 10, 8 << 20, 8
-_SideStats = dict[str, RowStats]
-
-
-def _build_rows(
-    folder: Path, parts: Sequence[FilePart], recipe: BuildRecipe, split: str, workers: int | str
-) -> tuple[dict[str, list[str]], _SideStats]:
-    files_of_parts = [part.path for part in parts if part.kind != "hub" and part.path.is_file()]
-    total_bytes = sum(path.stat().st_size for path in files_of_parts)
-    if not isinstance(workers, int):
-        workers = 1 if total_bytes < _MIN_PARALLEL_BYTES else min(cpu_cores(), _MAX_WORKERS)
-    piece_bytes = total_bytes // (workers * _PIECES_PER_WORKER)
-    piece_bytes = max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, piece_bytes))
-    jobs: list[_BuildJob] = []
-    for part in parts:
-        row_format = detect_format(read_part(part), recipe.data)[1]
-        for piece in split_part(part, part_bytes=piece_bytes) if workers > 1 else [part]:
-            jobs.append(_BuildJob(len(jobs), piece, row_format, str(folder)))
-    workers = min(workers, len(jobs))
-    files: dict[str, list[str]] = {KEPT_SIDE: [], HELD_OUT_SIDE: []}
-    stats = _empty_stats(recipe)
-    with report_wait(f"Tokenising {split} rows", unit="rows", count_total=lambda: count_part_rows(parts)) as progress:
-        if workers > 1:
-            results = _run_jobs(jobs, recipe, workers)
-        else:
-            results = map(functools.partial(_BuildWorker(recipe), progress=progress), jobs)
-        for job_files, job_stats in results:
-            if workers > 1:
-                progress.add(job_stats[KEPT_SIDE].rows)
-            for name, counts in stats.items():
-                counts.add(job_stats[name])
-            for name, file in job_files.items():
-                files[name].append(file)
-    formats = [name for name, _ in stats[KEPT_SIDE].formats.most_common()]
-    formats += [job.row_format.name for job in jobs if job.row_format]
-    for side_stats in stats.values():
-        side_stats.format = ", ".join(dict.fromkeys(formats)) or side_stats.format
-    return files, stats
 
 
 def _empty_stats(recipe: BuildRecipe) -> _SideStats:
@@ -438,7 +429,7 @@ class _BuildWorker:
                 example = self._row_renderer.renderer.recover_chat(example)
             elif isinstance(example, Text) and self._recipe.text_span != (0.0, 1.0):
                 start, end = (int(len(example.text) * share) for share in self._recipe.text_span)
-                example = dataclasses.replace(example, text=example.text[start:end])
+                example = replace(example, text=example.text[start:end])
             if isinstance(example, Text) and not example.text.strip():
                 continue  # a document's end may be blank
             held_out_flags[-1] = held_out_share > 0 and digest_share(content_digest(example)) < held_out_share
@@ -461,7 +452,7 @@ def _run_jobs(
         with hide_main_module():  # the workers start when jobs are submitted
             futures = [pool.submit(_run_job, job) for job in jobs]
         yield from (future.result() for future in futures)
-    except BrokenProcessPool:
+    except BrokenExecutor:
         raise DataError(
             "a process that prepared rows died (out of memory?); lower data.workers, such as data.workers=1"
         ) from None

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sft_play.config.schema import RunConfig
 
-RowIndices = npt.NDArray[np.int64]
+RowIndices = np.typing.NDArray[np.int64]
 
 
 def is_packing_enabled(config: RunConfig) -> bool:
@@ -33,7 +32,6 @@ class Packs:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> RowIndices:
-        """The rows of one pack, in the order of the data set."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self.indices[self.offsets[index] : self.offsets[index + 1]]
@@ -42,7 +40,7 @@ class Packs:
         return (self[index] for index in range(len(self)))
 
 
-def pack_best_fit(lengths: npt.ArrayLike, capacity: int) -> Packs:
+def pack_best_fit(lengths: np.typing.ArrayLike, capacity: int) -> Packs:
     """Pack rows, uncut, into packs of at most `capacity` tokens: the longest first, each into the fullest pack that has
     room for it (best-fit decreasing: at most 11/9 of the fewest packs there can be). Rows of one length are dealt
     together: a million take seconds. Raises ValueError where a row is empty or longer than a pack."""
@@ -108,7 +106,7 @@ def concatenate_packs(packs: Sequence[Packs]) -> Packs:
     return Packs(np.concatenate([*offsets, rows[-1:]]), np.concatenate(indices), np.concatenate(tokens))
 
 
-def group_by_length(order: npt.ArrayLike, lengths: npt.ArrayLike, *, window: int) -> RowIndices:
+def group_by_length(order: np.typing.ArrayLike, lengths: np.typing.ArrayLike, *, window: int) -> RowIndices:
     """The order with each `window` of rows (those of one optimizer step) sorted by length, the longest first.
     Micro-batches are dealt from a step's rows one after the other, to the ranks in turn: so the rows of a micro-batch,
     and the micro-batches that ranks have at the same time, are of like length."""
@@ -118,7 +116,7 @@ def group_by_length(order: npt.ArrayLike, lengths: npt.ArrayLike, *, window: int
 
 
 def padding_shares(
-    lengths: npt.ArrayLike, *, micro_batch: int, effective_batch: int, max_seq_len: int, seed: int
+    lengths: np.typing.ArrayLike, *, micro_batch: int, effective_batch: int, max_seq_len: int, seed: int
 ) -> dict[str, float]:
     """Share of padded tokens in an epoch for each choice: `random` batches, rows `grouped` by length in a step,
     and `pack_best_fit` packs (grouped too). Rows that are longer than `max_seq_len` count as cut to it."""

@@ -5,18 +5,16 @@ blocks, every token trained. cpt_mixed: both, in a given ratio. The rows themsel
 token cache (`build.py`).
 """
 
-import dataclasses
 import functools
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.build import HELD_OUT_SIDE, KEPT_SIDE, BuildRecipe, BuiltRows, build_rows, chat_from_json
@@ -35,7 +33,7 @@ from sft_play.errors import DataError
 # All of it is arithmetic on counts and a seed: the rows of an epoch follow from its number alone,
 # so that a resumed run has those of an unbroken one, whatever the ranks.
 
-SourceRows = npt.NDArray[np.int64]
+SourceRows = np.typing.NDArray[np.int64]
 
 # A mix that needs more passes over the same rows in one epoch is refused as a mistake.
 MAX_SOURCE_PASSES = 1_000
@@ -262,8 +260,9 @@ class _SplitBuilder:
         share = self._config.data.val_fraction
         # with cpt_mixed the share still holds for the text, of which no validation file is given
         if val is not None and share and self._config.task_mode != "cpt_mixed":
-            reason = f"data.val_path={paths.val} has validation rows"
-            self._notes.append(f"data.val_fraction={share:g} is not used: {reason}")
+            self._notes.append(
+                f"data.val_fraction={share:g} is not used: data.val_path={paths.val} has validation rows"
+            )
         share = share if val is None else 0.0  # rows of val_path are enough
         train, split_off = self._build_source(paths.train, "train", is_document=self._trains_text, held_out_share=share)
         test = self._build_held_out(paths.test, "test")
@@ -345,10 +344,10 @@ class _SplitBuilder:
             kept_split, split_off = self._build_source(
                 source.train, "train", is_document=self._trains_text, held_out_share=share
             )
-            train.append(dataclasses.replace(kept_split, option_key=f"{key}.path"))
+            train.append(replace(kept_split, option_key=f"{key}.path"))
             self._check_split(train[-1], "train")
             if val is None and split_off is not None:
-                val = dataclasses.replace(split_off, option_key=f"{key}.path")
+                val = replace(split_off, option_key=f"{key}.path")
                 self._check_split(val, "val")
             if val is not None:
                 held_out_by_source[index] = val
@@ -385,13 +384,13 @@ class _SplitBuilder:
         if indices is None:
             return split
         self._notes.append(f"Data train: {max_rows:,} of {len(split.rows):,} rows of {name} are used (max_rows)")
-        return dataclasses.replace(split, rows=split.rows.select(indices))
+        return replace(split, rows=split.rows.select(indices))
 
     def _build_held_out(self, source: AnySource | None, split: str, *, key: str = "") -> DataSplit | None:
         if source is None:
             return None
         data_split, _ = self._build_source(source, split, is_document=self._trains_text)
-        data_split = dataclasses.replace(data_split, option_key=key)
+        data_split = replace(data_split, option_key=key)
         self._check_split(data_split, split)
         return data_split
 
@@ -435,12 +434,11 @@ class _SplitBuilder:
         count = len(split.rows)
         # a single block may be shorter: a held-out text of less than one (`build.write_blocks`)
         tokens = count * block_size if count > 1 or len(split.rows[0]["input_ids"]) == block_size else stats.tokens
-        leftover_tokens = stats.tokens - tokens
         self._notes.append(
-            f"{stats.source}: packed into {count:,} blocks of {block_size} tokens; the last {leftover_tokens:,} "
+            f"{stats.source}: packed into {count:,} blocks of {block_size} tokens; the last {stats.tokens - tokens:,} "
             f"tokens fill none"
         )
-        return dataclasses.replace(split, stats=dataclasses.replace(stats, tokens=tokens, trained_tokens=tokens))
+        return replace(split, stats=replace(stats, tokens=tokens, trained_tokens=tokens))
 
     def _mix_text_in(
         self, chats: DataSplit, val: DataSplit | None, source: AnySource
@@ -467,7 +465,7 @@ class _SplitBuilder:
             f"{needed_blocks / blocks:.2g} passes over the text)"
         )
         text_tokens = needed_blocks * self._max_seq_len
-        report = dataclasses.replace(text.stats, tokens=text_tokens, trained_tokens=text_tokens)
+        report = replace(text.stats, tokens=text_tokens, trained_tokens=text_tokens)
         train = DataSplit(rows, chats.stats.merge_source(report), chats.chats)
         if val is not None and held_out is not None:
             text = self._pack_text(held_out)
@@ -492,7 +490,7 @@ def _add_source_column(split: DataSplit, source_index: int) -> DataSplit:
 
     rows = split.rows.select_columns(["input_ids", "labels"])
     rows = rows.add_column("source", np.full(len(rows), source_index, np.int8), feature=Value("int8"))
-    return dataclasses.replace(split, rows=rows)
+    return replace(split, rows=rows)
 
 
 def _concatenate_splits(splits: Sequence[DataSplit]) -> DataSplit:

@@ -71,16 +71,6 @@ class TruncationCost:
             self._second_differences[begin + 1] += weight
             self._second_differences[end + 1] -= weight
 
-    def add_rows(self, other: TruncationCost) -> None:
-        """Add the rows of another."""
-        self.longest = max(self.longest, other.longest)
-        self.trained_tokens += other.trained_tokens
-        missing_entries = len(other._second_differences) - len(self._second_differences)
-        if missing_entries > 0:
-            self._second_differences.extend([0] * missing_entries)
-        for index, difference in enumerate(other._second_differences):
-            self._second_differences[index] += difference
-
     def _kept_tokens(self) -> Iterator[int]:
         return itertools.accumulate(itertools.accumulate(self._second_differences))
 
@@ -361,7 +351,12 @@ def _add_fields(stats: RowStats, other: RowStats, *, excluded: Collection[str] =
         elif isinstance(value, dict):
             setattr(stats, name, {**other_value, **value})
         elif isinstance(value, TruncationCost):
-            value.add_rows(other_value)
+            value.longest = max(value.longest, other_value.longest)
+            value.trained_tokens += other_value.trained_tokens
+            missing_entries = len(other_value._second_differences) - len(value._second_differences)
+            value._second_differences.extend([0] * missing_entries)  # none where it is negative
+            for index, difference in enumerate(other_value._second_differences):
+                value._second_differences[index] += difference
         elif isinstance(value, int):
             setattr(stats, name, value + other_value)
         else:

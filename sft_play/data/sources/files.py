@@ -7,7 +7,6 @@ can be split: the rows of a file's parts, one part after the other, are the file
 """
 
 import contextlib
-import dataclasses
 import glob
 import hashlib
 import itertools
@@ -16,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from sft_play.config.schema import MANAGED_HELD_OUT_FILES, PROCESSED_TEXT_PATH, DataConfig
@@ -368,8 +367,7 @@ def _list_path_parts(path: Path, split: str, wants_text: bool, *, is_glob_match:
         message = f"{path} holds no data files; looked for {', '.join(sorted(suffixes))} and a saved dataset"
         text_files = sum(data_suffix(item) in TEXT_SUFFIXES for item in walk_data_files(path))
         if text_files:
-            noun = "text file" + "s" * (text_files > 1)
-            message += f"; it holds {text_files:,} {noun}: task_mode: cpt trains plain text"
+            message += f"; it holds {text_files:,} text file{'s' * (text_files > 1)}: task_mode: cpt trains plain text"
         raise DataError(message)
     return parts
 
@@ -454,11 +452,11 @@ def split_part(part: FilePart, *, part_bytes: int) -> list[FilePart]:
         return [part]
     path = part.path
     kind = file_kind(path, wants_text=part.wants_text)
-    typed_part = dataclasses.replace(part, kind=kind)
+    typed_part = replace(part, kind=kind)
     if kind == "parquet":
         groups, first_row = [], 1
         for index, rows in enumerate(tables.parquet_group_rows(path)):
-            groups.append(dataclasses.replace(typed_part, start=index, end=index + 1, first_number=first_row))
+            groups.append(replace(typed_part, start=index, end=index + 1, first_number=first_row))
             first_row += rows
         return groups or [typed_part]
     # offsets are those of the bytes that are read, which another encoding's are not
@@ -473,12 +471,12 @@ def split_part(part: FilePart, *, part_bytes: int) -> list[FilePart]:
             if cut == 0:
                 break
             line += block.count(b"\n", scanned, cut)
-            ranges.append(dataclasses.replace(typed_part, start=start, end=offset + cut, first_number=first_line))
+            ranges.append(replace(typed_part, start=start, end=offset + cut, first_number=first_line))
             start, first_line, scanned = offset + cut, line, cut
         line += block.count(b"\n", scanned)
         offset += len(block)
     if start < offset:  # the rest, which may lack a line end
-        ranges.append(dataclasses.replace(typed_part, start=start, end=offset, first_number=first_line))
+        ranges.append(replace(typed_part, start=start, end=offset, first_number=first_line))
     return ranges if len(ranges) > 1 else [typed_part]
 
 

@@ -165,13 +165,8 @@ TOOL_KEYS = ("tools", "functions")
 TEMPLATE_KWARGS = "chat_template_kwargs"
 _MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 
-_EXTRA_CHAT_COLUMNS = frozenset({*SYSTEM_KEYS, *TOOL_KEYS, TEMPLATE_KWARGS, *_MEDIA_KEYS})
-
 
 def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
-    if _EXTRA_CHAT_COLUMNS.isdisjoint(row.data):
-        _require_trainable_turns(messages)
-        return Chat(row.where, tuple(messages))
     for key in _MEDIA_KEYS:
         # a flag or a count of that name (`image: false`) is no picture
         if row.data.get(key) not in (None, "", [], {}) and not isinstance(row.data[key], (bool, int, float)):
@@ -185,7 +180,16 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
             raise UnusableRowError("two system prompts", f"one in {system_column}, another in the first message")
         if is_new:
             messages = [{"role": "system", "content": system_prompt}, *messages]
-    _require_trainable_turns(messages)
+    if not messages:
+        raise UnusableRowError("no turns")
+    if messages[-1]["role"] == "user":
+        raise UnusableRowError("ends with a user turn, nothing to learn from it", f"messages[{len(messages) - 1}]")
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise UnusableRowError("no assistant turn, so nothing to learn", f"the roles are {roles}")
+    if all(message.get("train") is False for message in answers):
+        raise UnusableRowError("every assistant turn has train: false, nothing to learn")
     tools_column = _first_filled_column(TOOL_KEYS, row.data)
     tools = parse_tools(row.data[tools_column]) if tools_column is not None else ()
     kwargs = unpack_json(row.data.get(TEMPLATE_KWARGS), "{") or {}
@@ -205,19 +209,6 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
 
 def _first_filled_column(keys: Iterable[str], data: Mapping[str, Any]) -> str | None:
     return next((key for key in keys if data.get(key) not in (None, "", [], {})), None)
-
-
-def _require_trainable_turns(messages: list[Message]) -> None:
-    if not messages:
-        raise UnusableRowError("no turns")
-    if messages[-1]["role"] == "user":
-        raise UnusableRowError("ends with a user turn, nothing to learn from it", f"messages[{len(messages) - 1}]")
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if not answers:
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise UnusableRowError("no assistant turn, so nothing to learn", f"the roles are {roles}")
-    if all(message.get("train") is False for message in answers):
-        raise UnusableRowError("every assistant turn has train: false, nothing to learn")
 
 
 # A question and its answer
@@ -305,7 +296,6 @@ def _build_call_chat(row: RawRow, question: str, calls: str) -> Chat:
 
 
 _OPTIONAL_TURN_COLUMNS = frozenset({*TOOL_KEYS, *SYSTEM_KEYS, TEMPLATE_KWARGS})
-_OPTIONAL_PAIR_COLUMNS = _OPTIONAL_TURN_COLUMNS | {"history"}
 TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "dialogs", "turns", "contents")
 PAIR_COLUMNS = (
     ("instruction", "output"),
@@ -336,7 +326,7 @@ FORMATS: tuple[RowFormat, ...] = (
             pair,
             "pair",
             # an instruction has its context beside it without a mapping
-            _OPTIONAL_PAIR_COLUMNS.union(_CONTEXT_COLUMNS * (pair[0] == "instruction")),
+            _OPTIONAL_TURN_COLUMNS.union({"history"}, _CONTEXT_COLUMNS * (pair[0] == "instruction")),
         )
         for pair in PAIR_COLUMNS
     ),

@@ -32,7 +32,6 @@ TEXT_KEYS = ("reasoning_content", "tool_plan", "content")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 UNKNOWN_ROLE = "unknown role"
-_CALL_ROLES = frozenset({"function_call", "tool_call"})
 
 _CONTENT_KEYS = ("content", "value", "text", "parts", "message")
 _USER_KEYS = ("user", "human", "prompter", "input", "question", "prompt", "instruction")
@@ -171,7 +170,7 @@ def _parse_message(item: dict[str, Any], location: str, role_key: str) -> Messag
     content_key = next((key for key in _CONTENT_KEYS if key in item and key != role_key), "content")
     content = item.get(content_key)
     message: Message = {"role": role}
-    if str(role_value).strip().lower() in _CALL_ROLES:  # ShareGPT's form: the turn's text is the call as JSON
+    if str(role_value).strip().lower() in _CALL_PART_TYPES:  # ShareGPT's form: the turn's text is the call as JSON
         message |= {"content": "", "tool_calls": _parse_call_text(content, location)}
     else:
         calls = _read_calls(item, content, location)
@@ -211,10 +210,12 @@ AUTHOR_MESSAGE = "_given"
 _TRAINED_KEYS = (
     *("train", "training", "trainable", "train_on_turn", "learn", "loss", "weight", "loss_weight", "loss_scale"),
 )
-_MASKED_KEYS = ("masked", "is_masked", "ignore", "ignored", "ignore_loss")
 # Where data sets say of a message whether it is trained: 1 or true of the first says yes, of the second no. `mask` may
 # mean either; `train_detail` is axolotl's, by parts of the text.
-_LOSS_FLAG_KEYS = (*_TRAINED_KEYS, *_MASKED_KEYS, "mask", "train_detail")
+_LOSS_FLAG_KEYS = (
+    *(*_TRAINED_KEYS, "masked", "is_masked", "ignore", "ignored", "ignore_loss"),
+    *("mask", "train_detail"),
+)
 
 
 _READ_KEYS = frozenset(
@@ -324,8 +325,6 @@ def content_text(value: Any, location: str, *, role: str = "") -> str:
 _TEXT_PART_TYPES = frozenset({"text", "input_text", "output_text"})
 _REASONING_PART_TYPES = frozenset({"reasoning", "thinking"})
 _CALL_PART_TYPES = frozenset({"tool_call", "function_call"})
-# Parts that are no part of the text: they become `reasoning_content` and `tool_calls`.
-_SKIPPED_PART_TYPES = _REASONING_PART_TYPES | _CALL_PART_TYPES
 
 
 def _join_parts(parts: list[Any], location: str) -> str:
@@ -333,7 +332,7 @@ def _join_parts(parts: list[Any], location: str) -> str:
     for part in parts:
         part_type = part.get("type") if isinstance(part, dict) else None
         text = _first_value(part, "text", "value") if isinstance(part, dict) else part
-        if isinstance(part_type, str) and part_type in _SKIPPED_PART_TYPES:
+        if isinstance(part_type, str) and part_type in _REASONING_PART_TYPES | _CALL_PART_TYPES:
             continue  # read by _read_reasoning and _read_calls
         is_text = part_type is None or (isinstance(part_type, str) and part_type in _TEXT_PART_TYPES)
         if not isinstance(text, str) or not is_text:

@@ -32,7 +32,6 @@ from sft_play.process.waiting import report_wait
 BATCH_ROWS = 1_000
 # About so many bytes of a table become Python objects at once.
 SLICE_BYTES = 8 << 20
-DELIMITERS = ",\t;|"
 # a first line with which a table tells Excel its delimiter
 _DELIMITER_LINE = re.compile(r"\ufeff?\"?sep=(.)\"?\r?\n", re.IGNORECASE)
 # cells that pandas reads as missing (STR_NA_VALUES of pandas 3.1), but for the empty one
@@ -81,7 +80,7 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     beginning = read_head(path).decode("utf-8", "ignore")
     first = next((line for line in beginning.lstrip("\ufeff").splitlines() if line.strip()), "")
     # the one that gives the most fields; of equal counts the first: a comma
-    delimiter = max(DELIMITERS, key=lambda char: len(next(csv.reader([first], delimiter=char), [])))
+    delimiter = max(",\t;|", key=lambda char: len(next(csv.reader([first], delimiter=char), [])))
     if delimiter_match := _DELIMITER_LINE.match(beginning):
         delimiter, skipped_lines = delimiter_match[1], 1
         next(lines)
@@ -105,7 +104,13 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
         if not fields or (fields == [""] and (names is None or len(names) > 1)):
             continue
         if names is None:
-            names = _parse_header(fields, path, line)
+            # the first name may be empty (pandas writes its index so): rows leave that column out
+            names = [field.strip() for field in fields]
+            for index, column in enumerate(names):
+                if not column and index:
+                    raise DataError(f"{path}:{line}: column {index + 1} of the header has no name")
+                if names.count(column) > 1:
+                    raise DataError(f'{path}:{line}: the header names the column "{one_line(column, limit=60)}" twice')
         elif len(fields) != len(names):
             yield BadRow(
                 f"{name}:{line}",
@@ -117,17 +122,6 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
             yield RawRow(f"{name}:{line}", data, missing=tuple(key for key, field in data.items() if field in NA_WORDS))
     if names is None:
         raise DataError(f"{path} has no rows: the file is blank")
-
-
-# The first name may be empty (pandas writes its index so); rows leave that column out.
-def _parse_header(fields: list[str], path: Path, line: int) -> list[str]:
-    names = [field.strip() for field in fields]
-    for index, name in enumerate(names):
-        if not name and index:
-            raise DataError(f"{path}:{line}: column {index + 1} of the header has no name")
-        if names.count(name) > 1:
-            raise DataError(f'{path}:{line}: the header names the column "{one_line(name, limit=60)}" twice')
-    return names
 
 
 # The csv module limits fields, not lines: an open quote would take all the rest.
