@@ -297,7 +297,22 @@ class _Processor:
     def run(self, *, force: bool) -> ProcessReport:
         report = self._report
         parts = self._find_parts()
-        self._index_other_rows(parts)
+        # of data.val_path and data.test_path only files that are neither trained on nor written
+        data, compare_paths = self._config.data, list(self._options.compare_with)
+        trained_paths = [part.path.resolve() for part, split in parts if split not in ("val", "test")]
+        for value in filter(None, (data.val_path, data.test_path)):
+            path = Path(value).expanduser().resolve()
+            is_held_out = path.exists() and path not in trained_paths and not self._is_output(path)
+            if self._compares_rows and is_held_out:
+                compare_paths.append(value)
+        for value in dict.fromkeys(compare_paths):
+            index, name = SimilarityIndex(self._sketch_maker), one_line(value)
+            with report_wait(f"Reading the rows of {name}", unit="rows") as progress:
+                for text, location in read_compared_texts(value, data):
+                    index.add(self._sketch_maker.sketch(text), location)
+                    progress.add()
+            self._indexes_by_file[name] = index
+            self._report.overlaps[name] = Occurrences()
         out = OutputFolder(Path(self._options.out_dir).expanduser(), OUTPUT_NAMES, force=force, command="process")
         total = functools.partial(count_part_rows, [part for part, _ in parts])
         with out, report_wait("Processing raw rows", unit="rows", count_total=total) as self._progress:
@@ -335,26 +350,6 @@ class _Processor:
     def _is_output(self, path: Path) -> bool:
         # our own output may be in a folder below the raw files
         return any(map(path.resolve().is_relative_to, self._output_folders))
-
-    # Rows that training rows are compared with.
-
-    def _index_other_rows(self, parts: list[tuple[FilePart, str | None]]) -> None:
-        # of data.val_path and data.test_path only files that are neither trained on nor written
-        data, compare_paths = self._config.data, list(self._options.compare_with)
-        trained_paths = [part.path.resolve() for part, split in parts if split not in ("val", "test")]
-        for value in filter(None, (data.val_path, data.test_path)):
-            path = Path(value).expanduser().resolve()
-            is_held_out = path.exists() and path not in trained_paths and not self._is_output(path)
-            if self._compares_rows and is_held_out:
-                compare_paths.append(value)
-        for value in dict.fromkeys(compare_paths):
-            index, name = SimilarityIndex(self._sketch_maker), one_line(value)
-            with report_wait(f"Reading the rows of {name}", unit="rows") as progress:
-                for text, location in read_compared_texts(value, data):
-                    index.add(self._sketch_maker.sketch(text), location)
-                    progress.add()
-            self._indexes_by_file[name] = index
-            self._report.overlaps[name] = Occurrences()
 
     # The raw files.
 

@@ -204,9 +204,32 @@ class BuiltRows:
 
 def build_rows(source: AnySource, recipe: BuildRecipe, *, split: str, workers: int | str = "auto") -> BuiltRows:
     """Load the token rows of a source from the cache, or build them. Raises DataError for files, formats and cache."""
+    import tokenizers
+
     parts = list_parts(source, split=split, wants_text=recipe.is_document)
     try:
-        folder = cache_dir() / "tokens" / _cache_key(source, parts, recipe, split)
+        key_parts = {
+            # a tokenizer's ids are the library's doing too
+            "code": [tokenizers.__version__, _code_digest(Path(__file__).parents[1])],
+            "tokenizer": hashlib.sha256(repr(recipe.tokenizer).encode()).hexdigest(),
+            "options": recipe.data.model_dump(mode="json", exclude=set(_OPTIONS_NOT_IN_KEY)),
+            "limit": recipe.max_seq_len,
+            "date": str(recipe.today) if recipe.tokenizer.writes_date and not recipe.data.template_date else "",
+            "kind": [
+                *(
+                    split,
+                    recipe.is_document,
+                    recipe.text_span,
+                    recipe.held_out_share,
+                    recipe.keeps_chats,
+                    recipe.task_mode,
+                )
+            ],
+            "source": str(source),
+            "content": [[part.name, part.kind, _content_digest(part)] for part in parts],
+        }
+        key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()[:32]
+        folder = cache_dir() / "tokens" / key
     except OSError as error:
         raise DataError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
     try:
@@ -230,28 +253,6 @@ def _code_digest(package: Path) -> str:
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".json")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _cache_key(source: AnySource, parts: Sequence[FilePart], recipe: BuildRecipe, split: str) -> str:
-    import tokenizers
-
-    options = {
-        key: value for key, value in recipe.data.model_dump(mode="json").items() if key not in _OPTIONS_NOT_IN_KEY
-    }
-    key_parts = {
-        # a tokenizer's ids are the library's doing too
-        "code": [tokenizers.__version__, _code_digest(Path(__file__).parents[1])],
-        "tokenizer": hashlib.sha256(repr(recipe.tokenizer).encode()).hexdigest(),
-        "options": options,
-        "limit": recipe.max_seq_len,
-        "date": str(recipe.today) if recipe.tokenizer.writes_date and not recipe.data.template_date else "",
-        "kind": [
-            *(split, recipe.is_document, recipe.text_span, recipe.held_out_share, recipe.keeps_chats, recipe.task_mode)
-        ],
-        "source": str(source),
-        "content": [[part.name, part.kind, _content_digest(part)] for part in parts],
-    }
-    return hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 # Of a data set of the hub its commit, or today's date if that is unknown.

@@ -240,17 +240,6 @@ def _build_pair_chat(row: RawRow, question: str, answer: str, *, extra_columns: 
     return _build_chat(row, messages)
 
 
-def _add_reasoning(chat: Chat, row: RawRow) -> None:
-    text = _read_text_column(row, "reasoning", required=False)
-    if not text.strip():
-        return
-    last_answer = next(message for message in reversed(chat.messages) if message["role"] == "assistant")
-    if last_answer.setdefault("reasoning_content", text) != text:
-        raise UnusableRowError("a message has two different think texts", "one in the column, another in the answer")
-    if AUTHOR_MESSAGE in last_answer:
-        last_answer[AUTHOR_MESSAGE] = {**last_answer[AUTHOR_MESSAGE], "reasoning_content": text}
-
-
 def _has_turns(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(item, dict) for item in value)
 
@@ -430,7 +419,16 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
             turns = {key: alternate_roles(row.data[key]) for key in row_format.required_columns}
         example = row_format.build(replace(row, data=row.data | turns))
         if "reasoning" in row_format.optional_columns and isinstance(example, Chat):
-            _add_reasoning(example, row)
+            # the think text that data.columns names goes into the last answer
+            text = _read_text_column(row, "reasoning", required=False)
+            last_answer = next(message for message in reversed(example.messages) if message["role"] == "assistant")
+            if text.strip():
+                if last_answer.setdefault("reasoning_content", text) != text:
+                    raise UnusableRowError(
+                        "a message has two different think texts", "one in the column, another in the answer"
+                    )
+                if AUTHOR_MESSAGE in last_answer:
+                    last_answer[AUTHOR_MESSAGE] = {**last_answer[AUTHOR_MESSAGE], "reasoning_content": text}
         unused = _unused_columns(row, row_format, example, data)
     except UnusableRowError as error:
         return BadRow(row.where, error.reason, error.detail, is_asked=error.reason == EMPTY_TEXT and data.drop_empty)
