@@ -61,8 +61,7 @@ class OutputFolder:
         return self
 
     def open(self, name: str) -> TextIO:
-        """Open a text file that gets its name when the context ends; `name` must be one of the folder's `names`."""
-        assert name in self._names, name
+        """Open a text file that gets its name when the context ends; `name` is one of the folder's `names`."""
         temporary_path = self._renames.enter_context(atomic.replace_path(self.path / name))
         self._files[name] = temporary_path.open("w", encoding="utf-8", newline="\n")
         return self._files[name]

@@ -19,7 +19,7 @@ from typing import Any
 
 from sft_play.data.build.stats import format_row_count
 from sft_play.data.build.survey import RowRenderer
-from sft_play.data.masks.token_row import IGNORED, MASK_METHODS, TokenRow
+from sft_play.data.masks.token_row import IGNORED, MASK_METHODS
 from sft_play.data.sources.examples import ExampleReader, read_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
@@ -161,6 +161,16 @@ def preview_rows(
         else:
             kept_ids, reason = tuple(row.input_ids), ""
             cut_tokens, lost_tokens = row.cut_tokens, row.lost_trained_tokens
+        counts = (
+            (whole_row.untrained_turns, "assistant turns have no exact mask and are not trained"),
+            (whole_row.stripped_think_pieces, "pieces of think text are not written by the template"),
+            (whole_row.special_token_count, "special tokens are spelled in its texts"),
+            (whole_row.merged_edges, "answers end inside a token, which is split there"),
+        )
+        notes = [*outcome.example.notes, *whole_row.notes, *(f"{count} {note}" for count, note in counts if count)]
+        if whole_row.added_end:
+            end = one_line(whole_row.added_end.strip())
+            notes.append(f"{end} is added after the last turn, which the chat template does not end")
         yield PreviewRow(
             row_number,
             whole_row.location,
@@ -168,24 +178,11 @@ def preview_rows(
             labels,
             tuple(split_token_pieces(ids, labels, token_bytes, kept_flags=kept_token_flags(ids, kept_ids))),
             whole_row.method,
-            (*outcome.example.notes, *whole_row.notes, *_row_notes(whole_row)),
+            tuple(notes),
             cut_tokens=cut_tokens,
             lost_trained_tokens=lost_tokens,
             reason=reason,
         )
-
-
-def _row_notes(row: TokenRow) -> Iterator[str]:
-    counts = (
-        (row.untrained_turns, "assistant turns have no exact mask and are not trained"),
-        (row.stripped_think_pieces, "pieces of think text are not written by the template"),
-        (row.special_token_count, "special tokens are spelled in its texts"),
-        (row.merged_edges, "answers end inside a token, which is split there"),
-    )
-    yield from (f"{count} {note}" for count, note in counts if count)
-    if row.added_end:
-        end = one_line(row.added_end.strip())
-        yield f"{end} is added after the last turn, which the chat template does not end"
 
 
 # Each part of a row as it is shown: its text; its styles, which the page and the terminal each have (t a token, b every

@@ -44,8 +44,6 @@ from sft_play.starter import BASE, BASE_NAME
 
 # Activations that transformers computes step by step in Python, with a tensor per step (activations.py).
 STEPWISE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "gelu_accurate"})
-# Dropout of what blocks add up, whose masks the estimate does not count.
-_RESIDUAL_DROPOUT_FIELDS = ("resid_pdrop", "embd_pdrop")
 
 
 def parse_model_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
@@ -54,7 +52,8 @@ def parse_model_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
     require_causal_lm_config(config, name=name)
     fields = ConfigFields.from_config(config, name)
     family = MODEL_FAMILIES[fields.model_type]
-    unsupported_fields = [key for key in _RESIDUAL_DROPOUT_FIELDS if fields.read_number(key, minimum=0, maximum=1)]
+    # dropout of what blocks add up, whose masks the estimate does not count
+    unsupported_fields = [key for key in ("resid_pdrop", "embd_pdrop") if fields.read_number(key, minimum=0, maximum=1)]
     unsupported_fields += [key for key in ACTIVATION_FIELDS if str(fields.values.get(key)) in STEPWISE_ACTIVATIONS]
     if unsupported_fields:
         key = unsupported_fields[0]

@@ -187,7 +187,6 @@ MAX_SIZES = {
     "vocab_size": 2**26,
     "max_position_embeddings": 2**40,
 }
-_MAX_OTHER_SIZE = 2**24
 
 # Other names of the same sizes in some model types (attribute_map of transformers' config classes).
 FIELD_ALIASES = {
@@ -337,7 +336,7 @@ class ConfigFields:
             raise self._field_error(key, value, rule)
         # a limit is listed under one of a field's names
         field_name = next((field_name for field_name, aliases in FIELD_ALIASES.items() if key in aliases), key)
-        maximum = MAX_SIZES.get(field_name, _MAX_OTHER_SIZE)
+        maximum = MAX_SIZES.get(field_name, 2**24)
         if value > maximum:
             raise self._field_error(key, value, f"no model is that large (the limit is {maximum:,})")
         return value

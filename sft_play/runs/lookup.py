@@ -41,8 +41,6 @@ LOCK_FILE = "run.lock"
 
 # Who locks only a part of a run: the command that started its ranks, and the rank (or their agent) that writes.
 LAUNCHER, WRITER = 0, 1
-# What fcntl(2) answers where another process holds the lock: POSIX allows either.
-_HELD_ERRNOS = (errno.EACCES, errno.EAGAIN)
 # What this process has locked, by device and inode: opening and closing such a file again would release the lock.
 _OPEN_LOCKS: weakref.WeakValueDictionary[tuple[int, int], "RunLock"] = weakref.WeakValueDictionary()
 
@@ -160,7 +158,7 @@ def _acquire(folder: RunFolder, descriptor: int, role: int | None) -> None:
     note = read_json(folder.path / LOCK_FILE)
     is_noted = isinstance(note.get("pid"), int) and role != WRITER
     advice = f"; if that process is gone, remove {folder.path / LOCK_FILE}"
-    if lock_error.errno in _HELD_ERRNOS:
+    if lock_error.errno in (errno.EACCES, errno.EAGAIN):  # another process holds it: POSIX allows either
         advice = ""
     elif not is_noted or (note["host"] == socket.gethostname() and not psutil.pid_exists(note["pid"])):
         logger.warning("%s: the file system does not support locks (%s); a run in progress in this folder is known "

@@ -4,7 +4,7 @@ All of it is arithmetic on lengths: no row is read or copied here. Lengths are t
 """
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,6 @@ class Packs:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self.indices[self.offsets[index] : self.offsets[index + 1]]
-
-    def __iter__(self) -> Iterator[RowIndices]:
-        return (self[index] for index in range(len(self)))
 
 
 def pack_best_fit(lengths: np.typing.ArrayLike, capacity: int) -> Packs:

@@ -102,11 +102,12 @@ def file_kind(path: Path, *, wants_text: bool = False) -> str:
         return _json_kind(text)
     if suffix in TABLE_SUFFIXES:
         return "csv"
-    advice = "rows are JSON objects, one per line, or a list; or a table with a header line (.csv)"
+    advice = (
+        "rows are JSON objects, one per line, or a list (json.dumps writes them, print and str do not); or a table "
+        "with a header line (.csv)"
+    )
     if re.match(r"<(!doctype|html|\?xml|head|body)", text, re.IGNORECASE):
         advice = "a web page saved in place of the file? Fetch the file itself"
-    elif text[0] in "'(":
-        advice = "written by Python's print or str()? Write it with json.dumps"
     raise DataError(f'{path} is not JSON: it begins with "{one_line(text[:40])}"; {advice}')
 
 
@@ -420,8 +421,7 @@ def read_part(part: FilePart) -> Iterator[RawRow | BadRow]:
         yield from tables.read_saved_dataset(part.name, name, part.split)
     elif kind == "hub":
         yield from tables.read_hub(part.name, part.split)
-    else:
-        assert kind == "text", kind
+    else:  # text
         pieces = read_text_pieces(path)
         leading_pieces = list(itertools.islice(pieces, 2))
         # a second piece is read ahead to know it: whole files are named without a line

@@ -136,10 +136,7 @@ class RowFormat:
                 raise UnusableRowError("chosen is not a list of turns", "beside a text it needs a prompt column")
             return _build_chat(row, parse_turns(row.data[key], key))
         if "role" in row.data:
-            detail = "the turns of a chat belong in one list"
-            if "parent_id" in row.data:
-                detail += "; parent_id says which message it answers (OASST)"
-            raise UnusableRowError("a row is one message, not a conversation", detail)
+            raise UnusableRowError("a row is one message, not a conversation", "the turns of a chat belong in one list")
         text = _read_text_column(row, key)
         if not text.strip():
             raise UnusableRowError(EMPTY_TEXT)
