@@ -434,8 +434,10 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
         elif val_documents:
             report.val_note = f"no {VAL_FILE}: by their hashes all documents would be in it, and none in {TRAIN_FILE}"
         elif options.val_fraction:
-            share_text = f"data.documents.val_fraction={options.val_fraction:g}"
-            report.val_note = f"no {VAL_FILE}: no document has a hash in the share {share_text}"
+            report.val_note = (
+                f"no {VAL_FILE}: no document has a hash in the share "
+                f"data.documents.val_fraction={options.val_fraction:g}"
+            )
         for name, paragraphs in val_documents:
             _write_rows(file, split, name, paragraphs, report)
         if not report.ok:

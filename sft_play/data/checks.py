@@ -233,8 +233,11 @@ def judge_lengths(
             remedy,
         )
     elif share > data.max_lost_fraction and stats.split == "train":
-        limit_note = f", more than data.max_lost_fraction={data.max_lost_fraction:g}"
-        yield fail_finding(name, message + limit_note, f"{remedy}, or raise data.max_lost_fraction to accept it")
+        yield fail_finding(
+            name,
+            f"{message}, more than data.max_lost_fraction={data.max_lost_fraction:g}",
+            f"{remedy}, or raise data.max_lost_fraction to accept it",
+        )
     else:
         yield warn_finding(name, message, remedy)
 

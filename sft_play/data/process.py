@@ -388,8 +388,11 @@ class _Processor:
         folder = source if isinstance(source, Path) and source.is_dir() else None
         if folder is not None and not is_saved_dataset(folder):
             part_names = {part.name for part in parts}
-            skipped = [item for item in walk_data_files(folder) if str(item) not in part_names]
-            self._report.skipped_files += [one_line(str(item)) for item in skipped if not self._is_output(item)]
+            self._report.skipped_files += [
+                one_line(str(item))
+                for item in walk_data_files(folder)
+                if str(item) not in part_names and not self._is_output(item)
+            ]
         for part in parts:
             names = []
             if part.kind in ("saved", "hub"):
@@ -399,8 +402,10 @@ class _Processor:
                 if split or len(names) == 1:
                     yield replace(part, split=name), split or "train"
                 else:
-                    location = f"{one_line(part.name)}: its split {one_line(name)}"
-                    self._report.remarks.append(f"{location} is none of {', '.join(SPLIT_NAMES)}: not read")
+                    self._report.remarks.append(
+                        f"{one_line(part.name)}: its split {one_line(name)} is none of {', '.join(SPLIT_NAMES)}: "
+                        "not read"
+                    )
             if not names:
                 # the split that the file's name says, or that of a folder it is in, the nearest first
                 path = Path(part.name)

@@ -190,8 +190,7 @@ def read_line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> I
     pending: list[bytes] = []
     pending_bytes = 0
     offset = start
-    for index, raw_block in enumerate(read_blocks(path, start=start, end=end)):
-        block = raw_block
+    for index, block in enumerate(read_blocks(path, start=start, end=end)):
         if start == 0 and index == 0 and block.startswith(BOM):
             block, offset = block[len(BOM) :], len(BOM)
         # The line that was open before this block ends in it. If it was too long, its rest is skipped.
@@ -220,8 +219,7 @@ def read_text_blocks(path: Path) -> Iterator[str]:
     """The file's text in pieces; raises DataError at the first byte that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()  # keeps the bytes of a character that a block's end cut
     offset = 0
-    for index, raw_block in enumerate(read_blocks(path)):
-        block = raw_block
+    for index, block in enumerate(read_blocks(path)):
         if index == 0 and block.startswith(BOM):
             block, offset = block[len(BOM) :], len(BOM)
         block_start = offset - len(decoder.getstate()[0])

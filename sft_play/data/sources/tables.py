@@ -182,8 +182,7 @@ def read_parquet(path: Path, name: str, *, start: int, end: int | None, first_ro
         # pages are read as they are needed: neither the whole group at once, nor through a mapping of the file, whose
         # pages count as memory of this process
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
-            groups = list(range(file.num_row_groups))[start:end]
-            for group in groups:
+            for group in range(file.num_row_groups)[start:end]:
                 meta = file.metadata.row_group(group)
                 rows = _batch_rows(meta.total_byte_size, meta.num_rows)
                 yield from file.iter_batches(batch_size=rows, row_groups=[group])
@@ -210,13 +209,12 @@ def read_arrow(path: Path, name: str, *, is_stream: bool) -> Iterator[RawRow | B
 
 
 def _read_batches(
-    batches: Iterable[Any], path: Path | str, name: str, kind: str, first_row: int
+    batches: Iterator[Any], path: Path | str, name: str, kind: str, first_row: int
 ) -> Iterator[RawRow | BadRow]:
     row_number = first_row - 1
-    iterator = iter(batches)
     while True:
         with _convert_read_errors(path, kind):  # around reading alone: a fault of our own below keeps its traceback
-            batch = next(iterator, None)
+            batch = next(batches, None)
         if batch is None:
             return
         names = batch.schema.names
