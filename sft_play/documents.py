@@ -100,8 +100,8 @@ def read_document(path: Path, options: DocumentsConfig) -> str:
     return text.strip("\n")
 
 
+# A library is imported by the first document that needs it.
 def _convert_document(kind: str, data: bytes, options: DocumentsConfig) -> str:
-    """The text of a document of this kind; a library is imported by the first document that needs it."""
     from markitdown import StreamInfo, converters
 
     if data.startswith(_OLE_MAGIC):
@@ -133,19 +133,15 @@ def _convert_document(kind: str, data: bytes, options: DocumentsConfig) -> str:
     text = readers[kind]().convert(io.BytesIO(data), StreamInfo(extension=f".{kind}")).markdown
     text = _PICTURE_LINK.sub(r"\1", text)  # what a picture shows, where its author says it
     if kind == "docx" and options.headers:
-        text = "\n\n".join([*_read_page_headers(data), text])
+        # the paragraphs of page headers and footers, each once: MarkItDown reads none
+        headers: dict[str, None] = {}
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for name in sorted(archive.namelist()):
+                if re.fullmatch(r"word/(header|footer)\d*\.xml", name):
+                    for paragraph in ElementTree.fromstring(archive.read(name)).findall(".//{*}p"):
+                        headers["".join(run.text or "" for run in paragraph.findall(".//{*}t"))] = None
+        text = "\n\n".join([*filter(str.strip, headers), text])
     return str(text)
-
-
-def _read_page_headers(data: bytes) -> list[str]:
-    """The paragraphs of a Word file's page headers and footers, each once: MarkItDown reads none."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        names = [name for name in sorted(archive.namelist()) if re.fullmatch(r"word/(header|footer)\d*\.xml", name)]
-        paragraphs = (
-            paragraph for name in names for paragraph in ElementTree.fromstring(archive.read(name)).findall(".//{*}p")
-        )
-        texts = ["".join(run.text or "" for run in paragraph.findall(".//{*}t")) for paragraph in paragraphs]
-    return [text for text in dict.fromkeys(texts) if text.strip()]
 
 
 # The process that reads
@@ -399,7 +395,9 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
     folder, report = Path(options.out_dir), DocumentsReport(options)
     find_documents(report, output_paths=[folder / name for name in output_names])
     with OutputFolder(folder, output_names, force=force, command="dapt-docx") as output:
-        repeat_filter, train_file = _RepeatFilter(report), output.open(TRAIN_FILE)
+        train_file = output.open(TRAIN_FILE)
+        names_by_digest: dict[bytes, str] = {}
+        known_paragraphs: set[bytes] = set()
         val_documents: list[tuple[str, list[str]]] = []  # for validation, if there will be something to train on
         with contextlib.closing(read_documents(report.documents, options)) as texts:
             for name, text in texts:
@@ -408,8 +406,24 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
                     continue
                 # the share is that of all the text, so that other documents do not move this one to another split
                 paragraphs = split_paragraphs(text)
-                share = digest_share(_text_digest(join_paragraphs(paragraphs)))
-                paragraphs = repeat_filter.filter_repeats(name, paragraphs)
+                text_digest = _text_digest(join_paragraphs(paragraphs))
+                share = digest_share(text_digest)
+                first_name = names_by_digest.setdefault(text_digest, name)
+                new_paragraphs = []
+                if first_name != name:  # a copy is left out whole
+                    report.copies[name] = first_name
+                else:
+                    for paragraph in paragraphs:
+                        words = " ".join(paragraph.split())  # the same paragraph may be wrapped otherwise
+                        digest, is_short = _text_digest(words)[:16], len(words.encode("utf-8")) < MIN_REPEATED_BYTES
+                        if digest not in known_paragraphs:
+                            new_paragraphs.append(paragraph)
+                        # headings and code never count as repeats, which the text around them needs
+                        if not (is_short or HEADING.fullmatch(paragraph) or FENCE.match(paragraph)):
+                            known_paragraphs.add(digest)
+                    report.repeated_paragraphs += len(paragraphs) - len(new_paragraphs)
+                if options.drop_repeated:
+                    paragraphs = new_paragraphs
                 if paragraphs and share < options.val_fraction:
                     val_documents.append((name, paragraphs))
                 elif paragraphs:
@@ -420,8 +434,10 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
         elif val_documents:
             report.val_note = f"no {VAL_FILE}: by their hashes all documents would be in it, and none in {TRAIN_FILE}"
         elif options.val_fraction:
-            share_text = f"data.documents.val_fraction={options.val_fraction:g}"
-            report.val_note = f"no {VAL_FILE}: no document has a hash in the share {share_text}"
+            report.val_note = (
+                f"no {VAL_FILE}: no document has a hash in the share "
+                f"data.documents.val_fraction={options.val_fraction:g}"
+            )
         for name, paragraphs in val_documents:
             _write_rows(file, split, name, paragraphs, report)
         if not report.ok:
@@ -507,33 +523,6 @@ def read_documents(
 
 def _text_digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8")).digest()
-
-
-class _RepeatFilter:
-    """Remembers documents and paragraphs, and leaves out those that repeat; they are counted either way."""
-
-    def __init__(self, report: DocumentsReport) -> None:
-        self._report = report
-        self._names_by_digest: dict[bytes, str] = {}
-        self._paragraph_digests: set[bytes] = set()
-
-    def filter_repeats(self, name: str, paragraphs: list[str]) -> list[str]:
-        """The paragraphs to write; headings and code never count as repeats, which the text around them needs."""
-        # but a copy is left out whole
-        first_name = self._names_by_digest.setdefault(_text_digest(join_paragraphs(paragraphs)), name)
-        new_paragraphs = []
-        if first_name != name:
-            self._report.copies[name] = first_name
-        else:
-            for paragraph in paragraphs:
-                words = " ".join(paragraph.split())  # the same paragraph may be wrapped otherwise
-                digest, is_short = _text_digest(words)[:16], len(words.encode("utf-8")) < MIN_REPEATED_BYTES
-                if digest not in self._paragraph_digests:
-                    new_paragraphs.append(paragraph)
-                if not (is_short or HEADING.fullmatch(paragraph) or FENCE.match(paragraph)):
-                    self._paragraph_digests.add(digest)
-            self._report.repeated_paragraphs += len(paragraphs) - len(new_paragraphs)
-        return new_paragraphs if self._report.config.drop_repeated else paragraphs
 
 
 def _write_rows(file: TextIO, split: str, name: str, paragraphs: list[str], report: DocumentsReport) -> None:

@@ -54,14 +54,9 @@ def judge_columns(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     message, is_missed = describe_unused_columns(stats.unused_columns, data.columns)
     name = f"columns: {stats.split}"
     if is_missed:
-        remedy = "map them as it says, or take them out: make preview shows what is trained"
-        yield warn_finding(name, message, remedy)
+        yield warn_finding(name, message, "map them as it says, or take them out: make preview shows what is trained")
     elif message:
         yield pass_finding(name, message)
-
-
-# rows from which new, preview and plan tell which columns are not read
-_COLUMN_PROBE_ROWS = 1_000
 
 
 def missed_column_lines(data: DataConfig, *, task_mode: str) -> list[str]:
@@ -72,7 +67,7 @@ def missed_column_lines(data: DataConfig, *, task_mode: str) -> list[str]:
         is_trained = data_part_split(name) == "train" or (name == "text" and task_mode == "cpt_mixed")
         if is_trained and not str(source).startswith(HUB_PREFIX):
             stats = count_readable_rows(
-                source, data, name, wants_text=name == "text" or task_mode == "cpt", max_rows=_COLUMN_PROBE_ROWS
+                source, data, name, wants_text=name == "text" or task_mode == "cpt", max_rows=1_000
             )
             source_note = "" if name == "train" else f" of {name}"
             lines += [
@@ -97,21 +92,25 @@ def _bad_rows_finding(
     return fail_finding(name, lines, FIX_OR_SKIP)
 
 
-_DUPLICATES_REMEDY = "keep one of each: make process SET=data.process.drop_duplicates=true"
-_LEAKS_REMEDY = "leave them out of one: make process SET=data.process.drop_leaks=true"
-
-
 def duplicate_warnings(stats: RowStats) -> Iterator[Finding]:
     """Warn of rows with the tokens of an earlier row, or of a row in another split."""
     if stats.repeated_rows:
         message = f"{format_row_count(stats.repeated_rows)} of {stats.split} with the tokens of an earlier one"
-        yield warn_finding("duplicates", f"{message} (make process names them)", _DUPLICATES_REMEDY)
+        yield warn_finding(
+            "duplicates",
+            f"{message} (make process names them)",
+            "keep one of each: make process SET=data.process.drop_duplicates=true",
+        )
     for other_split, count in stats.shared_rows.items():
         message = (
             f"{format_row_count(count)} with the same tokens as in {other_split}: figures on {stats.split} "
             f"flatter the model"
         )
-        yield warn_finding("leaks", f"{message} (make process names them)", _LEAKS_REMEDY)
+        yield warn_finding(
+            "leaks",
+            f"{message} (make process names them)",
+            "leave them out of one: make process SET=data.process.drop_leaks=true",
+        )
 
 
 def judge_duplicates(surveys: Sequence[RowStats]) -> Iterator[Finding]:
@@ -234,8 +233,11 @@ def judge_lengths(
             remedy,
         )
     elif share > data.max_lost_fraction and stats.split == "train":
-        limit_note = f", more than data.max_lost_fraction={data.max_lost_fraction:g}"
-        yield fail_finding(name, message + limit_note, f"{remedy}, or raise data.max_lost_fraction to accept it")
+        yield fail_finding(
+            name,
+            f"{message}, more than data.max_lost_fraction={data.max_lost_fraction:g}",
+            f"{remedy}, or raise data.max_lost_fraction to accept it",
+        )
     else:
         yield warn_finding(name, message, remedy)
 
@@ -267,73 +269,65 @@ def judge_padding(shares: Mapping[str, float], *, micro_batch: int, packing: str
 
 def judge_special_tokens(stats: RowStats, tokenizer: Any) -> Iterator[Finding]:
     """Judge special tokens: BOS on all rows or none, one at the end of trained parts, padding that is not trained."""
-    if stats.kept_rows and not stats.texts:
-        yield _bos_finding(stats, tokenizer)
-        yield _turn_end_finding(stats, tokenizer)
-        yield _padding_finding(stats, tokenizer)
-
-
-def _bos_finding(stats: RowStats, tokenizer: Any) -> Finding:
-    name = tokenizer.bos_token
-    if stats.rows_with_bos not in (0, stats.kept_rows):
-        rows = f"{stats.rows_with_bos:,} of {stats.kept_rows:,} rows of {stats.split}"
-        return warn_finding(
+    if stats.texts or not stats.kept_rows:
+        return
+    bos, rows_note = tokenizer.bos_token, f"of {stats.kept_rows:,} rows of {stats.split}"
+    if stats.rows_with_bos == stats.kept_rows:
+        yield pass_finding("BOS", f"every row of {stats.split} begins with one {bos}")
+    elif stats.rows_with_bos:
+        yield warn_finding(
             "BOS",
-            f"{rows} begin with {name}, the others do not",
+            f"{stats.rows_with_bos:,} {rows_note} begin with {bos}, the others do not",
             "give data.chat_template a template that writes it always or never",
         )
-    if stats.rows_with_bos:
-        return pass_finding("BOS", f"every row of {stats.split} begins with one {name}")
     # with a template that writes one too, an engine's prompts have two
-    if tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        return warn_finding(
+    elif tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
+        yield warn_finding(
             "BOS",
-            f"the tokenizer puts {name} before a text, and the chat template writes none: rows begin without it",
+            f"the tokenizer puts {bos} before a text, and the chat template writes none: rows begin without it",
             "fine if the model was trained like that; otherwise give data.chat_template one that writes it",
         )
-    return pass_finding("BOS", "none, as the tokenizer has it")
-
-
-def _turn_end_finding(stats: RowStats, tokenizer: Any) -> Finding:
-    rows_note = f"of {stats.kept_rows:,} rows of {stats.split}"
+    else:
+        yield pass_finding("BOS", "none, as the tokenizer has it")
+    names = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id, _ in stats.end_token_ids.most_common(3)]
+    ends = f"ends with {' or '.join(names)}, which is trained"
+    if tokenizer.eos_token not in names:
+        ends += f"; the tokenizer's eos is {tokenizer.eos_token}"
+    added_ends = [f"{one_line(text)} after {rows:,} rows" for text, rows in stats.added_ends.most_common(3)]
+    if added_ends:
+        ends += (
+            f"; the chat template does not end a last turn: {', '.join(added_ends)} is added, as a next turn would "
+            "begin"
+        )
     if stats.rows_with_open_end:
-        return warn_finding(
+        yield warn_finding(
             "end of turn",
             f"{stats.rows_with_open_end:,} {rows_note} have an answer that ends with no special token "
             f"(the first: {one_line(stats.first_open_end_location)}): the model does not learn to stop there",
             "they are trained because data.on_missing_end=train; give data.chat_template a template that ends an "
             "assistant's turn with a token",
         )
-    names = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id, _ in stats.end_token_ids.most_common(3)]
-    eos_note = "" if tokenizer.eos_token in names else f"; the tokenizer's eos is {tokenizer.eos_token}"
-    added_note = ", ".join(
-        f"{one_line(end_text)} after {rows:,} rows" for end_text, rows in stats.added_ends.most_common(3)
-    )
-    if added_note:
-        added_note = f"; the chat template does not end a last turn: {added_note} is added, as a next turn would begin"
-    ends = f"ends with {' or '.join(names)}, which is trained{eos_note}{added_note}"
-    if stats.rows_with_cut_end:
-        return warn_finding(
+    elif stats.rows_with_cut_end:
+        yield warn_finding(
             "end of turn",
             f"{stats.rows_with_cut_end:,} {rows_note} train an answer that max_seq_len cuts in two, without its end; "
             f"every other one {ends}",
             "raise model.max_seq_len, or leave such rows out with data.truncate=drop",
         )
-    return pass_finding("end of turn", f"every trained answer {ends}")
-
-
-def _padding_finding(stats: RowStats, tokenizer: Any) -> Finding:
+    else:
+        yield pass_finding("end of turn", f"every trained answer {ends}")
     if stats.rows_training_pad:
-        return warn_finding(
+        yield warn_finding(
             "padding token",
             f"{stats.rows_training_pad:,} rows of {stats.split} train {tokenizer.pad_token}, which also pads; padding "
             "is masked by length, so it is still learned",
             "fine if the template ends turns with it",
         )
-    eos_note = ", which is also the end token" if tokenizer.pad_token_id == tokenizer.eos_token_id else ""
-    return pass_finding(
-        "padding token", f"{tokenizer.pad_token}{eos_note}; padding is masked by length, never by its id"
-    )
+    else:
+        is_eos_note = ", which is also the end token" * (tokenizer.pad_token_id == tokenizer.eos_token_id)
+        yield pass_finding(
+            "padding token", f"{tokenizer.pad_token}{is_eos_note}; padding is masked by length, never by its id"
+        )
 
 
 def judge_split(stats: RowStats, data: DataConfig, *, max_seq_len: int, max_positions: int | None) -> Iterator[Finding]:

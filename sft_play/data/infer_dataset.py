@@ -89,7 +89,15 @@ def _infer_with_encoding(
     is_cpt = isinstance(examples[0], Text) and not find_rendered_mark(examples[0].text)
     size = estimate_size(DataConfig(train_path=paths["data.train_path"], encoding=encoding), wants_text=is_cpt)
     row_count = max(getattr(size, "rows", 0), len(examples))
-    row_tokens = _estimate_row_tokens(examples, count_tokens)
+    # the tokens of each example: counted for the longest, by their characters for the others
+    texts = list(map(example_text, examples))
+    longest = sorted(range(len(texts)), key=lambda index: -len(texts[index]))[:_COUNTED_ROWS]
+    counted_tokens = {index: count_tokens(texts[index]) for index in longest}
+    tokens_per_char = sum(counted_tokens.values()) / max(1, sum(len(texts[index]) for index in longest))
+    row_tokens = [counted_tokens.get(index, round(len(text) * tokens_per_char)) for index, text in enumerate(texts)]
+    for index, example in enumerate(examples):
+        if isinstance(example, Chat):
+            row_tokens[index] += _TEMPLATE_TOKENS + _TURN_TOKENS * len(example.messages)
     if is_cpt:
         # a block of plain text: 2,048, or less where the text would fill fewer than eight
         length = next((length for length in (2048, 1024, 512, 256, 128) if 8 * length <= sum(row_tokens)), 64)
@@ -109,14 +117,13 @@ def _infer_with_encoding(
         rows_to_split = max(row_count, is_cpt * sum(row_tokens) // length)
         settings["data.val_fraction"] = 0.0
         if rows_to_split >= _MIN_ROWS_TO_SPLIT:
-            fraction = max(round(_MAX_HELD_OUT_ROWS / rows_to_split, 4), 0.0001)
-            settings["data.val_fraction"] = min(0.05, fraction)
+            settings["data.val_fraction"] = min(0.05, max(round(_MAX_HELD_OUT_ROWS / rows_to_split, 4), 0.0001))
     return InferredDataset(settings, description, not is_cpt and isinstance(examples[0], Chat), reader.format)
 
 
+# The data's paths by their keys, what is looked at of them, and whether it is a folder of plain text. A folder of
+# files named by splits is read by these: as one source its held-out rows would be trained on.
 def _find_sources(data_path: str, encoding: str) -> tuple[dict[str, str], AnySource, bool]:
-    """The data's paths by their keys, what is looked at of them, and whether it is a folder of plain text. A folder of
-    files named by splits is read by these: as one source its held-out rows would be trained on."""
     source = find_source(data_path, encoding=encoding)
     if isinstance(source, Path) and source.is_dir():
         splits: dict[str, list[str]] = {}
@@ -133,19 +140,6 @@ def _find_sources(data_path: str, encoding: str) -> tuple[dict[str, str], AnySou
     except DataError:
         list_parts(source, wants_text=True)
         return {"data.train_path": data_path}, source, True
-
-
-def _estimate_row_tokens(examples: Sequence[Example], count_tokens: CountTokens) -> list[int]:
-    """The tokens of each example: counted for the longest, by their characters for the others."""
-    texts = list(map(example_text, examples))
-    longest = sorted(range(len(texts)), key=lambda index: -len(texts[index]))[:_COUNTED_ROWS]
-    counted_tokens = {index: count_tokens(texts[index]) for index in longest}
-    tokens_per_char = sum(counted_tokens.values()) / max(1, sum(len(texts[index]) for index in longest))
-    row_tokens = [counted_tokens.get(index, round(len(text) * tokens_per_char)) for index, text in enumerate(texts)]
-    for index, example in enumerate(examples):
-        if isinstance(example, Chat):
-            row_tokens[index] += _TEMPLATE_TOKENS + _TURN_TOKENS * len(example.messages)
-    return row_tokens
 
 
 def _choose_length(tokens: Sequence[int]) -> int:

@@ -5,15 +5,13 @@ the user's: it is overwritten only with FORCE=1. Everything is first written und
 so that a command that fails or is killed leaves the old files as they were.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from sft_play.errors import DataError
 from sft_play.files import atomic
@@ -46,7 +44,7 @@ class OutputFolder:
         # Renames what was written when it is left, the last opened first; removes it where it is left with an error.
         self._renames = contextlib.ExitStack()
 
-    def __enter__(self) -> OutputFolder:
+    def __enter__(self) -> Self:
         existing = [self.path / name for name in self._names if (self.path / name).exists()]
         unmanaged = [path for path in existing if not path.is_file()]
         if existing and not self._force:
@@ -63,10 +61,8 @@ class OutputFolder:
         return self
 
     def open(self, name: str) -> TextIO:
-        """Open a text file that gets its name when the context ends; `name` must be one of the folder's `names`."""
-        assert name in self._names, name
-        path = self.path / name
-        temporary_path = self._renames.enter_context(atomic.replace_path(path))
+        """Open a text file that gets its name when the context ends; `name` is one of the folder's `names`."""
+        temporary_path = self._renames.enter_context(atomic.replace_path(self.path / name))
         self._files[name] = temporary_path.open("w", encoding="utf-8", newline="\n")
         return self._files[name]
 

@@ -4,8 +4,6 @@
 terminal, and an HTML page.
 """
 
-from __future__ import annotations
-
 import base64
 import codecs
 import hashlib
@@ -21,7 +19,7 @@ from typing import Any
 
 from sft_play.data.build.stats import format_row_count
 from sft_play.data.build.survey import RowRenderer
-from sft_play.data.masks.token_row import IGNORED, MASK_METHODS, TokenRow
+from sft_play.data.masks.token_row import IGNORED, MASK_METHODS
 from sft_play.data.sources.examples import ExampleReader, read_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
@@ -80,7 +78,7 @@ class PreviewRow:
     location: str
     ids: tuple[int, ...] = ()
     labels: tuple[int, ...] = ()
-    pieces: tuple[TokenPiece, ...] = ()
+    pieces: "tuple[TokenPiece, ...]" = ()
     method: str = ""
     notes: tuple[str, ...] = ()
     cut_tokens: int = 0
@@ -138,7 +136,7 @@ def preview_rows(
     row_with_format: RowWithFormat,
     reader: ExampleReader,
     row_renderer: RowRenderer,
-    token_bytes: TokenBytes,
+    token_bytes: "TokenBytes",
 ) -> Iterator[PreviewRow]:
     """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that it becomes."""
     raw, row_format = row_with_format
@@ -163,6 +161,16 @@ def preview_rows(
         else:
             kept_ids, reason = tuple(row.input_ids), ""
             cut_tokens, lost_tokens = row.cut_tokens, row.lost_trained_tokens
+        counts = (
+            (whole_row.untrained_turns, "assistant turns have no exact mask and are not trained"),
+            (whole_row.stripped_think_pieces, "pieces of think text are not written by the template"),
+            (whole_row.special_token_count, "special tokens are spelled in its texts"),
+            (whole_row.merged_edges, "answers end inside a token, which is split there"),
+        )
+        notes = [*outcome.example.notes, *whole_row.notes, *(f"{count} {note}" for count, note in counts if count)]
+        if whole_row.added_end:
+            end = one_line(whole_row.added_end.strip())
+            notes.append(f"{end} is added after the last turn, which the chat template does not end")
         yield PreviewRow(
             row_number,
             whole_row.location,
@@ -170,32 +178,16 @@ def preview_rows(
             labels,
             tuple(split_token_pieces(ids, labels, token_bytes, kept_flags=kept_token_flags(ids, kept_ids))),
             whole_row.method,
-            (*outcome.example.notes, *whole_row.notes, *_row_notes(whole_row)),
+            tuple(notes),
             cut_tokens=cut_tokens,
             lost_trained_tokens=lost_tokens,
             reason=reason,
         )
 
 
-def _row_notes(row: TokenRow) -> Iterator[str]:
-    counts = (
-        (row.untrained_turns, "assistant turns have no exact mask and are not trained"),
-        (row.stripped_think_pieces, "pieces of think text are not written by the template"),
-        (row.special_token_count, "special tokens are spelled in its texts"),
-        (row.merged_edges, "answers end inside a token, which is split there"),
-    )
-    yield from (f"{count} {note}" for count, note in counts if count)
-    if row.added_end:
-        end = one_line(row.added_end.strip())
-        yield f"{end} is added after the last turn, which the chat template does not end"
-
-
-# A part of a row as it is shown: its text; its styles, which the page and the terminal each have (t a token, b every
+# Each part of a row as it is shown: its text; its styles, which the page and the terminal each have (t a token, b every
 # second one, y trained, o every second trained, s special, x cut); and its piece, None for a remark between pieces.
-Segment = tuple[str, str, "TokenPiece | None"]
-
-
-def shown_segments(row: PreviewRow, max_pieces: int) -> Iterator[Segment]:
+def shown_segments(row: PreviewRow, max_pieces: int) -> Iterator[tuple[str, str, "TokenPiece | None"]]:
     """About `max_pieces` pieces of a row, with remarks on what is left out between, and where max_seq_len begins to
     cut, and to keep again."""
     is_kept = True
@@ -220,7 +212,7 @@ def shown_segments(row: PreviewRow, max_pieces: int) -> Iterator[Segment]:
         yield text, " ".join(name for name, is_set in flags.items() if is_set), item
 
 
-def shorten_pieces(pieces: Sequence[TokenPiece], max_pieces: int) -> list[TokenPiece | str]:
+def shorten_pieces(pieces: Sequence["TokenPiece"], max_pieces: int) -> list["TokenPiece | str"]:
     """The pieces, the middles of their longest stretches left out so that some `max_pieces` remain, with their number
     in their place. A stretch is a run that is trained, or not, or cut as a whole: each keeps its beginning and end."""
     if len(pieces) <= max_pieces:
@@ -383,8 +375,8 @@ def format_terminal_text(row: PreviewRow, *, max_pieces: int = MAX_TERMINAL_PIEC
     return Text.assemble(heading, *_mark_segments(row, max_pieces), "\n", *problem_lines)
 
 
+# ¦ between tokens, trained parts in [[ ]], what is cut in ~~ ~~.
 def _mark_segments(row: PreviewRow, max_pieces: int) -> Iterator[tuple[str, str]]:
-    """The row's segments with their styles: ¦ between tokens, trained parts in [[ ]], what is cut in ~~ ~~."""
     is_trained, is_kept, is_first = False, True, True
     for text, classes, piece in shown_segments(row, max_pieces):
         style = " ".join(_TERMINAL_STYLES[name] for name in classes.split())

@@ -6,13 +6,12 @@ the others, and rows with the same content are in the same split; raw files that
 Nothing is written where a row cannot be used, unless data.on_bad_row=skip.
 """
 
-import dataclasses
 import functools
 import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -51,7 +50,7 @@ from sft_play.data.sources.raw import BadRow, RawRow, bad_row_lines
 from sft_play.data.sources.tables import list_split_names, split_from_name, split_from_set_name
 from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line
-from sft_play.process.waiting import WaitProgress, report_wait
+from sft_play.process.waiting import report_wait
 from sft_play.text import GIB
 
 SPLIT_NAMES = ("train", "val", "test")
@@ -97,15 +96,6 @@ class FileReport:
     split: str | None = None
     rows: int = 0
     unused: list[str] = field(default_factory=list)
-
-    def line(self) -> str:
-        """The report in words."""
-        line = f"  {self.name}: {self.rows:,} rows, {self.format or 'no format'}"
-        if self.split:
-            line += f", split {self.split}"
-        if self.unused:
-            line += f"; columns not used: {', '.join(one_line(key, limit=40) for key in self.unused)}"
-        return line
 
 
 @dataclass
@@ -187,13 +177,9 @@ class ProcessReport(Answer):
         """Rows that were written."""
         return sum(split.rows for split in self.splits.values())
 
-    def count_dropped(self, reason: str, location: str) -> None:
-        """Count a row that is left out."""
-        self.dropped.setdefault(reason, Occurrences()).add(location)
-
     def as_json(self) -> dict[str, Any]:
         """The report as JSON, which report.json holds."""
-        options, to_dict = self.options, dataclasses.asdict
+        options = self.options
         drops_near = {"ignore": None, "count": False, "drop": True}[options.near_duplicates]
         return {
             "ok": self.ok,
@@ -201,13 +187,13 @@ class ProcessReport(Answer):
             "rows_in": self.rows_in,
             "rows_kept": self.rows_kept,
             "rows_dropped": sum(places.count for places in self.dropped.values()),
-            "dropped": {reason: to_dict(places) for reason, places in self.dropped.items()},
-            "notes": {note: to_dict(places) for note, places in self.notes.items()},
-            "duplicates": {**to_dict(self.duplicates), "dropped": options.drop_duplicates},
-            "leaks": {**to_dict(self.leaks), "dropped": options.drop_leaks},
-            "near_duplicates": {**to_dict(self.near_duplicates), "dropped": drops_near},
+            "dropped": {reason: asdict(places) for reason, places in self.dropped.items()},
+            "notes": {note: asdict(places) for note, places in self.notes.items()},
+            "duplicates": {**asdict(self.duplicates), "dropped": options.drop_duplicates},
+            "leaks": {**asdict(self.leaks), "dropped": options.drop_leaks},
+            "near_duplicates": {**asdict(self.near_duplicates), "dropped": drops_near},
             "overlaps": {
-                name: {**to_dict(places), "dropped": options.drop_overlaps} for name, places in self.overlaps.items()
+                name: {**asdict(places), "dropped": options.drop_overlaps} for name, places in self.overlaps.items()
             },
             "own_splits": self.has_own_splits,
             "splits": {name: split.as_json() for name, split in self.splits.items()},
@@ -215,7 +201,7 @@ class ProcessReport(Answer):
             "tokens_per_epoch_estimated": self.splits["train"].tokens,
             "max_seq_len": self.max_seq_len,
             "lengths_by": _LENGTH_NOTE,
-            "files": [to_dict(file) for file in self.files],
+            "files": [asdict(file) for file in self.files],
             "files_left_alone": self.skipped_files,
             "remarks": self.remarks,
         }
@@ -228,7 +214,13 @@ class ProcessReport(Answer):
             f"Processed {format_row_count(self.rows_in)} of {file_count} file{'s' * (file_count != 1)}: "
             f"{self.rows_kept:,} kept ({split_counts}) in {options.out_dir}"
         ]
-        lines += [file.line() for file in self.files[:MAX_LISTED]]
+        for file in self.files[:MAX_LISTED]:
+            line = f"  {file.name}: {file.rows:,} rows, {file.format or 'no format'}"
+            if file.split:
+                line += f", split {file.split}"
+            if file.unused:
+                line += f"; columns not used: {', '.join(one_line(key, limit=40) for key in file.unused)}"
+            lines.append(line)
         lines += filter(None, [_more(file_count, "  … and {} more files")])
         for title, counts in (("Left out", self.dropped), ("Note", self.notes)):
             for reason, places in _sort_by_count(counts):
@@ -240,10 +232,10 @@ class ProcessReport(Answer):
         if options.near_duplicates != "ignore":
             is_dropped = options.near_duplicates == "drop"
             checks.append(("Near-duplicates", self.near_duplicates, is_dropped, "near_duplicates=drop"))
-        for file, places in self.overlaps.items():
-            checks.append((f"Training rows nearly in {file}", places, options.drop_overlaps, "drop_overlaps=true"))
-        for name, places, is_dropped, option in checks:
-            line = f"{name}: {places.count:,}"
+        for name, places in self.overlaps.items():
+            checks.append((f"Training rows nearly in {name}", places, options.drop_overlaps, "drop_overlaps=true"))
+        for title, places, is_dropped, option in checks:
+            line = f"{title}: {places.count:,}"
             if places.count:
                 outcome = "left out" if is_dropped else f"kept; data.process.{option} leaves them out"
                 line += f", {outcome}: {places.format_locations()}"
@@ -280,9 +272,7 @@ def process_files(config: RunConfig, *, force: bool = False) -> ProcessReport:
 
 
 class _Processor:
-    """One pass over the raw files; what grows with them is digests (16 bytes a row), what near-duplicates are found by
-    (`SimilarityIndex`) and counts."""
-
+    # what grows with the raw files: digests (16 bytes a row), what near-duplicates are found by, and counts
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._options: ProcessConfig = config.data.process
@@ -303,32 +293,11 @@ class _Processor:
             self._similarity_index = SimilarityIndex(self._sketch_maker)
         # The rows of each file that training rows are compared with.
         self._indexes_by_file: dict[str, SimilarityIndex] = {}
-        self._progress: WaitProgress
 
     def run(self, *, force: bool) -> ProcessReport:
-        """Read, check, write."""
         report = self._report
         parts = self._find_parts()
-        self._index_other_rows(parts)
-        out = OutputFolder(Path(self._options.out_dir).expanduser(), OUTPUT_NAMES, force=force, command="process")
-        total = functools.partial(count_part_rows, [part for part, _ in parts])
-        with out, report_wait("Processing raw rows", unit="rows", count_total=total) as self._progress:
-            for part, split in parts:
-                self._process_part(part, split, out)
-            self._check_results()
-            report.splits = {name: report.splits[name] for name in SPLIT_NAMES if name in report.splits}
-            out.write_json("report.json", report.as_json())
-        return report
-
-    def _is_output(self, path: Path) -> bool:
-        """Whether a command writes it: our own output may be in a folder below the raw files."""
-        return any(map(path.resolve().is_relative_to, self._output_folders))
-
-    # Rows that training rows are compared with.
-
-    def _index_other_rows(self, parts: list[tuple[FilePart, str | None]]) -> None:
-        """Index held-out rows, to find training rows near them; of data.val_path and data.test_path only files that are
-        neither trained on nor written."""
+        # of data.val_path and data.test_path only files that are neither trained on nor written
         data, compare_paths = self._config.data, list(self._options.compare_with)
         trained_paths = [part.path.resolve() for part, split in parts if split not in ("val", "test")]
         for value in filter(None, (data.val_path, data.test_path)):
@@ -344,11 +313,48 @@ class _Processor:
                     progress.add()
             self._indexes_by_file[name] = index
             self._report.overlaps[name] = Occurrences()
+        out = OutputFolder(Path(self._options.out_dir).expanduser(), OUTPUT_NAMES, force=force, command="process")
+        total = functools.partial(count_part_rows, [part for part, _ in parts])
+        with out, report_wait("Processing raw rows", unit="rows", count_total=total) as self._progress:
+            for part, split in parts:
+                self._process_part(part, split, out)
+            if self._options.near_duplicates == "count" and self._similarity_index.memory_bytes >= MAX_INDEX_BYTES:
+                report.remarks.append(
+                    f"Near-duplicates: counting takes {MAX_INDEX_BYTES / GIB:g} GiB of memory at most, and was not "
+                    "done for all rows; data.process.near_duplicates=drop compares all"
+                )
+            if self._faults:
+                more = filter(None, [_more(len(self._faults), "… and {} more files")])
+                advice = "fix it" if len(self._faults) == 1 else "fix them"
+                if self._has_bad_rows and self._config.data.on_bad_row == "fail":
+                    advice = "fix them, or leave rows out, counted, with data.on_bad_row=skip"
+                raise DataError("\n".join([*self._faults[:MAX_LISTED], *more, f"{advice}; nothing was written"]))
+            if len(self._first_file_by_kind) > 1:
+                raise DataError(
+                    f"the raw files mix chats ({self._first_file_by_kind['chats']}) and plain text "
+                    f"({self._first_file_by_kind['text']}), which are trained in different ways; process them "
+                    "separately, each with its own data.process.raw_path and out_dir"
+                )
+            if not report.rows_kept:
+                reasons = "; ".join(f"{places.count:,} x {reason}" for reason, places in _sort_by_count(report.dropped))
+                raise DataError(f"no row is left of {report.rows_in:,} ({reasons or 'the files have none'})")
+            if "train" not in report.splits:
+                raise DataError(
+                    f"all {report.rows_kept:,} rows fall into {' and '.join(report.splits)}, none into train; set "
+                    "data.process.val_fraction=0 and test_fraction=0, or give more rows"
+                )
+            report.splits = {name: report.splits[name] for name in SPLIT_NAMES if name in report.splits}
+            out.write_json("report.json", report.as_json())
+        return report
+
+    def _is_output(self, path: Path) -> bool:
+        # our own output may be in a folder below the raw files
+        return any(map(path.resolve().is_relative_to, self._output_folders))
 
     # The raw files.
 
     def _find_parts(self) -> list[tuple[FilePart, str | None]]:
-        """The raw files with the splits that they name; the held-out ones first, so that leaks are seen."""
+        # the held-out ones first, so that leaks are seen
         raw_path = self._options.raw_path
         paths = (raw_path,) if isinstance(raw_path, str) else raw_path
         # a file that two paths name is read once
@@ -382,8 +388,11 @@ class _Processor:
         folder = source if isinstance(source, Path) and source.is_dir() else None
         if folder is not None and not is_saved_dataset(folder):
             part_names = {part.name for part in parts}
-            skipped = [item for item in walk_data_files(folder) if str(item) not in part_names]
-            self._report.skipped_files += [one_line(str(item)) for item in skipped if not self._is_output(item)]
+            self._report.skipped_files += [
+                one_line(str(item))
+                for item in walk_data_files(folder)
+                if str(item) not in part_names and not self._is_output(item)
+            ]
         for part in parts:
             names = []
             if part.kind in ("saved", "hub"):
@@ -391,15 +400,22 @@ class _Processor:
             for name in names:
                 split = split_from_set_name(name)
                 if split or len(names) == 1:
-                    yield dataclasses.replace(part, split=name), split or "train"
+                    yield replace(part, split=name), split or "train"
                 else:
-                    location = f"{one_line(part.name)}: its split {one_line(name)}"
-                    self._report.remarks.append(f"{location} is none of {', '.join(SPLIT_NAMES)}: not read")
+                    self._report.remarks.append(
+                        f"{one_line(part.name)}: its split {one_line(name)} is none of {', '.join(SPLIT_NAMES)}: "
+                        "not read"
+                    )
             if not names:
-                yield part, _find_named_split(part, folder)
+                # the split that the file's name says, or that of a folder it is in, the nearest first
+                path = Path(part.name)
+                path_names = [path.name.lower().removesuffix(".gz").rpartition(".")[0] or path.name]
+                if folder is not None:
+                    path_names += reversed(path.relative_to(folder).parts[:-1])
+                yield part, next(filter(None, map(split_from_name, path_names)), None)
 
     def _process_part(self, part: FilePart, split: str | None, out: OutputFolder) -> None:
-        """Check and write the rows of one raw file; its faults are kept for one message about all files."""
+        # faults are kept for one message about all files
         name = f"{part.name} ({part.split})" if part.kind in ("saved", "hub") else part.name
         file_report, stats, error_text = FileReport(one_line(name, limit=4_000), split=split), RowStats(), ""
         self._report.files.append(file_report)
@@ -414,12 +430,12 @@ class _Processor:
                 file_report.rows += 1
                 self._progress.add()
                 if isinstance(example, BadRow):
-                    self._report.count_dropped(example.reason, example.where)
+                    self._report.dropped.setdefault(example.reason, Occurrences()).add(example.where)
                     stats.count_bad(example)
                 else:
                     assert isinstance(raw, RawRow)
                     if is_processed_row(raw.data) and isinstance(raw.data["source"], str):
-                        example = dataclasses.replace(example, where=raw.data["source"])  # as it was processed before
+                        example = replace(example, where=raw.data["source"])  # as it was processed before
                     stats.count_example(example)
                     self._process_example(example, split, file_report.name, out)
         except DataError as error:
@@ -432,36 +448,23 @@ class _Processor:
         ]
         self._has_bad_rows |= bool(stats.bad_rows)
         if error_text or (stats.bad_rows and self._config.data.on_bad_row == "fail"):
-            self._faults.append(_format_file_fault(file_report, stats, error_text))
+            lines = []
+            if stats.bad_rows:
+                head, *bad_rows = bad_row_lines(f"{file_report.rows:,} rows", stats.bad_rows, stats.first_bad_rows)
+                role_lines = [f"  {line}" for line in known_role_lines(stats.bad_rows, stats.turns)]
+                lines = [f"{file_report.name}: {head}", *bad_rows, *role_lines]
+            self._faults.append("\n".join(filter(None, [*lines, error_text])))
 
     def _process_example(self, example: Example, split: str | None, file_name: str, out: OutputFolder) -> None:
-        """Count one example, choose its split and write it."""
         report, options = self._report, self._options
         digest = content_digest(example)
         if split is None:
             split = split_by_digest(digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction)
         for note in example.notes:
             report.notes.setdefault(note, Occurrences()).add(example.where)
-        reason = self._find_repeat(example, digest[:16], split)
-        if reason:
-            report.count_dropped(reason, example.where)
-            return
-        kind = "text" if isinstance(example, Text) else "chats"
-        self._first_file_by_kind.setdefault(kind, file_name)
-        if not self._faults:  # else nothing will be written; the rest is read to list all faults
-            if split not in self._output_files:  # a split without rows gets no file
-                self._output_files[split] = out.open(f"{split}.jsonl")
-            row = processed_row(example, digest)
-            self._output_files[split].write(json.dumps(row, ensure_ascii=False) + "\n")
-            report.splits.setdefault(split, SplitReport()).count(example, max_seq_len=report.max_seq_len)
-
-    # Rows that are there already, or nearly.
-
-    def _find_repeat(self, example: Example, key: bytes, split: str) -> str:
-        """Count what a row repeats; why it is left out for it, "" where it is kept."""
-        report, options = self._report, self._options
-        splits_with_row = [name for name, digests in self._digests_by_split.items() if key in digests]
-        self._digests_by_split[split].add(key)
+        # why the row is left out, "" where it is kept: it is there already, or nearly
+        splits_with_row = [name for name, digests in self._digests_by_split.items() if digest[:16] in digests]
+        self._digests_by_split[split].add(digest[:16])
         reason = ""
         if split in splits_with_row:
             report.duplicates.add(example.where)
@@ -474,79 +477,31 @@ class _Processor:
             if options.drop_leaks and split == "train":
                 reason = reason or "stands in val or test too"
         if not reason and split == "train" and self._indexes_by_file:
-            reason = self._find_overlap(example)
+            sketches = [self._sketch_maker.sketch(text) for text in compared_texts(example)]
+            for name, other_rows in self._indexes_by_file.items():
+                match = max(filter(None, map(other_rows.nearest, sketches)), default=None)
+                if match is not None:
+                    report.overlaps[name].add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
+                    reason = "nearly a row of a held-out file" * options.drop_overlaps
         if not reason and self._compares_rows and not splits_with_row:
-            reason = self._find_near_duplicate(example)
-        return reason
-
-    def _find_overlap(self, example: Example) -> str:
-        """Count a training row as nearly a row of held-out files; why it is left out for it."""
-        reason = ""
-        sketches = [self._sketch_maker.sketch(text) for text in compared_texts(example)]
-        for name, index in self._indexes_by_file.items():
-            match = max(filter(None, map(index.nearest, sketches)), default=None)
-            if match is not None:
-                self._report.overlaps[name].add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
-                reason = "nearly a row of a held-out file" * self._options.drop_overlaps
-        return reason
-
-    def _find_near_duplicate(self, example: Example) -> str:
-        """Count a row as nearly an earlier one; why it is left out for it. Later rows are not compared with it then."""
-        index, is_dropped = self._similarity_index, self._options.near_duplicates == "drop"
-        sketch = self._sketch_maker.sketch(compared_texts(example)[0])
-        match = index.nearest(sketch)
-        if match is not None:
-            self._report.near_duplicates.add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
-            return "nearly an earlier row" * is_dropped
-        if is_dropped or index.memory_bytes < MAX_INDEX_BYTES:
-            index.add(sketch, example.where)
-        return ""
-
-    def _check_results(self) -> None:
-        report = self._report
-        if self._options.near_duplicates == "count" and self._similarity_index.memory_bytes >= MAX_INDEX_BYTES:
-            report.remarks.append(
-                f"Near-duplicates: counting takes {MAX_INDEX_BYTES / GIB:g} GiB of memory at most, and was not done "
-                "for all rows; data.process.near_duplicates=drop compares all"
-            )
-        if self._faults:
-            more = filter(None, [_more(len(self._faults), "… and {} more files")])
-            advice = "fix it" if len(self._faults) == 1 else "fix them"
-            if self._has_bad_rows and self._config.data.on_bad_row == "fail":
-                advice = "fix them, or leave rows out, counted, with data.on_bad_row=skip"
-            raise DataError("\n".join([*self._faults[:MAX_LISTED], *more, f"{advice}; nothing was written"]))
-        if len(self._first_file_by_kind) > 1:
-            raise DataError(
-                f"the raw files mix chats ({self._first_file_by_kind['chats']}) and plain text "
-                f"({self._first_file_by_kind['text']}), which are trained in different ways; process them separately, "
-                "each with its own data.process.raw_path and out_dir"
-            )
-        if not report.rows_kept:
-            reasons = "; ".join(f"{places.count:,} x {reason}" for reason, places in _sort_by_count(report.dropped))
-            raise DataError(f"no row is left of {report.rows_in:,} ({reasons or 'the files have none'})")
-        if "train" not in report.splits:
-            raise DataError(
-                f"all {report.rows_kept:,} rows fall into {' and '.join(report.splits)}, none into train; set "
-                "data.process.val_fraction=0 and test_fraction=0, or give more rows"
-            )
-
-
-def _find_named_split(part: FilePart, folder: Path | None) -> str | None:
-    """The split that a file's name says, or the name of a folder that it is in, the nearest first."""
-    path = Path(part.name)
-    names = [path.name.lower().removesuffix(".gz").rpartition(".")[0] or path.name]
-    if folder is not None:
-        names += reversed(path.relative_to(folder).parts[:-1])
-    return next(filter(None, map(split_from_name, names)), None)
-
-
-def _format_file_fault(file_report: FileReport, stats: RowStats, error: str) -> str:
-    lines = []
-    if stats.bad_rows:
-        head, *rows = bad_row_lines(f"{file_report.rows:,} rows", stats.bad_rows, stats.first_bad_rows)
-        role_lines = [f"  {line}" for line in known_role_lines(stats.bad_rows, stats.turns)]
-        lines = [f"{file_report.name}: {head}", *rows, *role_lines]
-    return "\n".join(filter(None, [*lines, error]))
+            index, is_dropped = self._similarity_index, options.near_duplicates == "drop"
+            sketch = self._sketch_maker.sketch(compared_texts(example)[0])
+            match = index.nearest(sketch)
+            if match is not None:  # later rows are not compared with it then
+                report.near_duplicates.add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
+                reason = "nearly an earlier row" * is_dropped
+            elif is_dropped or index.memory_bytes < MAX_INDEX_BYTES:
+                index.add(sketch, example.where)
+        if reason:
+            report.dropped.setdefault(reason, Occurrences()).add(example.where)
+            return
+        kind = "text" if isinstance(example, Text) else "chats"
+        self._first_file_by_kind.setdefault(kind, file_name)
+        if not self._faults:  # else nothing will be written; the rest is read to list all faults
+            if split not in self._output_files:  # a split without rows gets no file
+                self._output_files[split] = out.open(f"{split}.jsonl")
+            self._output_files[split].write(json.dumps(processed_row(example, digest), ensure_ascii=False) + "\n")
+            report.splits.setdefault(split, SplitReport()).count(example, max_seq_len=report.max_seq_len)
 
 
 def processed_row(example: Example, digest: bytes) -> dict[str, Any]:
@@ -646,8 +601,11 @@ def style_rows(config: RunConfig, text: str | None, *, force: bool = False) -> S
                     counts[outcome] += 1
                     styled_row = row.data
                     if isinstance(styled, Chat):
-                        messages = [author_form(message) for message in styled.messages]
-                        styled_row = {**row.data, "messages": messages, STYLED_KEY: True}
+                        styled_row = {
+                            **row.data,
+                            "messages": [author_form(message) for message in styled.messages],
+                            STYLED_KEY: True,
+                        }
                     file.write(json.dumps(styled_row, ensure_ascii=False) + "\n")
                     progress.add()
         report.unused_globs = tuple(unused_globs)

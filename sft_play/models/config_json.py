@@ -25,7 +25,6 @@ from sft_play.models.families import (
     EXPERT_WEIGHTS,
     MODEL_FAMILIES,
     ConfigFields,
-    ExpertFields,
     ModelFamily,
     UnknownArchitecture,
     dequantisable_method,
@@ -45,8 +44,6 @@ from sft_play.starter import BASE, BASE_NAME
 
 # Activations that transformers computes step by step in Python, with a tensor per step (activations.py).
 STEPWISE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "gelu_accurate"})
-# Dropout of what blocks add up, whose masks the estimate does not count.
-_RESIDUAL_DROPOUT_FIELDS = ("resid_pdrop", "embd_pdrop")
 
 
 def parse_model_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
@@ -55,7 +52,8 @@ def parse_model_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
     require_causal_lm_config(config, name=name)
     fields = ConfigFields.from_config(config, name)
     family = MODEL_FAMILIES[fields.model_type]
-    unsupported_fields = [key for key in _RESIDUAL_DROPOUT_FIELDS if fields.read_number(key, minimum=0, maximum=1)]
+    # dropout of what blocks add up, whose masks the estimate does not count
+    unsupported_fields = [key for key in ("resid_pdrop", "embd_pdrop") if fields.read_number(key, minimum=0, maximum=1)]
     unsupported_fields += [key for key in ACTIVATION_FIELDS if str(fields.values.get(key)) in STEPWISE_ACTIVATIONS]
     if unsupported_fields:
         key = unsupported_fields[0]
@@ -84,7 +82,6 @@ class _ShapeBuilder:
         self.head_dim = head_dim or self.hidden // self.heads
 
     def build(self) -> ModelShape:
-        """The whole model."""
         family, fields = self.family, self.fields
         blocks = [(self._attention_kind(index), self._has_experts(index)) for index in range(self.num_layers)]
         kinds = list(dict.fromkeys(blocks))
@@ -93,6 +90,13 @@ class _ShapeBuilder:
         window = None  # config.json may have one that no block uses (Qwen2: use_sliding_window)
         if any(kind.attention == "sliding" for kind in layers):
             window = fields.read_optional_count("sliding_window")
+        rope, rotary_share = fields.values.get("rope_parameters"), None
+        if isinstance(rope, Mapping):
+            rotary_share = rope.get("partial_rotary_factor")
+        if rotary_share is None:
+            rotary_share = fields.read_number("partial_rotary_factor")
+        if not isinstance(rotary_share, int | float):
+            rotary_share = 1.0
         return ModelShape(
             name=fields.name,
             model_type=fields.model_type,
@@ -116,7 +120,7 @@ class _ShapeBuilder:
             norms_per_layer=family.norms_per_block,
             has_qk_norm=fields.read_flag(family.qk_norm),
             has_fused_qkv=len(family.qkv) == 1,
-            rotary_dim=self._read_rotary_dim(),
+            rotary_dim=min(int(self.head_dim * rotary_share), self.head_dim),
             has_attention_sinks=family.has_sinks,
             attention_softcap=fields.read_number("attn_logit_softcapping"),
             caps_logits=fields.read_number("final_logit_softcapping") is not None,
@@ -131,81 +135,61 @@ class _ShapeBuilder:
                 "the first must be a multiple of the second"
             )
 
-    def _read_rotary_dim(self) -> int:
-        rope, fraction = self.fields.values.get("rope_parameters"), None
-        if isinstance(rope, Mapping):
-            fraction = rope.get("partial_rotary_factor")
-        if fraction is None:
-            fraction = self.fields.read_number("partial_rotary_factor")
-        if not isinstance(fraction, int | float):
-            fraction = 1.0
-        return min(int(self.head_dim * fraction), self.head_dim)
-
     def _build_block(self, attention: AttentionKind, has_experts: bool, *, count: int) -> LayerKind:
-        family, experts = self.family, self.family.experts
+        family, fields, experts = self.family, self.fields, self.family.experts
+        # q is not always the hidden width: Gemma's and Qwen3's heads are wider together
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        widths: tuple[int, ...] = (q, kv, kv)
+        if len(family.qkv) == 1:
+            widths = (q + 2 * kv,)
+        bias = fields.read_flag(family.qkv_bias)
+        linears = [LinearShape(path, self.hidden, width, bias) for path, width in zip(family.qkv, widths, strict=True)]
+        linears.append(LinearShape("self_attn.o_proj", q, self.hidden, fields.read_flag(family.out_bias)))
+        norm_params = family.norms_per_block * self.hidden
+        if fields.read_flag(family.qk_norm):
+            norm_params += q + kv if family.qk_norm_size == "width" else 2 * self.head_dim
         kind = LayerKind(
             count=count,
-            linears=self._attention_linears(),
+            linears=(),
             attention=attention,
-            norm_params=family.norms_per_block * self.hidden + self._qk_norm_params(),
+            norm_params=norm_params,
             other_params=self.heads * family.has_sinks,  # attention sinks
         )
         if experts is not None and has_experts:
-            kind = self._add_experts(kind, experts)
+            width = fields.require_count(experts.width_field)
+            expert_count = fields.require_count(experts.count_field)
+            if experts.shared_count_field:
+                paths = tuple(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+                linears += self._mlp_linears(
+                    paths, width * fields.require_count(experts.shared_count_field), bias=False
+                )
+            up_path, down_path = EXPERT_WEIGHTS
+            biases = (2 * width + self.hidden) * experts.has_expert_bias  # of gate and up, and of down
+            kind = replace(
+                kind,
+                num_experts=expert_count,
+                expert_width=width,
+                expert_params=expert_count * (3 * self.hidden * width + biases),
+                expert_weights=(
+                    StackedExpertWeight(up_path, expert_count, self.hidden, 2 * width),
+                    StackedExpertWeight(down_path, expert_count, width, self.hidden),
+                ),
+                router_params=expert_count * (self.hidden + int(experts.has_router_bias)),
+            )
         else:
-            width = self.fields.require_count("intermediate_size")
-            linears = kind.linears + self._mlp_linears(family.mlp, width, bias=self.fields.read_flag(family.mlp_bias))
-            kind = replace(kind, linears=linears, mlp_width=width)
+            width = fields.require_count("intermediate_size")
+            linears += self._mlp_linears(family.mlp, width, bias=fields.read_flag(family.mlp_bias))
+            kind = replace(kind, mlp_width=width)
         # an adapter would not stay on some
-        linears = tuple(
-            replace(linear, adaptable=no_adapter_reason(self.fields.model_type, linear.name) is None)
-            for linear in kind.linears
+        adaptable_linears = (
+            replace(linear, adaptable=no_adapter_reason(fields.model_type, linear.name) is None) for linear in linears
         )
-        return replace(kind, linears=linears)
+        return replace(kind, linears=tuple(adaptable_linears))
 
-    def _attention_linears(self) -> tuple[LinearShape, ...]:
-        family, bias = self.family, self.fields.read_flag(self.family.qkv_bias)
-        # q is not always the hidden width: Gemma's and Qwen3's heads are wider together
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        out = LinearShape("self_attn.o_proj", q, self.hidden, self.fields.read_flag(family.out_bias))
-        if len(family.qkv) == 1:
-            return (LinearShape(family.qkv[0], self.hidden, q + 2 * kv, bias), out)
-        widths = zip(family.qkv, (q, kv, kv), strict=True)
-        return (*(LinearShape(path, self.hidden, width, bias) for path, width in widths), out)
-
-    def _mlp_linears(self, paths: tuple[str, ...], width: int, *, bias: bool) -> tuple[LinearShape, ...]:
+    def _mlp_linears(self, paths: tuple[str, ...], width: int, *, bias: bool) -> list[LinearShape]:
         input_width = width * (1 + (len(self.family.mlp) == 2))  # gate and up projection in one
-        input_linears = tuple(LinearShape(path, self.hidden, input_width, bias) for path in paths[:-1])
-        return (*input_linears, LinearShape(paths[-1], width, self.hidden, bias))
-
-    def _qk_norm_params(self) -> int:
-        if not self.fields.read_flag(self.family.qk_norm):
-            return 0
-        if self.family.qk_norm_size == "width":
-            return (self.heads + self.kv_heads) * self.head_dim
-        return 2 * self.head_dim
-
-    def _add_experts(self, kind: LayerKind, experts: ExpertFields) -> LayerKind:
-        count, width = self.fields.require_count(experts.count_field), self.fields.require_count(experts.width_field)
-        linears = kind.linears
-        if experts.shared_count_field:
-            shared_width = width * self.fields.require_count(experts.shared_count_field)
-            paths = tuple(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
-            linears += self._mlp_linears(paths, shared_width, bias=False)
-        up_path, down_path = EXPERT_WEIGHTS
-        biases = (2 * width + self.hidden) * experts.has_expert_bias  # of gate and up, and of down
-        return replace(
-            kind,
-            linears=linears,
-            num_experts=count,
-            expert_width=width,
-            expert_params=count * (3 * self.hidden * width + biases),
-            expert_weights=(
-                StackedExpertWeight(up_path, count, self.hidden, 2 * width),
-                StackedExpertWeight(down_path, count, width, self.hidden),
-            ),
-            router_params=count * (self.hidden + int(experts.has_router_bias)),
-        )
+        input_linears = [LinearShape(path, self.hidden, input_width, bias) for path in paths[:-1]]
+        return [*input_linears, LinearShape(paths[-1], width, self.hidden, bias)]
 
     def _has_experts(self, index: int) -> bool:
         fields, experts = self.fields, self.family.experts
@@ -224,39 +208,34 @@ class _ShapeBuilder:
             return "full"
         # transformers 5 writes layer_types; older files only have the window, and the class's own rule applies
         layer_types = fields.values.get("layer_types")
-        if not isinstance(layer_types, list) or rule == "all":
-            is_sliding = self._uses_sliding_window(rule, index)
-        elif len(layer_types) != self.num_layers:
-            raise ModelError(
-                f"model {one_line(fields.name)}: config.json has {len(layer_types)} layer_types and "
-                f"num_hidden_layers: {self.num_layers}"
-            )
-        elif layer_types[index] not in ("full_attention", "sliding_attention"):
-            raise UnknownArchitecture(
-                f"model {one_line(fields.name)}: config.json has a block of type "
-                f"{one_line(str(layer_types[index]))}, which the plan does not know without transformers"
-            )
-        else:
+        if isinstance(layer_types, list) and rule != "all":
+            if len(layer_types) != self.num_layers:
+                raise ModelError(
+                    f"model {one_line(fields.name)}: config.json has {len(layer_types)} layer_types and "
+                    f"num_hidden_layers: {self.num_layers}"
+                )
+            if layer_types[index] not in ("full_attention", "sliding_attention"):
+                raise UnknownArchitecture(
+                    f"model {one_line(fields.name)}: config.json has a block of type "
+                    f"{one_line(str(layer_types[index]))}, which the plan does not know without transformers"
+                )
             is_sliding = layer_types[index] == "sliding_attention"
+        elif "use_sliding_window" in fields.values and not fields.read_flag("use_sliding_window"):
+            is_sliding = False
+        elif rule == "late":
+            is_sliding = index >= (fields.read_optional_count("max_window_layers") or 0)
+        elif rule == "no_rope":  # blocks without rotary positions: no_rope_layers has 1 where there are
+            is_sliding = (index + 1) % (fields.read_optional_count("no_rope_layer_interval") or 4) == 0
+            rope_layers = fields.values.get("no_rope_layers")
+            if isinstance(rope_layers, list) and index < len(rope_layers):
+                is_sliding = not rope_layers[index]
+        elif rule == "pattern" or (rule.startswith("every_") and "sliding_window_pattern" in fields.values):
+            is_sliding = (index + 1) % fields.require_count("sliding_window_pattern") != 0
+        else:
+            is_sliding = rule == "all" or (index + 1) % int(rule.removeprefix("every_")) != 0
         if is_sliding and fields.read_optional_count("sliding_window"):
             return "sliding"
         return "full"
-
-    def _uses_sliding_window(self, rule: str, index: int) -> bool:
-        """Whether a block has the window by the class's own rule, where config.json does not say so block by block."""
-        fields = self.fields
-        if "use_sliding_window" in fields.values and not fields.read_flag("use_sliding_window"):
-            return False
-        if rule == "late":
-            return index >= (fields.read_optional_count("max_window_layers") or 0)
-        if rule == "no_rope":  # blocks without rotary positions: no_rope_layers has 1 where there are
-            rope_layers = fields.values.get("no_rope_layers")
-            if isinstance(rope_layers, list) and index < len(rope_layers):
-                return not rope_layers[index]
-            return (index + 1) % (fields.read_optional_count("no_rope_layer_interval") or 4) == 0
-        if rule == "pattern" or (rule.startswith("every_") and "sliding_window_pattern" in fields.values):
-            return (index + 1) % fields.require_count("sliding_window_pattern") != 0
-        return rule == "all" or (index + 1) % int(rule.removeprefix("every_")) != 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -432,8 +411,8 @@ def _read_config(folder: Path, name: str) -> ConfigJson:
     return dict(config)
 
 
+# A number that JSON lacks, from transformers' tag for it (`_encode_special_floats`, 5.23); else the object.
 def _parse_special_float(value: ConfigJson) -> Any:
-    """A number that JSON lacks, from transformers' tag for it (`_encode_special_floats`, 5.23); else the object."""
     tag = value.get("__float__")
     if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN"):
         return float(tag)
@@ -460,8 +439,10 @@ def _fetch_config(name: str, revision: str | None) -> ConfigJson:
         with report_wait(f"Asking the hub for the config.json of {model_text}"):
             path = hf_hub_download(name, "config.json", revision=revision, local_files_only=is_offline)
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
-        fallback_reason = f": its config.json cannot be fetched: {one_line(str(error))}"
-        reason = next((text for error_type, text in reasons.items() if isinstance(error, error_type)), fallback_reason)
+        reason = next(
+            (text for error_type, text in reasons.items() if isinstance(error, error_type)),
+            f": its config.json cannot be fetched: {one_line(str(error))}",
+        )
         raise ModelError(f"model {model_text} {reason}") from None
     return _read_config(Path(path).parent, name)
 
@@ -474,11 +455,21 @@ def require_available_model(name: str, *, revision: str | None = None) -> None:
 
 def is_hub_reachable() -> bool:
     """Whether the hub, or the proxy before it, can be reached: the library would retry for half a minute."""
+    from urllib.request import getproxies, proxy_bypass
+
     # as huggingface_hub reads them (constants.py, 1.x): the second only where the first is not set
     offline_setting = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     if offline_setting.upper() in ("1", "TRUE", "YES", "ON"):
         return False
-    host, port = _connection_target(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    # the proxy that the environment names for the hub, where there is one
+    address, proxies = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"), getproxies()
+    proxy = proxies.get(address.scheme) or proxies.get("all")
+    if proxy and not proxy_bypass(address.netloc):
+        if "://" not in proxy:
+            proxy = f"http://{proxy}"
+        address = urlsplit(proxy)
+    host = address.hostname or ""
+    port = address.port or {"http": 80, "https": 443}.get(address.scheme, 1080)
     if time.monotonic() - _failure_times.get((host, port), -math.inf) < _RETRY_AFTER_S:
         return False
     if not _can_connect(host, port):
@@ -487,22 +478,8 @@ def is_hub_reachable() -> bool:
     return True
 
 
-def _connection_target(url: str) -> tuple[str, int]:
-    """Host and port to connect to for a URL: its own, or those of the proxy that the environment names for it."""
-    from urllib.request import getproxies, proxy_bypass
-
-    address, proxies = urlsplit(url), getproxies()
-    proxy = proxies.get(address.scheme) or proxies.get("all")
-    if proxy and not proxy_bypass(address.netloc):
-        if "://" not in proxy:
-            proxy = f"http://{proxy}"
-        address = urlsplit(proxy)
-    return address.hostname or "", address.port or {"http": 80, "https": 443}.get(address.scheme, 1080)
-
-
+# In a thread: looking up a name has no limit of its own, and takes half a minute where no server of names answers.
 def _can_connect(host: str, port: int) -> bool:
-    """Whether a connection is made in time. In a thread: looking up a name has no limit of its own, and takes half a
-    minute where no server of names answers."""
     connections: list[bool] = []
 
     def connect() -> None:

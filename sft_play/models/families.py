@@ -1,13 +1,11 @@
 """The decoder families of transformers, and the fields of a config.json under uniform names."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from sft_play.errors import ModelError
 from sft_play.log import one_line
@@ -21,10 +19,6 @@ from sft_play.models.shape import NormKind
 
 # A fixed answer, or the name of the true-or-false field that gives it.
 FlagSource = bool | str
-
-# Which blocks see a window where config.json has no `layer_types`: none; all (if there is a window); those from
-# `max_window_layers` on; all but every nth; by `sliding_window_pattern`; those without rotary positions.
-WindowRule = Literal["none", "all", "late", "every_2", "every_4", "every_6", "pattern", "no_rope"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +41,6 @@ class ExpertFields:
     block_rule: Literal["all", "after_dense", "sparse_step"] = "all"
 
 
-_SPLIT_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GATED_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _FUSED_MLP = ("mlp.gate_up_proj", "mlp.down_proj")
 # Paths of the tensors that hold all experts' gates and up projections, and their down projections.
 EXPERT_WEIGHTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -60,9 +52,9 @@ class ModelFamily:
     Llama's without its biases."""
 
     # Paths of the query, key and value projections: three, or one that holds all.
-    qkv: tuple[str, ...] = _SPLIT_QKV
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     # Gate, up, down; or gate with up in one, and down.
-    mlp: tuple[str, ...] = _GATED_MLP
+    mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     qkv_bias: FlagSource = False
     out_bias: FlagSource = False
     mlp_bias: FlagSource = False
@@ -71,7 +63,9 @@ class ModelFamily:
     qk_norm: FlagSource = False
     # head: one weight for all heads; width: as many as the heads are wide together.
     qk_norm_size: Literal["head", "width"] = "head"
-    window_rule: WindowRule = "none"
+    # Which blocks see a window where config.json has no `layer_types`: none; all (if there is a window); those from
+    # `max_window_layers` on; all but every nth; by `sliding_window_pattern`; those without rotary positions.
+    window_rule: Literal["none", "all", "late", "every_2", "every_4", "every_6", "pattern", "no_rope"] = "none"
     has_sinks: bool = False
     experts: ExpertFields | None = None
 
@@ -80,7 +74,6 @@ _LLAMA = ModelFamily(qkv_bias="attention_bias", out_bias="attention_bias", mlp_b
 _BIASED = ModelFamily(qkv_bias="attention_bias", out_bias="attention_bias")
 _GLM = ModelFamily(qkv_bias="attention_bias", mlp=_FUSED_MLP)
 _WIDE_NORMS = replace(_BIASED, qk_norm=True, qk_norm_size="width")
-_AFTER_DENSE = ExpertFields("n_routed_experts", shared_count_field="n_shared_experts", block_rule="after_dense")
 
 # Model types whose blocks transformers' tensor-parallel plan splits completely, by heads and MLP columns
 # (`base_model_tp_plan` of configuration_*.py); a test splits one of each and compares its gradients.
@@ -99,14 +92,13 @@ PEFT_MOVED_TYPES = frozenset({
     "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker", "solar_open",
 })  # fmt: skip
 PEFT_MOVED_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-PEFT_MOVED_REASON = "PEFT would put its adapter on this model's routed experts, which get none here"
 
 
 def no_adapter_reason(model_type: str, name: str) -> str | None:
     """Why linear layers of this name get no adapter; None where they take one, as far as is known without a trial."""
     # a language model's adapter is opened on its whole class, too: that of glm4v_moe_text on glm4v_moe
     if {model_type, model_type.removesuffix("_text")} & PEFT_MOVED_TYPES and name in PEFT_MOVED_NAMES:
-        return PEFT_MOVED_REASON
+        return "PEFT would put its adapter on this model's routed experts, which get none here"
     return None
 
 
@@ -144,7 +136,10 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
             width_field="intermediate_size", has_router_bias=True, has_expert_bias=True, has_clamped_gate=True
         ),
     ),
-    "glm4_moe": ModelFamily(qkv_bias="attention_bias", qk_norm="use_qk_norm", experts=_AFTER_DENSE),
+    "glm4_moe": ModelFamily(
+        qkv_bias="attention_bias", qk_norm="use_qk_norm",
+        experts=ExpertFields("n_routed_experts", shared_count_field="n_shared_experts", block_rule="after_dense"),
+    ),
 }  # fmt: skip
 
 # Image-text model type: its language model's type, where `text_config` does not give it.
@@ -192,7 +187,6 @@ MAX_SIZES = {
     "vocab_size": 2**26,
     "max_position_embeddings": 2**40,
 }
-_MAX_OTHER_SIZE = 2**24
 
 # Other names of the same sizes in some model types (attribute_map of transformers' config classes).
 FIELD_ALIASES = {
@@ -290,8 +284,7 @@ def require_causal_lm_config(config: object, *, name: str) -> None:
 
 def refuse_absurd_sizes(config: Mapping[str, Any], *, name: str) -> None:
     """Raises ModelError for a size with which no class should be built."""
-    model_type = str(config.get("model_type"))
-    fields = ConfigFields(model_type, {**config, **wrapped_config(config)}, name)
+    fields = ConfigFields(str(config.get("model_type")), {**config, **wrapped_config(config)}, name)
     for field_name in MAX_SIZES:
         for key in (field_name, *FIELD_ALIASES.get(field_name, ())):
             value = fields.values.get(key)
@@ -309,7 +302,7 @@ class ConfigFields:
     name: str
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], name: str) -> ConfigFields:
+    def from_config(cls, config: Mapping[str, Any], name: str) -> Self:
         """The fields of the language model that a config.json describes or wraps. Raises UnknownArchitecture for a type
         that the table of families does not have, ModelError where the width is missing."""
         inner = wrapped_config(config)
@@ -343,7 +336,7 @@ class ConfigFields:
             raise self._field_error(key, value, rule)
         # a limit is listed under one of a field's names
         field_name = next((field_name for field_name, aliases in FIELD_ALIASES.items() if key in aliases), key)
-        maximum = MAX_SIZES.get(field_name, _MAX_OTHER_SIZE)
+        maximum = MAX_SIZES.get(field_name, 2**24)
         if value > maximum:
             raise self._field_error(key, value, f"no model is that large (the limit is {maximum:,})")
         return value

@@ -5,12 +5,10 @@ Module names are transformers' own (5.23), from the block on (`self_attn.q_proj`
 targets match as in PEFT.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 # Which keys a block's queries see: all before them, the last `window`, those of their chunk of `window`; none where
 # the block has no softmax attention (a recurrent or convolutional one).
@@ -244,7 +242,7 @@ class ModelShape:
     # estimate knows them.
     block_meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
-    def without_packed_experts(self) -> ModelShape:
+    def without_packed_experts(self) -> Self:
         """The same with experts that stay in 16 bits."""
         kinds = (
             replace(kind, expert_weights=tuple(replace(one, is_packable=False) for one in kind.expert_weights))
@@ -278,11 +276,6 @@ class ModelShape:
     def loss_name(self) -> Literal["chunked", "logits"]:
         """The loss of a run: over whole logits where the class has some of its own."""
         return "logits" if self.has_custom_logits else "chunked"
-
-    @property
-    def table_count(self) -> int:
-        """How many tables of words there are: the embedding, and an output head of its own."""
-        return 2 - self.tied
 
     @property
     def q_width(self) -> int:

@@ -157,7 +157,7 @@ def _zero3_gathered_bytes(config: RunConfig, shape: ModelShape, precision: Preci
     recomputed_share = step.recomputed_layers(layers) / layers
     counted_params = shape.params - (0.5 * shape.linear_params if config.tuning.mode == "qlora" else 0.0)
     kept_share = min(1.0, ZERO_REUSE_PARAMS / (2 + recomputed_share) / counted_params)
-    block_params = counted_params - shape.table_count * shape.embedding_table_params
+    block_params = counted_params - (2 - shape.tied) * shape.embedding_table_params
     regathered_share = max(0.0, block_params - layers * ZERO_REUSE_PARAMS / 2) / counted_params
     return weight_bytes * (2 - kept_share + recomputed_share * regathered_share)
 

@@ -2,8 +2,6 @@
 run reproducible.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -87,19 +85,19 @@ class RunFolder:
 
     path: Path
     # The run that this is a stage of: log, metrics and curves are there.
-    parent_run: RunFolder | None = None
+    parent_run: "RunFolder | None" = None
     is_last_stage: bool = False
 
     def __post_init__(self) -> None:
-        """Name the folder in one way however it was given: ranks, `RUN=` and `output.dir` may say the whole path."""
+        # named in one way however it was given: ranks, `RUN=` and `output.dir` may say the whole path
         object.__setattr__(self, "path", relative_to_cwd(self.path))
 
-    def stage_folder(self, name: str, *, is_last_stage: bool = False) -> RunFolder:
+    def stage_folder(self, name: str, *, is_last_stage: bool = False) -> "RunFolder":
         """The folder of a stage."""
         return RunFolder(self.path / STAGES_FOLDER / name, self, is_last_stage)
 
     @property
-    def whole_run(self) -> RunFolder:
+    def whole_run(self) -> "RunFolder":
         """The folder of the whole run."""
         return self.parent_run or self
 
@@ -280,8 +278,11 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     commit = run_git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
-    changed = run_git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "branch": run_git(folder, "rev-parse", "--abbrev-ref", "HEAD"), "dirty": bool(changed)}
+    return {
+        "commit": commit,
+        "branch": run_git(folder, "rev-parse", "--abbrev-ref", "HEAD"),
+        "dirty": bool(run_git(folder, "status", "--porcelain", "--untracked-files=no")),
+    }
 
 
 def run_git(folder: Path, *arguments: str) -> str | None:
@@ -319,8 +320,11 @@ def check_same_run(
 
 def kept_overrides(overrides: Sequence[str]) -> list[str]:
     """The settings of a start that hold for a resume of its run too."""
-    one_time_prefixes = ("output.name=", "output.if_exists=", "train.stop_after_steps=")
-    return [override for override in overrides if not override.startswith(one_time_prefixes)]
+    return [
+        override
+        for override in overrides
+        if not override.startswith(("output.name=", "output.if_exists=", "train.stop_after_steps="))
+    ]
 
 
 def load_resumed_config(
@@ -373,8 +377,8 @@ def check_no_differences(folder: RunFolder, differences: Sequence[str]) -> None:
         )
 
 
+# An option that did not exist in the version of an old run, and has its default here.
 def _is_newer_option(recorded_settings: Mapping[str, Any], key: str, value: Any) -> bool:
-    """True for an option that did not exist in the version of an old run, and has its default here."""
     for name in key.split("."):
         if not isinstance(recorded_settings, Mapping) or name not in recorded_settings:
             return key in all_options() and bool(value == all_options()[key].default)

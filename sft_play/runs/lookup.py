@@ -3,8 +3,6 @@ can be resumed; new ones made whole or not at all, and old ones of the same name
 aside.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno
@@ -43,10 +41,8 @@ LOCK_FILE = "run.lock"
 
 # Who locks only a part of a run: the command that started its ranks, and the rank (or their agent) that writes.
 LAUNCHER, WRITER = 0, 1
-# What fcntl(2) answers where another process holds the lock: POSIX allows either.
-_HELD_ERRNOS = (errno.EACCES, errno.EAGAIN)
 # What this process has locked, by device and inode: opening and closing such a file again would release the lock.
-_OPEN_LOCKS: weakref.WeakValueDictionary[tuple[int, int], RunLock] = weakref.WeakValueDictionary()
+_OPEN_LOCKS: weakref.WeakValueDictionary[tuple[int, int], "RunLock"] = weakref.WeakValueDictionary()
 
 
 @atexit.register
@@ -114,8 +110,13 @@ def lock_run(folder: RunFolder, *, role: int | None = None) -> RunLock:
             status = os.fstat(descriptor)
             # The launcher's note stays: its process is the one to stop, and it stops the writer.
             if role != WRITER or not status.st_size:
-                now = datetime.now(UTC).isoformat(timespec="seconds")
-                note = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now})
+                note = json.dumps(
+                    {
+                        "pid": os.getpid(),
+                        "host": socket.gethostname(),
+                        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+                    }
+                )
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, note.encode() + b"\n", 0)
         except BaseException as error:
@@ -129,8 +130,8 @@ def lock_run(folder: RunFolder, *, role: int | None = None) -> RunLock:
     raise RunFolderError(f"{path} is created and removed repeatedly by other processes; start again")
 
 
+# To the kernel, a second lock by the same process is the same lock.
 def _check_not_locked_here(folder: RunFolder, path: Path) -> None:
-    """Raises RunFolderError where this process has the lock: to the kernel, a second one by it is the same lock."""
     try:
         status = path.stat()
     except OSError:
@@ -157,7 +158,7 @@ def _acquire(folder: RunFolder, descriptor: int, role: int | None) -> None:
     note = read_json(folder.path / LOCK_FILE)
     is_noted = isinstance(note.get("pid"), int) and role != WRITER
     advice = f"; if that process is gone, remove {folder.path / LOCK_FILE}"
-    if lock_error.errno in _HELD_ERRNOS:
+    if lock_error.errno in (errno.EACCES, errno.EAGAIN):  # another process holds it: POSIX allows either
         advice = ""
     elif not is_noted or (note["host"] == socket.gethostname() and not psutil.pid_exists(note["pid"])):
         logger.warning("%s: the file system does not support locks (%s); a run in progress in this folder is known "
@@ -200,8 +201,8 @@ def lock_holder_pids(folder: RunFolder) -> tuple[int, ...]:
     return tuple(dict.fromkeys(filter(None, holder_pids)))
 
 
+# 0 where no process has the byte locked, -1 for one of another machine.
 def _byte_lock_holder_pid(file: IO[bytes], offset: int) -> int:
-    """The process that has a byte locked; 0 where none has, -1 on another machine."""
     if sys.platform == "darwin":
         request = struct.pack(_LOCK_BSD, offset, 1, 0, fcntl.F_WRLCK, os.SEEK_SET)
         _, _, pid, lock_type, _ = struct.unpack(_LOCK_BSD, fcntl.fcntl(file, fcntl.F_GETLK, request))
@@ -382,7 +383,13 @@ def create_run(
             if folder.path.exists():
                 if loaded.config.output.if_exists != "replace":
                     raise RunFolderError(taken_message)
-                move_aside(folder)
+                # the old run is moved aside, to NAME.replaced-TIME
+                folder.read_manifest()
+                with lock_run(folder) as old_lock:
+                    timestamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+                    replaced_path = _unused_path(folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}"))
+                    folder.path.rename(replaced_path)
+                    old_lock.folder = RunFolder(replaced_path)
             temporary_path.rename(folder.path)
         except BaseException as error:
             run_lock.close()
@@ -409,19 +416,8 @@ def write_initial_files(
     write_json(folder.path / MANIFEST_FILE, manifest)
 
 
-def move_aside(folder: RunFolder) -> Path:
-    """Rename an old run to NAME.replaced-TIME; raises RunFolderError where it is not ours, or is being written."""
-    folder.read_manifest()
-    with lock_run(folder) as run_lock:
-        timestamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-        replaced_path = _unused_path(folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}"))
-        folder.path.rename(replaced_path)
-        run_lock.folder = RunFolder(replaced_path)
-    return replaced_path
-
-
+# With the first number behind it that is free: two starts of one config may come within a second.
 def _unused_path(path: Path) -> Path:
-    """The path, or with the first number behind it that is free: two starts of one config may come within a second."""
     candidate, number = path, 2
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1

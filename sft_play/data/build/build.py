@@ -8,10 +8,7 @@ counts of its rows, bad ones included, are kept beside it: `splits.py` decides a
 whether a run may continue with them, and `make check` says what they mean.
 """
 
-from __future__ import annotations
-
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -26,12 +23,11 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -45,7 +41,7 @@ from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import count_part_rows, read_example
 from sft_play.data.sources.files import AnySource, FilePart, list_parts, read_part, source_digest, split_part
 from sft_play.data.sources.formats import Chat, Example, RowFormat, Text, content_digest, detect_format, digest_share
-from sft_play.data.sources.raw import BadRow
+from sft_play.data.sources.raw import LISTED_BAD_ROWS, BadRow
 from sft_play.errors import DataError, translate_library_errors
 from sft_play.files import atomic, cache_dir, hold_lock
 from sft_play.machine.host import cpu_cores
@@ -59,7 +55,6 @@ from sft_play.process.waiting import WaitProgress, report_wait
 # kept `chat` (JSON).
 
 _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
-_SCHEMA_WITH_CHATS = _SCHEMA.append(pa.field("chat", pa.string()))
 # Rows that are written together: so many, or so many tokens.
 _BATCH_ROWS, _BATCH_TOKENS = 256, 1 << 18
 
@@ -70,11 +65,11 @@ class RowWriter:
     def __init__(self, path: Path, *, keeps_chats: bool) -> None:
         self.path = path
         self._keeps_chats = keeps_chats
-        self._schema = _SCHEMA_WITH_CHATS if keeps_chats else _SCHEMA
+        self._schema = _SCHEMA.append(pa.field("chat", pa.string())) if keeps_chats else _SCHEMA
         self._pending: list[tuple[TokenRow, Example]] = []
         self._tokens = 0
 
-    def __enter__(self) -> RowWriter:
+    def __enter__(self) -> Self:
         self._file = pa.OSFile(str(self.path), "wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
         return self
@@ -127,8 +122,7 @@ def write_blocks(output_path: Path, paths: Sequence[Path], block_size: int, *, k
         for document_path in paths:
             with pa.memory_map(str(document_path)) as source, pa.ipc.open_stream(source) as documents:
                 for batch in documents:
-                    ids = batch.column(0)
-                    pending_ids = np.concatenate([pending_ids, ids.flatten().to_numpy()])
+                    pending_ids = np.concatenate([pending_ids, batch.column(0).flatten().to_numpy()])
                     full_size = len(pending_ids) // block_size * block_size
                     if full_size:  # written at once: a corpus of any size is never held in memory
                         stream.write_batch(_make_block_batch(pending_ids[:full_size], block_size))
@@ -144,8 +138,8 @@ def _make_block_batch(tokens: Any, block_size: int) -> Any:
     return pa.record_batch([column, column, _to_arrow(np.ones(len(offsets) - 1, np.int8))], schema=_SCHEMA)
 
 
+# The offsets of the lists (int32, [lists + 1]) and all their tokens (int32, [tokens]).
 def _concatenate(token_lists: Sequence[Sequence[int]]) -> tuple[Any, Any]:
-    """Join lists of tokens: their offsets (int32, [lists + 1]) and all tokens (int32, [tokens])."""
     lengths = np.fromiter(map(len, token_lists), np.int32, len(token_lists))
     offsets = np.zeros(len(token_lists) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
@@ -153,7 +147,7 @@ def _concatenate(token_lists: Sequence[Sequence[int]]) -> tuple[Any, Any]:
 
 
 def _to_arrow(values: Any) -> Any:
-    """A numpy array of integers as an Arrow one; `pyarrow.array` would import pandas first, which takes a second."""
+    # `pyarrow.array` would import pandas first, which takes a second
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
@@ -210,14 +204,40 @@ class BuiltRows:
 
 def build_rows(source: AnySource, recipe: BuildRecipe, *, split: str, workers: int | str = "auto") -> BuiltRows:
     """Load the token rows of a source from the cache, or build them. Raises DataError for files, formats and cache."""
+    import tokenizers
+
     parts = list_parts(source, split=split, wants_text=recipe.is_document)
     try:
-        folder = cache_dir() / "tokens" / _cache_key(source, parts, recipe, split)
+        key_parts = {
+            # a tokenizer's ids are the library's doing too
+            "code": [tokenizers.__version__, _code_digest(Path(__file__).parents[1])],
+            "tokenizer": hashlib.sha256(repr(recipe.tokenizer).encode()).hexdigest(),
+            "options": recipe.data.model_dump(mode="json", exclude=set(_OPTIONS_NOT_IN_KEY)),
+            "limit": recipe.max_seq_len,
+            "date": str(recipe.today) if recipe.tokenizer.writes_date and not recipe.data.template_date else "",
+            "kind": [
+                *(
+                    split,
+                    recipe.is_document,
+                    recipe.text_span,
+                    recipe.held_out_share,
+                    recipe.keeps_chats,
+                    recipe.task_mode,
+                )
+            ],
+            "source": str(source),
+            "content": [[part.name, part.kind, _content_digest(part)] for part in parts],
+        }
+        key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()[:32]
+        folder = cache_dir() / "tokens" / key
     except OSError as error:
         raise DataError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with hold_lock(folder.with_name(f"{folder.name}.lock"), waiting_message=_WAITING_MESSAGE):
+        with hold_lock(
+            folder.with_name(f"{folder.name}.lock"),
+            waiting_message="Data: another process is preparing the same rows; waiting for it",
+        ):
             return _load_cache(folder) or _build_cache(folder, parts, recipe, split, workers)
     except OSError as error:
         raise DataError(
@@ -226,40 +246,17 @@ def build_rows(source: AnySource, recipe: BuildRecipe, *, split: str, workers: i
         ) from error
 
 
-# The key.
+# Cached rows need no version number: a digest of the code and tables is in their key. Compiled files are left out: they
+# appear as modules are imported.
 def _code_digest(package: Path) -> str:
-    """Digest of the code and tables of a package, so that cached rows need no version number. Compiled files are left
-    out: they appear as modules are imported."""
     digest = hashlib.sha256()
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".json")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _cache_key(source: AnySource, parts: Sequence[FilePart], recipe: BuildRecipe, split: str) -> str:
-    import tokenizers
-
-    options = {
-        key: value for key, value in recipe.data.model_dump(mode="json").items() if key not in _OPTIONS_NOT_IN_KEY
-    }
-    key_parts = {
-        # a tokenizer's ids are the library's doing too
-        "code": [tokenizers.__version__, _code_digest(Path(__file__).parents[1])],
-        "tokenizer": hashlib.sha256(repr(recipe.tokenizer).encode()).hexdigest(),
-        "options": options,
-        "limit": recipe.max_seq_len,
-        "date": str(recipe.today) if recipe.tokenizer.writes_date and not recipe.data.template_date else "",
-        "kind": [
-            *(split, recipe.is_document, recipe.text_span, recipe.held_out_share, recipe.keeps_chats, recipe.task_mode)
-        ],
-        "source": str(source),
-        "content": [[part.name, part.kind, _content_digest(part)] for part in parts],
-    }
-    return hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
+# Of a data set of the hub its commit, or today's date if that is unknown.
 def _content_digest(part: FilePart) -> str:
-    """Digest of what a part's file holds; of a data set of the hub its commit, or today's date if that is unknown."""
     if part.kind == "hub":
         from huggingface_hub import HfApi
 
@@ -271,7 +268,6 @@ def _content_digest(part: FilePart) -> str:
 
 # The cache.
 _META_FILE = "meta.pickle"
-_WAITING_MESSAGE = "Data: another process is preparing the same rows; waiting for it"
 
 _PICKLED_CLASSES = {
     (kind.__module__, kind.__qualname__) for kind in (RowStats, TruncationCost, BadRow, TokenRow, Counter)
@@ -279,10 +275,9 @@ _PICKLED_CLASSES = {
 
 
 class _CacheUnpickler(pickle.Unpickler):
-    """Unpickles what a cache holds, and nothing that could run code: others may write to the disk that it is on."""
+    # nothing that could run code: others may write to the disk that a cache is on
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of a name that a cache may hold."""
         if (module, name) in _PICKLED_CLASSES or (module == "array" and name in ("array", "_array_reconstructor")):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no cache has")
@@ -299,24 +294,6 @@ def _load_cache(folder: Path) -> BuiltRows | None:
     return None
 
 
-def _build_cache(
-    folder: Path, parts: Sequence[FilePart], recipe: BuildRecipe, split: str, workers: int | str
-) -> BuiltRows:
-    # always the same place: nobody else writes there, since the caller holds the lock
-    with atomic.replace_path(folder, temporary=folder.with_name(f"{folder.name}.part")) as temporary_folder:
-        temporary_folder.mkdir()
-        files, stats = _build_rows(temporary_folder, parts, recipe, split, workers)
-        if recipe.is_document:
-            for side, document_files in files.items():
-                is_held_out = split != "train" or side == HELD_OUT_SIDE or recipe.text_span[0] > 0
-                blocks_path = temporary_folder / f"{side}.blocks.arrow"
-                paths = [temporary_folder / file for file in document_files]
-                write_blocks(blocks_path, paths, recipe.max_seq_len, keeps_short=is_held_out)
-                files[side] = [blocks_path.name]
-        (temporary_folder / _META_FILE).write_bytes(pickle.dumps((files, stats)))
-    return BuiltRows(folder, files, stats)
-
-
 # Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer.
 _MIN_PARALLEL_BYTES = 4 << 20
 _MAX_WORKERS = 16
@@ -325,40 +302,57 @@ _MIN_PIECE_BYTES, _MAX_PIECE_BYTES, _PIECES_PER_WORKER = 256 << 10, 8 << 20, 8
 _SideStats = dict[str, RowStats]
 
 
-def _build_rows(
+def _build_cache(
     folder: Path, parts: Sequence[FilePart], recipe: BuildRecipe, split: str, workers: int | str
-) -> tuple[dict[str, list[str]], _SideStats]:
-    files_of_parts = [part.path for part in parts if part.kind != "hub" and part.path.is_file()]
-    total_bytes = sum(path.stat().st_size for path in files_of_parts)
-    if not isinstance(workers, int):
-        workers = 1 if total_bytes < _MIN_PARALLEL_BYTES else min(cpu_cores(), _MAX_WORKERS)
-    piece_bytes = total_bytes // (workers * _PIECES_PER_WORKER)
-    piece_bytes = max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, piece_bytes))
-    jobs: list[_BuildJob] = []
-    for part in parts:
-        row_format = detect_format(read_part(part), recipe.data)[1]
-        for piece in split_part(part, part_bytes=piece_bytes) if workers > 1 else [part]:
-            jobs.append(_BuildJob(len(jobs), piece, row_format, str(folder)))
-    workers = min(workers, len(jobs))
-    files: dict[str, list[str]] = {KEPT_SIDE: [], HELD_OUT_SIDE: []}
-    stats = _empty_stats(recipe)
-    with report_wait(f"Tokenising {split} rows", unit="rows", count_total=lambda: count_part_rows(parts)) as progress:
-        if workers > 1:
-            results = _run_jobs(jobs, recipe, workers)
-        else:
-            results = map(functools.partial(_BuildWorker(recipe), progress=progress), jobs)
-        for job_files, job_stats in results:
+) -> BuiltRows:
+    # always the same place: nobody else writes there, since the caller holds the lock
+    with atomic.replace_path(folder, temporary=folder.with_name(f"{folder.name}.part")) as temporary_folder:
+        temporary_folder.mkdir()
+        files_of_parts = [part.path for part in parts if part.kind != "hub" and part.path.is_file()]
+        total_bytes = sum(path.stat().st_size for path in files_of_parts)
+        if not isinstance(workers, int):
+            workers = 1 if total_bytes < _MIN_PARALLEL_BYTES else min(cpu_cores(), _MAX_WORKERS)
+        piece_bytes = total_bytes // (workers * _PIECES_PER_WORKER)
+        piece_bytes = max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, piece_bytes))
+        jobs: list[_BuildJob] = []
+        for part in parts:
+            row_format = detect_format(read_part(part), recipe.data)[1]
+            for piece in split_part(part, part_bytes=piece_bytes) if workers > 1 else [part]:
+                jobs.append(_BuildJob(len(jobs), piece, row_format, str(temporary_folder)))
+        workers = min(workers, len(jobs))
+        files: dict[str, list[str]] = {KEPT_SIDE: [], HELD_OUT_SIDE: []}
+        stats = _empty_stats(recipe)
+        with report_wait(
+            f"Tokenising {split} rows", unit="rows", count_total=lambda: count_part_rows(parts)
+        ) as progress:
             if workers > 1:
-                progress.add(job_stats[KEPT_SIDE].rows)
-            for name, counts in stats.items():
-                counts.add(job_stats[name])
-            for name, file in job_files.items():
-                files[name].append(file)
-    formats = [name for name, _ in stats[KEPT_SIDE].formats.most_common()]
-    formats += [job.row_format.name for job in jobs if job.row_format]
-    for side_stats in stats.values():
-        side_stats.format = ", ".join(dict.fromkeys(formats)) or side_stats.format
-    return files, stats
+                results = _run_jobs(jobs, recipe, workers)
+            else:
+                results = map(functools.partial(_BuildWorker(recipe), progress=progress), jobs)
+            for job_files, job_stats in results:
+                if workers > 1:
+                    progress.add(job_stats[KEPT_SIDE].rows)
+                for name, counts in stats.items():
+                    counts.add(job_stats[name])
+                for name, file in job_files.items():
+                    files[name].append(file)
+        formats = [name for name, _ in stats[KEPT_SIDE].formats.most_common()]
+        formats += [job.row_format.name for job in jobs if job.row_format]
+        for side_stats in stats.values():
+            side_stats.format = ", ".join(dict.fromkeys(formats)) or side_stats.format
+        if recipe.is_document:
+            for side, document_files in files.items():
+                is_held_out = split != "train" or side == HELD_OUT_SIDE or recipe.text_span[0] > 0
+                blocks_path = temporary_folder / f"{side}.blocks.arrow"
+                write_blocks(
+                    blocks_path,
+                    [temporary_folder / file for file in document_files],
+                    recipe.max_seq_len,
+                    keeps_short=is_held_out,
+                )
+                files[side] = [blocks_path.name]
+        (temporary_folder / _META_FILE).write_bytes(pickle.dumps((files, stats)))
+    return BuiltRows(folder, files, stats)
 
 
 def _empty_stats(recipe: BuildRecipe) -> _SideStats:
@@ -367,8 +361,6 @@ def _empty_stats(recipe: BuildRecipe) -> _SideStats:
 
 @dataclass(frozen=True)
 class _BuildJob:
-    """A piece of a file, its format, and where its rows go."""
-
     index: int
     part: FilePart
     row_format: RowFormat | None
@@ -382,8 +374,8 @@ class _BuildWorker:
         renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today)
         self._row_renderer = RowRenderer(renderer, task_mode=recipe.task_mode)
 
+    # Writes the rows of a piece of a file to Arrow files; returns their names and the counts of rows, by side.
     def __call__(self, job: _BuildJob, *, progress: WaitProgress | None = None) -> tuple[dict[str, str], _SideStats]:
-        """Write the rows of a piece of a file to Arrow files; return their names and the counts of rows, by side."""
         recipe, stats = self._recipe, _empty_stats(self._recipe)
         counter = RowCounter(self._row_renderer.renderer)
         held_out_flags = bytearray()
@@ -403,7 +395,9 @@ class _BuildWorker:
                 side = (KEPT_SIDE, HELD_OUT_SIDE)[held_out_flags[outcome.row_number - 1]]
                 if whole_row is None:
                     assert isinstance(row, BadRow)
-                    stats[side].count_unmasked(row)
+                    stats[side].unmasked_rows[row.reason] += 1
+                    if len(stats[side].first_unmasked_rows) < LISTED_BAD_ROWS:
+                        stats[side].first_unmasked_rows.append(row)
                 elif recipe.is_document:
                     stats[side].count_document(whole_row)
                 else:
@@ -413,11 +407,11 @@ class _BuildWorker:
                     stats[side].digests.append(token_digest(row.input_ids))
         return {name: writer.path.name for name, writer in writers.items()}, stats
 
+    # The examples with their rows' numbers; `held_out_flags` gets 1 for each that is split off, else 0, bad ones
+    # among them.
     def _read_examples(
         self, job: _BuildJob, stats: _SideStats, held_out_flags: bytearray, progress: WaitProgress | None
     ) -> Iterator[tuple[int, Example]]:
-        """The piece's examples with their rows' numbers; `held_out_flags` gets 1 for each that is split off, else 0,
-        bad ones among them."""
         data, held_out_share = self._recipe.data, self._recipe.held_out_share
         kept_stats = stats[KEPT_SIDE]
         for row_number, raw in enumerate(read_part(job.part), start=1):
@@ -436,7 +430,7 @@ class _BuildWorker:
                 example = self._row_renderer.renderer.recover_chat(example)
             elif isinstance(example, Text) and self._recipe.text_span != (0.0, 1.0):
                 start, end = (int(len(example.text) * share) for share in self._recipe.text_span)
-                example = dataclasses.replace(example, text=example.text[start:end])
+                example = replace(example, text=example.text[start:end])
             if isinstance(example, Text) and not example.text.strip():
                 continue  # a document's end may be blank
             held_out_flags[-1] = held_out_share > 0 and digest_share(content_digest(example)) < held_out_share
@@ -447,19 +441,19 @@ class _BuildWorker:
 # Jobs that other processes do.
 
 
+# Results in the order of the jobs. Raises DataError if a process died, and what jobs raise.
 def _run_jobs(
     jobs: Sequence[_BuildJob], recipe: BuildRecipe, workers: int
 ) -> Iterator[tuple[dict[str, str], _SideStats]]:
-    """Results in the order of the jobs, made by `workers` processes. Raises DataError if one died, and what jobs
-    raise."""
     context = multiprocessing.get_context("spawn")
-    initializer_args = (pickle.dumps(recipe), os.getpid())
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=initializer_args)
+    pool = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_start_worker, initargs=(pickle.dumps(recipe), os.getpid())
+    )
     try:
         with hide_main_module():  # the workers start when jobs are submitted
             futures = [pool.submit(_run_job, job) for job in jobs]
         yield from (future.result() for future in futures)
-    except BrokenProcessPool:
+    except BrokenExecutor:
         raise DataError(
             "a process that prepared rows died (out of memory?); lower data.workers, such as data.workers=1"
         ) from None
@@ -488,7 +482,6 @@ _worker: _BuildWorker | None = None
 
 
 def _start_worker(pickled_recipe: bytes, parent_pid: int) -> None:
-    """Set up a worker process: it dies with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent_pid, signal.SIGKILL)  # a parent that is killed cannot end its workers

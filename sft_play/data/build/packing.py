@@ -4,16 +4,15 @@ All of it is arithmetic on lengths: no row is read or copied here. Lengths are t
 """
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sft_play.config.schema import RunConfig
 
-RowIndices = npt.NDArray[np.int64]
+RowIndices = np.typing.NDArray[np.int64]
 
 
 def is_packing_enabled(config: RunConfig) -> bool:
@@ -33,43 +32,19 @@ class Packs:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> RowIndices:
-        """The rows of one pack, in the order of the data set."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self.indices[self.offsets[index] : self.offsets[index + 1]]
 
-    def __iter__(self) -> Iterator[RowIndices]:
-        return (self[index] for index in range(len(self)))
 
-
-def pack_best_fit(lengths: npt.ArrayLike, capacity: int) -> Packs:
+def pack_best_fit(lengths: np.typing.ArrayLike, capacity: int) -> Packs:
     """Pack rows, uncut, into packs of at most `capacity` tokens: the longest first, each into the fullest pack that has
     room for it (best-fit decreasing: at most 11/9 of the fewest packs there can be). Rows of one length are dealt
     together: a million take seconds. Raises ValueError where a row is empty or longer than a pack."""
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and (sizes.min() < 1 or sizes.max() > capacity):
         raise ValueError(f"rows of {sizes.min()} to {sizes.max()} tokens; a pack takes rows of 1 to {capacity}")
-    order = np.argsort(-sizes, kind="stable")  # stable: rows of one length stay in the data set's order
-    pack_of = np.empty(len(sizes), dtype=np.int64)
-    pack_of[order] = _assign_packs(sizes[order], capacity)
-    count = int(pack_of.max()) + 1 if len(sizes) else 0
-    rows = np.bincount(pack_of, minlength=count)
-    tokens = np.bincount(pack_of, weights=sizes, minlength=count).astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
-    return Packs(offsets, np.argsort(pack_of, kind="stable").astype(np.int64), tokens)
-
-
-def concatenate_packs(packs: Sequence[Packs]) -> Packs:
-    """The packs of several data sets, one after the other, as those of one."""
-    rows = np.cumsum([0, *(len(each.indices) for each in packs)])
-    offsets = [each.offsets[:-1] + start for each, start in zip(packs, rows, strict=False)]
-    indices = [each.indices + start for each, start in zip(packs, rows, strict=False)]
-    tokens = [each.tokens for each in packs]
-    return Packs(np.concatenate([*offsets, rows[-1:]]), np.concatenate(indices), np.concatenate(tokens))
-
-
-def _assign_packs(descending_lengths: RowIndices, capacity: int) -> list[int]:
-    values, counts = np.unique(-descending_lengths, return_counts=True)
+    values, counts = np.unique(-sizes, return_counts=True)
     # Open packs by the space that they have left, and these spaces in order.
     by_space: dict[int, list[int]] = {}
     spaces: list[int] = []
@@ -107,10 +82,28 @@ def _assign_packs(descending_lengths: RowIndices, capacity: int) -> list[int]:
             if not open_packs:
                 del by_space[space]
                 del spaces[bisect.bisect_left(spaces, space)]
-    return pack_of_row
+    pack_of = np.empty(len(sizes), dtype=np.int64)
+    # stable: rows of one length stay in the data set's order
+    pack_of[np.argsort(-sizes, kind="stable")] = pack_of_row
+    count = int(pack_of.max()) + 1 if len(sizes) else 0
+    rows = np.bincount(pack_of, minlength=count)
+    return Packs(
+        np.concatenate([[0], np.cumsum(rows)]).astype(np.int64),
+        np.argsort(pack_of, kind="stable").astype(np.int64),
+        np.bincount(pack_of, weights=sizes, minlength=count).astype(np.int64),
+    )
 
 
-def group_by_length(order: npt.ArrayLike, lengths: npt.ArrayLike, *, window: int) -> RowIndices:
+def concatenate_packs(packs: Sequence[Packs]) -> Packs:
+    """The packs of several data sets, one after the other, as those of one."""
+    rows = np.cumsum([0, *(len(each.indices) for each in packs)])
+    offsets = [each.offsets[:-1] + start for each, start in zip(packs, rows, strict=False)]
+    indices = [each.indices + start for each, start in zip(packs, rows, strict=False)]
+    tokens = [each.tokens for each in packs]
+    return Packs(np.concatenate([*offsets, rows[-1:]]), np.concatenate(indices), np.concatenate(tokens))
+
+
+def group_by_length(order: np.typing.ArrayLike, lengths: np.typing.ArrayLike, *, window: int) -> RowIndices:
     """The order with each `window` of rows (those of one optimizer step) sorted by length, the longest first.
     Micro-batches are dealt from a step's rows one after the other, to the ranks in turn: so the rows of a micro-batch,
     and the micro-batches that ranks have at the same time, are of like length."""
@@ -120,7 +113,7 @@ def group_by_length(order: npt.ArrayLike, lengths: npt.ArrayLike, *, window: int
 
 
 def padding_shares(
-    lengths: npt.ArrayLike, *, micro_batch: int, effective_batch: int, max_seq_len: int, seed: int
+    lengths: np.typing.ArrayLike, *, micro_batch: int, effective_batch: int, max_seq_len: int, seed: int
 ) -> dict[str, float]:
     """Share of padded tokens in an epoch for each choice: `random` batches, rows `grouped` by length in a step,
     and `pack_best_fit` packs (grouped too). Rows that are longer than `max_seq_len` count as cut to it."""

@@ -5,18 +5,16 @@ blocks, every token trained. cpt_mixed: both, in a given ratio. The rows themsel
 token cache (`build.py`).
 """
 
-import dataclasses
 import functools
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.build import HELD_OUT_SIDE, KEPT_SIDE, BuildRecipe, BuiltRows, build_rows, chat_from_json
@@ -35,7 +33,7 @@ from sft_play.errors import DataError
 # All of it is arithmetic on counts and a seed: the rows of an epoch follow from its number alone,
 # so that a resumed run has those of an unbroken one, whatever the ranks.
 
-SourceRows = npt.NDArray[np.int64]
+SourceRows = np.typing.NDArray[np.int64]
 
 # A mix that needs more passes over the same rows in one epoch is refused as a mistake.
 MAX_SOURCE_PASSES = 1_000
@@ -82,23 +80,19 @@ class SourceMix:
 
     def epoch_rows(self, epoch: int) -> SourceRows:
         """The rows of an epoch, one source after the other."""
-        starts = np.cumsum([0, *self.sizes[:-1]])
-        return np.concatenate(
-            [start + self._source_rows(source_index, epoch) for source_index, start in enumerate(starts.tolist())]
-        )
+        rows = [np.zeros(0, dtype=np.int64)]
+        starts = np.cumsum([0, *self.sizes[:-1]]).tolist()
+        for index, (start, size, count) in enumerate(zip(starts, self.sizes, self.rows_per_epoch, strict=True)):
+            first, end = epoch * count, (epoch + 1) * count  # places in the endless row of passes
+            if count:
+                passes = [self._pass_order(index, number) for number in range(first // size, -(-end // size))]
+                skipped = first % size
+                rows.append(start + np.concatenate(passes)[skipped : skipped + count])
+        return np.concatenate(rows)
 
-    def _source_rows(self, source_index: int, epoch: int) -> SourceRows:
-        size, count = self.sizes[source_index], self.rows_per_epoch[source_index]
-        if not count:
-            return np.zeros(0, dtype=np.int64)
-        first, end = epoch * count, (epoch + 1) * count  # places in the endless row of passes
-        passes = [self._pass_order(source_index, pass_index) for pass_index in range(first // size, -(-end // size))]
-        skipped = first - first // size * size
-        return np.concatenate(passes)[skipped : skipped + count]
-
+    # The order of a source's rows in one pass over them: random, but rows that the epoch already had come last. An
+    # epoch that begins in the middle of a pass takes the rest of it, and of the next pass first what it lacks.
     def _pass_order(self, source_index: int, pass_index: int) -> SourceRows:
-        """The order of a source's rows in one pass over them: random, but rows that the epoch already had come last. An
-        epoch that begins in the middle of a pass takes the rest of it, and of the next pass first what it lacks."""
         size, count = self.sizes[source_index], self.rows_per_epoch[source_index]
         for current in range(pass_index + 1):  # each depends on one before it: a loop, since recursion would be deep
             if (source_index, current) in self._orders:
@@ -155,7 +149,6 @@ def format_mix_table(mix: SourceMix) -> list[str]:
     ]
 
 
-DataSplitName = Literal["train", "val", "test"]
 # With fewer documents the validation share is the end of each: chosen by hash, it might be all of them or none.
 MIN_HASHED_DOCUMENTS = 20
 # Share of the text of cpt_mixed that is held out where the chats have validation rows and val_fraction is 0.
@@ -240,11 +233,12 @@ def count_source_rows(
     builder = _SplitBuilder(config, TokenizerParts.from_tokenizer(tokenizer), max_seq_len, None, date.today())
     split, share, is_text = data_part_split(data_part), 0.0, data_part == "text"
     if is_text:
-        split, share = "train", builder.held_out_text_share(has_val=has_val)
+        split, share = "train", config.data.val_fraction or HELD_OUT_TEXT_FRACTION * has_val
     elif split == "train" and not has_val:
         share = config.data.val_fraction
-    is_document = is_text or config.task_mode == "cpt"
-    built_rows = builder.build_rows(source, split, is_document=is_document, held_out_share=share)
+    built_rows = builder.build_rows(
+        source, split, is_document=is_text or config.task_mode == "cpt", held_out_share=share
+    )
     stats = built_rows.stats[KEPT_SIDE].merge_held_out(built_rows.stats[HELD_OUT_SIDE])
     stats.source, stats.split = str(source), data_part_split(data_part)
     return stats
@@ -260,15 +254,15 @@ class _SplitBuilder:
         self._notes: list[str] = []
 
     def build(self, paths: DataPaths) -> DataSplits:
-        """Train, validation and test; without a validation file, rows are split off the training rows."""
         if paths.sources:
             return self._build_from_sources(paths)
         val = self._build_held_out(paths.val, "val")
         share = self._config.data.val_fraction
         # with cpt_mixed the share still holds for the text, of which no validation file is given
         if val is not None and share and self._config.task_mode != "cpt_mixed":
-            reason = f"data.val_path={paths.val} has validation rows"
-            self._notes.append(f"data.val_fraction={share:g} is not used: {reason}")
+            self._notes.append(
+                f"data.val_fraction={share:g} is not used: data.val_path={paths.val} has validation rows"
+            )
         share = share if val is None else 0.0  # rows of val_path are enough
         train, split_off = self._build_source(paths.train, "train", is_document=self._trains_text, held_out_share=share)
         test = self._build_held_out(paths.test, "test")
@@ -285,10 +279,6 @@ class _SplitBuilder:
             train, val = self._mix_text_in(train, val, paths.text)
         return DataSplits(train, val, self._finish_split(test) if test else None, (*paths.notes, *self._notes))
 
-    def held_out_text_share(self, *, has_val: bool) -> float:
-        """The share of the text of cpt_mixed that is held out; `has_val`: the chats have validation rows."""
-        return self._config.data.val_fraction or HELD_OUT_TEXT_FRACTION * has_val
-
     def build_rows(
         self,
         source: AnySource,
@@ -298,7 +288,6 @@ class _SplitBuilder:
         text_span: tuple[float, float] = (0.0, 1.0),
         held_out_share: float = 0.0,
     ) -> BuiltRows:
-        """The token rows of a source, from the cache or built now."""
         recipe = BuildRecipe(
             self._tokenizer,
             self._config.data,
@@ -315,8 +304,19 @@ class _SplitBuilder:
     def _build_source(
         self, source: AnySource, split: str, *, is_document: bool, held_out_share: float = 0.0
     ) -> tuple[DataSplit, DataSplit | None]:
-        if is_document and held_out_share and self._has_few_documents(source, split):
-            return self._split_document_ends(source, split, held_out_share)
+        if is_document and held_out_share:
+            reader = ExampleReader(source, self._config.data, split=split, wants_text=True)
+            examples = [example for _, example in itertools.islice(reader.numbered_examples(), MIN_HASHED_DOCUMENTS)]
+            # bad rows and chats are judged later
+            are_documents = all(isinstance(example, Text) for example in examples)
+            if 0 < len(examples) < MIN_HASHED_DOCUMENTS and are_documents:
+                kept_rows = self.build_rows(source, split, is_document=True, text_span=(0.0, 1 - held_out_share))
+                end_rows = self.build_rows(source, split, is_document=True, text_span=(1 - held_out_share, 1.0))
+                end_source = f"the last {held_out_share:g} of each document of {source}"
+                held_out = _split_from_cache(end_rows, KEPT_SIDE, end_source)
+                held_out.stats.rows = held_out.stats.kept_rows  # without blank ends
+                kept_split = _split_from_cache(kept_rows, KEPT_SIDE, str(source))
+                return kept_split, held_out if held_out.rows is not None else None
         built_rows = self.build_rows(source, split, is_document=is_document, held_out_share=held_out_share)
         kept_split = _split_from_cache(built_rows, KEPT_SIDE, str(source))
         if not kept_split.stats.rows:
@@ -344,10 +344,10 @@ class _SplitBuilder:
             kept_split, split_off = self._build_source(
                 source.train, "train", is_document=self._trains_text, held_out_share=share
             )
-            train.append(dataclasses.replace(kept_split, option_key=f"{key}.path"))
+            train.append(replace(kept_split, option_key=f"{key}.path"))
             self._check_split(train[-1], "train")
             if val is None and split_off is not None:
-                val = dataclasses.replace(split_off, option_key=f"{key}.path")
+                val = replace(split_off, option_key=f"{key}.path")
                 self._check_split(val, "val")
             if val is not None:
                 held_out_by_source[index] = val
@@ -358,8 +358,11 @@ class _SplitBuilder:
             self._limit_rows(_add_source_column(self._finish_split(split), index), index, names[index])
             for index, split in enumerate(train)
         ]
-        weights = tuple(source.weight for source in self._config.data.sources)
-        sources = MixedSources(names, weights, tuple(len(split.rows) for split in used_splits))
+        sources = MixedSources(
+            names,
+            tuple(source.weight for source in self._config.data.sources),
+            tuple(len(split.rows) for split in used_splits),
+        )
         mix = sources.mix(seed=self._config.train.seed)
         # packed rows are mixed by packs, whose table the trainer logs once they are made
         if self._config.data.packing == "none" or self._trains_text:
@@ -367,12 +370,11 @@ class _SplitBuilder:
         numbered_vals = held_out_by_source.items() if common_val is None else [(-1, common_val)]  # -1: of no source
         marked_vals = [_add_source_column(self._finish_split(split), index) for index, split in numbered_vals]
         marked_test = _add_source_column(self._finish_split(test), -1) if test else None
-        notes = (*paths.notes, *self._notes)
         return DataSplits(
             _concatenate_splits(used_splits),
             _concatenate_splits(marked_vals) if marked_vals else None,
             marked_test,
-            notes,
+            (*paths.notes, *self._notes),
             sources,
         )
 
@@ -382,13 +384,13 @@ class _SplitBuilder:
         if indices is None:
             return split
         self._notes.append(f"Data train: {max_rows:,} of {len(split.rows):,} rows of {name} are used (max_rows)")
-        return dataclasses.replace(split, rows=split.rows.select(indices))
+        return replace(split, rows=split.rows.select(indices))
 
-    def _build_held_out(self, source: AnySource | None, split: DataSplitName, *, key: str = "") -> DataSplit | None:
+    def _build_held_out(self, source: AnySource | None, split: str, *, key: str = "") -> DataSplit | None:
         if source is None:
             return None
         data_split, _ = self._build_source(source, split, is_document=self._trains_text)
-        data_split = dataclasses.replace(data_split, option_key=key)
+        data_split = replace(data_split, option_key=key)
         self._check_split(data_split, split)
         return data_split
 
@@ -406,7 +408,7 @@ class _SplitBuilder:
             if finding.verdict == "FAIL":
                 raise DataError(f"{key}: {finding.found}\n{finding.remedy}")
         if stats.kept_rows == 0:
-            unused_reasons = stats.unusable_rows + stats.left_out_rows
+            unused_reasons = stats.bad_rows + stats.unmasked_rows + stats.left_out_rows
             reasons = "; ".join(f"{count} x {reason}" for reason, count in unused_reasons.most_common(6))
             raise DataError(f"{key}: no row is left of {stats.rows:,} of {stats.source} ({reasons})")
 
@@ -432,39 +434,26 @@ class _SplitBuilder:
         count = len(split.rows)
         # a single block may be shorter: a held-out text of less than one (`build.write_blocks`)
         tokens = count * block_size if count > 1 or len(split.rows[0]["input_ids"]) == block_size else stats.tokens
-        leftover_tokens = stats.tokens - tokens
         self._notes.append(
-            f"{stats.source}: packed into {count:,} blocks of {block_size} tokens; the last {leftover_tokens:,} "
+            f"{stats.source}: packed into {count:,} blocks of {block_size} tokens; the last {stats.tokens - tokens:,} "
             f"tokens fill none"
         )
-        return dataclasses.replace(split, stats=dataclasses.replace(stats, tokens=tokens, trained_tokens=tokens))
+        return replace(split, stats=replace(stats, tokens=tokens, trained_tokens=tokens))
 
     def _mix_text_in(
         self, chats: DataSplit, val: DataSplit | None, source: AnySource
     ) -> tuple[DataSplit, DataSplit | None]:
-        share = self.held_out_text_share(has_val=val is not None)
+        share = self._config.data.val_fraction or HELD_OUT_TEXT_FRACTION * (val is not None)
         kept_split, held_out = self._build_source(source, "train", is_document=True, held_out_share=share)
         if kept_split.stats.chats:
             raise DataError(f"data.text_path={source} holds {kept_split.stats.format} rows; it takes plain text")
         self._check_split(kept_split, "text")
-        train = self._mix_train(chats, self._pack_text(kept_split))
-        if val is None or held_out is None:
-            return train, val
-        text = self._pack_text(held_out)
-        self._notes.append(
-            f"Data val: {len(text.rows):,} blocks of held-out text ({text.stats.source}) beside the chats"
-        )
-        return train, DataSplit(
-            _concatenate_datasets([val.rows, text.rows]), val.stats.merge_source(text.stats), val.chats
-        )
-
-    def _mix_train(self, chats: DataSplit, text: DataSplit) -> DataSplit:
-        share = self._config.data.text_fraction
+        text, text_fraction = self._pack_text(kept_split), self._config.data.text_fraction
         count, blocks = len(chats.rows), len(text.rows)
-        needed_blocks = max(1, round(count * share / (1 - share)))
+        needed_blocks = max(1, round(count * text_fraction / (1 - text_fraction)))
         if needed_blocks > MAX_SOURCE_PASSES * blocks:
             raise DataError(
-                f"data.text_fraction={share:g} of {count} chats asks for {needed_blocks:,} text blocks, and "
+                f"data.text_fraction={text_fraction:g} of {count} chats asks for {needed_blocks:,} text blocks, and "
                 f"{text.stats.source} has {blocks}: more than {MAX_SOURCE_PASSES} passes over it; lower it"
             )
         # rows are numbered with the chats first; text is taken in passes over all its blocks
@@ -472,28 +461,20 @@ class _SplitBuilder:
         random.Random(self._config.train.seed).shuffle(order)
         rows = _concatenate_datasets([chats.rows, text.rows]).select(order)
         self._notes.append(
-            f"Data train: {count:,} chats and {needed_blocks:,} text blocks ({share:g} of the sequences; "
+            f"Data train: {count:,} chats and {needed_blocks:,} text blocks ({text_fraction:g} of the sequences; "
             f"{needed_blocks / blocks:.2g} passes over the text)"
         )
         text_tokens = needed_blocks * self._max_seq_len
-        report = dataclasses.replace(text.stats, tokens=text_tokens, trained_tokens=text_tokens)
-        return DataSplit(rows, chats.stats.merge_source(report), chats.chats)
-
-    # A few long documents.
-
-    def _has_few_documents(self, source: AnySource, split: str) -> bool:
-        """Whether a source has only a few documents; False where it has bad rows or chats too (judged later)."""
-        reader = ExampleReader(source, self._config.data, split=split, wants_text=True)
-        examples = [example for _, example in itertools.islice(reader.numbered_examples(), MIN_HASHED_DOCUMENTS)]
-        return 0 < len(examples) < MIN_HASHED_DOCUMENTS and all(isinstance(example, Text) for example in examples)
-
-    def _split_document_ends(self, source: AnySource, split: str, share: float) -> tuple[DataSplit, DataSplit | None]:
-        kept_rows = self.build_rows(source, split, is_document=True, text_span=(0.0, 1 - share))
-        held_out_rows = self.build_rows(source, split, is_document=True, text_span=(1 - share, 1.0))
-        kept_split = _split_from_cache(kept_rows, KEPT_SIDE, str(source))
-        held_out = _split_from_cache(held_out_rows, KEPT_SIDE, f"the last {share:g} of each document of {source}")
-        held_out.stats.rows = held_out.stats.kept_rows  # without blank ends
-        return kept_split, held_out if held_out.rows is not None else None
+        report = replace(text.stats, tokens=text_tokens, trained_tokens=text_tokens)
+        train = DataSplit(rows, chats.stats.merge_source(report), chats.chats)
+        if val is not None and held_out is not None:
+            text = self._pack_text(held_out)
+            self._notes.append(
+                f"Data val: {len(text.rows):,} blocks of held-out text ({text.stats.source}) beside the chats"
+            )
+            rows = _concatenate_datasets([val.rows, text.rows])
+            val = DataSplit(rows, val.stats.merge_source(text.stats), val.chats)
+        return train, val
 
 
 def _split_from_cache(built_rows: BuiltRows, name: str, source: str) -> DataSplit:
@@ -509,7 +490,7 @@ def _add_source_column(split: DataSplit, source_index: int) -> DataSplit:
 
     rows = split.rows.select_columns(["input_ids", "labels"])
     rows = rows.add_column("source", np.full(len(rows), source_index, np.int8), feature=Value("int8"))
-    return dataclasses.replace(split, rows=rows)
+    return replace(split, rows=rows)
 
 
 def _concatenate_splits(splits: Sequence[DataSplit]) -> DataSplit:

@@ -71,16 +71,6 @@ class TruncationCost:
             self._second_differences[begin + 1] += weight
             self._second_differences[end + 1] -= weight
 
-    def add_rows(self, other: TruncationCost) -> None:
-        """Add the rows of another."""
-        self.longest = max(self.longest, other.longest)
-        self.trained_tokens += other.trained_tokens
-        missing_entries = len(other._second_differences) - len(self._second_differences)
-        if missing_entries > 0:
-            self._second_differences.extend([0] * missing_entries)
-        for index, difference in enumerate(other._second_differences):
-            self._second_differences[index] += difference
-
     def _kept_tokens(self) -> Iterator[int]:
         return itertools.accumulate(itertools.accumulate(self._second_differences))
 
@@ -187,11 +177,6 @@ class RowStats:
         return self.tokens_lost_by_cut + self.tokens_lost_with_rows
 
     @property
-    def unusable_rows(self) -> Counter[str]:
-        """Rows that cannot be read or get no exact mask, by reason."""
-        return self.bad_rows + self.unmasked_rows
-
-    @property
     def repeated_rows(self) -> int:
         """Rows, or documents, with the tokens of an earlier one."""
         return len(self.digests) - len(np.unique(self.digests))
@@ -200,7 +185,8 @@ class RowStats:
     def dropped_rows(self) -> dict[str, int]:
         """Rows that are not used, by reason."""
         too_long = Counter({"nothing trained is left within max_seq_len, or too long": self.too_long_rows})
-        return dict(self.unusable_rows + self.left_out_rows + too_long)  # adding counters leaves zeros out
+        # adding counters leaves zeros out
+        return dict(self.bad_rows + self.unmasked_rows + self.left_out_rows + too_long)
 
     # Counting.
 
@@ -209,12 +195,6 @@ class RowStats:
         (self.left_out_rows if row.is_asked else self.bad_rows)[row.reason] += 1
         if not row.is_asked and len(self.first_bad_rows) < LISTED_BAD_ROWS:
             self.first_bad_rows.append(row)
-
-    def count_unmasked(self, row: BadRow) -> None:
-        """Count a row that gets no exact mask."""
-        self.unmasked_rows[row.reason] += 1
-        if len(self.first_unmasked_rows) < LISTED_BAD_ROWS:
-            self.first_unmasked_rows.append(row)
 
     def count_example(self, example: Example) -> None:
         """Count what a row holds."""
@@ -354,8 +334,8 @@ def count_shared_rows(splits: Sequence[RowStats]) -> None:
             later.shared_rows[earlier.split] = later.shared_rows.get(earlier.split, 0) + count
 
 
+# Adds the counts of later rows to those of earlier ones, field by field; the caller adds those in `excluded`.
 def _add_fields(stats: RowStats, other: RowStats, *, excluded: Collection[str] = ()) -> None:
-    """Add the counts of later rows to those of earlier ones, field by field; the caller adds those in `excluded`."""
     for name, other_value in vars(other).items():
         value = getattr(stats, name)
         if name in excluded:
@@ -371,7 +351,12 @@ def _add_fields(stats: RowStats, other: RowStats, *, excluded: Collection[str] =
         elif isinstance(value, dict):
             setattr(stats, name, {**other_value, **value})
         elif isinstance(value, TruncationCost):
-            value.add_rows(other_value)
+            value.longest = max(value.longest, other_value.longest)
+            value.trained_tokens += other_value.trained_tokens
+            missing_entries = len(other_value._second_differences) - len(value._second_differences)
+            value._second_differences.extend([0] * missing_entries)  # none where it is negative
+            for index, difference in enumerate(other_value._second_differences):
+                value._second_differences[index] += difference
         elif isinstance(value, int):
             setattr(stats, name, value + other_value)
         else:

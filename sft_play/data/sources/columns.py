@@ -63,8 +63,8 @@ def unknown_format_hint(row: Mapping[str, Any]) -> str:
     return f"Map yours: {example}, with your columns in the place of QUESTION and ANSWER"
 
 
+# The column that has a word of this kind for its name, else all with one among others (`user_question`).
 def _find_kind_columns(names: list[str], kind: str) -> list[str]:
-    """The column that has a word of this kind for its name, else all with one among others (`user_question`)."""
     exact = [name for name in names if name.strip().lower() in _KIND_WORDS[kind]]
     return exact[:1] or [name for name in names if kind in kinds_in_name(name)]
 
@@ -200,11 +200,6 @@ CHOICE_COLUMNS = ("choices", "options")
 # Every row that `refuse_other_kind` refuses has at least one of these keys, so that others need no closer look.
 OTHER_KIND_COLUMNS = frozenset({*PREFERENCE_TAGS, *REJECTED_COLUMNS, *NEGATIVE_COLUMNS, *CHOICE_COLUMNS})
 
-UNWANTED_REASON = "an answer that is not wanted (KTO)"
-PREFERENCE_REASON = "preferences (a chosen and a rejected answer, as for DPO), which are not supervised examples"
-RETRIEVAL_REASON = "pairs and negatives for retrieval or embeddings, which are not supervised examples"
-CHOICE_REASON = "multiple choice, whose answer is a mark in a column that the prompt does not show"
-
 # What a flag of the name "rejected" holds.
 _FLAG_WORDS = frozenset({"", "yes", "no", "true", "false", "none", "null", "nan", "n/a", "0", "1"})
 
@@ -214,39 +209,38 @@ def refuse_other_kind(data: Mapping[str, Any], required_columns: Sequence[str], 
 
     `is_text`: the format is plain text, which may have any label beside it.
     """
+    train_anyway = f"to train every row anyway: {columns_setting({key: key for key in required_columns})}"
     tag = next((key for key in PREFERENCE_TAGS if key in data and _is_unwanted(key, data[key])), None)
     if tag is not None and not is_text:
         raise UnusableRowError(
-            f"{tag} is {str(data[tag]).strip().lower()}: {UNWANTED_REASON}",
-            "data.on_bad_row=skip leaves such rows out and trains the wanted ones; "
-            f"{_train_anyway_hint(required_columns)}",
+            f"{tag} is {str(data[tag]).strip().lower()}: an answer that is not wanted (KTO)",
+            f"data.on_bad_row=skip leaves such rows out and trains the wanted ones; {train_anyway}",
         )
     rejected = next((key for key in REJECTED_COLUMNS if key in data and _is_answer(data[key])), None)
     if rejected is not None:
         remedy = "data.columns={prompt: prompt, completion: chosen}, or {messages: chosen} if it is a chat, trains it"
         raise UnusableRowError(
-            PREFERENCE_REASON, f"{rejected} is there; {remedy}; {_train_anyway_hint(required_columns)}"
+            "preferences (a chosen and a rejected answer, as for DPO), which are not supervised examples",
+            f"{rejected} is there; {remedy}; {train_anyway}",
         )
     negative = next((key for key in NEGATIVE_COLUMNS if key in data and _is_passage(data[key])), None)
     if negative is not None:
-        raise UnusableRowError(RETRIEVAL_REASON, f"{negative} is there; {_train_anyway_hint(required_columns)}")
+        raise UnusableRowError(
+            "pairs and negatives for retrieval or embeddings, which are not supervised examples",
+            f"{negative} is there; {train_anyway}",
+        )
     lists = {key: unpack_json(data.get(key), "[{") for key in CHOICE_COLUMNS}
     choices = next((key for key, value in lists.items() if isinstance(value, (list, dict)) and len(value) > 1), None)
     if choices is not None and not is_text and _is_choice_mark(data[required_columns[-1]], lists[choices]):
         raise UnusableRowError(
-            CHOICE_REASON,
-            f"{choices} is there; write the choices into the question; {_train_anyway_hint(required_columns)}",
+            "multiple choice, whose answer is a mark in a column that the prompt does not show",
+            f"{choices} is there; write the choices into the question; {train_anyway}",
         )
 
 
 def _is_unwanted(tag: str, value: Any) -> bool:
-    """Whether a tag says that the answer is one not to give: as a truth value, a number, or the text of one."""
     lowered = str(value).strip().lower()
     return lowered in ("true", "1", "1.0") if tag.removeprefix("is_").startswith("un") else lowered in _UNWANTED_WORDS
-
-
-def _train_anyway_hint(required_columns: Sequence[str]) -> str:
-    return f"to train every row anyway: data.columns={{{', '.join(f'{key}: {key}' for key in required_columns)}}}"
 
 
 def _is_answer(value: Any) -> bool:

@@ -62,14 +62,15 @@ class ExampleReader:
     def numbered_examples(self) -> Iterator[tuple[int, Example | BadRow]]:
         """The rows as examples, with their numbers from 1."""
         with report_wait(
-            f"Reading rows of {one_line(str(self.source))}", unit="rows", count_total=self._count_total
+            f"Reading rows of {one_line(str(self.source))}",
+            unit="rows",
+            count_total=lambda: count_part_rows(
+                list_parts(self.source, split=self._split, wants_text=self._wants_text)
+            ),
         ) as progress:
             for row, row_format in self.raw_rows():
                 progress.add()
                 yield self.rows, read_example(row, row_format, self.data)
-
-    def _count_total(self) -> int | None:
-        return count_part_rows(list_parts(self.source, split=self._split, wants_text=self._wants_text))
 
 
 def read_example(row: RawRow | BadRow, row_format: RowFormat | None, data: DataConfig) -> Example | BadRow:

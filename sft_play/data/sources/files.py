@@ -7,7 +7,6 @@ can be split: the rows of a file's parts, one part after the other, are the file
 """
 
 import contextlib
-import dataclasses
 import glob
 import hashlib
 import itertools
@@ -16,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from sft_play.config.schema import MANAGED_HELD_OUT_FILES, PROCESSED_TEXT_PATH, DataConfig
@@ -46,10 +45,11 @@ from sft_play.log import one_line
 
 # Names of plain text; any other file whose content does not begin like JSON is text only where text is asked.
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".text"})
-JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
-ARROW_SUFFIXES = frozenset({".parquet", ".pq", ".arrow", ".feather", ".ipc"})
-ROW_FILE_SUFFIXES = JSON_SUFFIXES | TABLE_SUFFIXES | ARROW_SUFFIXES
+ROW_FILE_SUFFIXES = TABLE_SUFFIXES.union(
+    (".jsonl", ".json", ".ndjson"),
+    (".parquet", ".pq", ".arrow", ".feather", ".ipc"),
+)
 
 _BINARY_SIGNATURES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow stream"}
 _UNREADABLE_SIGNATURES = {
@@ -84,34 +84,31 @@ def file_kind(path: Path, *, wants_text: bool = False) -> str:
     if encoding_error := wide_encoding_error(path, beginning):
         raise encoding_error
     # "ignore": the head may end inside a character; bytes that are not UTF-8 are named, with line, while rows are read
-    text = beginning.removeprefix(BOM).decode("utf-8", "ignore")
-    if not text.strip():
+    text = beginning.removeprefix(BOM).decode("utf-8", "ignore").lstrip()
+    if not text:
         problem = "the file is blank" if beginning else "the file is empty"
         if len(beginning) == HEAD_BYTES:
             problem = f"its first {HEAD_BYTES:,} bytes are blank"
         raise DataError(f"{path} has no rows: {problem}")
-    return _text_kind(path, text.lstrip(), wants_text)
-
-
-def _text_kind(path: Path, beginning: str, wants_text: bool) -> str:
     suffix = data_suffix(path)
     if suffix in TEXT_SUFFIXES or (wants_text and suffix not in ROW_FILE_SUFFIXES):
         # a text may begin with a bracket: rows only where they are objects, with a text where it is wanted
-        line = beginning.partition("\n")[0]
-        is_list = not wants_text and re.match(r"\[\s*\{\s*\"", beginning) is not None
+        line = text.partition("\n")[0]
+        is_list = not wants_text and re.match(r"\[\s*\{\s*\"", text) is not None
         is_object = line.startswith("{") and getattr(json_rows.parse_line(line, ""), "reason", "") != "not valid JSON"
         holds_rows = is_list or (is_object and ('"text"' in line or not wants_text))
-        return _json_kind(beginning) if holds_rows else "text"
-    if beginning[0] in "[{":
-        return _json_kind(beginning)
+        return _json_kind(text) if holds_rows else "text"
+    if text[0] in "[{":
+        return _json_kind(text)
     if suffix in TABLE_SUFFIXES:
         return "csv"
-    advice = "rows are JSON objects, one per line, or a list; or a table with a header line (.csv)"
-    if re.match(r"<(!doctype|html|\?xml|head|body)", beginning, re.IGNORECASE):
+    advice = (
+        "rows are JSON objects, one per line, or a list (json.dumps writes them, print and str do not); or a table "
+        "with a header line (.csv)"
+    )
+    if re.match(r"<(!doctype|html|\?xml|head|body)", text, re.IGNORECASE):
         advice = "a web page saved in place of the file? Fetch the file itself"
-    elif beginning[0] in "'(":
-        advice = "written by Python's print or str()? Write it with json.dumps"
-    raise DataError(f'{path} is not JSON: it begins with "{one_line(beginning[:40])}"; {advice}')
+    raise DataError(f'{path} is not JSON: it begins with "{one_line(text[:40])}"; {advice}')
 
 
 def _json_kind(beginning: str) -> str:
@@ -371,8 +368,7 @@ def _list_path_parts(path: Path, split: str, wants_text: bool, *, is_glob_match:
         message = f"{path} holds no data files; looked for {', '.join(sorted(suffixes))} and a saved dataset"
         text_files = sum(data_suffix(item) in TEXT_SUFFIXES for item in walk_data_files(path))
         if text_files:
-            noun = "text file" + "s" * (text_files > 1)
-            message += f"; it holds {text_files:,} {noun}: task_mode: cpt trains plain text"
+            message += f"; it holds {text_files:,} text file{'s' * (text_files > 1)}: task_mode: cpt trains plain text"
         raise DataError(message)
     return parts
 
@@ -425,8 +421,7 @@ def read_part(part: FilePart) -> Iterator[RawRow | BadRow]:
         yield from tables.read_saved_dataset(part.name, name, part.split)
     elif kind == "hub":
         yield from tables.read_hub(part.name, part.split)
-    else:
-        assert kind == "text", kind
+    else:  # text
         pieces = read_text_pieces(path)
         leading_pieces = list(itertools.islice(pieces, 2))
         # a second piece is read ahead to know it: whole files are named without a line
@@ -435,8 +430,8 @@ def read_part(part: FilePart) -> Iterator[RawRow | BadRow]:
             yield RawRow(name if is_whole else f"{name}:{line}", {"text": text}, () if is_whole else (NOTE_PIECE,))
 
 
+# Of a single object that is no row, the rows are those of the list that it holds under one key.
 def _unwrap_single_object(rows: Iterator[RawRow | BadRow]) -> Iterator[RawRow | BadRow]:
-    """The rows as they are; of a single object that is no row, those of the list that it holds under one key."""
     leading_rows = list(itertools.islice(rows, 2))
     row = leading_rows[0] if len(leading_rows) == 1 else None
     if isinstance(row, RawRow) and recognise_format(row.data) is None:
@@ -457,37 +452,32 @@ def split_part(part: FilePart, *, part_bytes: int) -> list[FilePart]:
         return [part]
     path = part.path
     kind = file_kind(path, wants_text=part.wants_text)
-    typed_part = dataclasses.replace(part, kind=kind)
+    typed_part = replace(part, kind=kind)
     if kind == "parquet":
         groups, first_row = [], 1
         for index, rows in enumerate(tables.parquet_group_rows(path)):
-            groups.append(dataclasses.replace(typed_part, start=index, end=index + 1, first_number=first_row))
+            groups.append(replace(typed_part, start=index, end=index + 1, first_number=first_row))
             first_row += rows
         return groups or [typed_part]
     # offsets are those of the bytes that are read, which another encoding's are not
-    if kind == "lines" and part.encoding == "utf-8" and not is_gzipped(path) and path.stat().st_size > part_bytes:
-        ranges = _line_ranges(typed_part, part_bytes)
-        return ranges if len(ranges) > 1 else [typed_part]
-    return [typed_part]
-
-
-def _line_ranges(part: FilePart, part_bytes: int) -> list[FilePart]:
+    if kind != "lines" or part.encoding != "utf-8" or is_gzipped(path) or path.stat().st_size <= part_bytes:
+        return [typed_part]
     ranges: list[FilePart] = []
     start, first_line, line, offset = 0, 1, 1, 0
-    for block in read_blocks(part.path):
+    for block in read_blocks(path):
         scanned = 0
         while offset + len(block) - start > part_bytes:  # a part may end in this block: at the next line end
             cut = block.find(b"\n", max(scanned, start + part_bytes - offset)) + 1
             if cut == 0:
                 break
             line += block.count(b"\n", scanned, cut)
-            ranges.append(dataclasses.replace(part, start=start, end=offset + cut, first_number=first_line))
+            ranges.append(replace(typed_part, start=start, end=offset + cut, first_number=first_line))
             start, first_line, scanned = offset + cut, line, cut
         line += block.count(b"\n", scanned)
         offset += len(block)
     if start < offset:  # the rest, which may lack a line end
-        ranges.append(dataclasses.replace(part, start=start, end=offset, first_number=first_line))
-    return ranges
+        ranges.append(replace(typed_part, start=start, end=offset, first_number=first_line))
+    return ranges if len(ranges) > 1 else [typed_part]
 
 
 def source_digest(source: AnySource) -> str:

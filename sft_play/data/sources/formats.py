@@ -49,10 +49,7 @@ from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
 
-EMPTY_ANSWER = "the answer is empty"
 EMPTY_TEXT = "text is empty"
-ENDS_WITH_USER = "ends with a user turn, nothing to learn from it"
-NO_TRAINED_TURN = "every assistant turn has train: false, nothing to learn"
 
 NOTE_EMPTY = "an answer is empty or white space (data.drop_empty=true leaves such rows out)"
 NOTE_CONTROL = "the text holds control characters (such as NUL or ESC)"
@@ -126,8 +123,11 @@ class RowFormat:
     def build(self, row: RawRow) -> Example:
         """Build the example of a row that has this format; raises UnusableRow."""
         if self.kind == "pair":
-            extra_columns = [key for key in _CONTEXT_COLUMNS if key in self.optional_columns]
-            return _build_pair_chat(row, *self.required_columns, extra_columns=extra_columns)
+            return _build_pair_chat(
+                row,
+                *self.required_columns,
+                extra_columns=[key for key in _CONTEXT_COLUMNS if key in self.optional_columns],
+            )
         if self.kind == "calls":
             return _build_call_chat(row, *self.required_columns[:2])
         key = self.required_columns[0]
@@ -136,18 +136,15 @@ class RowFormat:
                 raise UnusableRowError("chosen is not a list of turns", "beside a text it needs a prompt column")
             return _build_chat(row, parse_turns(row.data[key], key))
         if "role" in row.data:
-            detail = "the turns of a chat belong in one list"
-            if "parent_id" in row.data:
-                detail += "; parent_id says which message it answers (OASST)"
-            raise UnusableRowError("a row is one message, not a conversation", detail)
+            raise UnusableRowError("a row is one message, not a conversation", "the turns of a chat belong in one list")
         text = _read_text_column(row, key)
         if not text.strip():
             raise UnusableRowError(EMPTY_TEXT)
         return Text(row.where, text)
 
 
+# Of a column that is not required, several texts may be the paragraphs.
 def _read_text_column(row: RawRow, key: str, *, required: bool = True) -> str:
-    """The text of a column; of one that is not needed, several texts may be the paragraphs."""
     value = row.data.get(key)
     if not required and (value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))):
         return "\n\n".join(value or ())
@@ -165,19 +162,31 @@ TOOL_KEYS = ("tools", "functions")
 TEMPLATE_KWARGS = "chat_template_kwargs"
 _MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 
-_EXTRA_CHAT_COLUMNS = frozenset({*SYSTEM_KEYS, *TOOL_KEYS, TEMPLATE_KWARGS, *_MEDIA_KEYS})
-
 
 def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
-    if _EXTRA_CHAT_COLUMNS.isdisjoint(row.data):
-        _require_trainable_turns(messages)
-        return Chat(row.where, tuple(messages))
     for key in _MEDIA_KEYS:
         # a flag or a count of that name (`image: false`) is no picture
         if row.data.get(key) not in (None, "", [], {}) and not isinstance(row.data[key], (bool, int, float)):
             raise UnusableRowError(f"the row has {key}, and only text is trained", quote_value(row.data[key]))
-    messages = [*_system_messages(row, messages), *messages]
-    _require_trainable_turns(messages)
+    system_column = _first_filled_column(SYSTEM_KEYS, row.data)
+    if system_column is not None:
+        system_prompt = content_text(row.data[system_column], system_column)
+        prompts = [message["content"] for message in messages[:1] if message["role"] == "system"]
+        is_new = bool(system_prompt.strip()) and prompts != [system_prompt]
+        if is_new and prompts:
+            raise UnusableRowError("two system prompts", f"one in {system_column}, another in the first message")
+        if is_new:
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+    if not messages:
+        raise UnusableRowError("no turns")
+    if messages[-1]["role"] == "user":
+        raise UnusableRowError("ends with a user turn, nothing to learn from it", f"messages[{len(messages) - 1}]")
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise UnusableRowError("no assistant turn, so nothing to learn", f"the roles are {roles}")
+    if all(message.get("train") is False for message in answers):
+        raise UnusableRowError("every assistant turn has train: false, nothing to learn")
     tools_column = _first_filled_column(TOOL_KEYS, row.data)
     tools = parse_tools(row.data[tools_column]) if tools_column is not None else ()
     kwargs = unpack_json(row.data.get(TEMPLATE_KWARGS), "{") or {}
@@ -196,36 +205,7 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
 
 
 def _first_filled_column(keys: Iterable[str], data: Mapping[str, Any]) -> str | None:
-    """The first of the columns that holds anything."""
     return next((key for key in keys if data.get(key) not in (None, "", [], {})), None)
-
-
-def _system_messages(row: RawRow, messages: list[Message]) -> list[Message]:
-    """The row's own system prompt as a message; none where the first message says the same."""
-    key = _first_filled_column(SYSTEM_KEYS, row.data)
-    if key is None:
-        return []
-    value = row.data[key]
-    text = content_text(value, key)
-    prompts = [message["content"] for message in messages[:1] if message["role"] == "system"]
-    if not text.strip() or prompts == [text]:
-        return []
-    if prompts:
-        raise UnusableRowError("two system prompts", f"one in {key}, another in the first message")
-    return [{"role": "system", "content": text}]
-
-
-def _require_trainable_turns(messages: list[Message]) -> None:
-    if not messages:
-        raise UnusableRowError("no turns")
-    if messages[-1]["role"] == "user":
-        raise UnusableRowError(ENDS_WITH_USER, f"messages[{len(messages) - 1}]")
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if not answers:
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise UnusableRowError("no assistant turn, so nothing to learn", f"the roles are {roles}")
-    if all(message.get("train") is False for message in answers):
-        raise UnusableRowError(NO_TRAINED_TURN)
 
 
 # A question and its answer
@@ -257,29 +237,16 @@ def _build_pair_chat(row: RawRow, question: str, answer: str, *, extra_columns: 
     return _build_chat(row, messages)
 
 
-def _add_reasoning(chat: Chat, row: RawRow) -> None:
-    """Put the think text that data.columns names into the chat's last answer."""
-    text = _read_text_column(row, "reasoning", required=False)
-    if not text.strip():
-        return
-    last_answer = next(message for message in reversed(chat.messages) if message["role"] == "assistant")
-    if last_answer.setdefault("reasoning_content", text) != text:
-        raise UnusableRowError("a message has two different think texts", "one in the column, another in the answer")
-    if AUTHOR_MESSAGE in last_answer:
-        last_answer[AUTHOR_MESSAGE] = {**last_answer[AUTHOR_MESSAGE], "reasoning_content": text}
-
-
 def _has_turns(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(item, dict) for item in value)
 
 
+# A single turn as a list of one: rows of preferences have such.
 def _wrap_single_turn(value: Any) -> Any:
-    """A single turn as a list of one, as rows of preferences have it."""
     return [value] if isinstance(value, dict) and any(key in value for key in ROLE_KEYS) else value
 
 
 def _join_pair_turns(prompt: Any, reply: Any, question: str, answer: str) -> list[Message]:
-    """Turns of a prompt and a reply of which at least one is a list; a reply with user turns is the whole chat."""
     questions, answers = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": reply}]
     if _has_turns(reply):
         answers = parse_turns(reply, answer)
@@ -293,8 +260,8 @@ def _join_pair_turns(prompt: Any, reply: Any, question: str, answer: str) -> lis
     return [*questions, *answers]
 
 
+# xLAM's rows: a query, the calls that answer it, and tools whose parameters are listed without a schema.
 def _build_call_chat(row: RawRow, question: str, calls: str) -> Chat:
-    """xLAM's rows: a query, the calls that answer it, and tools whose parameters are listed without a schema."""
     answers = unpack_json(row.data.get(calls), "[{")
     call_list = answers if isinstance(answers, list) else [answers]
     if not call_list or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in call_list):
@@ -315,7 +282,6 @@ def _build_call_chat(row: RawRow, question: str, calls: str) -> Chat:
 
 
 _OPTIONAL_TURN_COLUMNS = frozenset({*TOOL_KEYS, *SYSTEM_KEYS, TEMPLATE_KWARGS})
-_OPTIONAL_PAIR_COLUMNS = _OPTIONAL_TURN_COLUMNS | {"history"}
 TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "dialogs", "turns", "contents")
 PAIR_COLUMNS = (
     ("instruction", "output"),
@@ -346,7 +312,7 @@ FORMATS: tuple[RowFormat, ...] = (
             pair,
             "pair",
             # an instruction has its context beside it without a mapping
-            _OPTIONAL_PAIR_COLUMNS.union(_CONTEXT_COLUMNS * (pair[0] == "instruction")),
+            _OPTIONAL_TURN_COLUMNS.union({"history"}, _CONTEXT_COLUMNS * (pair[0] == "instruction")),
         )
         for pair in PAIR_COLUMNS
     ),
@@ -385,8 +351,11 @@ def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
     known_names = {user_name: known for known, user_name in columns.items()}
     # the user's column takes the known name; a column that had this name already gives way to it
     kept_cells = {key: value for key, value in row.data.items() if key not in columns or key in known_names}
-    missing = tuple(known_names.get(key, key) for key in row.missing)
-    return replace(row, data={known_names.get(key, key): value for key, value in kept_cells.items()}, missing=missing)
+    return replace(
+        row,
+        data={known_names.get(key, key): value for key, value in kept_cells.items()},
+        missing=tuple(known_names.get(key, key) for key in row.missing),
+    )
 
 
 # key of a processed row that says that `make style` wrote it, and data.style is not to be applied again
@@ -447,11 +416,19 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
             turns = {key: alternate_roles(row.data[key]) for key in row_format.required_columns}
         example = row_format.build(replace(row, data=row.data | turns))
         if "reasoning" in row_format.optional_columns and isinstance(example, Chat):
-            _add_reasoning(example, row)
+            # the think text that data.columns names goes into the last answer
+            text = _read_text_column(row, "reasoning", required=False)
+            last_answer = next(message for message in reversed(example.messages) if message["role"] == "assistant")
+            if text.strip():
+                if last_answer.setdefault("reasoning_content", text) != text:
+                    raise UnusableRowError(
+                        "a message has two different think texts", "one in the column, another in the answer"
+                    )
+                if AUTHOR_MESSAGE in last_answer:
+                    last_answer[AUTHOR_MESSAGE] = {**last_answer[AUTHOR_MESSAGE], "reasoning_content": text}
         unused = _unused_columns(row, row_format, example, data)
     except UnusableRowError as error:
-        is_asked = error.reason == EMPTY_TEXT and data.drop_empty
-        return BadRow(row.where, error.reason, error.detail, is_asked=is_asked)
+        return BadRow(row.where, error.reason, error.detail, is_asked=error.reason == EMPTY_TEXT and data.drop_empty)
     except RecursionError:  # tables have no limit of depth as JSON lines do
         return BadRow(row.where, "nested too deeply")
     notes = [*row.notes, *example.notes]
@@ -466,7 +443,7 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
 
 @functools.lru_cache(maxsize=1_000)
 def _expected_columns(row_format: RowFormat) -> frozenset[str]:
-    """The columns of a row that are never said to be unused, but for those of which a row has one of several."""
+    # but for those of which a row has one of several
     # a row with one of these is refused, unless the user mapped its answer and so meant to leave it
     refused = (*REJECTED_COLUMNS, *NEGATIVE_COLUMNS) * (row_format.kind != "text")
     columns = frozenset(
@@ -476,7 +453,6 @@ def _expected_columns(row_format: RowFormat) -> frozenset[str]:
 
 
 def _unused_columns(row: RawRow, row_format: RowFormat, example: Example, data: DataConfig) -> tuple[UnusedColumn, ...]:
-    """The columns of a row that are not in its example and hold something, by the names that its file gives them."""
     expected, is_text = _expected_columns(row_format), isinstance(example, Text)
     # of several columns for a system prompt, or for tools, the first is read
     read_columns = [_first_filled_column(keys, row.data) for keys in (SYSTEM_KEYS, TOOL_KEYS) if not is_text]
@@ -539,7 +515,7 @@ def _finish_chat(chat: Chat, notes: list[str], data: DataConfig) -> Chat | BadRo
             notes.append(NOTE_USER_TRAINED)
     notes += [NOTE_UNREAD_KEY.format(key=one_line(key, limit=40)) for key in sorted(unread_keys)]
     if NOTE_EMPTY in notes and data.drop_empty:
-        return BadRow(chat.where, EMPTY_ANSWER, is_asked=True)
+        return BadRow(chat.where, "the answer is empty", is_asked=True)
     if next(role for role in roles if role != "system") == "assistant":
         notes.append(NOTE_STARTS_WITH_ASSISTANT)
     if roles[-1] == "tool":

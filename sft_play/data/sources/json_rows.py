@@ -169,8 +169,10 @@ def _explain_json_error(error: json.JSONDecodeError) -> str:
         return f"the string that starts at column {column} is not closed"
     remainder = text[error.pos : error.pos + 40].strip()
     if not remainder and text.rstrip().endswith(("{", "[", ",")):
-        remedy = "(jq -c . FILE > rows.jsonl; of an object around them: jq -c '.KEY[]')"
-        return f"{OBJECT_CONTINUES}; a row is one line, or an item of a list {remedy}"
+        return (
+            f"{OBJECT_CONTINUES}; a row is one line, or an item of a list (jq -c . FILE > rows.jsonl; of an object "
+            "around them: jq -c '.KEY[]')"
+        )
     if error.msg == "Extra data" and remainder == ",":
         return f"remove the comma at the end (column {column})"
     if error.msg == "Extra data" and remainder.startswith("{"):
@@ -236,7 +238,16 @@ class JsonWindow:
                     loss = str(error)
                     value, end = _LOSSY_DECODER.raw_decode(self.text, self.position)
             except json.JSONDecodeError as error:
-                self._raise_if_final(error)
+                # reading on may resolve an open string, or an error near the end: 64 characters are more than a
+                # literal, an escape or a number that the window's end may have cut
+                is_near_end = "Unterminated string" in error.msg or error.pos >= len(self.text) - 64
+                if self.is_last or not is_near_end:
+                    line_start = max(self.text.rfind("\n", 0, error.pos) + 1, self.position)
+                    line = one_line(self.text[line_start : line_start + 200].split("\n")[0], limit=_QUOTED_CHARS)
+                    self.position = error.pos
+                    _, error.colno = self.line_and_column()  # the file's, where the decoder knows the window's
+                    reason = f"not valid JSON: {_explain_json_error(error)}. Line: {line}"
+                    raise self._error_here(reason) from None
             except RecursionError:
                 raise self._error_here("nested too deeply") from None
             except ValueError:  # Python reads no whole number of more than 4,300 digits
@@ -254,18 +265,6 @@ class JsonWindow:
                     "it, or take the rows out of an object around them: jq -c '.KEY[]' FILE > rows.jsonl"
                 )
             self.read_more(max(1, buffered))  # twice as much: a long row is not parsed again for every block
-
-    def _raise_if_final(self, error: json.JSONDecodeError) -> None:
-        """Raise the error as a DataError, unless reading on may resolve it: an open string, an error near the end."""
-        # 64 characters: more than a literal, an escape or a number that the window's end may have cut
-        is_near_end = "Unterminated string" in error.msg or error.pos >= len(self.text) - 64
-        if is_near_end and not self.is_last:
-            return
-        line_start = max(self.text.rfind("\n", 0, error.pos) + 1, self.position)
-        line = one_line(self.text[line_start : line_start + 200].split("\n")[0], limit=_QUOTED_CHARS)
-        self.position = error.pos
-        _, error.colno = self.line_and_column()  # the file's, where the decoder knows the window's
-        raise self._error_here(f"not valid JSON: {_explain_json_error(error)}. Line: {line}") from None
 
     def _error_here(self, reason: str) -> DataError:
         return DataError(f"{self._path}:{self.line_and_column()[0]}: {reason}")

@@ -32,8 +32,6 @@ TEXT_KEYS = ("reasoning_content", "tool_plan", "content")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 UNKNOWN_ROLE = "unknown role"
-UNNAMED_SPEAKERS = "a list of texts that does not say whose they are"
-_CALL_ROLES = frozenset({"function_call", "tool_call"})
 
 _CONTENT_KEYS = ("content", "value", "text", "parts", "message")
 _USER_KEYS = ("user", "human", "prompter", "input", "question", "prompt", "instruction")
@@ -115,7 +113,7 @@ def parse_turns(value: Any, key: str) -> list[Message]:
     value = [unpack_json(item, "{") for item in value]
     if all(isinstance(item, str) for item in value):
         raise UnusableRowError(
-            UNNAMED_SPEAKERS,
+            "a list of texts that does not say whose they are",
             f"{key} has {len(value)} of them; where they are the user's and the assistant's in turn, say so with "
             "data.turns_without_roles=alternate",
         )
@@ -141,7 +139,6 @@ def parse_text_pair(item: list[Any], key: str) -> list[Message]:
 
 
 def _parse_item(item: Any, index: int) -> list[Message]:
-    """The messages of one item: one, or the question and answer of an item that holds both."""
     location = f"messages[{index}]"
     if not isinstance(item, dict):
         raise UnusableRowError("a message is not an object", f"{location} is {value_kind(item)}")
@@ -157,8 +154,11 @@ def _parse_item(item: Any, index: int) -> list[Message]:
             unread_keys = tuple(
                 key for key in item if key not in (question, answer, "system", "id", "index") and item[key]
             )
-            reply = {"role": "assistant", "content": item[answer], "_unread": unread_keys}
-            return [*system_messages, {"role": "user", "content": item[question]}, reply]
+            return [
+                *system_messages,
+                {"role": "user", "content": item[question]},
+                {"role": "assistant", "content": item[answer], "_unread": unread_keys},
+            ]
         raise UnusableRowError("a message has no role", f"{location} has the keys {quote_value(list(item))}")
     return [_parse_message(item, location, role_key)]
 
@@ -170,7 +170,7 @@ def _parse_message(item: dict[str, Any], location: str, role_key: str) -> Messag
     content_key = next((key for key in _CONTENT_KEYS if key in item and key != role_key), "content")
     content = item.get(content_key)
     message: Message = {"role": role}
-    if str(role_value).strip().lower() in _CALL_ROLES:  # ShareGPT's form: the turn's text is the call as JSON
+    if str(role_value).strip().lower() in _CALL_PART_TYPES:  # ShareGPT's form: the turn's text is the call as JSON
         message |= {"content": "", "tool_calls": _parse_call_text(content, location)}
     else:
         calls = _read_calls(item, content, location)
@@ -210,10 +210,12 @@ AUTHOR_MESSAGE = "_given"
 _TRAINED_KEYS = (
     *("train", "training", "trainable", "train_on_turn", "learn", "loss", "weight", "loss_weight", "loss_scale"),
 )
-_MASKED_KEYS = ("masked", "is_masked", "ignore", "ignored", "ignore_loss")
 # Where data sets say of a message whether it is trained: 1 or true of the first says yes, of the second no. `mask` may
 # mean either; `train_detail` is axolotl's, by parts of the text.
-_LOSS_FLAG_KEYS = (*_TRAINED_KEYS, *_MASKED_KEYS, "mask", "train_detail")
+_LOSS_FLAG_KEYS = (
+    *(*_TRAINED_KEYS, "masked", "is_masked", "ignore", "ignored", "ignore_loss"),
+    *("mask", "train_detail"),
+)
 
 
 _READ_KEYS = frozenset(
@@ -246,7 +248,6 @@ def _is_json(value: Any) -> bool:
 
 
 def _read_train_flag(item: Mapping[str, Any], location: str) -> bool | None:
-    """Whether a message says that it is trained or not; None where it says nothing. Raises UnusableRow."""
     flags: dict[str, bool] = {}
     for key in _LOSS_FLAG_KEYS:
         value = item.get(key)
@@ -324,8 +325,6 @@ def content_text(value: Any, location: str, *, role: str = "") -> str:
 _TEXT_PART_TYPES = frozenset({"text", "input_text", "output_text"})
 _REASONING_PART_TYPES = frozenset({"reasoning", "thinking"})
 _CALL_PART_TYPES = frozenset({"tool_call", "function_call"})
-# Parts that are no part of the text: they become `reasoning_content` and `tool_calls`.
-_SKIPPED_PART_TYPES = _REASONING_PART_TYPES | _CALL_PART_TYPES
 
 
 def _join_parts(parts: list[Any], location: str) -> str:
@@ -333,7 +332,7 @@ def _join_parts(parts: list[Any], location: str) -> str:
     for part in parts:
         part_type = part.get("type") if isinstance(part, dict) else None
         text = _first_value(part, "text", "value") if isinstance(part, dict) else part
-        if isinstance(part_type, str) and part_type in _SKIPPED_PART_TYPES:
+        if isinstance(part_type, str) and part_type in _REASONING_PART_TYPES | _CALL_PART_TYPES:
             continue  # read by _read_reasoning and _read_calls
         is_text = part_type is None or (isinstance(part_type, str) and part_type in _TEXT_PART_TYPES)
         if not isinstance(text, str) or not is_text:
@@ -343,7 +342,7 @@ def _join_parts(parts: list[Any], location: str) -> str:
 
 
 def _first_value(part: Mapping[str, Any], *keys: str) -> Any:
-    """The first of the keys that holds anything: tables give every part every key."""
+    # tables give every part every key
     return next((part[key] for key in keys if part.get(key) is not None), None)
 
 
@@ -394,8 +393,8 @@ def _parse_tool_calls(calls: Any, location: str) -> list[Any]:
     return [_parse_tool_call(unpack_json(call, "{"), location) for call in calls]
 
 
+# A call as its author wrote it, where it is one as templates take it; else the same call in that form.
 def _parse_tool_call(call: Any, location: str) -> dict[str, Any]:
-    """A call as its author wrote it, where it is one as templates take it; else the same call in that form."""
     if not isinstance(call, dict):
         raise UnusableRowError("tool_calls is not a list of objects", f"{location}: {quote_value(call)}")
     is_wrapped = call.get("function") is not None
@@ -413,9 +412,9 @@ def _parse_tool_call(call: Any, location: str) -> dict[str, Any]:
 _ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 
 
+# Arguments as their author wrote them, an object or its JSON text (which of the two a template writes correctly,
+# `masks/fitted_template.py` finds out); text that was encoded twice is decoded once.
 def _parse_arguments(value: Any, location: str) -> dict[str, Any] | str:
-    """Arguments as their author wrote them, an object or its JSON text (which of the two a template writes correctly,
-    `masks/fitted_template.py` finds out); text that was encoded twice is decoded once."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     parsed, text = value, None
@@ -436,7 +435,6 @@ def _parse_call_text(value: Any, location: str) -> list[Any]:
 
 
 def _parse_json_text(value: Any, reason: str, location: str) -> Any:
-    """The value of a JSON text; anything else as it is. Raises UnusableRow with the reason where it is no JSON."""
     try:
         return parse_strict_json(value) if isinstance(value, str) else value
     except ValueError as error:

@@ -126,10 +126,18 @@ def read_blocks(path: Path, *, start: int = 0, end: int | None = None, size: int
     """The bytes [start, end) of a file in blocks; of a gzipped file all of them, unpacked; of one in another encoding
     as UTF-8. Raises DataError where it cannot be read so, or unpacks to more than the limits."""
     encoding = path_encoding(path)
-    if encoding != "utf-8" and not _is_utf8(path, path.stat().st_mtime_ns):
-        yield from _transcode_blocks(path, encoding, size)
-    else:
+    if encoding == "utf-8" or _is_utf8(path, path.stat().st_mtime_ns):
         yield from _read_byte_blocks(path, start=start, end=end, size=size)
+        return
+    decoder, offset = codecs.getincrementaldecoder(encoding)(), 0
+    try:
+        for block in _read_byte_blocks(path, size=size):
+            yield decoder.decode(block).encode()
+            offset += len(block)
+        yield decoder.decode(b"", final=True).encode()
+    except UnicodeError as error:
+        location = f"{path}, byte {offset + getattr(error, 'start', 0):,}"
+        raise DataError(f"{location}: neither UTF-8 nor {encoding}, which data.encoding says it is") from None
 
 
 @functools.lru_cache(maxsize=1000)
@@ -143,18 +151,6 @@ def _is_utf8(path: Path, _mtime_ns: int) -> bool:
     except UnicodeDecodeError:
         logger.info("%s is not UTF-8: read as %s (data.encoding)", one_line(str(path)), path_encoding(path))
         return False
-
-
-def _transcode_blocks(path: Path, encoding: str, size: int) -> Iterator[bytes]:
-    decoder, offset = codecs.getincrementaldecoder(encoding)(), 0
-    try:
-        for block in _read_byte_blocks(path, size=size):
-            yield decoder.decode(block).encode()
-            offset += len(block)
-        yield decoder.decode(b"", final=True).encode()
-    except UnicodeError as error:
-        location = f"{path}, byte {offset + getattr(error, 'start', 0):,}"
-        raise DataError(f"{location}: neither UTF-8 nor {encoding}, which data.encoding says it is") from None
 
 
 def _read_byte_blocks(
@@ -194,8 +190,7 @@ def read_line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> I
     pending: list[bytes] = []
     pending_bytes = 0
     offset = start
-    for index, raw_block in enumerate(read_blocks(path, start=start, end=end)):
-        block = raw_block
+    for index, block in enumerate(read_blocks(path, start=start, end=end)):
         if start == 0 and index == 0 and block.startswith(BOM):
             block, offset = block[len(BOM) :], len(BOM)
         # The line that was open before this block ends in it. If it was too long, its rest is skipped.
@@ -224,8 +219,7 @@ def read_text_blocks(path: Path) -> Iterator[str]:
     """The file's text in pieces; raises DataError at the first byte that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()  # keeps the bytes of a character that a block's end cut
     offset = 0
-    for index, raw_block in enumerate(read_blocks(path)):
-        block = raw_block
+    for index, block in enumerate(read_blocks(path)):
         if index == 0 and block.startswith(BOM):
             block, offset = block[len(BOM) :], len(BOM)
         block_start = offset - len(decoder.getstate()[0])
@@ -258,15 +252,14 @@ def read_text_pieces(path: Path) -> Iterator[tuple[int, str]]:
         yield line, buffer
 
 
-_PARAGRAPH_END = re.compile(r"\n[ \t\r]*\n\s*(?=\S)")
-_LINE_END = re.compile(r"\n\s*(?=\S)")
-_WORD_END = re.compile(r"(?<=\S)(?=\s)")
+# the end of a paragraph, of a line, of a word
+_PIECE_ENDS = (re.compile(r"\n[ \t\r]*\n\s*(?=\S)"), re.compile(r"\n\s*(?=\S)"), re.compile(r"(?<=\S)(?=\s)"))
 
 
 def find_piece_end(text: str, limit: int) -> int:
     """Where a text of more than `limit` characters is best cut: after a paragraph, a line or a word of the second half
     of them, the last such place; at `limit` where there is none."""
-    for pattern in (_PARAGRAPH_END, _LINE_END, _WORD_END):
+    for pattern in _PIECE_ENDS:
         end = 0
         for match in pattern.finditer(text, limit // 2, limit + 1):  # + 1 for what a lookahead has to see
             end = match.end()

@@ -32,7 +32,6 @@ from sft_play.process.waiting import report_wait
 BATCH_ROWS = 1_000
 # About so many bytes of a table become Python objects at once.
 SLICE_BYTES = 8 << 20
-DELIMITERS = ",\t;|"
 # a first line with which a table tells Excel its delimiter
 _DELIMITER_LINE = re.compile(r"\ufeff?\"?sep=(.)\"?\r?\n", re.IGNORECASE)
 # cells that pandas reads as missing (STR_NA_VALUES of pandas 3.1), but for the empty one
@@ -81,7 +80,7 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     beginning = read_head(path).decode("utf-8", "ignore")
     first = next((line for line in beginning.lstrip("\ufeff").splitlines() if line.strip()), "")
     # the one that gives the most fields; of equal counts the first: a comma
-    delimiter = max(DELIMITERS, key=lambda char: len(next(csv.reader([first], delimiter=char), [])))
+    delimiter = max(",\t;|", key=lambda char: len(next(csv.reader([first], delimiter=char), [])))
     if delimiter_match := _DELIMITER_LINE.match(beginning):
         delimiter, skipped_lines = delimiter_match[1], 1
         next(lines)
@@ -105,31 +104,28 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
         if not fields or (fields == [""] and (names is None or len(names) > 1)):
             continue
         if names is None:
-            names = _parse_header(fields, path, line)
+            # the first name may be empty (pandas writes its index so): rows leave that column out
+            names = [field.strip() for field in fields]
+            for index, column in enumerate(names):
+                if not column and index:
+                    raise DataError(f"{path}:{line}: column {index + 1} of the header has no name")
+                if names.count(column) > 1:
+                    raise DataError(f'{path}:{line}: the header names the column "{one_line(column, limit=60)}" twice')
         elif len(fields) != len(names):
-            detail = f"the header names {len(names)}; is a quote or a delimiter missing?"
-            yield BadRow(f"{name}:{line}", f"{len(fields)} fields instead of {len(names)}", detail)
+            yield BadRow(
+                f"{name}:{line}",
+                f"{len(fields)} fields instead of {len(names)}",
+                f"the header names {len(names)}; is a quote or a delimiter missing?",
+            )
         else:
             data = {key: field for key, field in zip(names, fields, strict=True) if key}
-            missing = tuple(key for key, field in data.items() if field in NA_WORDS)
-            yield RawRow(f"{name}:{line}", data, missing=missing)
+            yield RawRow(f"{name}:{line}", data, missing=tuple(key for key, field in data.items() if field in NA_WORDS))
     if names is None:
         raise DataError(f"{path} has no rows: the file is blank")
 
 
-def _parse_header(fields: list[str], path: Path, line: int) -> list[str]:
-    """The column names; the first may be empty (pandas writes its index so), and rows leave that column out."""
-    names = [field.strip() for field in fields]
-    for index, name in enumerate(names):
-        if not name and index:
-            raise DataError(f"{path}:{line}: column {index + 1} of the header has no name")
-        if names.count(name) > 1:
-            raise DataError(f'{path}:{line}: the header names the column "{one_line(name, limit=60)}" twice')
-    return names
-
-
+# The csv module limits fields, not lines: an open quote would take all the rest.
 def _read_table_lines(path: Path, name: str) -> Iterator[str]:
-    """The lines of a file for the csv module, whose fields have a limit: an open quote would take all the rest."""
     beginning = read_head(path)
     ends_with_cr = b"\r" in beginning and b"\n" not in beginning
     open_line, line_number = "", 1
@@ -146,9 +142,9 @@ def _read_table_lines(path: Path, name: str) -> Iterator[str]:
         yield open_line
 
 
+# Whatever pyarrow, datasets and the hub raise becomes a DataError; `kind` cannot be read, or is `hub:`.
 @contextmanager
 def _convert_read_errors(path: Path | str, kind: str) -> Iterator[None]:
-    """Turns whatever pyarrow, datasets and the hub raise into a DataError; `kind` cannot be read, or is `hub:`."""
     try:
         yield
     except (DataError, GeneratorExit):
@@ -186,8 +182,7 @@ def read_parquet(path: Path, name: str, *, start: int, end: int | None, first_ro
         # pages are read as they are needed: neither the whole group at once, nor through a mapping of the file, whose
         # pages count as memory of this process
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
-            groups = list(range(file.num_row_groups))[start:end]
-            for group in groups:
+            for group in range(file.num_row_groups)[start:end]:
                 meta = file.metadata.row_group(group)
                 rows = _batch_rows(meta.total_byte_size, meta.num_rows)
                 yield from file.iter_batches(batch_size=rows, row_groups=[group])
@@ -214,13 +209,12 @@ def read_arrow(path: Path, name: str, *, is_stream: bool) -> Iterator[RawRow | B
 
 
 def _read_batches(
-    batches: Iterable[Any], path: Path | str, name: str, kind: str, first_row: int
+    batches: Iterator[Any], path: Path | str, name: str, kind: str, first_row: int
 ) -> Iterator[RawRow | BadRow]:
     row_number = first_row - 1
-    iterator = iter(batches)
     while True:
         with _convert_read_errors(path, kind):  # around reading alone: a fault of our own below keeps its traceback
-            batch = next(iterator, None)
+            batch = next(batches, None)
         if batch is None:
             return
         names = batch.schema.names
@@ -239,8 +233,8 @@ def _read_batches(
                 yield too_large_row(location, size) if size > MAX_ROW_BYTES else _to_raw_row(row, location)
 
 
+# Pieces of about SLICE_BYTES, or single rows: few objects at once.
 def _split_batch(batch: Any) -> Iterator[Any]:
-    """A batch in pieces that become few objects at once: of about SLICE_BYTES, or single rows."""
     if batch.num_rows > BATCH_ROWS or (batch.num_rows > 1 and batch.nbytes > SLICE_BYTES):
         half = batch.num_rows // 2
         yield from _split_batch(batch.slice(0, half))
@@ -250,7 +244,7 @@ def _split_batch(batch: Any) -> Iterator[Any]:
 
 
 def _to_raw_row(row: dict[str, Any], location: str) -> RawRow | BadRow:
-    """The row without its nulls: Arrow gives every row every column, and a key says that something is there."""
+    # without its nulls: Arrow gives every row every column, and a key says that something is there
     dropped_nulls = [0]
     try:
         cells = {str(key): _to_json_value(value, key, dropped_nulls) for key, value in row.items()}
@@ -266,9 +260,9 @@ _CALL_KEYS = frozenset({"tool_calls", "function_call", "tools", "functions", "ch
 _CALL_PART_TYPES = frozenset({"tool_call", "function_call"})
 
 
+# NaN, which tables write for "nothing", is null. Tool calls and tools lose their keys with null, which are counted: a
+# table gives every object of a column the keys of all the others.
 def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: bool = False) -> Any:
-    """A table's value as one that JSON has; NaN, which tables write for "nothing", is null. Tool calls and tools lose
-    their keys with null, which are counted: a table gives every object of a column the keys of all the others."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     is_call = is_call or key in _CALL_KEYS

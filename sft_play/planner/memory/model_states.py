@@ -53,7 +53,7 @@ def large_tensors(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
     for linear, count in shape.linears:
         if not linear.is_packable:
             yield linear.weights, count, False
-    yield shape.embedding_table_params, shape.table_count, False
+    yield shape.embedding_table_params, 2 - shape.tied, False
 
 
 def largest_tensor_elements(shape: ModelShape) -> int:
@@ -145,7 +145,7 @@ def trained_parameters(config: RunConfig, shape: ModelShape, element_bytes: Elem
             shape.params - shape.untrained_params, element_bytes.weights,
             trains_embedding=True, trains_head=True, state_itemsize=element_bytes.states or element_bytes.weights,
             small_tensor_params=shape.other_params, largest_elements=largest_tensor_elements(shape),
-            matrix_sides=linear_sides + shape.table_count * table_sides + shape.other_params,
+            matrix_sides=linear_sides + (2 - shape.tied) * table_sides + shape.other_params,
         )  # fmt: skip
     lora = config.tuning.lora
     copied_modules = {name.rpartition(".")[2] for name in lora.modules_to_save}
