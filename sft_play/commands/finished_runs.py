@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import cast, get_args
 
 from sft_play.commands.request import (
     CommandResult,
@@ -26,29 +26,29 @@ from sft_play.commands.request import (
 )
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.export.llama_cpp import find_converter
-from sft_play.finished.export.places import (
-    EXPORT_FOLDER,
-    MERGED_FOLDER,
-    ExportFormat,
-    Quant,
-    find_gguf,
-    require_export_target,
-    require_mergeable,
-    require_merged,
-)
 from sft_play.finished.export.push import plan_upload, push, require_repo_name
 from sft_play.finished.listing import PruneScope, list_runs, prune, select_prunable
 from sft_play.finished.report import compare_runs, read_record, write_report
-from sft_play.finished.run import find_run_folder, next_command_line, require_split
+from sft_play.finished.run import (
+    EXPORT_FOLDER,
+    MERGED_FOLDER,
+    ExportFormat,
+    MergeBase,
+    Quant,
+    find_gguf,
+    find_run_folder,
+    next_command_line,
+    require_export_target,
+    require_mergeable,
+    require_merged,
+    require_split,
+)
 from sft_play.log import escape_control, one_line
 from sft_play.machine.hardware import detect_hardware
 from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.runs.lookup import check_run_name, lock_run, open_run, resolve_run
 from sft_play.text import format_gib
 from sft_play.training.prepare.library_messages import quiet_libraries
-
-if TYPE_CHECKING:
-    from sft_play.finished.export.merge import MergeBase
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ def _merge(request: Request) -> CommandResult:
 def _merge_test(request: Request) -> CommandResult:
     finished = find_request_run(request)
     require_merged(finished, request.out or finished.folder.path / MERGED_FOLDER)
-    from sft_play.finished.export.check_merge import MERGE_TEST_ROWS, merge_test
+    from sft_play.finished.export.checks import MERGE_TEST_ROWS, merge_test
 
     return command_result(
         merge_test(finished, path=request.out, rows=request.limit or MERGE_TEST_ROWS), is_written_to_out=False
@@ -273,7 +273,7 @@ def _export(request: Request) -> CommandResult:
 def _export_test(request: Request) -> CommandResult:
     finished = find_request_run(request)
     find_gguf(finished, request.out)
-    from sft_play.finished.export.check_export import EXPORT_TEST_ROWS, export_test
+    from sft_play.finished.export.checks import EXPORT_TEST_ROWS, export_test
 
     tested = export_test(finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS)
     return command_result(tested, is_written_to_out=False)

@@ -16,9 +16,8 @@ from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError, SftPlayError
 from sft_play.finished.evaluation import RowScore, score_rows_of_run
-from sft_play.finished.export.check_merge import merge_test
+from sft_play.finished.export.checks import merge_test
 from sft_play.finished.export.merge import ensure_whole_model_folder
-from sft_play.finished.export.places import find_merged_model
 from sft_play.finished.load import (
     HeldOutRows,
     build_run_renderer,
@@ -29,7 +28,7 @@ from sft_play.finished.load import (
 )
 from sft_play.finished.metrics import finite_or_none
 from sft_play.finished.respond import Responder
-from sft_play.finished.run import FinishedRun, translate_write_errors
+from sft_play.finished.run import FinishedRun, find_merged_model, translate_write_errors
 from sft_play.finished.ship import (
     SHIP_FILE,
     Evidence,

@@ -23,7 +23,7 @@ from typing import Any
 from sft_play.answers import Answer
 from sft_play.data.masks.sandbox import RenderError
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
-from sft_play.finished.export.check_export import (
+from sft_play.finished.export.checks import (
     EnginePrompts,
     adds_space_prefix,
     check_file,
@@ -40,22 +40,20 @@ from sft_play.finished.export.llama_cpp import (
     quantize_gguf,
 )
 from sft_play.finished.export.merge import ensure_whole_model_folder, main_dtype, write_generation_config
-from sft_play.finished.export.places import (
+from sft_play.finished.load import load_held_out_rows
+from sft_play.finished.run import (
     CONVERTER_QUANTS,
     EXPORT_FILE,
     EXPORT_FOLDER,
     ExportFormat,
-    Quant,
-    describe_merge,
-    read_merge_record,
-    require_export_target,
-)
-from sft_play.finished.load import load_held_out_rows
-from sft_play.finished.run import (
     FinishedRun,
+    Quant,
     base_model_folder,
     describe_context_window,
+    describe_merge,
     next_command_line,
+    read_merge_record,
+    require_export_target,
     require_space,
     staged_folder,
 )

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,16 +39,21 @@ from transformers.core_model_loading import (
 
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError, ModelError
-from sft_play.finished.export.places import (
+from sft_play.finished.load import build_run_renderer
+from sft_play.finished.run import (
     MERGE_FILE,
     MERGED_FOLDER,
+    FinishedRun,
+    MergeBase,
+    base_model_folder,
     find_merged_model,
+    next_command_line,
     read_merge_record,
     require_faithful_merge,
     require_mergeable,
+    require_space,
+    staged_folder,
 )
-from sft_play.finished.load import build_run_renderer
-from sft_play.finished.run import FinishedRun, base_model_folder, next_command_line, require_space, staged_folder
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 from sft_play.models.families import dequantised_config
@@ -87,9 +92,6 @@ logger = logging.getLogger(__name__)
 #
 # Nothing but the adapter has memory. PEFT itself computes what a merged layer is (rsLoRA, DoRA and
 # transposed layers are its business), in fp32.
-
-# Of a QLoRA run: which weights the adapter is added to, the base's own or what NF4 makes of them.
-MergeBase = Literal["original", "dequantized"]
 
 
 class AdaptedModel:

@@ -14,8 +14,14 @@ from typing import Any
 
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.export.places import MERGED_FOLDER, describe_merge, find_merged_model, require_faithful_merge
-from sft_play.finished.run import FinishedRun, next_command_line
+from sft_play.finished.run import (
+    MERGED_FOLDER,
+    FinishedRun,
+    describe_merge,
+    find_merged_model,
+    next_command_line,
+    require_faithful_merge,
+)
 from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
 from sft_play.text import format_size
