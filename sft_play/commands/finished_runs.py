@@ -45,6 +45,7 @@ from sft_play.finished.run import (
 )
 from sft_play.log import escape_control, one_line
 from sft_play.machine.hardware import detect_hardware
+from sft_play.machine.network import is_local
 from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.runs.lookup import check_run_name, lock_run, open_run, resolve_run
 from sft_play.text import format_gib
@@ -127,17 +128,15 @@ def _prune(request: Request) -> CommandResult:
     nothing_removed = {"ok": True, "removed": [], "freed_bytes": 0}
     if not removable:
         return CommandResult(nothing_removed, ["There are no checkpoints to remove"])
-    parts = [part for run_parts in removable.values() for part in run_parts.items()]
-    parts_text = "\n".join(f"  {path} ({format_gib(size, digits=2)} GiB)" for path, size in parts)
+    parts_text = "\n".join(
+        f"  {path} ({format_gib(size, digits=2)} GiB)" for parts in removable.values() for path, size in parts.items()
+    )
     if not confirm_with_user(request, f"Remove\n{parts_text}\n?", refusal=f"this would remove\n{parts_text}"):
         return CommandResult(nothing_removed, ["Nothing was removed"])
     return command_result(prune(removable))
 
 
 # --- their answers: in the terminal, for a file of prompts, or over HTTP ----------------------------------------------
-
-
-_CHAT_TOKENS, _INFER_TOKENS = 512, 256
 
 
 def _infer(request: Request) -> CommandResult:
@@ -153,8 +152,7 @@ def _infer(request: Request) -> CommandResult:
     quiet_libraries()
     from sft_play.finished.respond import infer
 
-    max_new_tokens = request.max_new_tokens or _INFER_TOKENS
-    return command_result(infer(finished, request.input, request.output, max_new_tokens=max_new_tokens))
+    return command_result(infer(finished, request.input, request.output, max_new_tokens=request.max_new_tokens or 256))
 
 
 def _chat(request: Request) -> CommandResult:
@@ -172,7 +170,7 @@ def _chat(request: Request) -> CommandResult:
     conversation = Conversation(
         responder,
         show,
-        max_new_tokens=request.max_new_tokens or _CHAT_TOKENS,
+        max_new_tokens=request.max_new_tokens or 512,
         temperature=request.temperature or 0.0,
         system=finished.config.data.style.system if request.system is None else request.system,
     )
@@ -200,9 +198,10 @@ def _serve(request: Request) -> int:
 
     host, port = request.host or serve.DEFAULT_HOST, serve.parse_port(request.port)
     service = serve.create_service(request.engine or serve.SERVING_ENGINES[0], find_request_run(request), host, port)
-    warning = serve.exposure_warning(host)
-    if warning is not None:
-        logger.warning("%s", warning)
+    if not is_local(host):
+        logger.warning(
+            "HOST=%s: there is no password; to keep the model to yourself, use an ssh tunnel instead", one_line(host)
+        )
     with redirect_stdout_to_stderr(enabled=request.json):
         serving = service.start()
     write_result(command_result(serving), request)
@@ -224,9 +223,14 @@ def _merge(request: Request) -> CommandResult:
     )
     from sft_play.finished.export.merge import merge_run
 
-    base = cast("MergeBase | None", request.base)
     with lock_run(finished.folder):
-        merged = merge_run(finished, dtype=request.dtype, base=base, out=request.out, replace=request.force)
+        merged = merge_run(
+            finished,
+            dtype=request.dtype,
+            base=cast("MergeBase | None", request.base),
+            out=request.out,
+            replace=request.force,
+        )
     return command_result(merged, is_written_to_out=False)
 
 
@@ -275,8 +279,9 @@ def _export_test(request: Request) -> CommandResult:
     find_gguf(finished, request.out)
     from sft_play.finished.export.checks import EXPORT_TEST_ROWS, export_test
 
-    tested = export_test(finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS)
-    return command_result(tested, is_written_to_out=False)
+    return command_result(
+        export_test(finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS), is_written_to_out=False
+    )
 
 
 def _push(request: Request) -> CommandResult:
@@ -309,8 +314,9 @@ def _consolidate(request: Request) -> CommandResult:
         raise RunFolderError(f"{request.out} exists; remove it, or name another place: OUT=FOLDER")
     from sft_play.training.checkpoints.consolidate import consolidate
 
-    is_trusted = functools.partial(trusts_code, request)
-    path = consolidate(folder, checkpoint=checkpoint, out=request.out, is_trusted=is_trusted)
+    path = consolidate(
+        folder, checkpoint=checkpoint, out=request.out, is_trusted=functools.partial(trusts_code, request)
+    )
     return CommandResult({"ok": True, "run": str(folder.path), "path": str(path)}, is_written_to_out=False)
 
 

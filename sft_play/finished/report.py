@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 MAX_WARNINGS = 60
 REPORT_FILE, COMPARE_FILE = "report.html", "compare.html"
-_ABSENT_TEXT = "-"
 
 _RANK_SUFFIX = re.compile(r"_rank_\d+$")
 _WARNING_LINE = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (?:WARNING|ERROR|CRITICAL) \S+?: (.*)$", re.MULTILINE)
@@ -130,7 +129,13 @@ def read_record(folder: RunFolder) -> RunRecord:
     stages = [folder.stage_folder(str(stage.get("name"))) for stage in settings.get("curriculum") or ()]
     # a run that failed in its first stage has no folders of the others
     part_folders = [stage for stage in stages if stage.path.is_dir()] or [folder]
-    curves = _read_curves(folder.metrics_path)
+    curves: dict[str | None, dict[str, list[tuple[float, float]]]] = {}  # of each stage, by name
+    for _, entry in read_metric_lines(folder.metrics_path):
+        stage_curves = curves.setdefault(entry.get("stage"), {})
+        for key, value in entry.items():
+            # losses that are not finite are text; a bool is an int to Python
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                stage_curves.setdefault(key, []).append((entry["step"], value))
     parts = tuple(
         RunPart(
             part.stage_name,
@@ -140,29 +145,13 @@ def read_record(folder: RunFolder) -> RunRecord:
         )
         for part in part_folders
     )
-    summary, warnings = read_summary(folder.path), _read_warnings(folder.log_path)
-    return RunRecord(folder, run_status(folder, manifest), manifest, settings, summary, parts, warnings)
-
-
-def _read_curves(path: Path) -> dict[str | None, dict[str, list[tuple[float, float]]]]:
-    """The curves of each stage (None: of a run without stages) by name."""
-    by_stage: dict[str | None, dict[str, list[tuple[float, float]]]] = {}
-    for _, entry in read_metric_lines(path):
-        curves = by_stage.setdefault(entry.get("stage"), {})
-        for key, value in entry.items():
-            # losses that are not finite are text; a bool is an int to Python
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                curves.setdefault(key, []).append((entry["step"], value))
-    return by_stage
-
-
-def _read_warnings(log_path: Path) -> tuple[str, ...]:
-    if not log_path.is_file():
-        return ()
-    first_times: dict[str, str] = {}
-    for time, message in _WARNING_LINE.findall(log_path.read_text(encoding="utf-8", errors="replace")):
-        first_times.setdefault(message, time)
-    return tuple(f"{time} {message}" for message, time in first_times.items())
+    first_times: dict[str, str] = {}  # of each warning, by its text
+    if folder.log_path.is_file():
+        for time, message in _WARNING_LINE.findall(folder.log_path.read_text(encoding="utf-8", errors="replace")):
+            first_times.setdefault(message, time)
+    warnings = tuple(f"{time} {message}" for message, time in first_times.items())
+    status, summary = run_status(folder, manifest), read_summary(folder.path)
+    return RunRecord(folder, status, manifest, settings, summary, parts, warnings)
 
 
 def settings_by_path(resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,19 +230,19 @@ class RunReport(Answer):
         lines = [f"Run {self.record.folder.path.name}: {metrics}"]
         if self.record.warnings:
             lines.append(f"Warnings in the log: {len(self.record.warnings)}")
-        compare_command = next_command_line("compare", RUNS=f"{self.record.folder.path} OTHER")
-        return [*lines, f"Written to: {self.path}", f"{compare_command} shows it beside another run"]
+        next_line = next_command_line("compare", "shows it beside another run", RUNS=f"{self.record.folder.path} OTHER")
+        return [*lines, f"Written to: {self.path}", next_line]
 
 
 def write_report(record: RunRecord, *, path: Path | None = None) -> RunReport:
     """Write the report of a run; raises ConfigError where the page cannot be written there."""
     charts = build_run_charts(record)
     sections = report_sections(record, charts)
-    target = path or record.folder.path / REPORT_FILE
-    title = f"{record.folder.path.name}: training report"
-    write_page(target, title, headline=[*headline_metrics(record).items()], sections=sections)
+    path = path or record.folder.path / REPORT_FILE
+    headline = [*headline_metrics(record).items()]
+    write_page(path, f"{record.folder.path.name}: training report", headline=headline, sections=sections)
     titles = tuple(section.title for section in sections if not section.is_empty)
-    return RunReport(record, target, titles, tuple(charts))
+    return RunReport(record, path, titles, tuple(charts))
 
 
 @contextlib.contextmanager
@@ -276,8 +265,10 @@ def write_final_report(folder: RunFolder) -> None:
     try:
         logger.info("Report: %s", write_report(read_record(folder)).path)
     except (SftPlayError, Exception) as error:  # a run that was trained has not failed because of its report
-        message = f"{type(error).__name__}: {one_line(str(error))}"
-        logger.warning("The report was not written: %s; make report RUN=%s writes it", message, folder.path)
+        logger.warning(
+            "The report was not written: %s: %s; make report RUN=%s writes it",
+            type(error).__name__, one_line(str(error)), folder.path,
+        )  # fmt: skip
 
 
 # --- the curves -------------------------------------------------------------------------------------------------------
@@ -293,8 +284,12 @@ def build_run_charts(record: RunRecord) -> list[Chart]:
         if part.summary.get("predicted_tokens_per_s")
         for step in (1, part.steps)
     ]
-    losses = [Curve("training", curve("loss")), *_held_out_curves(record, "loss")]
-    speeds = [Curve("measured", curve("tokens_per_s")), Curve("predicted", predicted_speeds, GREY)]
+    source_curves, colours = [], itertools.cycle(COLOURS)
+    for name in sorted({name for part in record.parts for name in part.curves if name.startswith("loss_")}):
+        if not _RANK_SUFFIX.search(name):
+            title, colour = name.removeprefix("loss_"), next(colours)
+            source_curves.append(Curve(title, curve(name), colour))
+            source_curves.append(Curve(f"{title}, validation", curve(f"eval_{name}"), colour, shows_points=True))
     memory = [
         Curve("peak", curve("memory_peak_gib")),
         Curve("held", curve("memory_allocated_gib") or curve("memory_resident_gib"), COLOURS[1]),
@@ -302,12 +297,15 @@ def build_run_charts(record: RunRecord) -> list[Chart]:
         Curve("predicted peak", curve("memory_predicted_gib"), GREY),
     ]
     all_charts = [
-        Chart("Loss", losses, begins_at_zero=False),
+        Chart("Loss", [Curve("training", curve("loss")), *_held_out_curves(record, "loss")], begins_at_zero=False),
         Chart("Exact match", _held_out_curves(record, "exact_match"), is_share=True),
-        Chart("Loss by source", _source_curves(record), begins_at_zero=False),
+        Chart("Loss by source", source_curves, begins_at_zero=False),
         Chart("Learning rate", [Curve("learning rate", curve("learning_rate"))]),
         Chart("Gradient norm", [Curve("gradient norm", curve("grad_norm"))], begins_at_zero=False),
-        Chart("Tokens per second", speeds),
+        Chart(
+            "Tokens per second",
+            [Curve("measured", curve("tokens_per_s")), Curve("predicted", predicted_speeds, GREY)],
+        ),
         Chart("Memory of a rank, in GiB", memory),
         Chart("Padding", [Curve("padding", padding)], is_share=True),
     ]
@@ -327,24 +325,10 @@ def _held_out_curves(record: RunRecord, metric: str) -> list[Curve]:
     ]
 
 
-def _source_curves(record: RunRecord) -> list[Curve]:
-    names = {name for part in record.parts for name in part.curves if name.startswith("loss_")}
-    by_source = sorted(name for name in names if not _RANK_SUFFIX.search(name))
-    curves = []
-    for name, colour in zip(by_source, itertools.cycle(COLOURS), strict=False):
-        title = name.removeprefix("loss_")
-        curves.append(Curve(title, record.curve(name), colour))
-        held_out = record.curve(f"eval_{name}")
-        curves.append(Curve(f"{title}, validation", held_out, colour, shows_points=True))
-    return curves
-
-
 # --- the sections -----------------------------------------------------------------------------------------------------
 def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSection]:
     """The parts of the page, in their order; some may be empty."""
-    errors = list[str]()
-    if record.status == "failed" and record.manifest.get("error"):
-        errors.append(str(record.manifest["error"]))
+    error = record.manifest.get("error") if record.status == "failed" else None
     warnings = [*record.warnings[:MAX_WARNINGS]]
     if len(record.warnings) > MAX_WARNINGS:
         warnings.append(f"and {len(record.warnings) - MAX_WARNINGS} more in train.log")
@@ -353,7 +337,7 @@ def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSe
         headers = (part.name or "", "predicted", "measured", "difference")
         comparisons.append(ReportTable(headers, [*_predicted_and_measured(part)]))
     return [
-        ReportSection("How it ended", items=errors),
+        ReportSection("How it ended", items=[str(error)] if error else []),
         ReportSection("Warnings", items=warnings),
         ReportSection("Curves", charts=charts),
         ReportSection("Predicted and measured", tables=[table for table in comparisons if table.rows]),
@@ -436,7 +420,7 @@ def _format_text(value: Any) -> str:
 
 def _format_or_absent(value: Any, format_value: Callable[[Any], str]) -> str:
     if value is None:
-        return _ABSENT_TEXT
+        return "-"
     return format_value(value)
 
 
@@ -622,6 +606,6 @@ def comparison_charts(names: Sequence[str], records: Sequence[RunRecord]) -> lis
             if record.curve(key)
         ]
         if curves:
-            is_share, begins_at_zero = key == "eval_exact_match", not key.endswith(("loss", "norm"))
-            charts.append(Chart(title, curves, is_share=is_share, begins_at_zero=begins_at_zero))
+            begins_at_zero = not key.endswith(("loss", "norm"))
+            charts.append(Chart(title, curves, is_share=key == "eval_exact_match", begins_at_zero=begins_at_zero))
     return charts

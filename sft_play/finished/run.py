@@ -233,7 +233,7 @@ def require_faithful_merge(folder: Path, run: FinishedRun) -> None:
     than the adapter was trained on and merge-test has not been asked; ModelError where it is not what was merged."""
     require_unchanged(folder)
     record = read_merge_record(folder)
-    test = record.get("test") or {}
+    test = record.get("test")
     merge_again = f"make merge RUN={run.folder.shell_path} FORCE=1 merges into what was trained"
     if test and not test.get("ok"):
         raise RunFolderError(
@@ -254,10 +254,8 @@ def describe_merge(folder: Path) -> str | None:
     if not record:
         return None
     test_results = {None: "merge-test has not been run", True: "merge-test passed", False: "merge-test FAILED"}
-    verb = "Merged"
-    if record.get("base"):
-        verb = f"Merged into the {record['base']} base"
-    return f"{verb} ({record.get('dtype')}); {test_results[(record.get('test') or {}).get('ok')]}"
+    base = f" into the {record['base']} base" if record.get("base") else ""
+    return f"Merged{base} ({record.get('dtype')}); {test_results[(record.get('test') or {}).get('ok')]}"
 
 
 def require_export_target(target: Path, *, replace: bool) -> None:
@@ -301,18 +299,15 @@ def translate_write_errors(path: Path) -> Iterator[None]:
         raise
     except (OSError, SafetensorError) as error:
         reason = disk_refusal_reason(error)
-        if reason is None and isinstance(error, OSError) and _is_path_error(path, error.filename):
-            reason = error.strerror
+        if reason is None and isinstance(error, OSError) and error.filename:
+            # of the path, a folder above it, or something in it or in what replaces it
+            error_path, target = Path(os.fsdecode(error.filename)).absolute(), path.absolute()
+            names = (str(target), str(target.with_name(f".{target.name}.")))
+            if target.is_relative_to(error_path) or str(error_path).startswith(names):
+                reason = error.strerror
         if reason is None:
             raise
         raise ConfigError(f"{one_line(str(path))} cannot be written: {reason}") from None
-
-
-def _is_path_error(path: Path, filename: str | bytes | None) -> bool:
-    """True if `filename` is the path, a folder above it, or something in it or in what replaces it."""
-    error_path, target = Path(os.fsdecode(filename or "")).absolute(), path.absolute()
-    names = (str(target), str(target.with_name(f".{target.name}.")))
-    return bool(filename) and (target.is_relative_to(error_path) or str(error_path).startswith(names))
 
 
 @contextlib.contextmanager

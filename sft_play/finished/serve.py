@@ -25,7 +25,7 @@ from sft_play.answers import Answer
 from sft_play.errors import BackendError, ConfigError
 from sft_play.finished.run import FinishedRun, describe_context_window, next_command_line
 from sft_play.log import one_line
-from sft_play.machine.network import allowed_host_names, is_local
+from sft_play.machine.network import allowed_host_names
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import StopSignals
 from sft_play.runs.files import read_json
@@ -66,10 +66,10 @@ class ServedEndpoint(Answer):
 
     def lines(self) -> list[str]:
         messages = [{"role": "user", "content": "Hello"}]
-        body = json.dumps({"model": self.model, "messages": messages, "temperature": 0}, ensure_ascii=False)
+        request = json.dumps({"model": self.model, "messages": messages, "temperature": 0}, ensure_ascii=False)
         return [
             f"Serving {self.weights} at {self.url} (pid {self.pid}); model name: {self.model}",
-            f"  curl {self.url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
+            f"  curl {self.url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(request)}",
             *([self.context] if self.context else []),
             f"Ctrl-C ends it. {next_command_line('push', 'REPO=user/name', RUN=self.run)}",
         ]
@@ -109,13 +109,6 @@ def claim_port(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def exposure_warning(host: str) -> str | None:
-    """The warning for an address that others can reach; None for this machine's own."""
-    if is_local(host):
-        return None
-    return f"HOST={one_line(host)}: there is no password; to keep the model to yourself, use an ssh tunnel instead"
-
-
 class TransformersService:
     """`transformers serve`'s server in a thread of this process."""
 
@@ -142,12 +135,16 @@ class TransformersService:
 
         quiet_libraries()
         run, name, port = self._run, self._run.folder.path.name, int(self._listener.getsockname()[1])
-        app = openai_app(Responder(run), name, allowed_hosts=allowed_host_names(self._host))
         # log_config=None: uvicorn would replace the handlers of this program's logging by its own
-        config = uvicorn.Config(
-            app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                openai_app(Responder(run), name, allowed_hosts=allowed_host_names(self._host)),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+            )
         )
-        self._server = uvicorn.Server(config)
         # in a thread, so that Ctrl-C is this program's to handle: uvicorn installs signal handlers in the main one only
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],), name="serve", daemon=True)
         self._thread.start()
@@ -155,10 +152,10 @@ class TransformersService:
             if not self._thread.is_alive():
                 raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
             time.sleep(_POLL_INTERVAL_S)
-        note = _client_notes(run, run.config.model.name if run.is_adapter else str(run.weights))
         return ServedEndpoint(
-            run.folder.path, SERVING_ENGINES[0], name, run.weights, self._host, port, os.getpid(), note
-        )
+            run.folder.path, SERVING_ENGINES[0], name, run.weights, self._host, port, os.getpid(),
+            _client_notes(run, run.config.model.name if run.is_adapter else str(run.weights)),
+        )  # fmt: skip
 
     def wait(self) -> NoReturn:
         """Wait until it ends or is stopped, and end this process. Ctrl-C lets answers under way end; a second one or
@@ -193,10 +190,9 @@ class VllmService:
                 "ENGINE=vllm: there is no program vllm in PATH or in this environment; install "
                 "vLLM in an environment of its own, and put its bin folder into PATH"
             )
-        self._run, self._host = run, host
+        self._run, self._host, self._program = run, host, program
         with claim_port(host, port) as listener:  # vLLM itself says late, and in a traceback, that a port is taken
             self._port = int(listener.getsockname()[1])
-        self._program = program
 
     def start(self) -> ServedEndpoint:
         """Merge where that has not been done, and say where vLLM will answer."""
@@ -206,14 +202,16 @@ class VllmService:
         config = read_json(weights / "config.json")
         # vLLM's own choice for fp32 weights is a 16-bit dtype
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
-        self._command = [self._program, "serve", str(weights), "--served-model-name", name, "--host", self._host]
-        self._command += ["--port", str(self._port), "--dtype", dtype]
-        self._command += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
+        self._command = [
+            *(self._program, "serve", str(weights), "--served-model-name", name),
+            *("--host", self._host, "--port", str(self._port), "--dtype", dtype),
+            *(["--trust-remote-code"] if self._run.config.model.trust_remote_code else []),
+        ]
         logger.info("Starting: %s", shlex.join(self._command))
-        note = _client_notes(self._run, str(weights))
         return ServedEndpoint(
-            self._run.folder.path, SERVING_ENGINES[1], name, weights, self._host, self._port, os.getpid(), note
-        )
+            self._run.folder.path, SERVING_ENGINES[1], name, weights, self._host, self._port, os.getpid(),
+            _client_notes(self._run, str(weights)),
+        )  # fmt: skip
 
     def wait(self) -> NoReturn:
         """Become vLLM, whose exit code is this command's."""
