@@ -20,10 +20,10 @@ from sft_play.launch.run_hardware import go_offline_without_hub
 from sft_play.log import one_line, redact
 from sft_play.models.config_json import find_model_folder
 from sft_play.planner.explain import long_cpu_warnings
+from sft_play.runs.files import read_json
 from sft_play.trace.confirm import load_run_model_shape
 
 _MODES_BY_PREFERENCE = ("lora", "qlora")
-_SUFFIXES = (".yaml", ".yml")
 # lines for the file's head, settings, comments below them
 _RunYaml = tuple[list[str], Mapping[str, JsonValue], list[str]]
 
@@ -33,10 +33,12 @@ def run_new(request: Request) -> CommandResult:
     required = {"MODEL=owner/name (or a folder)": request.model, "DATA=my.jsonl": request.data}
     missing = " and ".join(example for example, value in required.items() if value is None)
     if request.from_ is None and missing:
-        tools = "axolotl, LLaMA-Factory, ms-swift, torchtune, TRL or Unsloth"
-        raise ConfigError(f"make new needs {missing}; or FROM=their.yaml, a file of {tools}")
+        raise ConfigError(
+            f"make new needs {missing}; or FROM=their.yaml, a file of axolotl, LLaMA-Factory, ms-swift, torchtune, "
+            "TRL or Unsloth"
+        )
     out = request.out or Path(_default_file_name(request))
-    if out.suffix.lower() not in _SUFFIXES:
+    if out.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigError(f"OUT={one_line(str(out))}: a run YAML's name ends with .yaml: OUT={one_line(str(out))}.yaml")
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{one_line(str(out))} exists, and is not overwritten; OUT=another.yaml names another file")
@@ -86,9 +88,10 @@ def _translate_file(request: Request, file: Path) -> _RunYaml:
     text = read_text(file, variable="FROM", expected="a file of axolotl, LLaMA-Factory, TRL or Unsloth")
     result = translate_file(text, name=str(file), user_settings=settings, row_format=row_format)
     origin = f"From {one_line(str(file))}, a file of {result.tool.name}, with its defaults"
-    head = f"{origin}; what is not set has this toolkit's"
-    comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]
-    return [head], result.settings, comments if comments[1:] else []
+    comments = result.comments()
+    if comments:
+        comments = ["# Not taken from the other file, or taken in another way:", *comments]
+    return [f"{origin}; what is not set has this toolkit's"], result.settings, comments
 
 
 def _infer_run_yaml(request: Request) -> _RunYaml:
@@ -133,13 +136,13 @@ def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[s
 
 
 def _token_counter(folder: Path | None) -> CountTokens:
-    path = folder / "tokenizer.json" if folder is not None else None
-    if path is None or not path.is_file():
+    if folder is None:
         return estimate_tokens
     from tokenizers import Tokenizer
 
-    with contextlib.suppress(Exception):  # tokenizers raises plain Exception; loading it again says what is wrong
-        tokenizer = Tokenizer.from_file(str(path))
+    # tokenizers raises plain Exception, also of a file that is missing; loading it again says what is wrong
+    with contextlib.suppress(Exception):
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
     return estimate_tokens
 
@@ -147,7 +150,4 @@ def _token_counter(folder: Path | None) -> CountTokens:
 def _has_template(folder: Path) -> bool:
     if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
         return True
-    with contextlib.suppress(OSError):
-        settings = (folder / "tokenizer_config.json").read_text(encoding="utf-8", errors="replace")
-        return re.search(r'"chat_template":\s*[^n\s]', settings) is not None
-    return False
+    return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))

@@ -11,7 +11,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -120,7 +120,13 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
             name = names_by_part[part]
             stats = _render_rows(path, part, output.open(name), config.data, row_renderer)
             rendered_files.append(RenderedFile(data_part_split(part), folder / name, stats))
-        _refuse_bad_rows(rendered_files, config.data)
+        bad_lines = [line for file in rendered_files for line in file.bad_lines()]
+        if bad_lines and config.data.on_bad_row == "fail":
+            raise DataError("\n".join([*bad_lines, FIX_OR_SKIP]))
+        for file in rendered_files:
+            if not file.stats.kept_rows:
+                reasons = file.lines()[1:] or [f"{file.stats.source} has no rows"]
+                raise DataError("\n".join([f"no row of {file.stats.source} is left:", *reasons]))
     notes = [*stage_notes, *paths.notes, *tokenizer_notes]
     lines = [*notes, *(line for file in rendered_files for line in file.lines())]
     data = {"ok": True, "files": [file.as_json() for file in rendered_files], "notes": notes}
@@ -178,8 +184,8 @@ class RenderedFile:
 
     def lines(self) -> list[str]:
         """What was written, in words."""
-        stats, counts = self.stats, self.as_json()
-        tokens, trained = counts["tokens"], counts["trained"]
+        stats = self.stats
+        tokens, trained = (self.as_json()[name] for name in ("tokens", "trained"))
         count = f"{tokens:,} tokens, {trained:,} of them trained ({trained / max(1, tokens):.0%})"
         lines = [f"{self.path}: {stats.kept_rows:,} of {stats.rows:,} rows of {stats.source}; {count}"]
         if stats.cut_tokens:
@@ -211,16 +217,6 @@ class RenderedFile:
         }
 
 
-def _refuse_bad_rows(files: Sequence[RenderedFile], data: DataConfig) -> None:
-    bad_lines = [line for file in files for line in file.bad_lines()]
-    if bad_lines and data.on_bad_row == "fail":
-        raise DataError("\n".join([*bad_lines, FIX_OR_SKIP]))
-    for file in files:
-        if not file.stats.kept_rows:
-            lines = file.lines()[1:] or [f"{file.stats.source} has no rows"]
-            raise DataError("\n".join([f"no row of {file.stats.source} is left:", *lines]))
-
-
 # --- preview ----------------------------------------------------------------------------------------------------------
 
 
@@ -244,8 +240,13 @@ class Preview(Answer):
 
     def as_json(self) -> dict[str, Any]:
         """`ok`, `page`, `source`, `rows` and the examples with ids and labels."""
-        examples = [example.as_json() for example in self.examples]
-        return {"ok": self.ok, "page": str(self.page), "source": self.source, "rows": self.rows, "examples": examples}
+        return {
+            "ok": self.ok,
+            "page": str(self.page),
+            "source": self.source,
+            "rows": self.rows,
+            "examples": [example.as_json() for example in self.examples],
+        }
 
     def draw(self, stream: TextIO) -> bool:
         """The examples in colour where `stream` is a terminal with colours; elsewhere nothing is drawn, and false."""
@@ -254,13 +255,10 @@ class Preview(Answer):
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
         if not console.is_terminal or console.no_color or console.color_system is None:
             return False
-        source = make_visible(self.source)
-        console.print(f"{len(self.examples):,} of {self.rows:,} rows of {source}; trained parts green")
-        for note in self.notes:
-            console.print(make_visible(note))
+        title = f"{len(self.examples):,} of {self.rows:,} rows of {make_visible(self.source)}; trained parts green"
+        console.print("\n".join([title, *map(make_visible, self.notes)]))
         for example in self.examples:
-            console.print()
-            console.print(format_terminal_text(example, max_pieces=self.max_pieces))
+            console.print("", format_terminal_text(example, max_pieces=self.max_pieces), sep="\n")
         console.print(f"Page: {make_visible(str(self.page))}")
         return True
 
@@ -283,12 +281,11 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
         for row_number, raw in chosen_rows
         for example in preview_rows(row_number, raw, reader, row_renderer, token_bytes)
     )
-    page_path = page or DEFAULT_PAGE
-    check_not_source(page_path, [("train", path)])
+    page = page or DEFAULT_PAGE
+    check_not_source(page, [("train", path)])
     notes = [*stage_notes, *tokenizer_notes]
     if len(paths.sources) > 1:
-        others = ", ".join(source.name for source in paths.sources[1:])
-        notes.append(f"The first of data.sources; not shown: {others}")
+        notes.append(f"The first of data.sources; not shown: {', '.join(source.name for source in paths.sources[1:])}")
     notes += missed_column_lines(config.data, task_mode=config.task_mode)
     intro_lines = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
@@ -298,11 +295,11 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     ]
     if config.task_mode == "cpt":
         intro_lines.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
-    with OutputFolder(page_path.parent, (page_path.name,), force=force, command="preview") as folder:
+    with OutputFolder(page.parent, (page.name,), force=force, command="preview") as folder:
         title = f"Preview of {Path(str(path)).name}"
-        folder.open(page_path.name).write(render_html_page(examples, title=title, intro_lines=intro_lines))
+        folder.open(page.name).write(render_html_page(examples, title=title, intro_lines=intro_lines))
     max_pieces = MAX_TERMINAL_PIECES if row is None else MAX_PAGE_PIECES
-    return Preview(str(path), reader.rows, examples, tuple(notes), page_path, max_pieces)
+    return Preview(str(path), reader.rows, examples, tuple(notes), page, max_pieces)
 
 
 # --- what comes next, and all in one go -------------------------------------------------------------------------------
@@ -321,8 +318,8 @@ def _add_next_command(result: CommandResult, request: Request, config: RunConfig
         lines = [f"Not read yet: {finding.found.partition('; ')[0]}, not {folder / 'train.jsonl'}"]
         settings += ["task_mode=cpt"] if request.command == "dapt-docx" else []
         settings += _file_settings(folder, data)
-    next_command = shlex.join(make_argv(request, "check", settings))
-    return dataclasses.replace(result, lines=[*result.lines, *lines, f"Next: {next_command}"])
+    lines.append(f"Next: {shlex.join(make_argv(request, 'check', settings))}")
+    return dataclasses.replace(result, lines=[*result.lines, *lines])
 
 
 def _file_settings(folder: Path, data: DataConfig) -> list[str]:
@@ -388,13 +385,11 @@ def _pipeline_steps(
 
 
 def _training_files_finding(data: DataConfig, folder: Path) -> Finding:
-    written_file, configured_path = folder / "train.jsonl", data.train_path
-    paths = [Path(path).expanduser().absolute() for path in (written_file, configured_path or "")]
-    if configured_path is not None and paths[0] == paths[1]:
-        return pass_finding("training files", f"data.train_path={written_file}, which was written just now")
-    read_files = f"data.sources: {', '.join(data.source_names)}"
-    if configured_path is not None:
-        read_files = f"data.train_path={one_line(configured_path)}"
+    written_file, read_files = folder / "train.jsonl", f"data.sources: {', '.join(data.source_names)}"
+    if data.train_path is not None:
+        if Path(data.train_path).expanduser().absolute() == written_file.expanduser().absolute():
+            return pass_finding("training files", f"data.train_path={written_file}, which was written just now")
+        read_files = f"data.train_path={one_line(data.train_path)}"
     return warn_finding(
         "training files",
         f"make train with this config reads {read_files}; checked below is {written_file}, which was written just now",

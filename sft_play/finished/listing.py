@@ -75,9 +75,10 @@ class RunList(Answer):
             step = "-" if run.step is None else str(run.step)
             name, model = one_line(run.name, limit=48), one_line(f"{run.mode} {run.model}", limit=48)
             rows.append((name, run.status, step, best, format_size(run.bytes), age, model))
-        total_size = format_size(sum(run.bytes for run in self.runs))
-        total = f"{plural(len(self.runs), 'run')}, {total_size}"
-        total += f", of which checkpoints {format_size(sum(run.checkpoint_bytes for run in self.runs))}"
+        size, of_checkpoints = sum(run.bytes for run in self.runs), sum(run.checkpoint_bytes for run in self.runs)
+        total = (
+            f"{plural(len(self.runs), 'run')}, {format_size(size)}, of which checkpoints {format_size(of_checkpoints)}"
+        )
         return [*align_columns(rows), total, next_command_line("report", RUN=self.runs[0].path)]
 
 
@@ -169,7 +170,7 @@ def _folder_bytes(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
-            total += path.lstat().st_size if not path.is_dir() else 0
+            total += 0 if path.is_dir() else path.lstat().st_size
     return total
 
 
@@ -193,10 +194,6 @@ class PruneResult(Answer):
         ]
 
 
-# What is to be removed of each run, with its bytes.
-PruneSelection = Mapping[RunFolder, Mapping[Path, int]]
-
-
 def select_prunable(folders: Iterable[RunFolder], scope: PruneScope) -> dict[RunFolder, dict[Path, int]]:
     """Select what `prune` removes of these runs. Event files behind a link are left out: they may be another user's.
     Raises RunFolderError where a run is a link, is being written, or could still be resumed from what is to go."""
@@ -215,8 +212,9 @@ def _prunable_paths(folder: RunFolder, scope: PruneScope) -> dict[Path, int]:
         files = [] if is_link else sorted(folder.tensorboard_path.rglob(EVENT_FILES))
         return {path: path.stat().st_size for path in files if not path.is_symlink()}
     if folder.path.is_symlink():
-        link_target = folder.path.resolve()
-        raise RunFolderError(f"{folder.path} is a link to {link_target}: name that folder, or remove the link")
+        raise RunFolderError(
+            f"{folder.path} is a link to {folder.path.resolve()}: name that folder, or remove the link"
+        )
     if scope == "run":
         return {folder.path: _folder_bytes(folder.path)}
     return {checkpoints: _folder_bytes(checkpoints) for checkpoints in _checkpoint_folders(folder)}
@@ -230,8 +228,9 @@ def _require_finished(folder: RunFolder, status: str) -> None:
         )
 
 
-def prune(selection: PruneSelection) -> PruneResult:
-    """Remove a selection, each run locked; what cannot be locked or removed is kept, with a warning."""
+def prune(selection: Mapping[RunFolder, Mapping[Path, int]]) -> PruneResult:
+    """Remove what was selected of each run, with its bytes, each run locked; what cannot be locked or removed is kept,
+    with a warning."""
     removed: dict[Path, int] = {}
     for folder, paths in selection.items():
         try:

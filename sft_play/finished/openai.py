@@ -39,14 +39,6 @@ from sft_play.machine.network import is_local_request
 
 # Stop texts of a request (OpenAI's own limit), and characters of one.
 MAX_STOP_TEXTS, MAX_STOP_CHARS = 4, 256
-# Tokens beyond the stop text's bytes that are decoded too: special ones have no text, parts of a character neither.
-_MARGIN_TOKENS = 16
-_MIN_BODY_LIMIT = 2**20
-# A token of a request is some four characters, which JSON may write as six bytes each.
-_BYTES_PER_POSITION = 16
-_MAX_VALUE_CHARS = 60
-# The lowest temperature that is sampled at, as in vLLM: below it logits overflow.
-_MIN_TEMPERATURE = 0.01
 
 # Labels of a request, which change no answer; and whatever is asked of it, the last piece of a stream has the usage.
 _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "stream_options")
@@ -103,7 +95,7 @@ def validate_request(body: Mapping[str, Any]) -> dict[str, Any]:
     else:
         return {name: getattr(request, name) for name in options}
     option = str(first["loc"][0])
-    value_text = one_line(json.dumps(options.get(option), ensure_ascii=False), limit=_MAX_VALUE_CHARS)
+    value_text = one_line(json.dumps(options.get(option), ensure_ascii=False), limit=60)
     message = f"{option}={value_text} is not supported: {first['msg'][:1].lower()}{first['msg'][1:]}"
     if option not in options:
         message = f"{option} is missing"
@@ -146,7 +138,8 @@ class StopTextCriteria(StoppingCriteria):
 
     def __init__(self, tokenizer: Any, stop_texts: Sequence[str], *, prompt_tokens: int) -> None:
         self._tokenizer, self.stop_texts, self._prompt_tokens = tokenizer, stop_texts, prompt_tokens
-        self._window_tokens = max(len(stop.encode()) for stop in stop_texts) + _MARGIN_TOKENS
+        # 16 more than the stop text's bytes: special tokens have no text, parts of a character neither
+        self._window_tokens = max(len(stop.encode()) for stop in stop_texts) + 16
 
     def __call__(self, input_ids: torch.Tensor, scores: Any = None, **_: Any) -> torch.Tensor:
         tail = input_ids[:, max(self._prompt_tokens, input_ids.shape[-1] - self._window_tokens) :]
@@ -163,11 +156,11 @@ class _StoppingGenerateManager(GenerateManager):
         text_filter, put = StopTextFilter(_stop_texts_of(inputs)), queue._put
 
         def put_filtered(item: Any) -> None:
-            if type(item) is str:  # think text and tool calls have types of their own
+            if type(item) is str:
                 put(text_filter.feed(item))
-                return
-            put(text_filter.feed("", is_over=True))
-            put(item)
+            else:  # think text and tool calls have types of their own
+                put(text_filter.feed("", is_over=True))
+                put(item)
 
         queue._put = put_filtered
         return queue, streamer
@@ -194,8 +187,8 @@ def _stop_texts_of(inputs: Mapping[str, Any]) -> Sequence[str]:
 def request_prompt_ids(responder: Responder, messages: Sequence[Message], tools: Any = None) -> list[int]:
     """Token ids of a request's messages, read and rendered as training reads and renders a row; raises DataError where
     they are no conversation that an answer can follow."""
-    turns = [*messages, {"role": "assistant", "content": "."}]
-    row = RawRow("the request", {"messages": turns, "tools": tools or []})
+    answer = {"role": "assistant", "content": "."}
+    row = RawRow("the request", {"messages": [*messages, answer], "tools": tools or []})
     data = DataConfig(merge_consecutive=responder.run.config.data.merge_consecutive)
     _, row_format = detect_format(iter([row]), data)
     assert row_format is not None
@@ -239,7 +232,7 @@ class _ChatHandler(ChatCompletionHandler):
         if options.get("tools") and not self._supports_tools:
             raise bad_request("tools cannot be given: the model's chat template writes no tools", "tools")
         if options.get("temperature"):
-            options["temperature"] = max(options["temperature"], _MIN_TEMPERATURE)
+            options["temperature"] = max(options["temperature"], 0.01)  # as in vLLM: below it logits overflow
         async with self._render_lock:  # one at a time: so does the tokenizer
             prompt_ids = await run_in_threadpool(self._prompt_ids, options["messages"], options.get("tools"))
         stop_texts = options.pop("stop", ())
@@ -260,10 +253,9 @@ class _ChatHandler(ChatCompletionHandler):
 
     @translate_library_errors()  # a panic of the tokenizer is an answer with an error
     def _prompt_ids(self, messages: Sequence[Message], tools: Any) -> list[int]:
-        texts = (str(message.get("content") or "") for message in messages)
-        lengths = [len(self._responder.tokenizer(text)["input_ids"]) for text in texts]
-        positions = self.max_positions
-        if positions is not None and len(messages) + sum(lengths) > 2 * positions:
+        tokenizer, positions = self._responder.tokenizer, self.max_positions
+        text_tokens = sum(len(tokenizer(str(message.get("content") or ""))["input_ids"]) for message in messages)
+        if positions is not None and len(messages) + text_tokens > 2 * positions:
             # before it is rendered, which costs more; a template may leave out some of the text
             raise bad_request(f"the messages are far longer than the model's {positions} positions", "messages")
         try:
@@ -286,7 +278,8 @@ def openai_app(responder: Responder, name: str, *, allowed_hosts: frozenset[str]
     """The application that answers as the run's model, called `name`; `allowed_hosts`: the names under which this
     server is asked, and from whose pages (None: any)."""
     app, handler = FastAPI(openapi_url=None), _ChatHandler(responder, name)
-    body_limit = max(_MIN_BODY_LIMIT, _BYTES_PER_POSITION * (handler.max_positions or 0))
+    # a token of a request is some four characters, which JSON may write as six bytes each
+    body_limit = max(2**20, 16 * (handler.max_positions or 0))
     # of temperature 0, which the server keeps beside do_sample=False
     logging.getLogger("transformers.generation.configuration_utils").setLevel(logging.ERROR)
 
@@ -294,13 +287,15 @@ def openai_app(responder: Responder, name: str, *, allowed_hosts: frozenset[str]
     async def guard(request: Request, call_next: Any) -> Any:
         headers, length = request.headers, request.headers.get("content-length", "")
         if not is_local_request(allowed_hosts, headers.get("host", ""), headers.get("origin")):
-            text = "this server answers this machine alone, and the request names another in Host or Origin"
-            rejection = _error_response(403, text)
+            rejection = _error_response(
+                403, "this server answers this machine alone, and the request names another in Host or Origin"
+            )
         elif "transfer-encoding" in headers:
             rejection = _error_response(411, "the body has no length (Content-Length)")
         elif length.isdigit() and int(length) > body_limit:
-            text = f"the body has more than {body_limit} bytes, the most that this server takes"
-            rejection = _error_response(413, text)
+            rejection = _error_response(
+                413, f"the body has more than {body_limit} bytes, the most that this server takes"
+            )
         else:
             return await call_next(request)
         async for _ in request.stream():  # a client sees the answer only once it has sent everything

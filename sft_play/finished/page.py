@@ -23,8 +23,6 @@ COLOURS = (
 )
 # Of what was predicted: such a curve is dashed.
 GREY = "#8a8a8a"
-# Of a curve: neighbouring points of a longer one are averaged. A chart is about 400 pixels wide.
-_MAX_POINTS = 300
 # The frame of a chart in units of its viewBox (420 by 236): numbers stand left of it and below.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 412, 8, 204
 
@@ -54,9 +52,9 @@ class Chart:
 
 def thin_points(points: Points) -> Points:
     """Thin a long curve: each group of neighbours becomes its mean step and value."""
-    if len(points) <= _MAX_POINTS:
+    if len(points) <= 300:  # a chart is about 400 pixels wide
         return points
-    groups = np.array_split(np.asarray(points), _MAX_POINTS)
+    groups = np.array_split(np.asarray(points), 300)
     return [(float(x), float(y)) for x, y in (group.mean(axis=0) for group in groups)]
 
 
@@ -78,11 +76,10 @@ def draw_chart(chart: Chart) -> dict[str, Any]:
     curves = []
     for curve in chart.curves:
         places = [(x(step), y(value)) for step, value in thin_points(curve.points)]
-        line, dots = " ".join(f"{left},{top}" for left, top in places), list[Any]()
-        if curve.shows_points or len(places) == 1:
-            dots = places
+        line = " ".join(f"{left},{top}" for left, top in places)
         if len(places) <= 1 + curve.shows_points:  # too few to be joined
             line = ""
+        dots = places if curve.shows_points or len(places) == 1 else []
         is_dashed = curve.colour == GREY
         curves.append({"name": curve.name, "colour": curve.colour, "is_dashed": is_dashed, "line": line, "dots": dots})
     step_ticks = [tick for tick in _round_ticks(first_step, last_step) if first_step <= tick <= last_step]

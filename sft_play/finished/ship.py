@@ -173,8 +173,7 @@ class ShipVerdict:
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        checks = [asdict(check) for check in self.checks]
-        return {"ok": self.ok, "verdict": _VERDICTS[self.ok], "reasons": self.reasons, "checks": checks}
+        return {"verdict": _VERDICTS[self.ok], "reasons": self.reasons, **asdict(self), "ok": self.ok}
 
     def lines(self, continued_adapter: str | None) -> list[str]:
         """What the run was compared with where that is not its base, a line for each check, and the verdict."""
@@ -188,8 +187,13 @@ class ShipVerdict:
 def judge_evidence(evidence: Evidence, thresholds: Thresholds) -> ShipVerdict:
     """Judge the evidence; a pure function: equal evidence and thresholds give an equal verdict."""
     if evidence.not_loaded:
-        refused_check = ShipCheck("task", False, "not measured", evidence.not_loaded)
-        return ShipVerdict((refused_check, *(ShipCheck(name, None, "not measured") for name in ("general", "merge"))))
+        return ShipVerdict(
+            (
+                ShipCheck("task", False, "not measured", evidence.not_loaded),
+                ShipCheck("general", None, "not measured"),
+                ShipCheck("merge", None, "not measured"),
+            )
+        )
     general = evidence.general
     text = _judge_rise("text", general.text, thresholds.max_text_rise, thresholds)
     chats = _judge_rise("chats", general.chats, thresholds.max_chat_rise, thresholds)
@@ -236,14 +240,15 @@ def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
     if refusal:
         return ShipCheck("task", False, "not measured", refusal)
     base, tuned, tokens, chance = losses.to_arrays()
-    sums = (base, tuned, chance, np.minimum(base, chance))
-    base_loss, tuned_loss, chance_loss, capped_base_loss = (float(nats.sum() / tokens.sum()) for nats in sums)
+    base_loss, tuned_loss, chance_loss, capped_base_loss = (
+        float(nats.sum() / tokens.sum()) for nats in (base, tuned, chance, np.minimum(base, chance))
+    )
     gain = loss_gain(losses, thresholds)
     required_gain = thresholds.min_gain * capped_base_loss
     chance_note = f" (chance {chance_loss:.4f})" if capped_base_loss < base_loss else ""
     line = f"loss {base_loss:.4f}{chance_note} to {tuned_loss:.4f} on {len(losses):,} rows ({task.split})"
-    interval_text = f"{gain.level:.1%} interval {gain.low:.4f} to {gain.high:.4f}"
-    line += f", gain {gain.difference:.4f} ({interval_text}, asked: above {required_gain:.4f})"
+    line += f", gain {gain.difference:.4f} ({gain.level:.1%} interval {gain.low:.4f} to {gain.high:.4f}, "
+    line += f"asked: above {required_gain:.4f})"
     reason = ""
     if task.right_base:
         base_rate, tuned_rate = np.mean(task.right_base), np.mean(task.right_tuned)
@@ -267,10 +272,9 @@ def _judge_rise(name: str, losses: Losses, bound: float, thresholds: Thresholds)
         return ShipCheck(name, False, f"{name} not measured", f"{name}: {losses.non_finite_reason}")
     base, tuned, tokens, chance = losses.to_arrays()
     is_known = base < chance
-    known_rows = int(is_known.sum())
-    if known_rows < thresholds.min_known:
-        line = f"{name}: nothing to lose (the base reads {known_rows} of {len(losses)} rows better than chance)"
-        return ShipCheck(name, True, line)
+    if is_known.sum() < thresholds.min_known:
+        counts = f"{is_known.sum()} of {len(losses)} rows"
+        return ShipCheck(name, True, f"{name}: nothing to lose (the base reads {counts} better than chance)")
     base, tuned, tokens = base[is_known], np.minimum(tuned, chance)[is_known], tokens[is_known]
     rise = _paired_interval(base / tokens, tuned / tokens, thresholds.general_level, thresholds, weights=tokens)
     line = f"{name} {rise.difference:+.4f} (at most {rise.high:+.4f}, allowed {bound:+g})"
@@ -311,14 +315,14 @@ class ReplayResult(Answer):
         return not self.differences and self.verdict.ok
 
     def as_json(self) -> dict[str, Any]:
-        differences = list(self.differences)
-        return {**self.verdict.as_json(), "ok": self.ok, "path": str(self.path), "differences": differences}
+        answer = {"ok": self.ok, "path": str(self.path), "differences": list(self.differences)}
+        return self.verdict.as_json() | answer
 
     def lines(self) -> list[str]:
-        lines = self.verdict.lines(self.continued_adapter)
+        conclusion = f"Replayed: the verdict of {self.path} follows from its evidence"
         if self.differences:
-            return [*lines, f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"]
-        return [*lines, f"Replayed: the verdict of {self.path} follows from its evidence"]
+            conclusion = f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"
+        return [*self.verdict.lines(self.continued_adapter), conclusion]
 
 
 def replay_verdict(path: Path) -> ReplayResult:
@@ -327,10 +331,8 @@ def replay_verdict(path: Path) -> ReplayResult:
     file_name = one_line(str(path))
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"REPLAY={file_name} cannot be read: {error.strerror}") from None
-    except ValueError:
-        recorded = None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"REPLAY={file_name} cannot be read as JSON: {one_line(str(error))}") from None
     if not isinstance(recorded, dict) or recorded.get("format") != SHIP_FORMAT:
         raise ConfigError(
             f"REPLAY={file_name} is not a file that make ship writes (JSON in the format {SHIP_FORMAT!r})"

@@ -142,8 +142,7 @@ def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float |
         )  # fmt: skip
         if not judge_evidence(evidence, thresholds).reasons:
             evidence = replace(evidence, merge=_measure_merge(run))
-        verdict = judge_evidence(evidence, thresholds)
-        result = ShipResult(run.folder.path, evidence, thresholds, verdict, provenance)
+        result = ShipResult(run.folder.path, evidence, thresholds, judge_evidence(evidence, thresholds), provenance)
         with translate_write_errors(run.folder.path / SHIP_FILE):
             run.folder.write_json(SHIP_FILE, result.as_json())
     return result
@@ -182,8 +181,8 @@ def _measure_losses(
         max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _MAX_ROW_TOKENS
         scores = []
         for row_set in (rows, texts, chats):
-            shortened_rows = [{column: values[:max_positions] for column, values in row.items()} for row in row_set]
-            scores.append(score_rows_of_run(run, model, shortened_rows))
+            shortened = [{column: values[:max_positions] for column, values in row.items()} for row in row_set]
+            scores.append(score_rows_of_run(run, model, shortened))
         answers = Responder(run, model).answers(questions, max_new_tokens=run.config.eval.max_new_tokens)
         return scores, tuple(answer.is_correct for answer in answers)
 

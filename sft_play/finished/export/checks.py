@@ -12,7 +12,6 @@ token, with the divergence of the next-token distributions).
 
 import functools
 import itertools
-import json
 import operator
 import re
 import shlex
@@ -41,6 +40,7 @@ from sft_play.finished.load import (
 )
 from sft_play.finished.run import MERGED_FOLDER, FinishedRun, find_gguf, next_command_line, require_merged
 from sft_play.log import one_line
+from sft_play.runs.files import read_json
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.training.measure.exact_match import Question, generate_answers
 from sft_play.training.model import attention_functions
@@ -104,13 +104,13 @@ class MergeTest(Answer):
             f"{self.kl_base:.2g} base",
         ]
         if not self.ok:
-            again = next_command_line("merge", "FORCE=1", RUN=self.run)
-            advice = f"{again} with BASE=dequantized for a QLoRA run, or with a finer DTYPE (bf16, fp32)"
-            return [*lines, "Verdict: the merged model is NOT the adapter's", advice]
-        lines.append("Verdict: the merged model is the adapter's")
+            advice = "FORCE=1 with BASE=dequantized for a QLoRA run, or with a finer DTYPE (bf16, fp32)"
+            again = next_command_line("merge", advice, RUN=self.run)
+            return [*lines, "Verdict: the merged model is NOT the adapter's", again]
+        next_line = next_command_line("serve", "ENGINE=vllm", RUN=self.run)
         if self.path != self.run / MERGED_FOLDER:
-            return [*lines, f"Next: vllm serve {shlex.quote(str(self.path))}"]
-        return [*lines, next_command_line("serve", "ENGINE=vllm", RUN=self.run)]
+            next_line = f"Next: vllm serve {shlex.quote(str(self.path))}"
+        return [*lines, "Verdict: the merged model is the adapter's", next_line]
 
 
 def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_TEST_ROWS) -> MergeTest:
@@ -137,16 +137,15 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_
     merged_log_probs = log_probs(model, sample_rows)
     del model
     free_memory()
-    kl_merged = mean_divergence(adapter_log_probs, merged_log_probs)
     kl_base = mean_divergence(adapter_log_probs, base_log_probs)
     losses = {"adapter": adapter_log_probs, "merged": merged_log_probs, "base": base_log_probs}
     result = MergeTest(
         run.folder.path, target, held_out_rows.name, len(sample_rows), sum(len(row) for row, _ in adapter_log_probs),
-        kl_merged, kl_base,
+        mean_divergence(adapter_log_probs, merged_log_probs), kl_base,
         kl_limit=max(divergence_limit(dtype.removeprefix("torch."), kl_base) for dtype in dtypes),
         loss={name: mean_loss(row_log_probs) for name, row_log_probs in losses.items()},
     )  # fmt: skip
-    record_merge_test(target, ok=result.ok, divergence=kl_merged, limit=result.kl_limit)
+    record_merge_test(target, ok=result.ok, divergence=result.kl_merged, limit=result.kl_limit)
     return result
 
 
@@ -281,13 +280,6 @@ class EnginePrompts:
         except RenderError:
             return PairedPrompt(prompt, "")
 
-    def engine_adds_bos(self) -> bool:
-        """Whether an engine has to put BOS before a prompt: where training's began with it and the tokenizer puts it
-        there by itself."""
-        bos = [self.tokenizer.bos_token_id]
-        ids_by_tokenizer = list(self.tokenizer("a")["input_ids"])
-        return ids_by_tokenizer[:1] == bos and any(pair.ids[:1] == bos for pair in self.probe_prompts()[:1])
-
 
 def probe_conversations() -> list[list[dict[str, str]]]:
     """Conversations that an engine has to get right: one to four turns, with a system prompt and without."""
@@ -335,8 +327,8 @@ class ExportTest(Answer):
         return all(check.ok is True for check in self.checks)
 
     def lines(self) -> list[str]:
-        types = ", ".join(self.types)
-        lines = [f"Compared: {self.file.name} ({types}) with {self.run.name}: {self.prompts} prompts ({self.split})"]
+        file = f"{self.file.name} ({', '.join(self.types)})"
+        lines = [f"Compared: {file} with {self.run.name}: {self.prompts} prompts ({self.split})"]
         marks = {True: "ok", False: "NOT ok", None: "not checked"}
         lines += [f"{check.name}: {marks[check.ok]}, {check.reason}" for check in self.checks]
         if self.ok:
@@ -350,6 +342,8 @@ class ExportTest(Answer):
 def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPORT_TEST_ROWS) -> ExportTest:
     """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to so many held-out rows. Raises
     RunFolderError where there is no GGUF, or DataError where the run's data is gone."""
+    from gguf import GGUFReader
+
     file = find_gguf(run, path)
     fields = read_fields(file)
     quiet_libraries()
@@ -364,7 +358,9 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
     questions = [Question(pair.ids, "", "") for pair in paired_prompts]
     held_out = held_out_rows.split.rows
     divergence_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), _DIVERGENCE_ROWS)]
-    tensor_types, embedding_rows = _read_tensor_types(file)
+    tensors = GGUFReader(str(file)).tensors
+    tensor_types = {tensor.tensor_type.name for tensor in tensors}  # such as Q8_0
+    embedding_rows = next(int(tensor.shape[-1]) for tensor in tensors if tensor.name == "token_embd.weight")
     checks = check_file(run, file, fields, prompts, paired_prompts)
     # the coarsest rounding decides the limit
     dtypes = {_GGUF_FLOAT_DTYPES.get(name) or f"q{max(2, weight_bits(name) or 8)}" for name in tensor_types}
@@ -472,15 +468,6 @@ def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
     return gguf_model.eval()
 
 
-def _read_tensor_types(file: Path) -> tuple[set[str], int]:
-    """Names of the types of the file's tensors, such as Q8_0, and the rows of its input embeddings."""
-    from gguf import GGUFReader
-
-    tensors = GGUFReader(str(file)).tensors
-    rows = next(int(tensor.shape[-1]) for tensor in tensors if tensor.name == "token_embd.weight")
-    return {tensor.tensor_type.name for tensor in tensors}, rows
-
-
 def weight_bits(tensor_type: str) -> int | None:
     """Bits of a weight in a type of a GGUF, such as 4 of Q4_K and IQ4_XS; None for floats."""
     match = re.match(r"I?Q(\d)_", tensor_type)
@@ -511,8 +498,7 @@ _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 @functools.cache
 def _known_pre_tokenizers() -> list[dict[str, Any]]:
-    path = Path(__file__).with_name("pre_tokenizers.json")
-    return list(json.loads(path.read_text(encoding="utf-8"))["pre_tokenizers"])
+    return list(read_json(Path(__file__).with_name("pre_tokenizers.json"))["pre_tokenizers"])
 
 
 def _build_pre_tokenizer(entry: Mapping[str, Any]) -> Any:

@@ -82,8 +82,7 @@ def _download(folder: Path) -> Path:
     )
     requirements, build_folder, download_folder = folder / "wanted.txt", folder / "build", folder / "download"
     (build_folder / "scikit_build_core").mkdir(parents=True)
-    requirement = f"{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} --hash=sha256:{LLAMA_CPP_SHA256}\n"
-    requirements.write_text(requirement, encoding="utf-8")
+    requirements.write_text(f"{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} --hash=sha256:{LLAMA_CPP_SHA256}\n")
     (build_folder / "scikit_build_core" / "__init__.py").touch()
     (build_folder / "scikit_build_core" / "build.py").write_text(_BUILD_SYSTEM, encoding="utf-8")
     command = [
@@ -130,7 +129,7 @@ def convert_to_gguf(
     """Write the model in a folder as the GGUF `target`, by llama.cpp's converter in a process of its own. `name`: the
     model's in the file. `vocabulary`: what `run_llama_cpp.py` is told. Raises BackendError with its last lines where it
     failed."""
-    folders = [str(converter_folder), str(model_folder)]
+    folders = (str(converter_folder), str(model_folder))
     words = ["convert", *folders, "--outfile", str(target), "--outtype", quant, "--model-name", name]
     problem = f"llama.cpp's converter ({converter_folder}) failed; a newer checkout may do better (LLAMA_CPP=)"
     _run(words, target, problem=problem, SFT_PLAY_GGUF_VOCABULARY=json.dumps(vocabulary))
@@ -145,9 +144,9 @@ def quantize_gguf(source: Path, target: Path, quant: str) -> None:
 def _run(words: Sequence[str | Path], target: Path, *, problem: str, **variables: str) -> None:
     inherited = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}  # it would hide gguf-py
     fixed = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    runner = Path(__file__).with_name("run_llama_cpp.py")
+    runner = [sys.executable, str(Path(__file__).with_name("run_llama_cpp.py"))]
     process = subprocess.run(
-        [sys.executable, "-m", "sft_play.process.signals", sys.executable, str(runner), *map(str, words)],
+        [sys.executable, "-m", "sft_play.process.signals", *runner, *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -100,8 +100,9 @@ class AdaptedModel:
     def __init__(self, run: FinishedRun, *, base: MergeBase | None) -> None:
         self.run, self.base = run, base
         self.precision = run.plan().precision
-        trusts_code = run.config.model.trust_remote_code
-        self.tokenizer = AutoTokenizer.from_pretrained(run.weights, trust_remote_code=trusts_code)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            run.weights, trust_remote_code=run.config.model.trust_remote_code
+        )
         self.model_spec = build_model_spec(
             run.config, self.precision, tokenizer_size=len(self.tokenizer),
             new_rows=added_token_rows(self.tokenizer, run.config),
@@ -112,7 +113,19 @@ class AdaptedModel:
         # The name in the base's files of a tensor of the model, where they hold a larger class.
         self.to_full_name: Callable[[str], str] = str if tower is None else tower.to_full_name
         tied_sources = dict(getattr(self.base_model, "all_tied_weights_keys", None) or {})
-        self.quantized_names = self._find_quantized_names() if base == "dequantized" else frozenset()
+        self.quantized_names: set[str] = set()
+        if base == "dequantized":
+            from transformers.quantizers import AutoHfQuantizer
+
+            # transformers decides which layers it leaves alone (the head, what a class excludes): it is asked again
+            model = self._build_meta_model()
+            quantization = quantization_config(
+                self.precision, quantizes_experts=run.config.tuning.has_quantized_experts
+            )
+            quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+            quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[self.precision.load], device_map=None)
+            names = [name for name, _ in model.named_parameters()]
+            self.quantized_names = {name for name in names if quantizer.param_needs_quantization(model, name)}
         self.adapted_layers: dict[str, Any] = {}
         self.fully_trained_tensors: dict[str, torch.Tensor] = {}
         # By name, embeddings of which only some rows were trained: the indices of these rows, and
@@ -136,27 +149,16 @@ class AdaptedModel:
 
     def _build_meta_model(self) -> Any:
         with torch.device("meta"):
-            trusts_code = self.run.config.model.trust_remote_code
-            config = self.model_spec.hf_config
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusts_code)
+            model = AutoModelForCausalLM.from_config(
+                self.model_spec.hf_config,
+                dtype=torch.float32,
+                trust_remote_code=self.run.config.model.trust_remote_code,
+            )
             if self.model_spec.resize_to is not None:
                 # new rows from the mean of the old ones (the default) need numbers, which meta tensors lack
                 model.resize_token_embeddings(self.model_spec.resize_to, mean_resizing=False)
         model.sft_tower = self.model_spec.text_tower
         return model.eval()
-
-    def _find_quantized_names(self) -> frozenset[str]:
-        from transformers.quantizers import AutoHfQuantizer
-
-        # transformers decides which layers it leaves alone (the head, what a class excludes), so it is asked again
-        model = self._build_meta_model()
-        quantization = quantization_config(
-            self.precision, quantizes_experts=self.run.config.tuning.has_quantized_experts
-        )
-        quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
-        quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[self.precision.load], device_map=None)
-        names = [name for name, _ in model.named_parameters()]
-        return frozenset(name for name in names if quantizer.param_needs_quantization(model, name))
 
     def _load_adapter(self, model: Any) -> None:
         from peft import get_peft_model
@@ -220,25 +222,21 @@ class AdaptedModel:
             # from the dtype in which training loaded it before it quantised: from fp32 other values would round
             # otherwise
             tensor = nf4_roundtrip(base_tensor.to(TORCH_DTYPES[self.precision.load]))
-        if name in self.adapted_layers:
-            tensor = _merge_layer(self.adapted_layers[name], tensor.float())
-        return tensor
-
-
-def _merge_layer(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    base_layer, parameter_name = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
-    meta_weight = getattr(base_layer, parameter_name)
-    setattr(base_layer, parameter_name, nn.Parameter(weight.clone(), requires_grad=False))
-    try:
-        layer.merge(safe_merge=True)  # merges a copy, and raises ValueError unless all of it is finite (PEFT 0.21)
-        result: torch.Tensor = getattr(base_layer, parameter_name).data
-    except ValueError as error:
-        raise ModelError(f"the adapter makes values that are not finite: {error}") from None
-    finally:
-        # back to the meta device: kept in its layer, every merged weight would stay in RAM
-        layer.merged_adapters.clear()
-        setattr(base_layer, parameter_name, meta_weight)
-    return result
+        if name not in self.adapted_layers:
+            return tensor
+        layer = self.adapted_layers[name]
+        base_layer, parameter_name = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
+        meta_weight = getattr(base_layer, parameter_name)
+        setattr(base_layer, parameter_name, nn.Parameter(tensor.float().clone(), requires_grad=False))
+        try:
+            layer.merge(safe_merge=True)  # merges a copy, and raises ValueError unless all of it is finite (PEFT 0.21)
+            return getattr(base_layer, parameter_name).data
+        except ValueError as error:
+            raise ModelError(f"the adapter makes values that are not finite: {error}") from None
+        finally:
+            # back to the meta device: kept in its layer, every merged weight would stay in RAM
+            layer.merged_adapters.clear()
+            setattr(base_layer, parameter_name, meta_weight)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -263,12 +261,18 @@ class MergedWeights:
     def __init__(self, adapted: AdaptedModel, base_folder: Path, dtype: torch.dtype | None) -> None:
         self._adapted, self._base_folder, self._requested_dtype = adapted, base_folder, dtype
         self._base_tensors = open_tensors(base_folder)
-        self._size = sum(math.prod(tensor.shape) for tensor in self._base_tensors.values())
         file_dtype = main_dtype(self._base_tensors.values())
         if file_dtype not in _FLOAT_DTYPES:
             raise ModelError(f"{base_folder} holds weights in {file_dtype}, into which no adapter can be merged")
         # Dtype of the merged weights; tensors that the class keeps in fp32 stay so.
         self.dtype = dtype or _FLOAT_DTYPES[file_dtype]
+        # The most bytes that the files can have: as if everything that was trained whole came on top.
+        whole = [
+            *adapted.fully_trained_tensors.values(),
+            *(rows for _, rows in adapted.trained_embedding_rows.values()),
+        ]
+        elements = sum(math.prod(tensor.shape) for tensor in [*self._base_tensors.values(), *whole])
+        self.max_bytes = elements * self.dtype.itemsize
         self._sources = _map_to_model(adapted, self._base_tensors)
         # files hold a tied tensor once, under its source's name
         unwritten = {*adapted.untied_sources, *adapted.tied_tensors}
@@ -292,17 +296,15 @@ class MergedWeights:
         if misfit is not None:
             raise ModelError(f"the merged weights would not be those of a {model_name}: {misfit}")
 
-    @property
-    def max_bytes(self) -> int:
-        """The most bytes that the files can have: as if everything that was trained whole came on top."""
-        elements = self._size + sum(tensor.numel() for tensor in self._adapted.fully_trained_tensors.values())
-        elements += sum(rows.numel() for _, rows in self._adapted.trained_embedding_rows.values())
-        return int(elements * self.dtype.itemsize)
-
     def write(self, folder: Path, file_bytes: int) -> None:
         """Write the weights into a folder."""
-        shapes, tensors = dict(self._output_shapes()), self._merged_tensors()
-        write_tensors(folder, tensors, shapes=shapes, dtype_rule=self._saved_dtype, max_file_bytes=file_bytes)
+        write_tensors(
+            folder,
+            self._merged_tensors(),
+            shapes=dict(self._output_shapes()),
+            dtype_rule=self._saved_dtype,
+            max_file_bytes=file_bytes,
+        )
 
     def _find_misfit(self) -> str | None:
         """Find tensors that the class would miss, not know, or have in another shape, as transformers loads them;
@@ -343,8 +345,7 @@ class MergedWeights:
         for source in self._written_sources:
             for key in source.patterns:
                 shape = self._base_tensors[key].shape
-                is_joined = source.converter is not None
-                yield key, shape if is_joined else self._adapted.trained_shape(source.target, shape)
+                yield key, shape if source.converter else self._adapted.trained_shape(source.target, shape)
         for name, target in self._adapted.untied_sources.items():
             (key,) = self._sources[target].patterns
             yield self._adapted.to_full_name(name), self._adapted.trained_shape(name, self._base_tensors[key].shape)
@@ -393,8 +394,7 @@ class _Source:
         for key, pattern in self.patterns.items():
             converter.add_tensor(self.target, key, pattern, parts[key])
         converted = converter.convert(self.target, model=model, config=model.config)[self.target]
-        result: torch.Tensor = converted[0] if isinstance(converted, list) else converted
-        return result
+        return converted[0] if isinstance(converted, list) else converted
 
     def split(self, joined: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Split the model's tensor into the files' tensors, by their names in the files."""
@@ -500,15 +500,14 @@ def merge_run(
         stop_ids = _write_configs(adapted, base_folder, staging_folder, merged_weights.dtype)
         record_digests(staging_folder)
         write_card(staging_folder, card_facts(run, adapted.model_spec, stop_ids, dtype=dtype_name))
-        adapter_digest = base_weights_identity(str(run.weights), None)["sha256"]
-        record = {"base": adapted.base, "dtype": dtype_name, "adapter_sha256": adapter_digest, "test": None}
+        digest = base_weights_identity(str(run.weights), None)["sha256"]
+        record = {"base": adapted.base, "dtype": dtype_name, "adapter_sha256": digest, "test": None}
         write_json(staging_folder / MERGE_FILE, record)
         size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
     lost_note = peft_loading_warning(adapted.model_spec, trust_remote_code=run.config.model.trust_remote_code)
-    notes = [f"Adapter: {lost_note}"] if lost_note else []
     return MergeResult(
         run.folder.path, target, dtype_name, adapted.base, len(adapted.adapted_layers), bool(adapted.untied_sources),
-        size, round(time.monotonic() - start_time, 2), tuple(notes),
+        size, round(time.monotonic() - start_time, 2), (f"Adapter: {lost_note}",) if lost_note else (),
     )  # fmt: skip
 
 
@@ -516,10 +515,9 @@ def card_facts(
     run: FinishedRun, model_spec: ModelSpec, stop_ids: list[int], *, kind: WeightsKind = "merged", dtype: str = ""
 ) -> CardFacts:
     """What the card of a finished run's weights says; `dtype` is a merged model's."""
-    summary = read_summary(run.folder.path)  # the card has fewer lines without one
     return CardFacts(
         kind=kind, name=run.folder.path.name, config=run.config, plan=run.plan(), model_spec=model_spec,
-        manifest=run.manifest, summary=summary, stop_ids=stop_ids, dtype=dtype,
+        manifest=run.manifest, summary=read_summary(run.folder.path), stop_ids=stop_ids, dtype=dtype,
     )  # fmt: skip
 
 
@@ -578,5 +576,5 @@ def record_merge_test(folder: Path, *, ok: bool, divergence: float, limit: float
     record = read_merge_record(folder)
     if record:
         date = datetime.now(UTC).isoformat("T", "seconds")
-        verdict = {"ok": ok, "kl_merged": divergence, "kl_limit": limit, "date": date}
-        write_json(folder / MERGE_FILE, {**record, "test": verdict})
+        record["test"] = {"ok": ok, "kl_merged": divergence, "kl_limit": limit, "date": date}
+        write_json(folder / MERGE_FILE, record)

@@ -54,24 +54,24 @@ class Upload(Answer):
     commit: str = ""
 
     def _file_sizes(self) -> dict[str, int]:
-        files = self.files.items()
-        return {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files}
+        return {
+            name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in self.files.items()
+        }
 
     def describe(self) -> str:
         """Repository, files and sizes, as they are shown before the upload."""
         access, sizes = "private" if self.is_private else "PUBLIC", self._file_sizes()
         action = f"the existing {access} repository is updated" if self.repo_exists else f"a new {access} repository"
         place = f"From {self.folder} to https://huggingface.co/{self.repo} ({action})"
-        lines = [f"{place}, {format_size(sum(sizes.values()))}:"]
-        lines += [f"  {name} ({format_size(size)})" for name, size in sizes.items()]
-        return "\n".join([*lines, *self.notes])
+        files = [f"  {name} ({format_size(size)})" for name, size in sizes.items()]
+        return "\n".join([f"{place}, {format_size(sum(sizes.values()))}:", *files, *self.notes])
 
     def as_json(self) -> dict[str, Any]:
-        files = [{"name": name, "bytes": size} for name, size in self._file_sizes().items()]
         return {
             "ok": True, "pushed": True, "run": str(self.run), "repo": self.repo,
             "url": f"https://huggingface.co/{self.repo}", "commit": self.commit, "private": self.is_private,
-            "created": not self.repo_exists, "files": files,
+            "created": not self.repo_exists,
+            "files": [{"name": name, "bytes": size} for name, size in self._file_sizes().items()],
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -88,6 +88,7 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
     (`is_confirmed`). Raises ConfigError where the name cannot be a repository's, there is no token, the hub refuses it,
     or a file names a path; RunFolderError where there is no merged model."""
     from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     repo_name = require_repo_name(repo)
     folder = _merged_folder(run) if is_merged else run.weights
@@ -96,7 +97,10 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
     # after what is refused without torch, which this imports
     from sft_play.training.checkpoints.card import CARD_FILE, REPOSITORY_PLACEHOLDER, describe_base
 
-    is_private_repo = _is_private_repo(HfApi(), repo_name)
+    is_private_repo = None  # where it does not exist
+    with _translate_hub_errors("the hub cannot be asked"), contextlib.suppress(RepositoryNotFoundError):
+        HfApi().whoami()
+        is_private_repo = bool(HfApi().model_info(repo_name).private)
     if is_private_repo is False and is_confirmed and not is_public:
         raise ConfigError(f"{repo_name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
     notes = [line for line in [describe_merge(folder)] if is_merged and line]
@@ -118,10 +122,9 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
     _refuse_leaks(run, files)
     if is_private_repo and is_public:
         notes.append(f"{repo_name} is private and stays so; its settings on the hub change that")
-    is_private = (not is_public) if is_private_repo is None else is_private_repo
     return Upload(
-        run.folder.path, folder, repo_name, files,
-        repo_exists=is_private_repo is not None, is_private=is_private, notes=tuple(notes),
+        run.folder.path, folder, repo_name, files, repo_exists=is_private_repo is not None,
+        is_private=not is_public if is_private_repo is None else is_private_repo, notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -143,13 +146,12 @@ def require_repo_name(repo: str | None) -> str:
     """The name of a repository; raises ConfigError where there is none, or it cannot be one."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    problem = "make push needs a repository of the hub, REPO=user/name"
     if not repo or "/" not in repo:
-        raise ConfigError(problem)
+        raise ConfigError("make push needs a repository of the hub, REPO=user/name")
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise ConfigError(f"{problem} (REPO={one_line(repo)}: {one_line(str(error), limit=200)})") from None
+        raise ConfigError(f"REPO={one_line(repo)} names no repository: {one_line(str(error), limit=200)}") from None
     return repo
 
 
@@ -164,17 +166,6 @@ def _merged_folder(run: FinishedRun) -> Path:
         )
     require_faithful_merge(merged, run)
     return merged
-
-
-def _is_private_repo(api: Any, repo: str) -> bool | None:
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    with _translate_hub_errors("the hub cannot be asked"):
-        api.whoami()
-        try:
-            return bool(api.model_info(repo).private)
-        except RepositoryNotFoundError:
-            return None
 
 
 @contextlib.contextmanager
