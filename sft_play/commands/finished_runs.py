@@ -27,7 +27,7 @@ from sft_play.commands.request import (
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.push import plan_upload, push, require_repo_name
-from sft_play.finished.listing import PruneScope, list_runs, prune, select_prunable
+from sft_play.finished.listing import list_runs, prune, select_prunable
 from sft_play.finished.report import compare_runs, read_record, write_report
 from sft_play.finished.run import (
     EXPORT_FOLDER,
@@ -123,8 +123,10 @@ def _prune(request: Request) -> CommandResult:
     output = request_output_dir(request)
     if not request.runs:
         raise ConfigError("RUNS= names no run; make runs lists them: make prune RUNS='first second'")
-    scope: PruneScope = "checkpoints" if request.checkpoints else "run"
-    removable = select_prunable([open_run(output, check_run_name(name, key="RUNS")) for name in request.runs], scope)
+    removable = select_prunable(
+        [open_run(output, check_run_name(name, key="RUNS")) for name in request.runs],
+        "checkpoints" if request.checkpoints else "run",
+    )
     nothing_removed = {"ok": True, "removed": [], "freed_bytes": 0}
     if not removable:
         return CommandResult(nothing_removed, ["There are no checkpoints to remove"])
@@ -285,10 +287,10 @@ def _export_test(request: Request) -> CommandResult:
 
 
 def _push(request: Request) -> CommandResult:
-    require_repo_name(request.repo)
+    repo = require_repo_name(request.repo)
     upload = plan_upload(
         find_request_run(request),
-        request.repo,
+        repo,
         is_merged=request.merged,
         is_public=request.public,
         is_confirmed=request.yes,

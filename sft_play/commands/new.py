@@ -52,17 +52,18 @@ def run_new(request: Request) -> CommandResult:
     )
     config = config_from_text(text, name=str(out))  # what is written loads
     with contextlib.suppress(SftPlayError):  # data that are named by a registry, or are not here
-        missed_lines = missed_column_lines(config.data, task_mode=config.task_mode)
-        text = "".join(f"# {line}\n" for line in missed_lines) + text
+        missed = missed_column_lines(config.data, task_mode=config.task_mode)
+        text = "".join(f"# {line}\n" for line in missed) + text
     try:
         atomic.write(out, text)
     except OSError as error:
         raise ConfigError(f"OUT={one_line(str(out))} cannot be written: {error.strerror}") from None
     machine = [f"HARDWARE={request.hardware}"] if request.hardware else []
     next_command = shlex.join(["make", "plan", f"CONFIG={out}", *machine])
-    lines = [*text.rstrip("\n").splitlines(), "", f"Written to {out}", f"Next: {next_command}"]
     return CommandResult(
-        {"ok": True, "path": str(out), "settings": settings, "next": next_command}, lines, is_written_to_out=False
+        {"ok": True, "path": str(out), "settings": settings, "next": next_command},
+        [*text.rstrip("\n").splitlines(), "", f"Written to {out}", f"Next: {next_command}"],
+        is_written_to_out=False,
     )
 
 
@@ -108,8 +109,10 @@ def _infer_run_yaml(request: Request) -> _RunYaml:
         max_positions=load_run_model_shape(qlora_config).max_positions,
     )
     settings = {**model_settings, **dataset_info.settings}
-    if dataset_info.is_chat and folder is not None and not _has_template(folder):
-        settings["data.chat_template"] = "chatml"
+    if dataset_info.is_chat and folder is not None:
+        template_files = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates")]
+        if not template_files and not read_json(folder / "tokenizer_config.json").get("chat_template"):
+            settings["data.chat_template"] = "chatml"
     mode, mode_reason = _select_mode(request, settings)
     settings["tuning.mode"] = mode
     return [f"{one_line(request.data)}: {dataset_info.description}", f"tuning.mode: {mode_reason}"], settings, []
@@ -145,9 +148,3 @@ def _token_counter(folder: Path | None) -> CountTokens:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
     return estimate_tokens
-
-
-def _has_template(folder: Path) -> bool:
-    if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
-        return True
-    return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))

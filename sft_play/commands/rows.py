@@ -54,7 +54,6 @@ from sft_play.machine.hardware import Hardware
 
 DEFAULT_RENDERED = Path("data/rendered")
 DEFAULT_PAGE = Path("data/preview.html")
-DEFAULT_EXAMPLES = 5
 
 
 def run_rows(request: Request) -> CommandResult | int:
@@ -129,8 +128,11 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
                 raise DataError("\n".join([f"no row of {file.stats.source} is left:", *reasons]))
     notes = [*stage_notes, *paths.notes, *tokenizer_notes]
     lines = [*notes, *(line for file in rendered_files for line in file.lines())]
-    data = {"ok": True, "files": [file.as_json() for file in rendered_files], "notes": notes}
-    return CommandResult(data, ["\n".join(lines)], is_written_to_out=False)
+    return CommandResult(
+        {"ok": True, "files": [file.as_json() for file in rendered_files], "notes": notes},
+        ["\n".join(lines)],
+        is_written_to_out=False,
+    )
 
 
 def _rendered_name(part: str) -> str:
@@ -273,7 +275,7 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     path = paths.train
     configure_hub(config)
     reader = ExampleReader(path, config.data, split="train", wants_text=config.task_mode == "cpt")
-    chosen_rows = choose_rows(reader, count=count or DEFAULT_EXAMPLES, row_number=row)
+    chosen_rows = choose_rows(reader, count=count or 5, row_number=row)
     tokenizer, tokenizer_notes, row_renderer = load_row_tools(config)
     token_bytes = TokenBytes(tokenizer)
     examples = tuple(
@@ -298,8 +300,14 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     with OutputFolder(page.parent, (page.name,), force=force, command="preview") as folder:
         title = f"Preview of {Path(str(path)).name}"
         folder.open(page.name).write(render_html_page(examples, title=title, intro_lines=intro_lines))
-    max_pieces = MAX_TERMINAL_PIECES if row is None else MAX_PAGE_PIECES
-    return Preview(str(path), reader.rows, examples, tuple(notes), page, max_pieces)
+    return Preview(
+        str(path),
+        reader.rows,
+        examples,
+        tuple(notes),
+        page,
+        max_pieces=MAX_TERMINAL_PIECES if row is None else MAX_PAGE_PIECES,
+    )
 
 
 # --- what comes next, and all in one go -------------------------------------------------------------------------------
@@ -354,8 +362,9 @@ def full_pipeline(
         stop_details = {"name": name, "why": str(error)}
         lines += [f"== {name} ==", escape_control(str(error)), f"Stopped at {name}; what was written before it is kept"]
     ok = stop_details is None and all(step["ok"] for step in steps)
-    data = {"ok": ok, "steps": steps, "stopped": stop_details}
-    return CommandResult(data, ["\n".join(lines)], 0 if ok else ConfigError.exit_code)
+    return CommandResult(
+        {"ok": ok, "steps": steps, "stopped": stop_details}, ["\n".join(lines)], 0 if ok else ConfigError.exit_code
+    )
 
 
 def _pipeline_steps(
@@ -375,12 +384,10 @@ def _pipeline_steps(
         folder = Path(style_config.out_dir)
     overrides = [*loaded.overrides, *_file_settings(folder, config.data)]  # what was just written
     yield "render", lambda: render(load_config(loaded.path, overrides=overrides), out=None, force=force)
-    earlier_findings = [_training_files_finding(config.data, folder)]
+    findings = [_training_files_finding(config.data, folder)]
     yield (
         "check",
-        lambda: check_result(
-            check_run(loaded.path, overrides, hardware, earlier_findings=earlier_findings), is_full=is_full
-        ),
+        lambda: check_result(check_run(loaded.path, overrides, hardware, earlier_findings=findings), is_full=is_full),
     )
 
 

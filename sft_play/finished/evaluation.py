@@ -53,8 +53,6 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-ROWS_FILE = "eval.jsonl"  # beside it the summary, eval.json
-
 # Of each row what one model made of it, as eval.jsonl has it: nll, tokens, correct, and the answer with its metrics.
 RowFigures = list[dict[str, Any]]
 
@@ -154,11 +152,6 @@ class EvalRows:
     # With the messages before the answer, by the position among the rows.
     questions: Mapping[int, tuple[Question, list[Message]]] = field(default_factory=dict)
     rows_trained_on: int | None = None  # of the split, token for token; None where that is not known
-
-    @property
-    def name(self) -> str:
-        """The split or the file."""
-        return self.data or self.split or ""
 
 
 def load_eval_rows(
@@ -354,7 +347,7 @@ class Evaluation(Answer):
     def lines(self) -> list[str]:
         lines, rows, before = [], self.rows, self.summary_fields["before"]
         if rows.row_indices:
-            counts = f"{len(rows.row_indices):,} of {rows.split_size:,} rows of {rows.name}"
+            counts = f"{len(rows.row_indices):,} of {rows.split_size:,} rows of {rows.data or rows.split}"
             lines.append(f"Evaluated: {counts} ({self.tokens:,} trained tokens, {len(rows.questions):,} answers)")
         if rows.rows_trained_on:
             lines.append(
@@ -391,7 +384,7 @@ def evaluate_run(
     docs/trained.md (eval). Raises ConfigError where a name is wrong, a package is missing, or a place cannot be
     written; DataError where there are no rows; ModelError where the base is gone."""
     # whatever a wrong word can stop is asked before the models load: they take minutes
-    rows_path = out or run.folder.path / ROWS_FILE
+    rows_path = out or run.folder.path / "eval.jsonl"
     if rows_path.suffix == ".json" or rows_path.is_dir():
         raise ConfigError(
             f"OUT={one_line(str(rows_path))} has to name a JSONL for the rows; the summary is "
@@ -407,7 +400,8 @@ def evaluate_run(
         rows = load_eval_rows(run, split=split, data=data, limit=limit, needs_questions=bool(chosen_metrics))
         if metrics and chosen_metrics and not rows.questions:
             raise ConfigError(
-                f"METRICS={one_line(' '.join(metrics))}: no row of {rows.name} ends with an answer to generate"
+                f"METRICS={one_line(' '.join(metrics))}: no row of {rows.data or rows.split} ends with an answer to "
+                "generate"
             )
         for position, (question, _) in [*rows.questions.items()][:1]:  # a function that fails does so now
             _metric_values(rows, chosen_metrics, position, question.reference)
@@ -417,11 +411,17 @@ def evaluate_run(
         responder, task_results = Responder(run, model), dict[str, Any]()
         logger.info("Evaluating the %s: %s rows", model_label, f"{len(rows.row_indices):,}")
         figures = [score._asdict() for score in score_rows_of_run(run, model, rows.rows)]
-        questions = [question for question, _ in rows.questions.values()]
-        answers = responder.answers(questions, max_new_tokens=max_answer_tokens, model_label=model_label)
+        answers = responder.answers(
+            [question for question, _ in rows.questions.values()],
+            max_new_tokens=max_answer_tokens,
+            model_label=model_label,
+        )
         for position, answer in zip(rows.questions, answers, strict=True):
-            values = _metric_values(rows, chosen_metrics, position, answer.text)
-            figures[position] = {"answer": answer.text, **figures[position], **values}
+            figures[position] = {
+                "answer": answer.text,
+                **figures[position],
+                **_metric_values(rows, chosen_metrics, position, answer.text),
+            }
         if chosen_tasks:
             task_results = run_tasks(run, model, responder.tokenizer, chosen_tasks, limit=limit)
         return figures, task_results
@@ -459,7 +459,7 @@ def _metric_values(rows: EvalRows, metrics: Sequence[Metric], position: int, ans
     try:
         return {metric.name: metric.score(answer, question.reference, messages) for metric in metrics}
     except ConfigError as error:
-        raise ConfigError(f"row {rows.row_indices[position] + 1} of {rows.name}: {error}") from error
+        raise ConfigError(f"row {rows.row_indices[position] + 1} of {rows.data or rows.split}: {error}") from error
 
 
 def _rows_jsonl(run: FinishedRun, rows: EvalRows, base_figures: RowFigures, tuned_figures: RowFigures) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -93,7 +93,15 @@ def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
 def _list_run(folder: RunFolder) -> ListedRun:
     manifest, resolved = folder.read_manifest(), read_json(folder.path / "resolved.json")
     metrics = [entry for _, entry in read_metric_lines(folder.metrics_path)]
-    metric, value, rows = find_best_evaluation(metrics, read_summary(folder.path)) or (None, None, None)
+    # the best of all evaluations, the one after training among them: exact match where it was measured, else loss
+    after = {f"eval_{name}": value for name, value in (read_summary(folder.path).get("after") or {}).items()}
+    best: dict[str, Any] = {"best_metric": None, "best_value": None}
+    for name, choose in (("loss", min), ("exact_match", max)):
+        values = [(entry.get(f"eval_{name}"), entry.get("eval_generated_rows")) for entry in (*metrics, after)]
+        numbers = [(float(value), rows) for value, rows in values if isinstance(value, (int, float))]
+        if numbers:
+            value, rows = choose(numbers, key=lambda candidate: candidate[0])
+            best = {"best_metric": name, "best_value": value, "best_rows": rows if name == "exact_match" else None}
     try:
         started = datetime.fromisoformat(str(manifest.get("started"))).astimezone(UTC)
     except ValueError:
@@ -105,13 +113,11 @@ def _list_run(folder: RunFolder) -> ListedRun:
         mode=str((resolved.get("tuning") or {}).get("mode", "?")),
         status=run_status(folder, manifest),
         step=max((entry["step"] for entry in metrics), default=None),
-        best_metric=metric,
-        best_value=value,
+        **best,
         **find_best_checkpoint(folder),
         bytes=_folder_bytes(folder.path),
         checkpoint_bytes=sum(map(_folder_bytes, _checkpoint_folders(folder))),
         started=started,
-        best_rows=rows,
     )
 
 
@@ -128,21 +134,6 @@ def run_status(folder: RunFolder, manifest: dict[str, Any]) -> RunStatus:
     if lock_holder_pid(folder) is not None:  # the lock before the manifest, which a killed run leaves at "running"
         return "running"
     return "stopped" if status == "stopped" else "failed"
-
-
-def find_best_evaluation(
-    metrics: Sequence[dict[str, Any]], summary: dict[str, Any]
-) -> tuple[str, float, int | None] | None:
-    """The best of all evaluations, the one after training among them: exact match where it was measured, with how many
-    rows it is of where that was recorded, else loss."""
-    after = {f"eval_{name}": value for name, value in (summary.get("after") or {}).items()}
-    for name, choose in (("exact_match", max), ("loss", min)):
-        values = [(entry.get(f"eval_{name}"), entry.get("eval_generated_rows")) for entry in (*metrics, after)]
-        numbers = [(float(value), rows) for value, rows in values if isinstance(value, (int, float))]
-        if numbers:
-            value, rows = choose(numbers, key=lambda candidate: candidate[0])
-            return name, value, rows if name == "exact_match" else None
-    return None
 
 
 def find_best_checkpoint(folder: RunFolder) -> dict[str, Any]:

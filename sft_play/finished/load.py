@@ -147,9 +147,12 @@ def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
 
 def build_run_renderer(run: FinishedRun, tokenizer: Any) -> Renderer:
     """Build the renderer of conversations as the run's training used it, on the day that the run began."""
-    # a template that writes the date would put another one into every prompt
-    today = first_start_date(run.folder)
-    return Renderer(tokenizer, run.config.data, max_seq_len=run.plan().max_seq_len, today=today)
+    return Renderer(
+        tokenizer,
+        run.config.data,
+        max_seq_len=run.plan().max_seq_len,
+        today=first_start_date(run.folder),  # a template that writes the date would put another one into every prompt
+    )
 
 
 def build_run_splits(run: FinishedRun, config: RunConfig, tokenizer: Any) -> DataSplits:

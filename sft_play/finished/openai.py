@@ -37,9 +37,6 @@ from sft_play.finished.respond import Responder
 from sft_play.log import one_line
 from sft_play.machine.network import is_local_request
 
-# Stop texts of a request (OpenAI's own limit), and characters of one.
-MAX_STOP_TEXTS, MAX_STOP_CHARS = 4, 256
-
 # Labels of a request, which change no answer; and whatever is asked of it, the last piece of a stream has the usage.
 _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "stream_options")
 # Options that are not read, with the values that ask for nothing.
@@ -48,7 +45,7 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto",), "parallel_tool_calls": (True,), "response_format": ({"type": "text"},),
     "modalities": (["text"],), "store": (False,), "service_tier": ("auto", "default"),
 }  # fmt: skip
-_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_StopText = Annotated[str, Field(min_length=1, max_length=256)]
 _to_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 _TokenCount = Annotated[int, Field(ge=1)]
 
@@ -67,7 +64,7 @@ class ChatRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[_StopText], _to_list, Field(max_length=MAX_STOP_TEXTS)] | None = None
+    stop: Annotated[list[_StopText], _to_list, Field(max_length=4)] | None = None  # OpenAI's own limit
 
 
 def bad_request(message: str, option: str | None = None) -> HTTPException:
@@ -144,8 +141,11 @@ class StopTextCriteria(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any = None, **_: Any) -> torch.Tensor:
         tail = input_ids[:, max(self._prompt_tokens, input_ids.shape[-1] - self._window_tokens) :]
         texts = self._tokenizer.batch_decode(tail, skip_special_tokens=True)
-        has_stopped = [any(stop in text for stop in self.stop_texts) for text in texts]
-        return torch.tensor(has_stopped, dtype=torch.bool, device=input_ids.device)
+        return torch.tensor(
+            [any(stop in text for stop in self.stop_texts) for text in texts],
+            dtype=torch.bool,
+            device=input_ids.device,
+        )
 
 
 class _StoppingGenerateManager(GenerateManager):

@@ -112,8 +112,14 @@ def reproduce(run: FinishedRun) -> ReproduceResult:
     if exit_code:
         raise TrainingError(f"{run_folder} could not be trained again: it ended with exit code {exit_code}; see above")
     tensors, differing = compare_weights(run.weights, RunFolder(new_folder).model_path(is_adapter=run.is_adapter))
-    steps = int(read_summary(new_folder)["steps"])
-    return ReproduceResult(run_folder, new_folder, code_description, tensors, differing, steps)
+    return ReproduceResult(
+        run_folder,
+        new_folder,
+        code_description,
+        tensors,
+        differing,
+        steps=int(read_summary(new_folder)["steps"]),
+    )
 
 
 def _free_folder(run_folder: Path) -> Path:

@@ -103,8 +103,8 @@ class Responder:
 
     def answer_texts(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
         """The texts of greedy answers to prompts."""
-        questions = [Question(ids, "", "") for ids in prompts]
-        return [answer.text for answer in self.answers(questions, max_new_tokens=max_new_tokens)]
+        answers = self.answers([Question(ids, "", "") for ids in prompts], max_new_tokens=max_new_tokens)
+        return [answer.text for answer in answers]
 
     @torch.no_grad()
     def stream(
@@ -231,8 +231,6 @@ class Conversation:
 
 # Prompts that are answered before their answers are written; within them the batches are sorted by length.
 _CHUNK_PROMPTS = 256
-# Columns of the output: one of the file that has such a name is written as `input_…`.
-_OUTPUT_COLUMNS = ("messages", "tools", "answer", "reference", "by")
 
 
 @dataclass(frozen=True)
@@ -249,7 +247,7 @@ class Prompt:
     @functools.cached_property
     def output_fields(self) -> dict[str, Any]:
         """The fields of the output line, but for the answer, as JSON reads them back: tuples are lists."""
-        new_names = {name: f"input_{name}" for name in _OUTPUT_COLUMNS}
+        new_names = {name: f"input_{name}" for name in ("messages", "tools", "answer", "reference", "by")}
         fields: dict[str, Any] = {new_names.get(name, name): value for name, value in self.extra_columns.items()}
         fields["messages"] = drop_author_messages(self.messages)
         if self.tools:
@@ -346,10 +344,13 @@ def _parse_prompt(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
         reference = str(messages.pop().get("content") or "")
     if not messages:
         return f"{question} holds nothing that an answer can follow"
-    extra_columns = {
-        column_mapping.get(key, key): value for key, value in renamed.data.items() if key not in format_columns
-    }
-    return Prompt(tuple(messages), example.tools, reference, extra_columns, example.template_kwargs)
+    return Prompt(
+        tuple(messages),
+        example.tools,
+        reference,
+        {column_mapping.get(key, key): value for key, value in renamed.data.items() if key not in format_columns},
+        example.template_kwargs,
+    )
 
 
 def infer(run: FinishedRun, prompts_path: Path, answers_path: Path, *, max_new_tokens: int) -> InferResult:

@@ -47,8 +47,13 @@ MERGE_FILE = "merge.json"
 
 def next_command_line(command: str, *arguments: str, **variables: str | Path) -> str:
     """`Next: make COMMAND NAME=value …`, the last line of an answer, with values as a shell reads them."""
-    assignments = (f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
-    return " ".join(["Next: make", command, *assignments, *arguments])
+    return " ".join(
+        [
+            f"Next: make {command}",
+            *(f"{name}={shlex.quote(str(value))}" for name, value in variables.items()),
+            *arguments,
+        ]
+    )
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 SERVING_ENGINES = ("transformers", "vllm")
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
-# After the first Ctrl-C, answers that are being streamed have this long to end.
-SHUTDOWN_TIMEOUT_S = 30
 _POLL_INTERVAL_S = 0.1
 
 
@@ -65,8 +63,10 @@ class ServedEndpoint(Answer):
         return {**super().as_json(), "url": self.url}
 
     def lines(self) -> list[str]:
-        messages = [{"role": "user", "content": "Hello"}]
-        request = json.dumps({"model": self.model, "messages": messages, "temperature": 0}, ensure_ascii=False)
+        request = json.dumps(
+            {"model": self.model, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0},
+            ensure_ascii=False,
+        )
         return [
             f"Serving {self.weights} at {self.url} (pid {self.pid}); model name: {self.model}",
             f"  curl {self.url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(request)}",
@@ -142,7 +142,7 @@ class TransformersService:
                 log_config=None,
                 log_level="warning",
                 access_log=False,
-                timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+                timeout_graceful_shutdown=30,  # seconds for answers under way, after the first Ctrl-C
             )
         )
         # in a thread, so that Ctrl-C is this program's to handle: uvicorn installs signal handlers in the main one only

@@ -173,7 +173,7 @@ class ShipVerdict:
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        return {"verdict": _VERDICTS[self.ok], "reasons": self.reasons, **asdict(self), "ok": self.ok}
+        return {"ok": self.ok, "verdict": _VERDICTS[self.ok], "reasons": self.reasons, **asdict(self)}
 
     def lines(self, continued_adapter: str | None) -> list[str]:
         """What the run was compared with where that is not its base, a line for each check, and the verdict."""
@@ -198,8 +198,13 @@ def judge_evidence(evidence: Evidence, thresholds: Thresholds) -> ShipVerdict:
     text = _judge_rise("text", general.text, thresholds.max_text_rise, thresholds)
     chats = _judge_rise("chats", general.chats, thresholds.max_chat_rise, thresholds)
     reasons = "; ".join(filter(None, (text.reason, chats.reason)))
-    general_check = ShipCheck("general", text.ok and chats.ok, f"{text.line}; {chats.line}", reasons)
-    return ShipVerdict((_judge_task(evidence.task, thresholds), general_check, _judge_merge(evidence.merge)))
+    return ShipVerdict(
+        (
+            _judge_task(evidence.task, thresholds),
+            ShipCheck("general", text.ok and chats.ok, f"{text.line}; {chats.line}", reasons),
+            _judge_merge(evidence.merge),
+        )
+    )
 
 
 def too_few_rows_reason(task: TaskEvidence, rows: int, thresholds: Thresholds) -> str:
@@ -273,15 +278,22 @@ def _judge_rise(name: str, losses: Losses, bound: float, thresholds: Thresholds)
     base, tuned, tokens, chance = losses.to_arrays()
     is_known = base < chance
     if is_known.sum() < thresholds.min_known:
-        counts = f"{is_known.sum()} of {len(losses)} rows"
-        return ShipCheck(name, True, f"{name}: nothing to lose (the base reads {counts} better than chance)")
+        return ShipCheck(
+            name,
+            True,
+            f"{name}: nothing to lose (the base reads {is_known.sum()} of {len(losses)} rows better than chance)",
+        )
     base, tuned, tokens = base[is_known], np.minimum(tuned, chance)[is_known], tokens[is_known]
     rise = _paired_interval(base / tokens, tuned / tokens, thresholds.general_level, thresholds, weights=tokens)
     line = f"{name} {rise.difference:+.4f} (at most {rise.high:+.4f}, allowed {bound:+g})"
     if rise.high <= bound:
         return ShipCheck(name, True, line)
-    reason = f"the loss on general {name} rose by {rise.difference:.4f}, at most {rise.high:.4f}; allowed: {bound:g}"
-    return ShipCheck(name, False, line, reason)
+    return ShipCheck(
+        name,
+        False,
+        line,
+        f"the loss on general {name} rose by {rise.difference:.4f}, at most {rise.high:.4f}; allowed: {bound:g}",
+    )
 
 
 def _judge_merge(merge: MergeEvidence) -> ShipCheck:
@@ -315,8 +327,12 @@ class ReplayResult(Answer):
         return not self.differences and self.verdict.ok
 
     def as_json(self) -> dict[str, Any]:
-        answer = {"ok": self.ok, "path": str(self.path), "differences": list(self.differences)}
-        return self.verdict.as_json() | answer
+        return {
+            **self.verdict.as_json(),
+            "ok": self.ok,
+            "path": str(self.path),
+            "differences": list(self.differences),
+        }
 
     def lines(self) -> list[str]:
         conclusion = f"Replayed: the verdict of {self.path} follows from its evidence"
@@ -352,8 +368,11 @@ def replay_verdict(path: Path) -> ReplayResult:
 
 def _decision(verdict: dict[str, Any]) -> dict[str, Any]:
     """What decides, by names; the figures and words of the checks repeat the evidence."""
-    checks = {f"checks[{check.get('name')}].ok": check.get("ok") for check in verdict.get("checks") or ()}
-    return {"ok": verdict.get("ok"), "verdict": verdict.get("verdict"), **checks}
+    return {
+        "ok": verdict.get("ok"),
+        "verdict": verdict.get("verdict"),
+        **{f"checks[{check.get('name')}].ok": check.get("ok") for check in verdict.get("checks") or ()},
+    }
 
 
 # --- a verdict with its evidence --------------------------------------------------------------------------------------

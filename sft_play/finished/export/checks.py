@@ -50,8 +50,6 @@ from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 MERGE_TEST_ROWS = 16
-# How much of the divergence between base and adapter may remain between merged model and adapter.
-_ALLOWED_SHARE = 0.05
 # Mean KL divergence, in nats, that is always allowed, by the coarsest dtype in which either computes: rounding alone
 # moves the logits of real models in bf16 by some 1e-2, which is a divergence of some 1e-4. Weights in so many bits: one
 # and a half times llama.cpp's own measurement of the worst such type with Llama 3 8B (tools/perplexity/README.md:
@@ -66,11 +64,7 @@ _MAX_KL_LIMIT = {
     "q8": 2e-2, "q6": 4e-2, "q5": 0.1, "q4": 0.25, "q3": 0.5, "q2": 0.8,
 }  # fmt: skip
 EXPORT_TEST_ROWS = 200
-# Rows at whose trained places the distributions are compared.
-_DIVERGENCE_ROWS = 32
 _GGUF_FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Model types that llama.cpp writes as `llama`, and that compute as it does.
-_LLAMA_COMPATIBLE = ("mistral",)
 
 
 # --- merge-test -------------------------------------------------------------------------------------------------------
@@ -105,8 +99,11 @@ class MergeTest(Answer):
         ]
         if not self.ok:
             advice = "FORCE=1 with BASE=dequantized for a QLoRA run, or with a finer DTYPE (bf16, fp32)"
-            again = next_command_line("merge", advice, RUN=self.run)
-            return [*lines, "Verdict: the merged model is NOT the adapter's", again]
+            return [
+                *lines,
+                "Verdict: the merged model is NOT the adapter's",
+                next_command_line("merge", advice, RUN=self.run),
+            ]
         next_line = next_command_line("serve", "ENGINE=vllm", RUN=self.run)
         if self.path != self.run / MERGED_FOLDER:
             next_line = f"Next: vllm serve {shlex.quote(str(self.path))}"
@@ -152,7 +149,8 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_
 def divergence_limit(dtype: str, base_divergence: float) -> float:
     """Mean KL divergence, in nats, up to which a merged model counts as the adapter's. `dtype`: the coarsest that
     either of them computes in. `base_divergence`: of the base from the adapter, which is what training changed."""
-    return max(_MIN_KL_LIMIT[dtype], min(_MAX_KL_LIMIT[dtype], _ALLOWED_SHARE * base_divergence))
+    # of what training changed, a twentieth may remain
+    return max(_MIN_KL_LIMIT[dtype], min(_MAX_KL_LIMIT[dtype], 0.05 * base_divergence))
 
 
 # --- how far two models are from each other ---------------------------------------------------------------------------
@@ -200,8 +198,6 @@ def mean_loss(row_log_probs: Sequence[RowLogProbs]) -> float:
 #
 # Training's are token ids of its own renderer. An engine has the folder's chat template, its tokenizer, the messages.
 
-# Keys of a message that only training reads.
-_TRAINING_KEYS = ("train", "weight", "loss_weight")
 _PROBE_TEXTS = ("The", "Once upon a time, in 1984,", "naïve café 日本語 🚀\n\n", "def f(x):\n    return x\n")
 
 
@@ -273,7 +269,8 @@ class EnginePrompts:
             return None
         # what a client would send: without the answer, and without keys that only training reads
         messages = [
-            {key: value for key, value in turn.items() if key not in _TRAINING_KEYS} for turn in chat.messages[:-1]
+            {key: value for key, value in turn.items() if key not in ("train", "weight", "loss_weight")}
+            for turn in chat.messages[:-1]
         ]
         try:
             return PairedPrompt(prompt, self.render(messages, chat.tools))
@@ -332,8 +329,11 @@ class ExportTest(Answer):
         marks = {True: "ok", False: "NOT ok", None: "not checked"}
         lines += [f"{check.name}: {marks[check.ok]}, {check.reason}" for check in self.checks]
         if self.ok:
-            next_step = f"Next: llama-server --jinja -m {shlex.quote(str(self.file))}"
-            return [*lines, "Verdict: the exported model answers as the trained one", next_step]
+            return [
+                *lines,
+                "Verdict: the exported model answers as the trained one",
+                f"Next: llama-server --jinja -m {shlex.quote(str(self.file))}",
+            ]
         if any(check.ok is False for check in self.checks):
             return [*lines, "Verdict: the exported model does NOT answer as the trained one"]
         return [*lines, "Verdict: not known, since not everything could be checked here"]
@@ -357,7 +357,7 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
     paired_prompts = [pair for pair in pairs if len(pair.ids) < plan.max_seq_len]
     questions = [Question(pair.ids, "", "") for pair in paired_prompts]
     held_out = held_out_rows.split.rows
-    divergence_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), _DIVERGENCE_ROWS)]
+    divergence_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), 32)]
     tensors = GGUFReader(str(file)).tensors
     tensor_types = {tensor.tensor_type.name for tensor in tensors}  # such as Q8_0
     embedding_rows = next(int(tensor.shape[-1]) for tensor in tensors if tensor.name == "token_embd.weight")
@@ -452,7 +452,7 @@ def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
     config = prepare_text_config(AutoConfig.from_pretrained(folder))  # a GGUF holds the language model
     config.get_text_config().vocab_size = embedding_rows  # without rows that only pad
     dtype = config.dtype or torch.float32
-    if config.model_type in _LLAMA_COMPATIBLE:
+    if config.model_type == "mistral":  # llama.cpp writes it as `llama`, which computes as it does
         settings = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
         config = LlamaConfig(**settings)
     attention_functions.enable_cudnn(enabled=False)

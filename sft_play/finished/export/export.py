@@ -187,8 +187,13 @@ def _write_gguf(
     command = f"llama-server --jinja -m {shlex.quote(str(target / file.name))}"
     if format == "ollama":
         max_positions, _ = describe_context_window(run, str(model_folder))
-        adds_bos = vocabulary["fields"]["tokenizer.ggml.add_bos_token"]
-        text = build_modelfile(run, prompts, file.name, adds_bos=adds_bos, context=max_positions)
+        text = build_modelfile(
+            run,
+            prompts,
+            file.name,
+            adds_bos=vocabulary["fields"]["tokenizer.ggml.add_bos_token"],
+            context=max_positions,
+        )
         (staging_folder / "Modelfile").write_text(text, encoding="utf-8")
         model_name = shlex.quote(name.lower())
         command = f"ollama create {model_name} -f {shlex.quote(str(target / 'Modelfile'))} && ollama run {model_name}"

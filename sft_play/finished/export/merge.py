@@ -9,8 +9,6 @@ weights that NF4 stands for (`dequantized`) the model computes what was trained;
 original ones it is off by NF4's rounding, some 9% of their size.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
@@ -187,8 +185,7 @@ class AdaptedModel:
         base_model = peft_model.get_base_model()
         for module_name, module in base_model.named_modules():
             if isinstance(module, ParamWrapper):  # nested, where a module has several such weights
-                experts = module_name.removesuffix(".base_layer")
-                self.adapted_layers[f"{experts}.{module.parameter_name}"] = module
+                self.adapted_layers[f"{module_name.removesuffix('.base_layer')}.{module.parameter_name}"] = module
             elif isinstance(module, LoraLayer):
                 self.adapted_layers[f"{module_name}.weight"] = module
             elif isinstance(module, ModulesToSaveWrapper):
@@ -259,7 +256,7 @@ class MergedWeights:
     trained cannot be brought back into the files' tensors, or they would not be the class's, by names and shapes."""
 
     def __init__(self, adapted: AdaptedModel, base_folder: Path, dtype: torch.dtype | None) -> None:
-        self._adapted, self._base_folder, self._requested_dtype = adapted, base_folder, dtype
+        self._adapted, self._requested_dtype = adapted, dtype
         self._base_tensors = open_tensors(base_folder)
         file_dtype = main_dtype(self._base_tensors.values())
         if file_dtype not in _FLOAT_DTYPES:
@@ -267,13 +264,26 @@ class MergedWeights:
         # Dtype of the merged weights; tensors that the class keeps in fp32 stay so.
         self.dtype = dtype or _FLOAT_DTYPES[file_dtype]
         # The most bytes that the files can have: as if everything that was trained whole came on top.
-        whole = [
+        tensors = [
+            *self._base_tensors.values(),
             *adapted.fully_trained_tensors.values(),
             *(rows for _, rows in adapted.trained_embedding_rows.values()),
         ]
-        elements = sum(math.prod(tensor.shape) for tensor in [*self._base_tensors.values(), *whole])
-        self.max_bytes = elements * self.dtype.itemsize
-        self._sources = _map_to_model(adapted, self._base_tensors)
+        self.max_bytes = self.dtype.itemsize * sum(math.prod(tensor.shape) for tensor in tensors)
+        # What each tensor of the model comes from, by its name there; transformers' own table decides, as it does when
+        # loading. A private part of transformers (5.23): files of older layouts get today's names here, and experts
+        # that a file holds one by one are stacked into one tensor
+        self._sources, model = dict[str, "_Source"](), adapted.base_model
+        transforms = get_model_conversion_mapping(model, adapted.key_mapping)
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        state = model.state_dict()
+        for key in sorted(self._base_tensors, key=dot_natural_key):  # the tenth expert comes after the ninth
+            target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+            # a pattern is that of a converter; mere renamings have none
+            source = self._sources.setdefault(target, _Source(adapted, target, by_pattern.get(pattern)))
+            source.patterns[key], source.shapes[key] = pattern, tuple(self._base_tensors[key].shape)
         # files hold a tied tensor once, under its source's name
         unwritten = {*adapted.untied_sources, *adapted.tied_tensors}
         self._written_sources = [source for target, source in self._sources.items() if target not in unwritten]
@@ -285,8 +295,7 @@ class MergedWeights:
         }
         model_name = type(adapted.base_model).__name__
         for target in sorted(self._trained_targets):
-            source = self._sources.get(target)
-            if source is None or not source.can_be_split():
+            if target not in self._sources or not self._sources[target].can_be_split():
                 raise ModelError(
                     f"the adapter cannot be merged: {target} of a {model_name} is made of "
                     "tensors of its files in a way that has no way back; serve the base with "
@@ -355,14 +364,13 @@ class MergedWeights:
         for source in self._written_sources:
             if source.target in self._trained_targets:
                 parts = {key: self._base_tensors[key].read() for key in source.patterns}
-                merged = self._adapted.trained_tensor(source.target, source.join(parts))
-                yield from source.split(merged)
+                yield from source.split(self._adapted.trained_tensor(source.target, source.join(parts)))
             else:  # one tensor at a time is in memory
                 yield from ((key, self._base_tensors[key].read()) for key in source.patterns)
             if source.target in untied_names:  # what was one tensor in the base is two now
                 name, (key,) = untied_names[source.target], source.patterns
-                untied_tensor = self._adapted.trained_tensor(name, self._base_tensors[key].read())
-                yield self._adapted.to_full_name(name), untied_tensor
+                tensor = self._base_tensors[key].read()
+                yield self._adapted.to_full_name(name), self._adapted.trained_tensor(name, tensor)
 
     def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
         """The dtype that was asked for, as far as the class takes it, else that of the base's file."""
@@ -414,25 +422,6 @@ class _Source:
         except Exception:  # a conversion that has no way back, each in its own way
             return False
         return split_shapes == self.shapes
-
-
-def _map_to_model(adapted: AdaptedModel, tensors: Mapping[str, FileTensor]) -> dict[str, _Source]:
-    """What each tensor of the model comes from, by its name there; transformers' own table decides, as it does when
-    loading."""
-    # a private part of transformers (5.23): files of older layouts get today's names here, and experts that a file
-    # holds one by one are stacked into one tensor
-    model = adapted.base_model
-    transforms = get_model_conversion_mapping(model, adapted.key_mapping)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state, sources = model.state_dict(), dict[str, _Source]()
-    for key in sorted(tensors, key=dot_natural_key):  # the tenth expert comes after the ninth
-        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        # a pattern is that of a converter; mere renamings have none
-        source = sources.setdefault(target, _Source(adapted, target, by_pattern.get(pattern)))
-        source.patterns[key], source.shapes[key] = pattern, tuple(tensors[key].shape)
-    return sources
 
 
 MERGE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -501,8 +490,10 @@ def merge_run(
         record_digests(staging_folder)
         write_card(staging_folder, card_facts(run, adapted.model_spec, stop_ids, dtype=dtype_name))
         digest = base_weights_identity(str(run.weights), None)["sha256"]
-        record = {"base": adapted.base, "dtype": dtype_name, "adapter_sha256": digest, "test": None}
-        write_json(staging_folder / MERGE_FILE, record)
+        write_json(
+            staging_folder / MERGE_FILE,
+            {"base": adapted.base, "dtype": dtype_name, "adapter_sha256": digest, "test": None},
+        )
         size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
     lost_note = peft_loading_warning(adapted.model_spec, trust_remote_code=run.config.model.trust_remote_code)
     return MergeResult(
@@ -575,6 +566,10 @@ def record_merge_test(folder: Path, *, ok: bool, divergence: float, limit: float
     """Add merge-test's verdict to the record; nothing where the folder has none: it may be anybody's model."""
     record = read_merge_record(folder)
     if record:
-        date = datetime.now(UTC).isoformat("T", "seconds")
-        record["test"] = {"ok": ok, "kl_merged": divergence, "kl_limit": limit, "date": date}
+        record["test"] = {
+            "ok": ok,
+            "kl_merged": divergence,
+            "kl_limit": limit,
+            "date": datetime.now(UTC).isoformat("T", "seconds"),
+        }
         write_json(folder / MERGE_FILE, record)

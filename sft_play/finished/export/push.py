@@ -82,7 +82,7 @@ class Upload(Answer):
         ]
 
 
-def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public: bool, is_confirmed: bool) -> Upload:
+def plan_upload(run: FinishedRun, repo: str, *, is_merged: bool, is_public: bool, is_confirmed: bool) -> Upload:
     """Plan an upload; nothing is written, here or on the hub. `is_merged`: the merged model in place of the
     adapter. `is_public`: a new repository is public, and an existing public one may be updated without asking
     (`is_confirmed`). Raises ConfigError where the name cannot be a repository's, there is no token, the hub refuses it,
@@ -90,7 +90,6 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    repo_name = require_repo_name(repo)
     folder = _merged_folder(run) if is_merged else run.weights
     if get_token() is None:
         raise ConfigError("there is no token of the Hugging Face hub here: hf auth login, or HF_TOKEN=…")
@@ -100,9 +99,9 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
     is_private_repo = None  # where it does not exist
     with _translate_hub_errors("the hub cannot be asked"), contextlib.suppress(RepositoryNotFoundError):
         HfApi().whoami()
-        is_private_repo = bool(HfApi().model_info(repo_name).private)
+        is_private_repo = bool(HfApi().model_info(repo).private)
     if is_private_repo is False and is_confirmed and not is_public:
-        raise ConfigError(f"{repo_name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
+        raise ConfigError(f"{repo} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
     notes = [line for line in [describe_merge(folder)] if is_merged and line]
     files: dict[str, Path | bytes] = {}
     for path in sorted(folder.rglob("*")):
@@ -111,8 +110,8 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
         if path.is_file() and any(PurePosixPath(f"/{name}").match(f"/{pattern}") for pattern in UPLOAD_PATTERNS):
             files[name] = path
     if CARD_FILE in files:
-        card = (folder / CARD_FILE).read_text(encoding="utf-8")
-        files[CARD_FILE] = card.replace(REPOSITORY_PLACEHOLDER, repo_name).encode()
+        card = (folder / CARD_FILE).read_bytes()
+        files[CARD_FILE] = card.replace(REPOSITORY_PLACEHOLDER.encode(), repo.encode())
     if "adapter_config.json" in files:
         base = describe_base(run.config)  # by the name that others find it under: a local path means nothing to them
         settings = read_json(folder / "adapter_config.json") | {"base_model_name_or_path": base.name}
@@ -121,9 +120,9 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
             notes.append(f"Its base, {base.name}, is a local model, which others need too; MERGED=1 needs none")
     _refuse_leaks(run, files)
     if is_private_repo and is_public:
-        notes.append(f"{repo_name} is private and stays so; its settings on the hub change that")
+        notes.append(f"{repo} is private and stays so; its settings on the hub change that")
     return Upload(
-        run.folder.path, folder, repo_name, files, repo_exists=is_private_repo is not None,
+        run.folder.path, folder, repo, files, repo_exists=is_private_repo is not None,
         is_private=not is_public if is_private_repo is None else is_private_repo, notes=tuple(notes),
     )  # fmt: skip
 
@@ -147,7 +146,9 @@ def require_repo_name(repo: str | None) -> str:
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     if not repo or "/" not in repo:
-        raise ConfigError("make push needs a repository of the hub, REPO=user/name")
+        raise ConfigError(
+            f"REPO={one_line(repo or '')} names no user and repository of the hub, such as REPO=user/name"
+        )
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
