@@ -73,17 +73,19 @@ def _eval(request: Request) -> CommandResult:
     finished = find_request_run(request)
     from sft_play.finished.evaluation import evaluate_run
 
-    evaluation = evaluate_run(
-        finished,
-        split=request.split,
-        data=request.data,
-        limit=request.limit,
-        metrics=request.metrics,
-        tasks=request.tasks,
-        out=request.out,
-        max_new_tokens=request.max_new_tokens,
+    return command_result(
+        evaluate_run(
+            finished,
+            split=request.split,
+            data=request.data,
+            limit=request.limit,
+            metrics=request.metrics,
+            tasks=request.tasks,
+            out=request.out,
+            max_new_tokens=request.max_new_tokens,
+        ),
+        is_written_to_out=False,
     )
-    return command_result(evaluation, is_written_to_out=False)
 
 
 def _ship(request: Request) -> CommandResult:
@@ -104,8 +106,10 @@ def _report(request: Request) -> CommandResult:
 
 def _compare(request: Request) -> CommandResult:
     output = request_output_dir(request)
-    folders = [find_run_folder(output, name) for name in request.runs]
-    return command_result(compare_runs(folders, path=request.out), is_written_to_out=False)
+    return command_result(
+        compare_runs([find_run_folder(output, name) for name in request.runs], path=request.out),
+        is_written_to_out=False,
+    )
 
 
 def _reproduce(request: Request) -> CommandResult:
@@ -183,10 +187,8 @@ def _chat(request: Request) -> CommandResult:
     while not conversation.has_ended:
         try:
             # input() for its line editing; from a pipe it would write the prompt into the output
-            line = input("> ") if is_terminal else next(sys.stdin, None)
-        except (EOFError, KeyboardInterrupt):
-            break
-        if line is None:
+            line = input("> ") if is_terminal else next(sys.stdin)
+        except (EOFError, KeyboardInterrupt, StopIteration):
             break
         conversation.handle_line(line.rstrip("\n"))
     if is_terminal:
@@ -248,10 +250,9 @@ def _merge_test(request: Request) -> CommandResult:
 
 def _export(request: Request) -> CommandResult:
     if request.format not in _FORMATS:
-        problem = "make export needs FORMAT=,"
-        if request.format:
-            problem = f"FORMAT={one_line(request.format)} is not"
-        raise ConfigError(f"{problem} one of {', '.join(_FORMATS)}")
+        raise ConfigError(
+            f"FORMAT={one_line(request.format or '')}: make export needs FORMAT=, one of {', '.join(_FORMATS)}"
+        )
     if request.quant is not None and request.quant.lower() not in _QUANTS:
         raise ConfigError(f"QUANT={one_line(request.quant)} is not one of {', '.join(_QUANTS)}")
     if request.quant is not None and request.format == "vllm":

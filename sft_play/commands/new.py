@@ -53,7 +53,7 @@ def run_new(request: Request) -> CommandResult:
     config = config_from_text(text, name=str(out))  # what is written loads
     with contextlib.suppress(SftPlayError):  # data that are named by a registry, or are not here
         missed = missed_column_lines(config.data, task_mode=config.task_mode)
-        text = "".join(f"# {line}\n" for line in missed) + text
+        text = "".join([*(f"# {line}\n" for line in missed), text])
     try:
         atomic.write(out, text)
     except OSError as error:

@@ -62,8 +62,9 @@ def run_rows(request: Request) -> CommandResult | int:
     loaded, command = load_config(request.config, overrides=request.overrides), request.command
     config = loaded.config
     if command == "full-pipeline":
-        machine = requested_hardware(request)
-        return full_pipeline(loaded, machine, style=request.style, force=request.force, is_full=request.why)
+        return full_pipeline(
+            loaded, requested_hardware(request), style=request.style, force=request.force, is_full=request.why
+        )
     if command == "render":
         return render(loaded, out=request.out, force=request.force)
     if command == "preview":
@@ -71,20 +72,18 @@ def run_rows(request: Request) -> CommandResult | int:
         if not request.json and shown_preview.draw(sys.stdout):  # not through the log, which keeps no colours
             return 0
         return command_result(shown_preview, is_written_to_out=False)
-    answer: Answer
-    if command == "process":
-        from sft_play.data.process import process_files
-
-        answer = process_files(config, force=request.force)
-    elif command == "style":
-        from sft_play.data.process import style_rows
-
-        answer = style_rows(config, request.style, force=request.force)
-    else:
+    if command == "dapt-docx":
         from sft_play.documents import convert_documents
 
-        answer = convert_documents(config, force=request.force)
-    return _add_next_command(command_result(answer), request, config)
+        result = command_result(convert_documents(config, force=request.force))
+    else:
+        from sft_play.data.process import process_files, style_rows
+
+        if command == "process":
+            result = command_result(process_files(config, force=request.force))
+        else:
+            result = command_result(style_rows(config, request.style, force=request.force))
+    return _add_next_command(result, request, config)
 
 
 # --- render -----------------------------------------------------------------------------------------------------------
@@ -371,15 +370,13 @@ def _pipeline_steps(
     loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool, is_full: bool
 ) -> Iterator[tuple[str, Callable[[], CommandResult]]]:
     """The steps in order, each a function without arguments; one is built when those before it are done."""
-    from sft_play.data.process import process_files
+    from sft_play.data.process import process_files, style_rows
 
     config = loaded.config
     yield "process", lambda: command_result(process_files(config, force=force))
     folder = Path(config.data.process.out_dir)
     style_config = config.data.style
     if style is not None or style_config.system is not None or style_config.per_source:
-        from sft_play.data.process import style_rows
-
         yield "style", lambda: command_result(style_rows(config, style, force=force))
         folder = Path(style_config.out_dir)
     overrides = [*loaded.overrides, *_file_settings(folder, config.data)]  # what was just written

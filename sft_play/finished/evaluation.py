@@ -303,8 +303,15 @@ def compare_tasks(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskComp
         for metric, value in numbers.items():
             name, _, filter_name = metric.partition(",")
             if filter_name and not name.endswith("_stderr"):
-                stderr = numbers.get(f"{name}_stderr,{filter_name}")
-                comparisons.append(TaskComparison(task, metric, base["results"][task][metric], value, stderr))
+                comparisons.append(
+                    TaskComparison(
+                        task,
+                        metric,
+                        base["results"][task][metric],
+                        value,
+                        stderr=numbers.get(f"{name}_stderr,{filter_name}"),
+                    )
+                )
     return tuple(comparisons)
 
 

@@ -233,5 +233,8 @@ def prune(selection: Mapping[RunFolder, Mapping[Path, int]]) -> PruneResult:
                     removed[path] = size
         except (RunFolderError, OSError) as error:
             logger.warning("kept: %s", error)
-    kept_paths = tuple(path for paths in selection.values() for path in paths if path not in removed)
-    return PruneResult(tuple(removed), sum(removed.values()), kept_paths)
+    return PruneResult(
+        tuple(removed),
+        sum(removed.values()),
+        kept=tuple(path for paths in selection.values() for path in paths if path not in removed),
+    )

@@ -242,8 +242,9 @@ class _ChatHandler(ChatCompletionHandler):
         ids_BT = torch.tensor([prompt_ids], device=self._model.device)
         inputs: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)}
         if stop_texts:
-            criterion = StopTextCriteria(self._tokenizer, stop_texts, prompt_tokens=len(prompt_ids))
-            inputs["stopping_criteria"] = StoppingCriteriaList([criterion])
+            inputs["stopping_criteria"] = StoppingCriteriaList(
+                [StopTextCriteria(self._tokenizer, stop_texts, prompt_tokens=len(prompt_ids))]
+            )
         arguments = (request_id, self._model, self._tokenizer, self._name, inputs, config)
         if not options.get("stream"):
             return await self._non_streaming(*arguments, gen_manager=self._manager, tools=options.get("tools"))

@@ -81,8 +81,8 @@ def thin_points(points: Points) -> Points:
     """Thin a long curve: each group of neighbours becomes its mean step and value."""
     if len(points) <= 300:  # a chart is about 400 pixels wide
         return points
-    groups = np.array_split(np.asarray(points), 300)
-    return [(float(x), float(y)) for x, y in (group.mean(axis=0) for group in groups)]
+    means = (group.mean(axis=0) for group in np.array_split(np.asarray(points), 300))
+    return [(float(x), float(y)) for x, y in means]
 
 
 # --- curves on the page, whose template writes the SVG ----------------------------------------------------------------
@@ -368,8 +368,8 @@ def compare_peak_memory(part: RunPart) -> tuple[str, int | None, int | None]:
     # killed or still running: no summary, but every log line has the peak so far, on a GPU of allocated bytes
     if part.is_on_gpu:
         kind, predicted = "allocated", planned_peak.get("allocated")
-    measured = [int(value * GIB) for _, value in part.curves.get("memory_peak_gib", ())]
-    return f"{kind} so far", predicted, max(measured, default=None)
+    logged = (int(value * GIB) for _, value in part.curves.get("memory_peak_gib", ()))
+    return f"{kind} so far", predicted, max(logged, default=None)
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -701,10 +701,14 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
     if len(set(names)) < len(names):
         names = tuple(str(folder.path) for folder in folders)
     comparison = Comparison(names, records, find_differences(records), compare_results(records), path)
-    models = [str((record.settings.get("model") or {}).get("name", "")) for record in records]
     runs = [
-        (name, record.status, model, str(record.manifest.get("started", "")))
-        for name, model, record in zip(names, models, records, strict=True)
+        (
+            name,
+            record.status,
+            str((record.settings.get("model") or {}).get("name", "")),
+            str(record.manifest.get("started", "")),
+        )
+        for name, record in zip(names, records, strict=True)
     ]
     tables = {
         "Runs": ReportTable(("run", "status", "model", "started"), runs, has_numbers=False),

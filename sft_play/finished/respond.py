@@ -67,8 +67,7 @@ class Responder:
         """Tokens of a conversation that ends before the assistant's turn: those that training put before an answer;
         raises DataError where the chat template refuses these messages."""
         if self.run.config.task_mode == "cpt":
-            text = "\n".join(str(message["content"]) for message in messages)
-            return list(self.tokenizer(text)["input_ids"])
+            return list(self.tokenizer("\n".join(str(message["content"]) for message in messages))["input_ids"])
         turns = (*messages, {"role": "assistant", "content": "."})  # the answer itself is not rendered
         prompt = self.renderer.prompt_ids(Chat("", turns, tools, template_kwargs=template_kwargs or {}))
         if prompt is None:

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -97,15 +96,13 @@ def claim_port(host: str, port: int) -> socket.socket:
     the port is taken, or this machine has no such address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"HOST={one_line(host)} is not an address of this machine: {error}") from None
-    try:
         # also a port whose last connections are still closing (TIME_WAIT)
         return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = one_line(getattr(error, "strerror", None) or str(error), limit=120)
         raise ConfigError(
-            f"{one_line(host)} port {port} cannot be listened on: "
-            f"{os.strerror(error.errno or 0)}; PORT=0 takes any free port"
+            f"HOST={one_line(host)} PORT={port} cannot be listened on: {reason}; HOST= names an address of this "
+            "machine, PORT=0 takes any free port"
         ) from None
 
 
@@ -113,22 +110,18 @@ class TransformersService:
     """`transformers serve`'s server in a thread of this process."""
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
-        from transformers.utils.import_utils import is_serve_available
-
-        if not is_serve_available():
-            raise BackendError("fastapi, uvicorn or openai is missing here: pip install 'sft-play[serve]'")
         self._run, self._host, self._listener = run, host, claim_port(host, port)
 
     def start(self) -> ServedEndpoint:
         """Load the model and serve it; returns once it answers."""
-        import uvicorn
-
         try:
+            import uvicorn
+
             from sft_play.finished.openai import openai_app
         except ImportError as error:
             raise BackendError(
-                f"transformers {version('transformers')} has another server than the one that "
-                f"answers here ({one_line(str(error))}): install that of requirements.lock"
+                f"the server of transformers cannot be used here ({one_line(str(error))}): pip install "
+                "'sft-play[serve]', with the transformers of requirements.lock"
             ) from None
         from sft_play.finished.respond import Responder
         from sft_play.training.prepare.library_messages import quiet_libraries
@@ -183,8 +176,9 @@ class VllmService:
     """`vllm serve` in the place of this process."""
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
-        search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        program = shutil.which("vllm", path=search_path)
+        program = shutil.which(
+            "vllm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        )
         if program is None:
             raise BackendError(
                 "ENGINE=vllm: there is no program vllm in PATH or in this environment; install "

@@ -214,8 +214,10 @@ def too_few_rows_reason(task: TaskEvidence, rows: int, thresholds: Thresholds) -
         return f"there are no rows that the run was not trained on; {remedy}"
     if rows >= thresholds.min_rows:
         return ""
-    counts = f"{rows} held-out rows (and {task.left_out} repeated ones or training rows)"
-    return f"not enough evidence: {counts}, at least {thresholds.min_rows} are needed; {remedy}"
+    return (
+        f"not enough evidence: {rows} held-out rows (and {task.left_out} repeated ones or training rows), "
+        f"at least {thresholds.min_rows} are needed; {remedy}"
+    )
 
 
 def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:

@@ -132,8 +132,12 @@ def convert_to_gguf(
         *("convert", str(converter_folder), str(model_folder)),
         *("--outfile", str(target), "--outtype", quant, "--model-name", name),
     ]
-    problem = f"llama.cpp's converter ({converter_folder}) failed; a newer checkout may do better (LLAMA_CPP=)"
-    _run(words, target, problem=problem, SFT_PLAY_GGUF_VOCABULARY=json.dumps(vocabulary))
+    _run(
+        words,
+        target,
+        problem=f"llama.cpp's converter ({converter_folder}) failed; a newer checkout may do better (LLAMA_CPP=)",
+        SFT_PLAY_GGUF_VOCABULARY=json.dumps(vocabulary),
+    )
 
 
 def quantize_gguf(source: Path, target: Path, quant: str) -> None:

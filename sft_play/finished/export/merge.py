@@ -117,13 +117,14 @@ class AdaptedModel:
 
             # transformers decides which layers it leaves alone (the head, what a class excludes): it is asked again
             model = self._build_meta_model()
-            quantization = quantization_config(
-                self.precision, quantizes_experts=run.config.tuning.has_quantized_experts
+            quantizer = AutoHfQuantizer.from_config(
+                quantization_config(self.precision, quantizes_experts=run.config.tuning.has_quantized_experts),
+                pre_quantized=False,
             )
-            quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
             quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[self.precision.load], device_map=None)
-            names = [name for name, _ in model.named_parameters()]
-            self.quantized_names = {name for name in names if quantizer.param_needs_quantization(model, name)}
+            self.quantized_names = {
+                name for name, _ in model.named_parameters() if quantizer.param_needs_quantization(model, name)
+            }
         self.adapted_layers: dict[str, Any] = {}
         self.fully_trained_tensors: dict[str, torch.Tensor] = {}
         # By name, embeddings of which only some rows were trained: the indices of these rows, and
