@@ -354,8 +354,10 @@ class Evaluation(Answer):
     def lines(self) -> list[str]:
         lines, rows, before = [], self.rows, self.summary_fields["before"]
         if rows.row_indices:
-            counts = f"{len(rows.row_indices):,} of {rows.split_size:,} rows of {rows.data or rows.split}"
-            lines.append(f"Evaluated: {counts} ({self.tokens:,} trained tokens, {len(rows.questions):,} answers)")
+            lines.append(
+                f"Evaluated: {len(rows.row_indices):,} of {rows.split_size:,} rows of {rows.data or rows.split} "
+                f"({self.tokens:,} trained tokens, {len(rows.questions):,} answers)"
+            )
         if rows.rows_trained_on:
             lines.append(
                 f"Warning: {rows.rows_trained_on:,} of {rows.split_size:,} rows were trained on, token for token, "
@@ -372,8 +374,11 @@ class Evaluation(Answer):
                 difference += f" (standard error {task.stderr:.4f})"
             table.append([f"{task.task} {task.metric}", f"{task.base:.4f}", f"{task.tuned:.4f}", difference, ""])
         lines += align_columns(table)
-        paths = ", ".join(str(path) for path in (self.rows_path, self.path) if path)
-        return [*lines, f"Written to: {paths}", next_command_line("ship", RUN=self.run)]
+        return [
+            *lines,
+            f"Written to: {', '.join(str(path) for path in (self.rows_path, self.path) if path)}",
+            next_command_line("ship", RUN=self.run),
+        ]
 
 
 def evaluate_run(

@@ -141,8 +141,14 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
     if recorded.get("adapter") and source_digest(adapter_file) != recorded["adapter"].get("sha256"):
         changes.append(f"adapter: {adapter_file}, which it began from, has changed since")
     if changes:
-        problem = f"{run.folder.path} cannot be trained again, since what it read has changed:"
-        raise DataError("\n  ".join([problem, *(one_line(line, limit=300) for line in changes)]))
+        raise DataError(
+            "\n  ".join(
+                [
+                    f"{run.folder.path} cannot be trained again, since what it read has changed:",
+                    *(one_line(line, limit=300) for line in changes),
+                ]
+            )
+        )
 
 
 def _training_command(run: FinishedRun, loaded: LoadedConfig, deepspeed_path: Path | None) -> list[str]:

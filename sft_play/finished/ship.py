@@ -260,8 +260,7 @@ def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
     if task.right_base:
         base_rate, tuned_rate = np.mean(task.right_base), np.mean(task.right_tuned)
         line += f"; exact match {base_rate:.1%} to {tuned_rate:.1%} of {len(task.right_base):,} rows"
-        change = _paired_interval(task.right_base, task.right_tuned, thresholds.answers_level, thresholds)
-        if change.high < 0:
+        if _paired_interval(task.right_base, task.right_tuned, thresholds.answers_level, thresholds).high < 0:
             reason = f"exact match fell from {base_rate:.1%} to {tuned_rate:.1%}, by more than chance"
     if not gain.low > required_gain:
         reason = "the loss on held-out rows is not better"

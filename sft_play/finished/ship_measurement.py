@@ -164,9 +164,13 @@ def _measure_losses(
     tokenizer = load_tokenizer(run.config).tokenizer
     renderer = build_run_renderer(run, tokenizer)
     questions = select_questions(held_out_rows.split, renderer, tokenizer, max_questions=max_questions)
-    # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
-    data_options = run.config.data.model_copy(update={"loss_on": "assistant", "multi_turn": "whole"})
-    general_renderer = Renderer(tokenizer, data_options, max_seq_len=_MAX_ROW_TOKENS, today=renderer.today)
+    general_renderer = Renderer(
+        tokenizer,
+        # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
+        run.config.data.model_copy(update={"loss_on": "assistant", "multi_turn": "whole"}),
+        max_seq_len=_MAX_ROW_TOKENS,
+        today=renderer.today,
+    )
     texts, chats = text_rows(sample, general_renderer), chat_rows(sample, general_renderer)
 
     def measure_model(model_label: str, model: Any) -> tuple[list[list[RowScore]], tuple[bool, ...]]:

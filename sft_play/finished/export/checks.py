@@ -135,12 +135,15 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_
     del model
     free_memory()
     kl_base = mean_divergence(adapter_log_probs, base_log_probs)
-    losses = {"adapter": adapter_log_probs, "merged": merged_log_probs, "base": base_log_probs}
     result = MergeTest(
         run.folder.path, target, held_out_rows.name, len(sample_rows), sum(len(row) for row, _ in adapter_log_probs),
         mean_divergence(adapter_log_probs, merged_log_probs), kl_base,
         kl_limit=max(divergence_limit(dtype.removeprefix("torch."), kl_base) for dtype in dtypes),
-        loss={name: mean_loss(row_log_probs) for name, row_log_probs in losses.items()},
+        loss={
+            "adapter": mean_loss(adapter_log_probs),
+            "merged": mean_loss(merged_log_probs),
+            "base": mean_loss(base_log_probs),
+        },
     )  # fmt: skip
     record_merge_test(target, ok=result.ok, divergence=result.kl_merged, limit=result.kl_limit)
     return result
@@ -398,8 +401,7 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
         reason = (
             "{equal_answers:.1%} equal the trained model's token for token, KL {kl:.2g} nats (limit {kl_limit:.2g})"
         )
-        is_equal = comparison["kl"] <= comparison["kl_limit"]
-        checks.append(ExportCheck("Answers", is_equal, reason.format(**comparison)))
+        checks.append(ExportCheck("Answers", comparison["kl"] <= comparison["kl_limit"], reason.format(**comparison)))
     return ExportTest(
         run.folder.path, file, tuple(sorted(tensor_types)), prompt_source, len(paired_prompts), tuple(checks),
         comparison, base_divergence
@@ -453,8 +455,9 @@ def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
     config.get_text_config().vocab_size = embedding_rows  # without rows that only pad
     dtype = config.dtype or torch.float32
     if config.model_type == "mistral":  # llama.cpp writes it as `llama`, which computes as it does
-        settings = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
-        config = LlamaConfig(**settings)
+        config = LlamaConfig(
+            **{key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+        )
     attention_functions.enable_cudnn(enabled=False)
     try:
         gguf_model = AutoModelForCausalLM.from_pretrained(

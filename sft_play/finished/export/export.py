@@ -364,10 +364,13 @@ def format_modelfile(file: str, template: str, *, stops: Sequence[str], context:
     Raises UnsupportedTemplateError where the template cannot be quoted."""
     if '"""' in template:
         raise UnsupportedTemplateError('it writes """, which ends a text in a Modelfile')
-    # greedy, as the run's own evaluation and every comparison here
-    parameters = [f"stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
-    parameters += [f"num_ctx {context}", "temperature 0"]
-    lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""', *(f"PARAMETER {parameter}" for parameter in parameters)]
+    lines = [
+        f"FROM ./{file}",
+        f'TEMPLATE """{template}"""',
+        *(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops),
+        f"PARAMETER num_ctx {context}",
+        "PARAMETER temperature 0",  # greedy, as the run's own evaluation and every comparison here
+    ]
     return "\n".join(lines) + "\n"
 
 
