@@ -147,9 +147,7 @@ def _prune(request: Request) -> CommandResult:
 
 def _infer(request: Request) -> CommandResult:
     if request.input is None or request.output is None:
-        examples = {"INPUT=prompts.txt (or .jsonl)": request.input, "OUTPUT=answers.jsonl": request.output}
-        missing = [example for example, value in examples.items() if value is None]
-        raise ConfigError(f"make infer needs {' and '.join(missing)}")
+        raise ConfigError("make infer needs INPUT=prompts.txt (or .jsonl) and OUTPUT=answers.jsonl")
     require_source(request.input, "INPUT")
     require_writable_out(request.output, "OUTPUT")
     if request.output.is_dir():

@@ -399,12 +399,10 @@ def evaluate_run(
     rows_path = out or run.folder.path / "eval.jsonl"
     if rows_path.suffix == ".json" or rows_path.is_dir():
         raise ConfigError(
-            f"OUT={one_line(str(rows_path))} has to name a JSONL for the rows; the summary is "
-            "written beside it as .json"
+            f"OUT={one_line(str(rows_path))} has to name a JSONL for the rows; the summary goes beside it as .json"
         )
     path = rows_path.with_suffix(".json")
-    chosen_tasks = find_tasks(tasks)
-    chosen_metrics = select_metrics(metrics)
+    chosen_tasks, chosen_metrics = find_tasks(tasks), select_metrics(metrics)
     quiet_libraries()
     rows, options = EvalRows(), run.config.data
     held_out = (options.val_path, options.test_path, options.val_fraction, *(one.val_path for one in options.sources))
@@ -412,8 +410,7 @@ def evaluate_run(
         rows = load_eval_rows(run, split=split, data=data, limit=limit, needs_questions=bool(chosen_metrics))
         if metrics and chosen_metrics and not rows.questions:
             raise ConfigError(
-                f"METRICS={one_line(' '.join(metrics))}: no row of {rows.data or rows.split} ends with an answer to "
-                "generate"
+                f"METRICS={one_line(' '.join(metrics))}: no row of {rows.data or rows.split} ends with an answer"
             )
         for position, (question, _) in [*rows.questions.items()][:1]:  # a function that fails does so now
             _metric_values(rows, chosen_metrics, position, question.reference)

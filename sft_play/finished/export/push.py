@@ -179,10 +179,9 @@ def _translate_hub_errors(problem: str) -> Iterator[None]:
 
 def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
     data_paths = [Path(str(file.get("path", ""))) for file in (run.manifest.get("data") or {}).values()]
-    recorded_paths = [run.folder.path.absolute(), *(path for path in data_paths if path.is_absolute())]
-    folders = {str(path.parent) for path in recorded_paths} | {str(Path.cwd()), str(Path.home())}
+    folders = {str(path.parent) for path in (run.folder.path.absolute(), *data_paths) if path.is_absolute()}
     # a folder such as /data may be named by any text; one below it is this machine's
-    private_paths = sorted(folder for folder in folders if folder.count("/") > 1)
+    private_paths = sorted(folder for folder in {*folders, str(Path.cwd()), str(Path.home())} if folder.count("/") > 1)
     for name, file in files.items():
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in _LEAK_CHECKED_PATTERNS):
             continue
