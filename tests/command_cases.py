@@ -87,7 +87,7 @@ def merge(path: Path = RUN / "merged") -> Any:
 
 
 def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
-    from sft_play.finished.export.check_merge import MergeTest
+    from sft_play.finished.export.checks import MergeTest
 
     loss = {"adapter": 1.0, "merged": 1.0, "base": 2.0}
     return MergeTest(RUN, path, "val", 1, 1, divergence, 1.0, 1e-6, loss)
@@ -102,7 +102,7 @@ def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gg
 
 
 def export_test() -> Any:
-    from sft_play.finished.export.check_export import ExportTest
+    from sft_play.finished.export.checks import ExportTest
 
     return ExportTest(RUN, RUN / "first.gguf", ("F32",), "val", 1, (), None, None)
 

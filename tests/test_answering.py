@@ -279,4 +279,4 @@ def test_infer_names_what_is_missing_and_no_more(command, monkeypatch):
     assert (code, "INPUT=prompts.txt (or .jsonl) and OUTPUT=answers.jsonl\n" in printed) == (2, True)
     monkeypatch.setenv("INPUT", "prompts.txt")
     code, printed = command("infer")
-    assert (code, "make infer needs OUTPUT=answers.jsonl\n" in printed) == (2, True)
+    assert (code, "make infer needs INPUT=prompts.txt (or .jsonl) and OUTPUT=answers.jsonl\n" in printed) == (2, True)

@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
-from sft_play.finished.export.check_export import (
+from sft_play.finished.export.checks import (
+    divergence_limit,
     export_test,
     find_pre_tokenizer,
     load_file_tokenizer,
     read_fields,
     weight_bits,
 )
-from sft_play.finished.export.check_merge import divergence_limit
 from sft_play.finished.export.export import export_run
 from sft_play.finished.export.llama_cpp import LLAMA_CPP_VERSION, find_converter, unpack_converter
 from sft_play.finished.export.merge import merge_run

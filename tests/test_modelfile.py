@@ -11,7 +11,7 @@ from benchmarks.starter_base import CHAT_TEMPLATE
 from sft_play.data.masks.sandbox import RenderError
 from sft_play.data.masks.template import ChatTemplate
 from sft_play.errors import TokenizerError
-from sft_play.finished.export.check_export import probe_conversations
+from sft_play.finished.export.checks import probe_conversations
 from sft_play.finished.export.export import (
     TemplateParts,
     UnsupportedTemplateError,

@@ -16,14 +16,18 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.options import all_options
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.page import COLOURS, Chart, Curve, draw_chart, thin_points
 from sft_play.finished.report import (
+    COLOURS,
+    Chart,
+    Curve,
     build_run_charts,
     compare_runs,
+    draw_chart,
     find_differences,
     read_record,
     report_on_exit,
     report_sections,
+    thin_points,
     write_final_report,
     write_report,
 )

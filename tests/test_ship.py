@@ -426,7 +426,7 @@ def test_a_wrong_merge_is_refused_for_the_merge(world, command):
 def test_a_merge_that_is_not_numbers_is_not_the_adapters(tmp_path):
     import torch
 
-    from sft_play.finished.export.check_merge import MergeTest, mean_divergence
+    from sft_play.finished.export.checks import MergeTest, mean_divergence
 
     row = (torch.zeros(2, 4).log_softmax(-1), torch.zeros(2))
     divergence = mean_divergence([row], [(row[0] * math.nan, row[1])])

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import cast, get_args
 
 from sft_play.commands.request import (
     CommandResult,
@@ -26,29 +26,30 @@ from sft_play.commands.request import (
 )
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.export.llama_cpp import find_converter
-from sft_play.finished.export.places import (
+from sft_play.finished.export.push import plan_upload, push, require_repo_name
+from sft_play.finished.listing import list_runs, prune, select_prunable
+from sft_play.finished.report import compare_runs, read_record, write_report
+from sft_play.finished.run import (
     EXPORT_FOLDER,
     MERGED_FOLDER,
     ExportFormat,
+    MergeBase,
     Quant,
     find_gguf,
+    find_run_folder,
+    next_command_line,
     require_export_target,
     require_mergeable,
     require_merged,
+    require_split,
 )
-from sft_play.finished.export.push import plan_upload, push, require_repo_name
-from sft_play.finished.listing import PruneScope, list_runs, prune, select_prunable
-from sft_play.finished.report import compare_runs, read_record, write_report
-from sft_play.finished.run import find_run_folder, next_command_line, require_split
 from sft_play.log import escape_control, one_line
 from sft_play.machine.hardware import detect_hardware
+from sft_play.machine.network import is_local
 from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.runs.lookup import check_run_name, lock_run, open_run, resolve_run
 from sft_play.text import format_gib
 from sft_play.training.prepare.library_messages import quiet_libraries
-
-if TYPE_CHECKING:
-    from sft_play.finished.export.merge import MergeBase
 
 logger = logging.getLogger(__name__)
 
@@ -72,17 +73,19 @@ def _eval(request: Request) -> CommandResult:
     finished = find_request_run(request)
     from sft_play.finished.evaluation import evaluate_run
 
-    evaluation = evaluate_run(
-        finished,
-        split=request.split,
-        data=request.data,
-        limit=request.limit,
-        metrics=request.metrics,
-        tasks=request.tasks,
-        out=request.out,
-        max_new_tokens=request.max_new_tokens,
+    return command_result(
+        evaluate_run(
+            finished,
+            split=request.split,
+            data=request.data,
+            limit=request.limit,
+            metrics=request.metrics,
+            tasks=request.tasks,
+            out=request.out,
+            max_new_tokens=request.max_new_tokens,
+        ),
+        is_written_to_out=False,
     )
-    return command_result(evaluation, is_written_to_out=False)
 
 
 def _ship(request: Request) -> CommandResult:
@@ -103,8 +106,10 @@ def _report(request: Request) -> CommandResult:
 
 def _compare(request: Request) -> CommandResult:
     output = request_output_dir(request)
-    folders = [find_run_folder(output, name) for name in request.runs]
-    return command_result(compare_runs(folders, path=request.out), is_written_to_out=False)
+    return command_result(
+        compare_runs([find_run_folder(output, name) for name in request.runs], path=request.out),
+        is_written_to_out=False,
+    )
 
 
 def _reproduce(request: Request) -> CommandResult:
@@ -122,13 +127,16 @@ def _prune(request: Request) -> CommandResult:
     output = request_output_dir(request)
     if not request.runs:
         raise ConfigError("RUNS= names no run; make runs lists them: make prune RUNS='first second'")
-    scope: PruneScope = "checkpoints" if request.checkpoints else "run"
-    removable = select_prunable([open_run(output, check_run_name(name, key="RUNS")) for name in request.runs], scope)
+    removable = select_prunable(
+        [open_run(output, check_run_name(name, key="RUNS")) for name in request.runs],
+        "checkpoints" if request.checkpoints else "run",
+    )
     nothing_removed = {"ok": True, "removed": [], "freed_bytes": 0}
     if not removable:
         return CommandResult(nothing_removed, ["There are no checkpoints to remove"])
-    parts = [part for run_parts in removable.values() for part in run_parts.items()]
-    parts_text = "\n".join(f"  {path} ({format_gib(size, digits=2)} GiB)" for path, size in parts)
+    parts_text = "\n".join(
+        f"  {path} ({format_gib(size, digits=2)} GiB)" for parts in removable.values() for path, size in parts.items()
+    )
     if not confirm_with_user(request, f"Remove\n{parts_text}\n?", refusal=f"this would remove\n{parts_text}"):
         return CommandResult(nothing_removed, ["Nothing was removed"])
     return command_result(prune(removable))
@@ -137,14 +145,9 @@ def _prune(request: Request) -> CommandResult:
 # --- their answers: in the terminal, for a file of prompts, or over HTTP ----------------------------------------------
 
 
-_CHAT_TOKENS, _INFER_TOKENS = 512, 256
-
-
 def _infer(request: Request) -> CommandResult:
     if request.input is None or request.output is None:
-        examples = {"INPUT=prompts.txt (or .jsonl)": request.input, "OUTPUT=answers.jsonl": request.output}
-        missing = [example for example, value in examples.items() if value is None]
-        raise ConfigError(f"make infer needs {' and '.join(missing)}")
+        raise ConfigError("make infer needs INPUT=prompts.txt (or .jsonl) and OUTPUT=answers.jsonl")
     require_source(request.input, "INPUT")
     require_writable_out(request.output, "OUTPUT")
     if request.output.is_dir():
@@ -153,8 +156,7 @@ def _infer(request: Request) -> CommandResult:
     quiet_libraries()
     from sft_play.finished.respond import infer
 
-    max_new_tokens = request.max_new_tokens or _INFER_TOKENS
-    return command_result(infer(finished, request.input, request.output, max_new_tokens=max_new_tokens))
+    return command_result(infer(finished, request.input, request.output, max_new_tokens=request.max_new_tokens or 256))
 
 
 def _chat(request: Request) -> CommandResult:
@@ -172,7 +174,7 @@ def _chat(request: Request) -> CommandResult:
     conversation = Conversation(
         responder,
         show,
-        max_new_tokens=request.max_new_tokens or _CHAT_TOKENS,
+        max_new_tokens=request.max_new_tokens or 512,
         temperature=request.temperature or 0.0,
         system=finished.config.data.style.system if request.system is None else request.system,
     )
@@ -183,10 +185,8 @@ def _chat(request: Request) -> CommandResult:
     while not conversation.has_ended:
         try:
             # input() for its line editing; from a pipe it would write the prompt into the output
-            line = input("> ") if is_terminal else next(sys.stdin, None)
-        except (EOFError, KeyboardInterrupt):
-            break
-        if line is None:
+            line = input("> ") if is_terminal else next(sys.stdin)
+        except (EOFError, KeyboardInterrupt, StopIteration):
             break
         conversation.handle_line(line.rstrip("\n"))
     if is_terminal:
@@ -200,9 +200,10 @@ def _serve(request: Request) -> int:
 
     host, port = request.host or serve.DEFAULT_HOST, serve.parse_port(request.port)
     service = serve.create_service(request.engine or serve.SERVING_ENGINES[0], find_request_run(request), host, port)
-    warning = serve.exposure_warning(host)
-    if warning is not None:
-        logger.warning("%s", warning)
+    if not is_local(host):
+        logger.warning(
+            "HOST=%s: there is no password; to keep the model to yourself, use an ssh tunnel instead", one_line(host)
+        )
     with redirect_stdout_to_stderr(enabled=request.json):
         serving = service.start()
     write_result(command_result(serving), request)
@@ -224,16 +225,21 @@ def _merge(request: Request) -> CommandResult:
     )
     from sft_play.finished.export.merge import merge_run
 
-    base = cast("MergeBase | None", request.base)
     with lock_run(finished.folder):
-        merged = merge_run(finished, dtype=request.dtype, base=base, out=request.out, replace=request.force)
+        merged = merge_run(
+            finished,
+            dtype=request.dtype,
+            base=cast("MergeBase | None", request.base),
+            out=request.out,
+            replace=request.force,
+        )
     return command_result(merged, is_written_to_out=False)
 
 
 def _merge_test(request: Request) -> CommandResult:
     finished = find_request_run(request)
     require_merged(finished, request.out or finished.folder.path / MERGED_FOLDER)
-    from sft_play.finished.export.check_merge import MERGE_TEST_ROWS, merge_test
+    from sft_play.finished.export.checks import MERGE_TEST_ROWS, merge_test
 
     return command_result(
         merge_test(finished, path=request.out, rows=request.limit or MERGE_TEST_ROWS), is_written_to_out=False
@@ -242,10 +248,9 @@ def _merge_test(request: Request) -> CommandResult:
 
 def _export(request: Request) -> CommandResult:
     if request.format not in _FORMATS:
-        problem = "make export needs FORMAT=,"
-        if request.format:
-            problem = f"FORMAT={one_line(request.format)} is not"
-        raise ConfigError(f"{problem} one of {', '.join(_FORMATS)}")
+        raise ConfigError(
+            f"FORMAT={one_line(request.format or '')}: make export needs FORMAT=, one of {', '.join(_FORMATS)}"
+        )
     if request.quant is not None and request.quant.lower() not in _QUANTS:
         raise ConfigError(f"QUANT={one_line(request.quant)} is not one of {', '.join(_QUANTS)}")
     if request.quant is not None and request.format == "vllm":
@@ -273,17 +278,18 @@ def _export(request: Request) -> CommandResult:
 def _export_test(request: Request) -> CommandResult:
     finished = find_request_run(request)
     find_gguf(finished, request.out)
-    from sft_play.finished.export.check_export import EXPORT_TEST_ROWS, export_test
+    from sft_play.finished.export.checks import EXPORT_TEST_ROWS, export_test
 
-    tested = export_test(finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS)
-    return command_result(tested, is_written_to_out=False)
+    return command_result(
+        export_test(finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS), is_written_to_out=False
+    )
 
 
 def _push(request: Request) -> CommandResult:
-    require_repo_name(request.repo)
+    repo = require_repo_name(request.repo)
     upload = plan_upload(
         find_request_run(request),
-        request.repo,
+        repo,
         is_merged=request.merged,
         is_public=request.public,
         is_confirmed=request.yes,
@@ -309,8 +315,9 @@ def _consolidate(request: Request) -> CommandResult:
         raise RunFolderError(f"{request.out} exists; remove it, or name another place: OUT=FOLDER")
     from sft_play.training.checkpoints.consolidate import consolidate
 
-    is_trusted = functools.partial(trusts_code, request)
-    path = consolidate(folder, checkpoint=checkpoint, out=request.out, is_trusted=is_trusted)
+    path = consolidate(
+        folder, checkpoint=checkpoint, out=request.out, is_trusted=functools.partial(trusts_code, request)
+    )
     return CommandResult({"ok": True, "run": str(folder.path), "path": str(path)}, is_written_to_out=False)
 
 

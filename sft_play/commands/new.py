@@ -20,10 +20,10 @@ from sft_play.launch.run_hardware import go_offline_without_hub
 from sft_play.log import one_line, redact
 from sft_play.models.config_json import find_model_folder
 from sft_play.planner.explain import long_cpu_warnings
+from sft_play.runs.files import read_json
 from sft_play.trace.confirm import load_run_model_shape
 
 _MODES_BY_PREFERENCE = ("lora", "qlora")
-_SUFFIXES = (".yaml", ".yml")
 # lines for the file's head, settings, comments below them
 _RunYaml = tuple[list[str], Mapping[str, JsonValue], list[str]]
 
@@ -33,10 +33,12 @@ def run_new(request: Request) -> CommandResult:
     required = {"MODEL=owner/name (or a folder)": request.model, "DATA=my.jsonl": request.data}
     missing = " and ".join(example for example, value in required.items() if value is None)
     if request.from_ is None and missing:
-        tools = "axolotl, LLaMA-Factory, ms-swift, torchtune, TRL or Unsloth"
-        raise ConfigError(f"make new needs {missing}; or FROM=their.yaml, a file of {tools}")
+        raise ConfigError(
+            f"make new needs {missing}; or FROM=their.yaml, a file of axolotl, LLaMA-Factory, ms-swift, torchtune, "
+            "TRL or Unsloth"
+        )
     out = request.out or Path(_default_file_name(request))
-    if out.suffix.lower() not in _SUFFIXES:
+    if out.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigError(f"OUT={one_line(str(out))}: a run YAML's name ends with .yaml: OUT={one_line(str(out))}.yaml")
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{one_line(str(out))} exists, and is not overwritten; OUT=another.yaml names another file")
@@ -50,17 +52,18 @@ def run_new(request: Request) -> CommandResult:
     )
     config = config_from_text(text, name=str(out))  # what is written loads
     with contextlib.suppress(SftPlayError):  # data that are named by a registry, or are not here
-        missed_lines = missed_column_lines(config.data, task_mode=config.task_mode)
-        text = "".join(f"# {line}\n" for line in missed_lines) + text
+        missed = missed_column_lines(config.data, task_mode=config.task_mode)
+        text = "".join([*(f"# {line}\n" for line in missed), text])
     try:
         atomic.write(out, text)
     except OSError as error:
         raise ConfigError(f"OUT={one_line(str(out))} cannot be written: {error.strerror}") from None
     machine = [f"HARDWARE={request.hardware}"] if request.hardware else []
     next_command = shlex.join(["make", "plan", f"CONFIG={out}", *machine])
-    lines = [*text.rstrip("\n").splitlines(), "", f"Written to {out}", f"Next: {next_command}"]
     return CommandResult(
-        {"ok": True, "path": str(out), "settings": settings, "next": next_command}, lines, is_written_to_out=False
+        {"ok": True, "path": str(out), "settings": settings, "next": next_command},
+        [*text.rstrip("\n").splitlines(), "", f"Written to {out}", f"Next: {next_command}"],
+        is_written_to_out=False,
     )
 
 
@@ -86,9 +89,10 @@ def _translate_file(request: Request, file: Path) -> _RunYaml:
     text = read_text(file, variable="FROM", expected="a file of axolotl, LLaMA-Factory, TRL or Unsloth")
     result = translate_file(text, name=str(file), user_settings=settings, row_format=row_format)
     origin = f"From {one_line(str(file))}, a file of {result.tool.name}, with its defaults"
-    head = f"{origin}; what is not set has this toolkit's"
-    comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]
-    return [head], result.settings, comments if comments[1:] else []
+    comments = result.comments()
+    if comments:
+        comments = ["# Not taken from the other file, or taken in another way:", *comments]
+    return [f"{origin}; what is not set has this toolkit's"], result.settings, comments
 
 
 def _infer_run_yaml(request: Request) -> _RunYaml:
@@ -105,8 +109,10 @@ def _infer_run_yaml(request: Request) -> _RunYaml:
         max_positions=load_run_model_shape(qlora_config).max_positions,
     )
     settings = {**model_settings, **dataset_info.settings}
-    if dataset_info.is_chat and folder is not None and not _has_template(folder):
-        settings["data.chat_template"] = "chatml"
+    if dataset_info.is_chat and folder is not None:
+        template_files = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates")]
+        if not template_files and not read_json(folder / "tokenizer_config.json").get("chat_template"):
+            settings["data.chat_template"] = "chatml"
     mode, mode_reason = _select_mode(request, settings)
     settings["tuning.mode"] = mode
     return [f"{one_line(request.data)}: {dataset_info.description}", f"tuning.mode: {mode_reason}"], settings, []
@@ -133,21 +139,12 @@ def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[s
 
 
 def _token_counter(folder: Path | None) -> CountTokens:
-    path = folder / "tokenizer.json" if folder is not None else None
-    if path is None or not path.is_file():
+    if folder is None:
         return estimate_tokens
     from tokenizers import Tokenizer
 
-    with contextlib.suppress(Exception):  # tokenizers raises plain Exception; loading it again says what is wrong
-        tokenizer = Tokenizer.from_file(str(path))
+    # tokenizers raises plain Exception, also of a file that is missing; loading it again says what is wrong
+    with contextlib.suppress(Exception):
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
     return estimate_tokens
-
-
-def _has_template(folder: Path) -> bool:
-    if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
-        return True
-    with contextlib.suppress(OSError):
-        settings = (folder / "tokenizer_config.json").read_text(encoding="utf-8", errors="replace")
-        return re.search(r'"chat_template":\s*[^n\s]', settings) is not None
-    return False

@@ -11,7 +11,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -54,7 +54,6 @@ from sft_play.machine.hardware import Hardware
 
 DEFAULT_RENDERED = Path("data/rendered")
 DEFAULT_PAGE = Path("data/preview.html")
-DEFAULT_EXAMPLES = 5
 
 
 def run_rows(request: Request) -> CommandResult | int:
@@ -63,8 +62,9 @@ def run_rows(request: Request) -> CommandResult | int:
     loaded, command = load_config(request.config, overrides=request.overrides), request.command
     config = loaded.config
     if command == "full-pipeline":
-        machine = requested_hardware(request)
-        return full_pipeline(loaded, machine, style=request.style, force=request.force, is_full=request.why)
+        return full_pipeline(
+            loaded, requested_hardware(request), style=request.style, force=request.force, is_full=request.why
+        )
     if command == "render":
         return render(loaded, out=request.out, force=request.force)
     if command == "preview":
@@ -72,20 +72,18 @@ def run_rows(request: Request) -> CommandResult | int:
         if not request.json and shown_preview.draw(sys.stdout):  # not through the log, which keeps no colours
             return 0
         return command_result(shown_preview, is_written_to_out=False)
-    answer: Answer
-    if command == "process":
-        from sft_play.data.process import process_files
-
-        answer = process_files(config, force=request.force)
-    elif command == "style":
-        from sft_play.data.process import style_rows
-
-        answer = style_rows(config, request.style, force=request.force)
-    else:
+    if command == "dapt-docx":
         from sft_play.documents import convert_documents
 
-        answer = convert_documents(config, force=request.force)
-    return _add_next_command(command_result(answer), request, config)
+        result = command_result(convert_documents(config, force=request.force))
+    else:
+        from sft_play.data.process import process_files, style_rows
+
+        if command == "process":
+            result = command_result(process_files(config, force=request.force))
+        else:
+            result = command_result(style_rows(config, request.style, force=request.force))
+    return _add_next_command(result, request, config)
 
 
 # --- render -----------------------------------------------------------------------------------------------------------
@@ -120,11 +118,20 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
             name = names_by_part[part]
             stats = _render_rows(path, part, output.open(name), config.data, row_renderer)
             rendered_files.append(RenderedFile(data_part_split(part), folder / name, stats))
-        _refuse_bad_rows(rendered_files, config.data)
+        bad_lines = [line for file in rendered_files for line in file.bad_lines()]
+        if bad_lines and config.data.on_bad_row == "fail":
+            raise DataError("\n".join([*bad_lines, FIX_OR_SKIP]))
+        for file in rendered_files:
+            if not file.stats.kept_rows:
+                reasons = file.lines()[1:] or [f"{file.stats.source} has no rows"]
+                raise DataError("\n".join([f"no row of {file.stats.source} is left:", *reasons]))
     notes = [*stage_notes, *paths.notes, *tokenizer_notes]
     lines = [*notes, *(line for file in rendered_files for line in file.lines())]
-    data = {"ok": True, "files": [file.as_json() for file in rendered_files], "notes": notes}
-    return CommandResult(data, ["\n".join(lines)], is_written_to_out=False)
+    return CommandResult(
+        {"ok": True, "files": [file.as_json() for file in rendered_files], "notes": notes},
+        ["\n".join(lines)],
+        is_written_to_out=False,
+    )
 
 
 def _rendered_name(part: str) -> str:
@@ -178,8 +185,8 @@ class RenderedFile:
 
     def lines(self) -> list[str]:
         """What was written, in words."""
-        stats, counts = self.stats, self.as_json()
-        tokens, trained = counts["tokens"], counts["trained"]
+        stats = self.stats
+        tokens, trained = (self.as_json()[name] for name in ("tokens", "trained"))
         count = f"{tokens:,} tokens, {trained:,} of them trained ({trained / max(1, tokens):.0%})"
         lines = [f"{self.path}: {stats.kept_rows:,} of {stats.rows:,} rows of {stats.source}; {count}"]
         if stats.cut_tokens:
@@ -211,16 +218,6 @@ class RenderedFile:
         }
 
 
-def _refuse_bad_rows(files: Sequence[RenderedFile], data: DataConfig) -> None:
-    bad_lines = [line for file in files for line in file.bad_lines()]
-    if bad_lines and data.on_bad_row == "fail":
-        raise DataError("\n".join([*bad_lines, FIX_OR_SKIP]))
-    for file in files:
-        if not file.stats.kept_rows:
-            lines = file.lines()[1:] or [f"{file.stats.source} has no rows"]
-            raise DataError("\n".join([f"no row of {file.stats.source} is left:", *lines]))
-
-
 # --- preview ----------------------------------------------------------------------------------------------------------
 
 
@@ -244,8 +241,13 @@ class Preview(Answer):
 
     def as_json(self) -> dict[str, Any]:
         """`ok`, `page`, `source`, `rows` and the examples with ids and labels."""
-        examples = [example.as_json() for example in self.examples]
-        return {"ok": self.ok, "page": str(self.page), "source": self.source, "rows": self.rows, "examples": examples}
+        return {
+            "ok": self.ok,
+            "page": str(self.page),
+            "source": self.source,
+            "rows": self.rows,
+            "examples": [example.as_json() for example in self.examples],
+        }
 
     def draw(self, stream: TextIO) -> bool:
         """The examples in colour where `stream` is a terminal with colours; elsewhere nothing is drawn, and false."""
@@ -254,13 +256,10 @@ class Preview(Answer):
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
         if not console.is_terminal or console.no_color or console.color_system is None:
             return False
-        source = make_visible(self.source)
-        console.print(f"{len(self.examples):,} of {self.rows:,} rows of {source}; trained parts green")
-        for note in self.notes:
-            console.print(make_visible(note))
+        title = f"{len(self.examples):,} of {self.rows:,} rows of {make_visible(self.source)}; trained parts green"
+        console.print("\n".join([title, *map(make_visible, self.notes)]))
         for example in self.examples:
-            console.print()
-            console.print(format_terminal_text(example, max_pieces=self.max_pieces))
+            console.print("", format_terminal_text(example, max_pieces=self.max_pieces), sep="\n")
         console.print(f"Page: {make_visible(str(self.page))}")
         return True
 
@@ -275,7 +274,7 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     path = paths.train
     configure_hub(config)
     reader = ExampleReader(path, config.data, split="train", wants_text=config.task_mode == "cpt")
-    chosen_rows = choose_rows(reader, count=count or DEFAULT_EXAMPLES, row_number=row)
+    chosen_rows = choose_rows(reader, count=count or 5, row_number=row)
     tokenizer, tokenizer_notes, row_renderer = load_row_tools(config)
     token_bytes = TokenBytes(tokenizer)
     examples = tuple(
@@ -283,12 +282,11 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
         for row_number, raw in chosen_rows
         for example in preview_rows(row_number, raw, reader, row_renderer, token_bytes)
     )
-    page_path = page or DEFAULT_PAGE
-    check_not_source(page_path, [("train", path)])
+    page = page or DEFAULT_PAGE
+    check_not_source(page, [("train", path)])
     notes = [*stage_notes, *tokenizer_notes]
     if len(paths.sources) > 1:
-        others = ", ".join(source.name for source in paths.sources[1:])
-        notes.append(f"The first of data.sources; not shown: {others}")
+        notes.append(f"The first of data.sources; not shown: {', '.join(source.name for source in paths.sources[1:])}")
     notes += missed_column_lines(config.data, task_mode=config.task_mode)
     intro_lines = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
@@ -298,11 +296,17 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     ]
     if config.task_mode == "cpt":
         intro_lines.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
-    with OutputFolder(page_path.parent, (page_path.name,), force=force, command="preview") as folder:
+    with OutputFolder(page.parent, (page.name,), force=force, command="preview") as folder:
         title = f"Preview of {Path(str(path)).name}"
-        folder.open(page_path.name).write(render_html_page(examples, title=title, intro_lines=intro_lines))
-    max_pieces = MAX_TERMINAL_PIECES if row is None else MAX_PAGE_PIECES
-    return Preview(str(path), reader.rows, examples, tuple(notes), page_path, max_pieces)
+        folder.open(page.name).write(render_html_page(examples, title=title, intro_lines=intro_lines))
+    return Preview(
+        str(path),
+        reader.rows,
+        examples,
+        tuple(notes),
+        page,
+        max_pieces=MAX_TERMINAL_PIECES if row is None else MAX_PAGE_PIECES,
+    )
 
 
 # --- what comes next, and all in one go -------------------------------------------------------------------------------
@@ -321,8 +325,8 @@ def _add_next_command(result: CommandResult, request: Request, config: RunConfig
         lines = [f"Not read yet: {finding.found.partition('; ')[0]}, not {folder / 'train.jsonl'}"]
         settings += ["task_mode=cpt"] if request.command == "dapt-docx" else []
         settings += _file_settings(folder, data)
-    next_command = shlex.join(make_argv(request, "check", settings))
-    return dataclasses.replace(result, lines=[*result.lines, *lines, f"Next: {next_command}"])
+    lines.append(f"Next: {shlex.join(make_argv(request, 'check', settings))}")
+    return dataclasses.replace(result, lines=[*result.lines, *lines])
 
 
 def _file_settings(folder: Path, data: DataConfig) -> list[str]:
@@ -357,44 +361,39 @@ def full_pipeline(
         stop_details = {"name": name, "why": str(error)}
         lines += [f"== {name} ==", escape_control(str(error)), f"Stopped at {name}; what was written before it is kept"]
     ok = stop_details is None and all(step["ok"] for step in steps)
-    data = {"ok": ok, "steps": steps, "stopped": stop_details}
-    return CommandResult(data, ["\n".join(lines)], 0 if ok else ConfigError.exit_code)
+    return CommandResult(
+        {"ok": ok, "steps": steps, "stopped": stop_details}, ["\n".join(lines)], 0 if ok else ConfigError.exit_code
+    )
 
 
 def _pipeline_steps(
     loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool, is_full: bool
 ) -> Iterator[tuple[str, Callable[[], CommandResult]]]:
     """The steps in order, each a function without arguments; one is built when those before it are done."""
-    from sft_play.data.process import process_files
+    from sft_play.data.process import process_files, style_rows
 
     config = loaded.config
     yield "process", lambda: command_result(process_files(config, force=force))
     folder = Path(config.data.process.out_dir)
     style_config = config.data.style
     if style is not None or style_config.system is not None or style_config.per_source:
-        from sft_play.data.process import style_rows
-
         yield "style", lambda: command_result(style_rows(config, style, force=force))
         folder = Path(style_config.out_dir)
     overrides = [*loaded.overrides, *_file_settings(folder, config.data)]  # what was just written
     yield "render", lambda: render(load_config(loaded.path, overrides=overrides), out=None, force=force)
-    earlier_findings = [_training_files_finding(config.data, folder)]
+    findings = [_training_files_finding(config.data, folder)]
     yield (
         "check",
-        lambda: check_result(
-            check_run(loaded.path, overrides, hardware, earlier_findings=earlier_findings), is_full=is_full
-        ),
+        lambda: check_result(check_run(loaded.path, overrides, hardware, earlier_findings=findings), is_full=is_full),
     )
 
 
 def _training_files_finding(data: DataConfig, folder: Path) -> Finding:
-    written_file, configured_path = folder / "train.jsonl", data.train_path
-    paths = [Path(path).expanduser().absolute() for path in (written_file, configured_path or "")]
-    if configured_path is not None and paths[0] == paths[1]:
-        return pass_finding("training files", f"data.train_path={written_file}, which was written just now")
-    read_files = f"data.sources: {', '.join(data.source_names)}"
-    if configured_path is not None:
-        read_files = f"data.train_path={one_line(configured_path)}"
+    written_file, read_files = folder / "train.jsonl", f"data.sources: {', '.join(data.source_names)}"
+    if data.train_path is not None:
+        if Path(data.train_path).expanduser().absolute() == written_file.expanduser().absolute():
+            return pass_finding("training files", f"data.train_path={written_file}, which was written just now")
+        read_files = f"data.train_path={one_line(data.train_path)}"
     return warn_finding(
         "training files",
         f"make train with this config reads {read_files}; checked below is {written_file}, which was written just now",

@@ -5,7 +5,7 @@
 - Answers: `respond` (in the terminal, and for the others), `infer` (over files), `serve` and
   `openai` (over HTTP).
 - Is it better? `evaluation` by `metrics`; `ship` judges.
-- Pages: `report` and `compare`, written by `page`.
+- Pages: `report` has those of `make report` and `make compare`.
 - `listing` lists and removes runs, `reproduce` trains one again. `export/` makes the model ready
   for others.
 """

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,8 +52,6 @@ from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
-
-ROWS_FILE = "eval.jsonl"  # beside it the summary, eval.json
 
 # Of each row what one model made of it, as eval.jsonl has it: nll, tokens, correct, and the answer with its metrics.
 RowFigures = list[dict[str, Any]]
@@ -118,12 +116,13 @@ def score_rows(
 def score_rows_of_run(run: FinishedRun, model: Any, rows: Sequence[Any]) -> list[RowScore]:
     """Score rows by one of the run's models, in the batches and the dtype of the run's own evaluation."""
     plan = run.plan()
-    # of the longest row, which may be shorter than max_seq_len
-    max_batch_tokens = plan.eval_batch * plan.choice.step.seq_len
-    scores: list[RowScore] = score_rows(
-        model, rows, max_batch_tokens=max_batch_tokens, autocast_dtype=compute_dtype(run)
+    return score_rows(  # type: ignore[no-any-return]
+        model,
+        rows,
+        # of the longest row, which may be shorter than max_seq_len
+        max_batch_tokens=plan.eval_batch * plan.choice.step.seq_len,
+        autocast_dtype=compute_dtype(run),
     )
-    return scores
 
 
 def _score_batch(
@@ -154,11 +153,6 @@ class EvalRows:
     questions: Mapping[int, tuple[Question, list[Message]]] = field(default_factory=dict)
     rows_trained_on: int | None = None  # of the split, token for token; None where that is not known
 
-    @property
-    def name(self) -> str:
-        """The split or the file."""
-        return self.data or self.split or ""
-
 
 def load_eval_rows(
     run: FinishedRun, *, split: str | None, data: str | None, limit: int | None, needs_questions: bool
@@ -169,29 +163,34 @@ def load_eval_rows(
     if data is not None:
         split_rows, rows_trained_on = _load_file_split(run, tokenizer, data)
     else:
-        split, split_rows = _load_run_split(run, tokenizer, split)
+        splits = build_run_splits(run, run.config, tokenizer)
+        available = {name: rows for name, rows in (("test", splits.test), ("val", splits.val)) if rows is not None}
+        split = split or next(iter(available), "validation or test")
+        if split not in available:
+            raise DataError(
+                f"{run.folder.path} has no {split} rows, only {', '.join(available) or 'trained ones'}; "
+                "leave SPLIT= out, or name a file that it has not seen with DATA=FILE"
+            )
+        split_rows = available[split]
         rows_trained_on = split_rows.stats.shared_rows.get("train", 0)
     split_size = len(split_rows.rows)
     row_indices = evenly_spaced_indices(split_size, limit or split_size)
-    questions = _select_questions(run, tokenizer, split_rows, row_indices) if needs_questions else {}
+    questions: dict[int, tuple[Question, list[Message]]] = {}
+    if needs_questions:  # by the rule of the run's own exact match
+        positions = {row_index: position for position, row_index in enumerate(row_indices)}
+        chats = {
+            positions[row_index]: split_rows.chats[chat_index]
+            for chat_index, row_index in enumerate(split_rows.chats.row_indices)
+            if row_index in positions
+        }
+        built = build_questions([*chats.values()], build_run_renderer(run, tokenizer), tokenizer)
+        questions = {
+            position: (question, list(chat.messages[:-1]))
+            for (position, chat), question in zip(chats.items(), built, strict=True)
+            if question is not None
+        }
     rows = split_rows.rows.select(row_indices)
     return EvalRows(split, data, rows, row_indices, split_size, questions, rows_trained_on)
-
-
-def _load_run_split(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, DataSplit]:
-    splits = build_run_splits(run, run.config, tokenizer)
-    available = {name: rows for name, rows in (("test", splits.test), ("val", splits.val)) if rows is not None}
-    if not available:
-        raise DataError(
-            f"{run.folder.path} was trained without validation or test rows: name a file that it "
-            "has not seen with DATA=FILE"
-        )
-    name = split or next(iter(available))
-    if name not in available:
-        raise DataError(
-            f"{run.folder.path} has no {name} rows, only {', '.join(available)}; leave SPLIT= out, or name a DATA=FILE"
-        )
-    return name, available[name]
 
 
 def _load_file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataSplit, int | None]:
@@ -207,8 +206,10 @@ def _load_file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataS
         find_data_paths(config.data)
         is_own_data_present = True
     except DataError as error:
-        reason = "whether rows of DATA= were trained on is not known"
-        logger.warning("The data that the run was trained on is gone (%s): %s", one_line(str(error)), reason)
+        logger.warning(
+            "The data that the run was trained on is gone (%s): whether rows of DATA= were trained on is not known",
+            one_line(str(error)),
+        )
         is_own_data_present, label = False, "data.train_path"
         settings |= {"train_path": data, "val_path": None, "text_path": None, "sources": (), "val_fraction": 0.0}
         if config.task_mode == "cpt_mixed":
@@ -223,27 +224,8 @@ def _load_file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataS
     return splits.test, splits.test.stats.shared_rows.get("train", 0) if is_own_data_present else None
 
 
-def _select_questions(
-    run: FinishedRun, tokenizer: Any, split: DataSplit, row_indices: Sequence[int]
-) -> dict[int, tuple[Question, list[Message]]]:
-    """The questions among the chosen rows, by the rule of the run's own exact match."""
-    positions = {row_index: position for position, row_index in enumerate(row_indices)}
-    chats = {
-        positions[row_index]: split.chats[chat_index]
-        for chat_index, row_index in enumerate(split.chats.row_indices)
-        if row_index in positions
-    }
-    questions = build_questions([*chats.values()], build_run_renderer(run, tokenizer), tokenizer)
-    return {
-        position: (question, list(chat.messages[:-1]))
-        for (position, chat), question in zip(chats.items(), questions, strict=True)
-        if question is not None
-    }
-
-
 # --- tasks of lm-evaluation-harness -----------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class TaskComparison:
+class TaskComparison(NamedTuple):
     """A metric of a task by the harness's name for it (metric and filter, such as `acc,none`), with the standard error
     of the trained model's, where it gives one."""
 
@@ -252,17 +234,6 @@ class TaskComparison:
     base: float
     tuned: float
     stderr: float | None
-
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        return asdict(self) | {"difference": self.tuned - self.base}
-
-    def table_row(self) -> list[str]:
-        """Its line of the table."""
-        difference = f"{self.tuned - self.base:+.4f}"
-        if self.stderr is not None:
-            difference += f" (standard error {self.stderr:.4f})"
-        return [f"{self.task} {self.metric}", f"{self.base:.4f}", f"{self.tuned:.4f}", difference, ""]
 
 
 def find_tasks(tasks: Sequence[str]) -> list[str]:
@@ -332,8 +303,15 @@ def compare_tasks(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskComp
         for metric, value in numbers.items():
             name, _, filter_name = metric.partition(",")
             if filter_name and not name.endswith("_stderr"):
-                stderr = numbers.get(f"{name}_stderr,{filter_name}")
-                comparisons.append(TaskComparison(task, metric, base["results"][task][metric], value, stderr))
+                comparisons.append(
+                    TaskComparison(
+                        task,
+                        metric,
+                        base["results"][task][metric],
+                        value,
+                        stderr=numbers.get(f"{name}_stderr,{filter_name}"),
+                    )
+                )
     return tuple(comparisons)
 
 
@@ -367,7 +345,7 @@ class Evaluation(Answer):
             "tokens": self.tokens,
             "figures": {comparison.name: comparison.as_json() for comparison in self.comparisons},
             "perplexity": next((figure.perplexity for figure in self.comparisons if figure.is_loss), None),
-            "tasks": [task.as_json() for task in self.tasks],
+            "tasks": [{**task._asdict(), "difference": task.tuned - task.base} for task in self.tasks],
             **self.summary_fields,
             "rows_path": str(self.rows_path) if self.rows_path else None,
             "path": str(self.path),
@@ -376,20 +354,31 @@ class Evaluation(Answer):
     def lines(self) -> list[str]:
         lines, rows, before = [], self.rows, self.summary_fields["before"]
         if rows.row_indices:
-            counts = f"{len(rows.row_indices):,} of {rows.split_size:,} rows of {rows.name}"
-            figures = f"{self.tokens:,} trained tokens, {len(rows.questions):,} answers"
-            lines.append(f"Evaluated: {counts} ({figures})")
+            lines.append(
+                f"Evaluated: {len(rows.row_indices):,} of {rows.split_size:,} rows of {rows.data or rows.split} "
+                f"({self.tokens:,} trained tokens, {len(rows.questions):,} answers)"
+            )
         if rows.rows_trained_on:
-            warning = f"{rows.rows_trained_on:,} of {rows.split_size:,} rows were trained on, token for token"
-            lines.append(f"Warning: {warning}, and say nothing about new data")
+            lines.append(
+                f"Warning: {rows.rows_trained_on:,} of {rows.split_size:,} rows were trained on, token for token, "
+                "and say nothing about new data"
+            )
         if before is not None:
             lines.append(f"Before: {before}, which this run continued")
         first_model = "base" if before is None else "before"
         table = [["", first_model, "tuned", f"difference [{CONFIDENCE_LEVEL:.0%} interval]", ""]]
         table += [row for comparison in self.comparisons for row in comparison.table_rows()]
-        lines += align_columns([*table, *(task.table_row() for task in self.tasks)])
-        paths = ", ".join(str(path) for path in (self.rows_path, self.path) if path)
-        return [*lines, f"Written to: {paths}", next_command_line("ship", RUN=self.run)]
+        for task in self.tasks:
+            difference = f"{task.tuned - task.base:+.4f}"
+            if task.stderr is not None:
+                difference += f" (standard error {task.stderr:.4f})"
+            table.append([f"{task.task} {task.metric}", f"{task.base:.4f}", f"{task.tuned:.4f}", difference, ""])
+        lines += align_columns(table)
+        return [
+            *lines,
+            f"Written to: {', '.join(str(path) for path in (self.rows_path, self.path) if path)}",
+            next_command_line("ship", RUN=self.run),
+        ]
 
 
 def evaluate_run(
@@ -407,15 +396,13 @@ def evaluate_run(
     docs/trained.md (eval). Raises ConfigError where a name is wrong, a package is missing, or a place cannot be
     written; DataError where there are no rows; ModelError where the base is gone."""
     # whatever a wrong word can stop is asked before the models load: they take minutes
-    rows_path = out or run.folder.path / ROWS_FILE
+    rows_path = out or run.folder.path / "eval.jsonl"
     if rows_path.suffix == ".json" or rows_path.is_dir():
         raise ConfigError(
-            f"OUT={one_line(str(rows_path))} has to name a JSONL for the rows; the summary is "
-            "written beside it as .json"
+            f"OUT={one_line(str(rows_path))} has to name a JSONL for the rows; the summary goes beside it as .json"
         )
     path = rows_path.with_suffix(".json")
-    chosen_tasks = find_tasks(tasks)
-    chosen_metrics = select_metrics(metrics)
+    chosen_tasks, chosen_metrics = find_tasks(tasks), select_metrics(metrics)
     quiet_libraries()
     rows, options = EvalRows(), run.config.data
     held_out = (options.val_path, options.test_path, options.val_fraction, *(one.val_path for one in options.sources))
@@ -423,57 +410,57 @@ def evaluate_run(
         rows = load_eval_rows(run, split=split, data=data, limit=limit, needs_questions=bool(chosen_metrics))
         if metrics and chosen_metrics and not rows.questions:
             raise ConfigError(
-                f"METRICS={one_line(' '.join(metrics))}: no row of {rows.name} ends with an answer to generate"
+                f"METRICS={one_line(' '.join(metrics))}: no row of {rows.data or rows.split} ends with an answer"
             )
         for position, (question, _) in [*rows.questions.items()][:1]:  # a function that fails does so now
             _metric_values(rows, chosen_metrics, position, question.reference)
     max_answer_tokens = max_new_tokens or run.config.eval.max_new_tokens
 
     def measure_model(model_label: str, model: Any) -> tuple[RowFigures, dict[str, Any]]:
-        responder = Responder(run, model)
+        responder, task_results = Responder(run, model), dict[str, Any]()
         logger.info("Evaluating the %s: %s rows", model_label, f"{len(rows.row_indices):,}")
-        figures = _measure_rows(responder, rows, chosen_metrics, model_label, max_answer_tokens)
-        if not chosen_tasks:
-            return figures, {}
-        return figures, run_tasks(run, model, responder.tokenizer, chosen_tasks, limit=limit)
+        figures = [score._asdict() for score in score_rows_of_run(run, model, rows.rows)]
+        answers = responder.answers(
+            [question for question, _ in rows.questions.values()],
+            max_new_tokens=max_answer_tokens,
+            model_label=model_label,
+        )
+        for position, answer in zip(rows.questions, answers, strict=True):
+            figures[position] = {
+                "answer": answer.text,
+                **figures[position],
+                **_metric_values(rows, chosen_metrics, position, answer.text),
+            }
+        if chosen_tasks:
+            task_results = run_tasks(run, model, responder.tokenizer, chosen_tasks, limit=limit)
+        return figures, task_results
 
     (base_figures, base_tasks), (tuned_figures, tuned_tasks) = measure_both_models(run, measure_model)
     continued_adapter = find_continued_adapter(run)
-    summary_fields = {
-        "by": {"weights": base_weights_identity(str(run.weights), None)["sha256"], "max_new_tokens": max_answer_tokens,
-               "resamples": BOOTSTRAP_RESAMPLES, "seed": BOOTSTRAP_SEED},
-        "before": continued_adapter.name if continued_adapter else None,
-    }  # fmt: skip
     evaluation = Evaluation(
         run.folder.path,
         rows,
         tokens=sum(row["tokens"] for row in tuned_figures),
         comparisons=compare_metrics(base_figures, tuned_figures, chosen_metrics),
         tasks=compare_tasks(base_tasks, tuned_tasks),
-        summary_fields=summary_fields,
+        summary_fields={
+            "by": {
+                "weights": base_weights_identity(str(run.weights), None)["sha256"],
+                "max_new_tokens": max_answer_tokens,
+                "resamples": BOOTSTRAP_RESAMPLES,
+                "seed": BOOTSTRAP_SEED,
+            },
+            "before": continued_adapter.name if continued_adapter else None,
+        },
         rows_path=rows_path if rows.row_indices else None,
         path=path,
     )
     if rows.row_indices:
-        rows_jsonl = _rows_jsonl(run, rows, base_figures, tuned_figures)
         with translate_write_errors(rows_path):
-            write_text(rows_path, rows_jsonl)
+            write_text(rows_path, _rows_jsonl(run, rows, base_figures, tuned_figures))
     with translate_write_errors(path):
         write_json(path, evaluation.as_json())
     return evaluation
-
-
-def _measure_rows(
-    responder: Responder, rows: EvalRows, metrics: Sequence[Metric], model_label: str, max_new_tokens: int
-) -> RowFigures:
-    scores = score_rows_of_run(responder.run, responder.model, rows.rows)
-    figures = [score._asdict() for score in scores]
-    questions = [question for question, _ in rows.questions.values()]
-    answers = responder.answers(questions, max_new_tokens=max_new_tokens, model_label=model_label)
-    for position, answer in zip(rows.questions, answers, strict=True):
-        values = _metric_values(rows, metrics, position, answer.text)
-        figures[position] = {"answer": answer.text, **figures[position], **values}
-    return figures
 
 
 def _metric_values(rows: EvalRows, metrics: Sequence[Metric], position: int, answer: str) -> dict[str, float]:
@@ -481,7 +468,7 @@ def _metric_values(rows: EvalRows, metrics: Sequence[Metric], position: int, ans
     try:
         return {metric.name: metric.score(answer, question.reference, messages) for metric in metrics}
     except ConfigError as error:
-        raise ConfigError(f"row {rows.row_indices[position] + 1} of {rows.name}: {error}") from error
+        raise ConfigError(f"row {rows.row_indices[position] + 1} of {rows.data or rows.split}: {error}") from error
 
 
 def _rows_jsonl(run: FinishedRun, rows: EvalRows, base_figures: RowFigures, tuned_figures: RowFigures) -> str:

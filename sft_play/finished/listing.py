@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -75,9 +75,10 @@ class RunList(Answer):
             step = "-" if run.step is None else str(run.step)
             name, model = one_line(run.name, limit=48), one_line(f"{run.mode} {run.model}", limit=48)
             rows.append((name, run.status, step, best, format_size(run.bytes), age, model))
-        total_size = format_size(sum(run.bytes for run in self.runs))
-        total = f"{plural(len(self.runs), 'run')}, {total_size}"
-        total += f", of which checkpoints {format_size(sum(run.checkpoint_bytes for run in self.runs))}"
+        size, of_checkpoints = sum(run.bytes for run in self.runs), sum(run.checkpoint_bytes for run in self.runs)
+        total = (
+            f"{plural(len(self.runs), 'run')}, {format_size(size)}, of which checkpoints {format_size(of_checkpoints)}"
+        )
         return [*align_columns(rows), total, next_command_line("report", RUN=self.runs[0].path)]
 
 
@@ -92,7 +93,15 @@ def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
 def _list_run(folder: RunFolder) -> ListedRun:
     manifest, resolved = folder.read_manifest(), read_json(folder.path / "resolved.json")
     metrics = [entry for _, entry in read_metric_lines(folder.metrics_path)]
-    metric, value, rows = find_best_evaluation(metrics, read_summary(folder.path)) or (None, None, None)
+    # the best of all evaluations, the one after training among them: exact match where it was measured, else loss
+    after = {f"eval_{name}": value for name, value in (read_summary(folder.path).get("after") or {}).items()}
+    best: dict[str, Any] = {"best_metric": None, "best_value": None}
+    for name, choose in (("loss", min), ("exact_match", max)):
+        values = [(entry.get(f"eval_{name}"), entry.get("eval_generated_rows")) for entry in (*metrics, after)]
+        numbers = [(float(value), rows) for value, rows in values if isinstance(value, (int, float))]
+        if numbers:
+            value, rows = choose(numbers, key=lambda candidate: candidate[0])
+            best = {"best_metric": name, "best_value": value, "best_rows": rows if name == "exact_match" else None}
     try:
         started = datetime.fromisoformat(str(manifest.get("started"))).astimezone(UTC)
     except ValueError:
@@ -104,13 +113,11 @@ def _list_run(folder: RunFolder) -> ListedRun:
         mode=str((resolved.get("tuning") or {}).get("mode", "?")),
         status=run_status(folder, manifest),
         step=max((entry["step"] for entry in metrics), default=None),
-        best_metric=metric,
-        best_value=value,
+        **best,
         **find_best_checkpoint(folder),
         bytes=_folder_bytes(folder.path),
         checkpoint_bytes=sum(map(_folder_bytes, _checkpoint_folders(folder))),
         started=started,
-        best_rows=rows,
     )
 
 
@@ -127,21 +134,6 @@ def run_status(folder: RunFolder, manifest: dict[str, Any]) -> RunStatus:
     if lock_holder_pid(folder) is not None:  # the lock before the manifest, which a killed run leaves at "running"
         return "running"
     return "stopped" if status == "stopped" else "failed"
-
-
-def find_best_evaluation(
-    metrics: Sequence[dict[str, Any]], summary: dict[str, Any]
-) -> tuple[str, float, int | None] | None:
-    """The best of all evaluations, the one after training among them: exact match where it was measured, with how many
-    rows it is of where that was recorded, else loss."""
-    after = {f"eval_{name}": value for name, value in (summary.get("after") or {}).items()}
-    for name, choose in (("exact_match", max), ("loss", min)):
-        values = [(entry.get(f"eval_{name}"), entry.get("eval_generated_rows")) for entry in (*metrics, after)]
-        numbers = [(float(value), rows) for value, rows in values if isinstance(value, (int, float))]
-        if numbers:
-            value, rows = choose(numbers, key=lambda candidate: candidate[0])
-            return name, value, rows if name == "exact_match" else None
-    return None
 
 
 def find_best_checkpoint(folder: RunFolder) -> dict[str, Any]:
@@ -169,7 +161,7 @@ def _folder_bytes(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
-            total += path.lstat().st_size if not path.is_dir() else 0
+            total += 0 if path.is_dir() else path.lstat().st_size
     return total
 
 
@@ -193,10 +185,6 @@ class PruneResult(Answer):
         ]
 
 
-# What is to be removed of each run, with its bytes.
-PruneSelection = Mapping[RunFolder, Mapping[Path, int]]
-
-
 def select_prunable(folders: Iterable[RunFolder], scope: PruneScope) -> dict[RunFolder, dict[Path, int]]:
     """Select what `prune` removes of these runs. Event files behind a link are left out: they may be another user's.
     Raises RunFolderError where a run is a link, is being written, or could still be resumed from what is to go."""
@@ -215,8 +203,9 @@ def _prunable_paths(folder: RunFolder, scope: PruneScope) -> dict[Path, int]:
         files = [] if is_link else sorted(folder.tensorboard_path.rglob(EVENT_FILES))
         return {path: path.stat().st_size for path in files if not path.is_symlink()}
     if folder.path.is_symlink():
-        link_target = folder.path.resolve()
-        raise RunFolderError(f"{folder.path} is a link to {link_target}: name that folder, or remove the link")
+        raise RunFolderError(
+            f"{folder.path} is a link to {folder.path.resolve()}: name that folder, or remove the link"
+        )
     if scope == "run":
         return {folder.path: _folder_bytes(folder.path)}
     return {checkpoints: _folder_bytes(checkpoints) for checkpoints in _checkpoint_folders(folder)}
@@ -230,8 +219,9 @@ def _require_finished(folder: RunFolder, status: str) -> None:
         )
 
 
-def prune(selection: PruneSelection) -> PruneResult:
-    """Remove a selection, each run locked; what cannot be locked or removed is kept, with a warning."""
+def prune(selection: Mapping[RunFolder, Mapping[Path, int]]) -> PruneResult:
+    """Remove what was selected of each run, with its bytes, each run locked; what cannot be locked or removed is kept,
+    with a warning."""
     removed: dict[Path, int] = {}
     for folder, paths in selection.items():
         try:
@@ -243,5 +233,8 @@ def prune(selection: PruneSelection) -> PruneResult:
                     removed[path] = size
         except (RunFolderError, OSError) as error:
             logger.warning("kept: %s", error)
-    kept_paths = tuple(path for paths in selection.values() for path in paths if path not in removed)
-    return PruneResult(tuple(removed), sum(removed.values()), kept_paths)
+    return PruneResult(
+        tuple(removed),
+        sum(removed.values()),
+        kept=tuple(path for paths in selection.values() for path in paths if path not in removed),
+    )

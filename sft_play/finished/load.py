@@ -83,36 +83,28 @@ def find_continued_adapter(run: FinishedRun) -> ContinuedAdapter | None:
     return ContinuedAdapter(Path(record["path"]), str(record["sha256"]), name)
 
 
-def load_initial_model(run: FinishedRun) -> Any:
-    """The model that training began with: the base, with the adapter that was continued on it, where one was; raises
-    ModelError where base or adapter is missing or another one."""
-    adapter = find_continued_adapter(run)
-    if adapter is None:
-        return load_base_model(run)
-    adapter_file = adapter.folder / ADAPTER_FILE
-    if not adapter_file.is_file():
-        raise ModelError(f"{adapter_file} is gone; {run.folder.path} continued its training")
-    if file_digest(adapter_file) != adapter.sha256:
-        raise ModelError(
-            f"{adapter_file} is not the adapter that {run.folder.path} continued, by its digest: put it back"
-        )
-    return load_adapter(load_base_model(run), adapter.folder)
-
-
 def measure_both_models(run: FinishedRun, measure: Callable[[str, Any], T]) -> tuple[T, T]:
     """Run `measure(model_label, model)` on the model before training (the base, with an adapter that was continued) and
-    on the trained one; `model_label` names the model in lines on how far it is. Raises ModelError where one cannot be
-    loaded."""
-    continued_adapter = find_continued_adapter(run)
-    if run.is_adapter and continued_adapter is None:
+    on the trained one; `model_label` names the model in lines on how far it is. Raises ModelError where base, adapter
+    or trained model are missing or other ones."""
+    continued = find_continued_adapter(run)
+    if run.is_adapter and continued is None:
         model = load_trained_model(run)
         with model.disable_adapter():
             base_result = measure("base", model)
     else:
-        model = load_initial_model(run)
-        base_result = measure(
-            "base" if continued_adapter is None else f"model before training ({continued_adapter.name})", model
-        )
+        model_label = "base"
+        if continued is None:
+            model = load_base_model(run)
+        else:
+            adapter_file = continued.folder / ADAPTER_FILE
+            if not adapter_file.is_file() or file_digest(adapter_file) != continued.sha256:
+                raise ModelError(
+                    f"{adapter_file} is not the adapter that {run.folder.path} continued, or is gone: put it back"
+                )
+            model_label = f"model before training ({continued.name})"
+            model = load_adapter(load_base_model(run), continued.folder)
+        base_result = measure(model_label, model)
         del model  # two whole models may be more than fits
         free_memory()
         model = load_trained_model(run)
@@ -155,8 +147,12 @@ def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
 
 def build_run_renderer(run: FinishedRun, tokenizer: Any) -> Renderer:
     """Build the renderer of conversations as the run's training used it, on the day that the run began."""
-    day = first_start_date(run.folder)  # a template that writes the date would put another one into every prompt
-    return Renderer(tokenizer, run.config.data, max_seq_len=run.plan().max_seq_len, today=day)
+    return Renderer(
+        tokenizer,
+        run.config.data,
+        max_seq_len=run.plan().max_seq_len,
+        today=first_start_date(run.folder),  # a template that writes the date would put another one into every prompt
+    )
 
 
 def build_run_splits(run: FinishedRun, config: RunConfig, tokenizer: Any) -> DataSplits:

@@ -35,10 +35,10 @@ BUILT_IN_METRICS = {"exact_match": None, "rouge_l": "rapidfuzz", "chrf": "sacreb
 
 METRIC_TITLES = {"token_accuracy": "token accuracy", "exact_match": "exact match", "rouge_l": "ROUGE-L", "chrf": "chrF"}
 
-CONFIDENCE_LEVEL, BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED = 0.95, 10_000, 0
-
 # Drawn rows that are held in memory at a time: some 100 MB with what is gathered for them.
 _MAX_DRAWN_ROWS = 4_000_000
+
+CONFIDENCE_LEVEL, BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED = 0.95, 10_000, 0
 
 _INSTALL_EVAL = "pip install 'sft-play[eval]'"
 
@@ -82,8 +82,8 @@ def _find_metric(name: str, missing: Sequence[str]) -> Metric:
     if ":" in name:
         return Metric(name, functools.partial(_call_user_metric, name, _import_function(name)))
     if name not in BUILT_IN_METRICS:
-        known_metrics = f"there are {', '.join(BUILT_IN_METRICS)}, {NO_METRICS} and your own module:function"
-        hint = did_you_mean(name, [*BUILT_IN_METRICS, NO_METRICS]) or known_metrics
+        hint = did_you_mean(name, [*BUILT_IN_METRICS, NO_METRICS])
+        hint = hint or f"there are {', '.join(BUILT_IN_METRICS)}, {NO_METRICS} and your own module:function"
         raise ConfigError(f"METRICS={one_line(name)} is not a metric; {hint}")
     if name in missing:
         raise ConfigError(f"METRICS={name} needs the package {BUILT_IN_METRICS[name]}: {_INSTALL_EVAL}")
@@ -113,8 +113,8 @@ def split_words(text: str) -> list[str]:
     """The words of a text for ROUGE-L: maximal runs of letters and digits with their combining marks, in NFKC and case
     folded; of scripts without spaces each character. Of ASCII texts the tokens of Google's rouge-score without
     stemming."""
-    words: list[str] = regex.findall(_WORD_PATTERN, unicodedata.normalize("NFKC", text).casefold(), flags=regex.V1)
-    return words
+    normalized = unicodedata.normalize("NFKC", text).casefold()
+    return list(regex.findall(_WORD_PATTERN, normalized, flags=regex.V1))
 
 
 def _import_function(name: str) -> Any:
@@ -137,12 +137,11 @@ def _import_function(name: str) -> Any:
 
 def _call_user_metric(name: str, function: Any, answer: str, reference: str, messages: Sequence[Message]) -> float:
     try:
-        result = function(answer, reference, [dict(message) for message in messages])
-        value = float(result)
+        value = float(function(answer, reference, [dict(message) for message in messages]))
     except Exception as error:  # the user's own code
         raise ConfigError(f"{one_line(name)} failed: {type(error).__name__}: {one_line(str(error))}") from error
     if not math.isfinite(value):
-        raise ConfigError(f"{one_line(name)} returned {result!r}, which is not a finite number")
+        raise ConfigError(f"{one_line(name)} returned {value}, which is not a finite number")
     return value
 
 
@@ -159,7 +158,6 @@ class Interval:
 
     def as_json(self) -> dict[str, Any]:
         """In plain data; an unbounded end, or one without data, is null."""
-        # an unbounded end, or one without data, is null
         return {name: finite_or_none(value) for name, value in asdict(self).items()}
 
 
@@ -237,8 +235,12 @@ class MetricComparison:
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        values = {"base": finite_or_none(self.base), "tuned": finite_or_none(self.tuned)}
-        return {**values, **self.interval.as_json(), "verdict": self.verdict}
+        return {
+            "base": finite_or_none(self.base),
+            "tuned": finite_or_none(self.tuned),
+            **self.interval.as_json(),
+            "verdict": self.verdict,
+        }
 
     def table_rows(self) -> list[list[str]]:
         """Its line of the table, of a loss also that of its perplexity."""

@@ -37,17 +37,6 @@ from sft_play.finished.respond import Responder
 from sft_play.log import one_line
 from sft_play.machine.network import is_local_request
 
-# Stop texts of a request (OpenAI's own limit), and characters of one.
-MAX_STOP_TEXTS, MAX_STOP_CHARS = 4, 256
-# Tokens beyond the stop text's bytes that are decoded too: special ones have no text, parts of a character neither.
-_MARGIN_TOKENS = 16
-_MIN_BODY_LIMIT = 2**20
-# A token of a request is some four characters, which JSON may write as six bytes each.
-_BYTES_PER_POSITION = 16
-_MAX_VALUE_CHARS = 60
-# The lowest temperature that is sampled at, as in vLLM: below it logits overflow.
-_MIN_TEMPERATURE = 0.01
-
 # Labels of a request, which change no answer; and whatever is asked of it, the last piece of a stream has the usage.
 _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "stream_options")
 # Options that are not read, with the values that ask for nothing.
@@ -56,7 +45,7 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto",), "parallel_tool_calls": (True,), "response_format": ({"type": "text"},),
     "modalities": (["text"],), "store": (False,), "service_tier": ("auto", "default"),
 }  # fmt: skip
-_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_StopText = Annotated[str, Field(min_length=1, max_length=256)]
 _to_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 _TokenCount = Annotated[int, Field(ge=1)]
 
@@ -75,7 +64,7 @@ class ChatRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[_StopText], _to_list, Field(max_length=MAX_STOP_TEXTS)] | None = None
+    stop: Annotated[list[_StopText], _to_list, Field(max_length=4)] | None = None  # OpenAI's own limit
 
 
 def bad_request(message: str, option: str | None = None) -> HTTPException:
@@ -103,7 +92,7 @@ def validate_request(body: Mapping[str, Any]) -> dict[str, Any]:
     else:
         return {name: getattr(request, name) for name in options}
     option = str(first["loc"][0])
-    value_text = one_line(json.dumps(options.get(option), ensure_ascii=False), limit=_MAX_VALUE_CHARS)
+    value_text = one_line(json.dumps(options.get(option), ensure_ascii=False), limit=60)
     message = f"{option}={value_text} is not supported: {first['msg'][:1].lower()}{first['msg'][1:]}"
     if option not in options:
         message = f"{option} is missing"
@@ -146,13 +135,17 @@ class StopTextCriteria(StoppingCriteria):
 
     def __init__(self, tokenizer: Any, stop_texts: Sequence[str], *, prompt_tokens: int) -> None:
         self._tokenizer, self.stop_texts, self._prompt_tokens = tokenizer, stop_texts, prompt_tokens
-        self._window_tokens = max(len(stop.encode()) for stop in stop_texts) + _MARGIN_TOKENS
+        # 16 more than the stop text's bytes: special tokens have no text, parts of a character neither
+        self._window_tokens = max(len(stop.encode()) for stop in stop_texts) + 16
 
     def __call__(self, input_ids: torch.Tensor, scores: Any = None, **_: Any) -> torch.Tensor:
         tail = input_ids[:, max(self._prompt_tokens, input_ids.shape[-1] - self._window_tokens) :]
         texts = self._tokenizer.batch_decode(tail, skip_special_tokens=True)
-        has_stopped = [any(stop in text for stop in self.stop_texts) for text in texts]
-        return torch.tensor(has_stopped, dtype=torch.bool, device=input_ids.device)
+        return torch.tensor(
+            [any(stop in text for stop in self.stop_texts) for text in texts],
+            dtype=torch.bool,
+            device=input_ids.device,
+        )
 
 
 class _StoppingGenerateManager(GenerateManager):
@@ -163,11 +156,11 @@ class _StoppingGenerateManager(GenerateManager):
         text_filter, put = StopTextFilter(_stop_texts_of(inputs)), queue._put
 
         def put_filtered(item: Any) -> None:
-            if type(item) is str:  # think text and tool calls have types of their own
+            if type(item) is str:
                 put(text_filter.feed(item))
-                return
-            put(text_filter.feed("", is_over=True))
-            put(item)
+            else:  # think text and tool calls have types of their own
+                put(text_filter.feed("", is_over=True))
+                put(item)
 
         queue._put = put_filtered
         return queue, streamer
@@ -194,8 +187,8 @@ def _stop_texts_of(inputs: Mapping[str, Any]) -> Sequence[str]:
 def request_prompt_ids(responder: Responder, messages: Sequence[Message], tools: Any = None) -> list[int]:
     """Token ids of a request's messages, read and rendered as training reads and renders a row; raises DataError where
     they are no conversation that an answer can follow."""
-    turns = [*messages, {"role": "assistant", "content": "."}]
-    row = RawRow("the request", {"messages": turns, "tools": tools or []})
+    answer = {"role": "assistant", "content": "."}
+    row = RawRow("the request", {"messages": [*messages, answer], "tools": tools or []})
     data = DataConfig(merge_consecutive=responder.run.config.data.merge_consecutive)
     _, row_format = detect_format(iter([row]), data)
     assert row_format is not None
@@ -239,7 +232,7 @@ class _ChatHandler(ChatCompletionHandler):
         if options.get("tools") and not self._supports_tools:
             raise bad_request("tools cannot be given: the model's chat template writes no tools", "tools")
         if options.get("temperature"):
-            options["temperature"] = max(options["temperature"], _MIN_TEMPERATURE)
+            options["temperature"] = max(options["temperature"], 0.01)  # as in vLLM: below it logits overflow
         async with self._render_lock:  # one at a time: so does the tokenizer
             prompt_ids = await run_in_threadpool(self._prompt_ids, options["messages"], options.get("tools"))
         stop_texts = options.pop("stop", ())
@@ -249,8 +242,9 @@ class _ChatHandler(ChatCompletionHandler):
         ids_BT = torch.tensor([prompt_ids], device=self._model.device)
         inputs: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)}
         if stop_texts:
-            criterion = StopTextCriteria(self._tokenizer, stop_texts, prompt_tokens=len(prompt_ids))
-            inputs["stopping_criteria"] = StoppingCriteriaList([criterion])
+            inputs["stopping_criteria"] = StoppingCriteriaList(
+                [StopTextCriteria(self._tokenizer, stop_texts, prompt_tokens=len(prompt_ids))]
+            )
         arguments = (request_id, self._model, self._tokenizer, self._name, inputs, config)
         if not options.get("stream"):
             return await self._non_streaming(*arguments, gen_manager=self._manager, tools=options.get("tools"))
@@ -260,10 +254,9 @@ class _ChatHandler(ChatCompletionHandler):
 
     @translate_library_errors()  # a panic of the tokenizer is an answer with an error
     def _prompt_ids(self, messages: Sequence[Message], tools: Any) -> list[int]:
-        texts = (str(message.get("content") or "") for message in messages)
-        lengths = [len(self._responder.tokenizer(text)["input_ids"]) for text in texts]
-        positions = self.max_positions
-        if positions is not None and len(messages) + sum(lengths) > 2 * positions:
+        tokenizer, positions = self._responder.tokenizer, self.max_positions
+        text_tokens = sum(len(tokenizer(str(message.get("content") or ""))["input_ids"]) for message in messages)
+        if positions is not None and len(messages) + text_tokens > 2 * positions:
             # before it is rendered, which costs more; a template may leave out some of the text
             raise bad_request(f"the messages are far longer than the model's {positions} positions", "messages")
         try:
@@ -286,7 +279,8 @@ def openai_app(responder: Responder, name: str, *, allowed_hosts: frozenset[str]
     """The application that answers as the run's model, called `name`; `allowed_hosts`: the names under which this
     server is asked, and from whose pages (None: any)."""
     app, handler = FastAPI(openapi_url=None), _ChatHandler(responder, name)
-    body_limit = max(_MIN_BODY_LIMIT, _BYTES_PER_POSITION * (handler.max_positions or 0))
+    # a token of a request is some four characters, which JSON may write as six bytes each
+    body_limit = max(2**20, 16 * (handler.max_positions or 0))
     # of temperature 0, which the server keeps beside do_sample=False
     logging.getLogger("transformers.generation.configuration_utils").setLevel(logging.ERROR)
 
@@ -294,13 +288,15 @@ def openai_app(responder: Responder, name: str, *, allowed_hosts: frozenset[str]
     async def guard(request: Request, call_next: Any) -> Any:
         headers, length = request.headers, request.headers.get("content-length", "")
         if not is_local_request(allowed_hosts, headers.get("host", ""), headers.get("origin")):
-            text = "this server answers this machine alone, and the request names another in Host or Origin"
-            rejection = _error_response(403, text)
+            rejection = _error_response(
+                403, "this server answers this machine alone, and the request names another in Host or Origin"
+            )
         elif "transfer-encoding" in headers:
             rejection = _error_response(411, "the body has no length (Content-Length)")
         elif length.isdigit() and int(length) > body_limit:
-            text = f"the body has more than {body_limit} bytes, the most that this server takes"
-            rejection = _error_response(413, text)
+            rejection = _error_response(
+                413, f"the body has more than {body_limit} bytes, the most that this server takes"
+            )
         else:
             return await call_next(request)
         async for _ in request.stream():  # a client sees the answer only once it has sent everything

@@ -12,6 +12,8 @@ import functools
 import itertools
 import json
 import logging
+import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,25 +21,186 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from sft_play.answers import Answer
 from sft_play.config.options import all_options
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.finished.listing import RunStatus, find_best_checkpoint, run_status
-from sft_play.finished.page import COLOURS, GREY, Chart, Curve, Points, ReportSection, ReportTable, write_page
-from sft_play.finished.run import next_command_line
-from sft_play.log import one_line
-from sft_play.runs.files import read_json, read_metric_lines, read_summary
+from sft_play.finished.run import next_command_line, translate_write_errors
+from sft_play.log import escape_control, one_line, redact, secret_values
+from sft_play.runs.files import read_json, read_metric_lines, read_summary, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.text import GIB, build_table, format_duration, format_size, render_lines
 
 logger = logging.getLogger(__name__)
 
-MAX_WARNINGS = 60
 REPORT_FILE, COMPARE_FILE = "report.html", "compare.html"
-_ABSENT_TEXT = "-"
 
-_RANK_SUFFIX = re.compile(r"_rank_\d+$")
 _WARNING_LINE = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (?:WARNING|ERROR|CRITICAL) \S+?: (.*)$", re.MULTILINE)
+
+
+# --- one self-contained HTML page (`page.html.jinja`): tables, curves and texts ---------------------------------------
+Points = Sequence[tuple[float, float]]
+
+# Of curves, in their order.
+COLOURS = (
+    *("#4c8bf5", "#f28e2b", "#3aa655", "#d1495b", "#9467bd"),
+    *("#17a2b8", "#b58900", "#e377c2", "#7f7f7f", "#8c564b"),
+)
+# Of what was predicted: such a curve is dashed.
+GREY = "#8a8a8a"
+# The frame of a chart in units of its viewBox (420 by 236): numbers stand left of it and below.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 412, 8, 204
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A named curve."""
+
+    name: str
+    points: Points
+    colour: str = COLOURS[0]
+    # Of what was measured now and then: its points are shown, and joined where there are more than two.
+    shows_points: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves with points in one frame."""
+
+    title: str
+    curves: Sequence[Curve]
+    is_share: bool = False
+    # False for a loss or a norm, whose changes would be small beside its distance from zero.
+    begins_at_zero: bool = True
+    stage_starts: tuple[int, ...] = ()
+
+
+def thin_points(points: Points) -> Points:
+    """Thin a long curve: each group of neighbours becomes its mean step and value."""
+    if len(points) <= 300:  # a chart is about 400 pixels wide
+        return points
+    means = (group.mean(axis=0) for group in np.array_split(np.asarray(points), 300))
+    return [(float(x), float(y)) for x, y in means]
+
+
+# --- curves on the page, whose template writes the SVG ----------------------------------------------------------------
+def draw_chart(chart: Chart) -> dict[str, Any]:
+    """What the template draws of a chart, in units of its viewBox: curves, numbers at the axes, starts of stages."""
+    steps, values = zip(*(point for curve in chart.curves for point in curve.points), strict=True)
+    first_step, last_step, lowest = min(steps), max(steps), min(values)
+    if chart.begins_at_zero:
+        lowest = min(lowest, 0.0)
+    ticks = _round_ticks(lowest, max(values))
+
+    def x(step: float) -> Any:
+        return round(_LEFT + (_RIGHT - _LEFT) * (step - first_step) / (last_step - first_step or 1), 1)
+
+    def y(value: float) -> Any:
+        return round(_BOTTOM - (_BOTTOM - _TOP) * (value - ticks[0]) / (ticks[-1] - ticks[0]), 1)
+
+    curves = []
+    for curve in chart.curves:
+        places = [(x(step), y(value)) for step, value in thin_points(curve.points)]
+        line = " ".join(f"{left},{top}" for left, top in places)
+        if len(places) <= 1 + curve.shows_points:  # too few to be joined
+            line = ""
+        dots = places if curve.shows_points or len(places) == 1 else []
+        curves.append(
+            {
+                "name": curve.name,
+                "colour": curve.colour,
+                "is_dashed": curve.colour == GREY,
+                "line": line,
+                "dots": dots,
+            }
+        )
+    step_ticks = [tick for tick in _round_ticks(first_step, last_step) if first_step <= tick <= last_step]
+    factor, unit = (100, "%") if chart.is_share else (1, "")
+    return {
+        "heading": chart.title,
+        "curves": curves,
+        "step_ticks": [(x(tick), _format_tick(tick)) for tick in step_ticks if tick == int(tick)],
+        "value_ticks": [(y(tick), _format_tick(tick * factor) + unit) for tick in ticks],
+        "stages": [x(step) for step in chart.stage_starts[1:]],
+    }
+
+
+def _round_ticks(low: float, high: float) -> list[float]:
+    """Four to eleven round numbers at equal distances, from at most `low` to at least `high`."""
+    distance = (high - low) / 5 or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(distance))
+    step = next(digit * power for digit in (1, 2, 5, 10, 20) if digit * power >= distance)
+    first = math.floor(low / step)
+    return [index * step for index in range(first, max(first + 1, math.ceil(high / step)) + 1)]
+
+
+def _format_tick(value: float) -> str:
+    """The number without an exponent, which few people read."""
+    return np.format_float_positional(value, precision=4, fractional=False, trim="-")
+
+
+# --- the page: readable on a phone, in print, in the dark -------------------------------------------------------------
+@dataclass(frozen=True)
+class ReportTable:
+    """A table; the first column is text, the others are aligned to the right if `has_numbers`."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    has_numbers: bool = True
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """A part of the page. Everything in it is optional."""
+
+    title: str
+    pairs: Sequence[tuple[str, str]] = ()
+    tables: Sequence[ReportTable] = ()
+    charts: Sequence[Chart] = ()
+    # Questions with the answers of both models, as `samples` of a summary has them.
+    samples: Sequence[dict[str, Any]] = ()
+    items: Sequence[str] = ()
+    # Long texts that are opened by a click: heading and text.
+    folded: Sequence[tuple[str, str]] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to show."""
+        return not any((self.pairs, self.tables, self.charts, self.samples, self.items, self.folded))
+
+
+def write_page(
+    path: Path, title: str, *, headline: Sequence[tuple[str, str]] = (), sections: Sequence[ReportSection]
+) -> None:
+    """Write a page aside and rename it; raises ConfigError where it cannot be written.
+
+    `headline`: the few figures that matter, as (name, value), at its top. Sections without content are left out.
+    """
+    if path.is_dir():
+        raise ConfigError(f"OUT={one_line(str(path))} is a folder; name a file, such as {path / 'report.html'}")
+    from jinja2 import Environment, FileSystemLoader
+    from markupsafe import Markup
+
+    secrets = secret_values(os.environ.items())
+
+    def redact_value(value: Any) -> Any:
+        # before it is escaped: a secret with an `&` in it would no longer be recognised afterwards
+        if isinstance(value, Markup):  # the coordinates of a curve
+            return value
+        return redact(escape_control(str(value)), secrets=secrets)
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, finalize=redact_value,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["draw"] = draw_chart
+    text = environment.get_template("page.html.jinja").render(
+        title=title, lead=headline, sections=[section for section in sections if not section.is_empty]
+    )
+    with translate_write_errors(path):
+        write_text(path, text)
 
 
 # --- what the folder records ------------------------------------------------------------------------------------------
@@ -130,7 +293,13 @@ def read_record(folder: RunFolder) -> RunRecord:
     stages = [folder.stage_folder(str(stage.get("name"))) for stage in settings.get("curriculum") or ()]
     # a run that failed in its first stage has no folders of the others
     part_folders = [stage for stage in stages if stage.path.is_dir()] or [folder]
-    curves = _read_curves(folder.metrics_path)
+    curves: dict[str | None, dict[str, list[tuple[float, float]]]] = {}  # of each stage, by name
+    for _, entry in read_metric_lines(folder.metrics_path):
+        stage_curves = curves.setdefault(entry.get("stage"), {})
+        for key, value in entry.items():
+            # losses that are not finite are text; a bool is an int to Python
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                stage_curves.setdefault(key, []).append((entry["step"], value))
     parts = tuple(
         RunPart(
             part.stage_name,
@@ -140,29 +309,13 @@ def read_record(folder: RunFolder) -> RunRecord:
         )
         for part in part_folders
     )
-    summary, warnings = read_summary(folder.path), _read_warnings(folder.log_path)
-    return RunRecord(folder, run_status(folder, manifest), manifest, settings, summary, parts, warnings)
-
-
-def _read_curves(path: Path) -> dict[str | None, dict[str, list[tuple[float, float]]]]:
-    """The curves of each stage (None: of a run without stages) by name."""
-    by_stage: dict[str | None, dict[str, list[tuple[float, float]]]] = {}
-    for _, entry in read_metric_lines(path):
-        curves = by_stage.setdefault(entry.get("stage"), {})
-        for key, value in entry.items():
-            # losses that are not finite are text; a bool is an int to Python
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                curves.setdefault(key, []).append((entry["step"], value))
-    return by_stage
-
-
-def _read_warnings(log_path: Path) -> tuple[str, ...]:
-    if not log_path.is_file():
-        return ()
-    first_times: dict[str, str] = {}
-    for time, message in _WARNING_LINE.findall(log_path.read_text(encoding="utf-8", errors="replace")):
-        first_times.setdefault(message, time)
-    return tuple(f"{time} {message}" for message, time in first_times.items())
+    first_times: dict[str, str] = {}  # of each warning, by its text
+    if folder.log_path.is_file():
+        for time, message in _WARNING_LINE.findall(folder.log_path.read_text(encoding="utf-8", errors="replace")):
+            first_times.setdefault(message, time)
+    warnings = tuple(f"{time} {message}" for message, time in first_times.items())
+    status, summary = run_status(folder, manifest), read_summary(folder.path)
+    return RunRecord(folder, status, manifest, settings, summary, parts, warnings)
 
 
 def settings_by_path(resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,8 +368,8 @@ def compare_peak_memory(part: RunPart) -> tuple[str, int | None, int | None]:
     # killed or still running: no summary, but every log line has the peak so far, on a GPU of allocated bytes
     if part.is_on_gpu:
         kind, predicted = "allocated", planned_peak.get("allocated")
-    measured = [int(value * GIB) for _, value in part.curves.get("memory_peak_gib", ())]
-    return f"{kind} so far", predicted, max(measured, default=None)
+    logged = (int(value * GIB) for _, value in part.curves.get("memory_peak_gib", ()))
+    return f"{kind} so far", predicted, max(logged, default=None)
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -241,19 +394,26 @@ class RunReport(Answer):
         lines = [f"Run {self.record.folder.path.name}: {metrics}"]
         if self.record.warnings:
             lines.append(f"Warnings in the log: {len(self.record.warnings)}")
-        compare_command = next_command_line("compare", RUNS=f"{self.record.folder.path} OTHER")
-        return [*lines, f"Written to: {self.path}", f"{compare_command} shows it beside another run"]
+        return [
+            *lines,
+            f"Written to: {self.path}",
+            next_command_line("compare", "shows it beside another run", RUNS=f"{self.record.folder.path} OTHER"),
+        ]
 
 
 def write_report(record: RunRecord, *, path: Path | None = None) -> RunReport:
     """Write the report of a run; raises ConfigError where the page cannot be written there."""
     charts = build_run_charts(record)
     sections = report_sections(record, charts)
-    target = path or record.folder.path / REPORT_FILE
-    title = f"{record.folder.path.name}: training report"
-    write_page(target, title, headline=[*headline_metrics(record).items()], sections=sections)
+    path = path or record.folder.path / REPORT_FILE
+    write_page(
+        path,
+        f"{record.folder.path.name}: training report",
+        headline=[*headline_metrics(record).items()],
+        sections=sections,
+    )
     titles = tuple(section.title for section in sections if not section.is_empty)
-    return RunReport(record, target, titles, tuple(charts))
+    return RunReport(record, path, titles, tuple(charts))
 
 
 @contextlib.contextmanager
@@ -276,8 +436,10 @@ def write_final_report(folder: RunFolder) -> None:
     try:
         logger.info("Report: %s", write_report(read_record(folder)).path)
     except (SftPlayError, Exception) as error:  # a run that was trained has not failed because of its report
-        message = f"{type(error).__name__}: {one_line(str(error))}"
-        logger.warning("The report was not written: %s; make report RUN=%s writes it", message, folder.path)
+        logger.warning(
+            "The report was not written: %s: %s; make report RUN=%s writes it",
+            type(error).__name__, one_line(str(error)), folder.path,
+        )  # fmt: skip
 
 
 # --- the curves -------------------------------------------------------------------------------------------------------
@@ -293,22 +455,31 @@ def build_run_charts(record: RunRecord) -> list[Chart]:
         if part.summary.get("predicted_tokens_per_s")
         for step in (1, part.steps)
     ]
-    losses = [Curve("training", curve("loss")), *_held_out_curves(record, "loss")]
-    speeds = [Curve("measured", curve("tokens_per_s")), Curve("predicted", predicted_speeds, GREY)]
-    memory = [
-        Curve("peak", curve("memory_peak_gib")),
-        Curve("held", curve("memory_allocated_gib") or curve("memory_resident_gib"), COLOURS[1]),
-        Curve("reserved", curve("memory_reserved_gib"), COLOURS[2]),
-        Curve("predicted peak", curve("memory_predicted_gib"), GREY),
-    ]
+    source_curves, colours = [], itertools.cycle(COLOURS)
+    for name in sorted({name for part in record.parts for name in part.curves if name.startswith("loss_")}):
+        if not re.search(r"_rank_\d+$", name):
+            title, colour = name.removeprefix("loss_"), next(colours)
+            source_curves.append(Curve(title, curve(name), colour))
+            source_curves.append(Curve(f"{title}, validation", curve(f"eval_{name}"), colour, shows_points=True))
     all_charts = [
-        Chart("Loss", losses, begins_at_zero=False),
+        Chart("Loss", [Curve("training", curve("loss")), *_held_out_curves(record, "loss")], begins_at_zero=False),
         Chart("Exact match", _held_out_curves(record, "exact_match"), is_share=True),
-        Chart("Loss by source", _source_curves(record), begins_at_zero=False),
+        Chart("Loss by source", source_curves, begins_at_zero=False),
         Chart("Learning rate", [Curve("learning rate", curve("learning_rate"))]),
         Chart("Gradient norm", [Curve("gradient norm", curve("grad_norm"))], begins_at_zero=False),
-        Chart("Tokens per second", speeds),
-        Chart("Memory of a rank, in GiB", memory),
+        Chart(
+            "Tokens per second",
+            [Curve("measured", curve("tokens_per_s")), Curve("predicted", predicted_speeds, GREY)],
+        ),
+        Chart(
+            "Memory of a rank, in GiB",
+            [
+                Curve("peak", curve("memory_peak_gib")),
+                Curve("held", curve("memory_allocated_gib") or curve("memory_resident_gib"), COLOURS[1]),
+                Curve("reserved", curve("memory_reserved_gib"), COLOURS[2]),
+                Curve("predicted peak", curve("memory_predicted_gib"), GREY),
+            ],
+        ),
         Chart("Padding", [Curve("padding", padding)], is_share=True),
     ]
     charts = []
@@ -321,39 +492,25 @@ def build_run_charts(record: RunRecord) -> list[Chart]:
 
 
 def _held_out_curves(record: RunRecord, metric: str) -> list[Curve]:
-    splits = (("validation", "eval", COLOURS[1]), ("test", "test", COLOURS[2]))
     return [
-        Curve(name, record.curve(f"{prefix}_{metric}"), colour, shows_points=True) for name, prefix, colour in splits
+        Curve("validation", record.curve(f"eval_{metric}"), COLOURS[1], shows_points=True),
+        Curve("test", record.curve(f"test_{metric}"), COLOURS[2], shows_points=True),
     ]
-
-
-def _source_curves(record: RunRecord) -> list[Curve]:
-    names = {name for part in record.parts for name in part.curves if name.startswith("loss_")}
-    by_source = sorted(name for name in names if not _RANK_SUFFIX.search(name))
-    curves = []
-    for name, colour in zip(by_source, itertools.cycle(COLOURS), strict=False):
-        title = name.removeprefix("loss_")
-        curves.append(Curve(title, record.curve(name), colour))
-        held_out = record.curve(f"eval_{name}")
-        curves.append(Curve(f"{title}, validation", held_out, colour, shows_points=True))
-    return curves
 
 
 # --- the sections -----------------------------------------------------------------------------------------------------
 def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSection]:
     """The parts of the page, in their order; some may be empty."""
-    errors = list[str]()
-    if record.status == "failed" and record.manifest.get("error"):
-        errors.append(str(record.manifest["error"]))
-    warnings = [*record.warnings[:MAX_WARNINGS]]
-    if len(record.warnings) > MAX_WARNINGS:
-        warnings.append(f"and {len(record.warnings) - MAX_WARNINGS} more in train.log")
-    comparisons = []
-    for part in record.parts:
-        headers = (part.name or "", "predicted", "measured", "difference")
-        comparisons.append(ReportTable(headers, [*_predicted_and_measured(part)]))
+    error = record.manifest.get("error") if record.status == "failed" else None
+    warnings = [*record.warnings[:60]]
+    if len(record.warnings) > len(warnings):
+        warnings.append(f"and {len(record.warnings) - len(warnings)} more in train.log")
+    comparisons = [
+        ReportTable((part.name or "", "predicted", "measured", "difference"), [*_predicted_and_measured(part)])
+        for part in record.parts
+    ]
     return [
-        ReportSection("How it ended", items=errors),
+        ReportSection("How it ended", items=[str(error)] if error else []),
         ReportSection("Warnings", items=warnings),
         ReportSection("Curves", charts=charts),
         ReportSection("Predicted and measured", tables=[table for table in comparisons if table.rows]),
@@ -417,9 +574,10 @@ def _run_section(record: RunRecord) -> ReportSection:
         # the report of its rows has keys of its own
         entries = facts | (facts.get("report") or {})
         folded[f"Data: {name}"] = _format_lines({key: entries[key] for key in entries if key != "report"})
-    filled_pairs = [(name, str(text)) for name, text in pairs.items() if text]
     return ReportSection(
-        "What was run", pairs=filled_pairs, folded=[(name, text) for name, text in folded.items() if text]
+        "What was run",
+        pairs=[(name, str(text)) for name, text in pairs.items() if text],
+        folded=[(name, text) for name, text in folded.items() if text],
     )
 
 
@@ -436,7 +594,7 @@ def _format_text(value: Any) -> str:
 
 def _format_or_absent(value: Any, format_value: Callable[[Any], str]) -> str:
     if value is None:
-        return _ABSENT_TEXT
+        return "-"
     return format_value(value)
 
 
@@ -488,8 +646,12 @@ class Comparison(Answer):
             | find_best_checkpoint(record.folder)
             for index, (name, record) in enumerate(zip(self.names, self.records, strict=True))
         ]
-        differing = {key: list(values) for key, values in self.differences.items()}
-        return {"ok": True, "path": str(self.path), "runs": runs, "differing": differing}
+        return {
+            "ok": True,
+            "path": str(self.path),
+            "runs": runs,
+            "differing": {key: list(values) for key, values in self.differences.items()},
+        }
 
     @property
     def difference_rows(self) -> list[tuple[str, ...]]:
@@ -512,12 +674,15 @@ class Comparison(Answer):
         columns = [one_line(name, limit=28) for name in self.names]
         lines = [f"Compared: {len(self.names)} runs; {len(self.differences)} differences"]
         if self.differences:
-            left_columns = tuple(range(len(columns) + 1))
-            table = build_table(["differs", *columns], self.difference_rows, text_columns=left_columns)
+            all_columns = range(len(columns) + 1)
+            table = build_table(["differs", *columns], self.difference_rows, text_columns=all_columns)
             lines += [*render_lines(table), ""]
         lines += [*render_lines(build_table(["result", *columns], self.result_rows, text_columns=(0,))), ""]
-        next_line = next_command_line("report", RUN=self.records[0].folder.path)
-        return [*lines, f"Written to: {self.path}", next_line]
+        return [
+            *lines,
+            f"Written to: {self.path}",
+            next_command_line("report", RUN=self.records[0].folder.path),
+        ]
 
 
 def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> Comparison:
@@ -536,10 +701,14 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
     if len(set(names)) < len(names):
         names = tuple(str(folder.path) for folder in folders)
     comparison = Comparison(names, records, find_differences(records), compare_results(records), path)
-    models = [str((record.settings.get("model") or {}).get("name", "")) for record in records]
     runs = [
-        (name, record.status, model, str(record.manifest.get("started", "")))
-        for name, model, record in zip(names, models, records, strict=True)
+        (
+            name,
+            record.status,
+            str((record.settings.get("model") or {}).get("name", "")),
+            str(record.manifest.get("started", "")),
+        )
+        for name, record in zip(names, records, strict=True)
     ]
     tables = {
         "Runs": ReportTable(("run", "status", "model", "started"), runs, has_numbers=False),
@@ -565,8 +734,7 @@ def _values_by_key(facts_by_run: Sequence[Mapping[str, Any]]) -> dict[str, tuple
 
 def _run_facts(record: RunRecord) -> dict[str, Any]:
     manifest, plan = record.manifest, record.parts[0].plan
-    settings = settings_by_path(record.settings)
-    facts = {key: value for key, value in settings.items() if not key.startswith("output.")}
+    facts = {key: value for key, value in settings_by_path(record.settings).items() if not key.startswith("output.")}
     if plan:
         keys = ("layout", "ranks", "micro_batch", "grad_accum", "gradient_checkpointing")
         facts |= {f"plan: {key}": plan.get(key) for key in keys}
@@ -622,6 +790,6 @@ def comparison_charts(names: Sequence[str], records: Sequence[RunRecord]) -> lis
             if record.curve(key)
         ]
         if curves:
-            is_share, begins_at_zero = key == "eval_exact_match", not key.endswith(("loss", "norm"))
-            charts.append(Chart(title, curves, is_share=is_share, begins_at_zero=begins_at_zero))
+            begins_at_zero = not key.endswith(("loss", "norm"))
+            charts.append(Chart(title, curves, is_share=key == "eval_exact_match", begins_at_zero=begins_at_zero))
     return charts

@@ -7,14 +7,13 @@ recorded commit trains the run again.
 """
 
 import contextlib
-import itertools
 import json
 import logging
 import math
 import os
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,6 @@ from sft_play.training.checkpoints.model_saving import open_tensors
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
-
-REPRODUCED_SUFFIX = "-reproduced"
 
 
 @dataclass(frozen=True)
@@ -67,17 +64,19 @@ class ReproduceResult(Answer):
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        written_note = f"Written to: {self.path}"
         if self.ok:
-            equal_note = f"Weights: all {self.tensors} tensors are equal bit for bit, after {self.steps:,} steps"
-            return [equal_note, written_note, next_command_line("prune", RUNS=self.path.name)]
+            return [
+                f"Weights: all {self.tensors} tensors are equal bit for bit, after {self.steps:,} steps",
+                f"Written to: {self.path}",
+                next_command_line("prune", RUNS=self.path.name),
+            ]
         name, largest = next(iter(self.differing_tensors.items()))
         counts = f"{len(self.differing_tensors)} of {self.tensors} tensors differ"
-        next_command = next_command_line("compare", RUNS=f"{self.run.name} {self.path.name}")
+        hint = "says whether versions, machine or plan are others"
         return [
             f"Weights: {counts}; the first is {name}, by up to {largest:.3g}",
-            written_note,
-            f"{next_command} says whether versions, machine or plan are others",
+            f"Written to: {self.path}",
+            next_command_line("compare", hint, RUNS=f"{self.run.name} {self.path.name}"),
         ]
 
 
@@ -103,22 +102,30 @@ def reproduce(run: FinishedRun) -> ReproduceResult:
         arguments = _training_command(run, loaded, deepspeed_path)
         arguments += [f"output.dir={json.dumps(str(new_folder.absolute().parent))}", f"output.name={new_folder.name}"]
         logger.info("Training again: sft-play %s", shlex.join(arguments))
-        exit_code = _run_training(arguments, working_folder, run.manifest)
+        environment = independent_environment(os.environ) | {"PYTHONPATH": str(PACKAGE_FOLDER.parent)}
+        threads = (run.manifest.get("cpu") or {}).get("threads")
+        if threads:  # sums of another number of threads round differently
+            environment |= {"OMP_NUM_THREADS": str(threads), THREADS_VARIABLE: str(threads)}
+        exit_code = signals.run_child("sft_play", arguments, environment=environment, cwd=working_folder).exit_code
     if exit_code == Interrupted.exit_code:
         raise Interrupted(f"stopped by the user; what was trained is in {new_folder}")
     if exit_code:
         raise TrainingError(f"{run_folder} could not be trained again: it ended with exit code {exit_code}; see above")
     tensors, differing = compare_weights(run.weights, RunFolder(new_folder).model_path(is_adapter=run.is_adapter))
-    steps = int(read_summary(new_folder)["steps"])
-    return ReproduceResult(run_folder, new_folder, code_description, tensors, differing, steps)
+    return ReproduceResult(
+        run_folder,
+        new_folder,
+        code_description,
+        tensors,
+        differing,
+        steps=int(read_summary(new_folder)["steps"]),
+    )
 
 
 def _free_folder(run_folder: Path) -> Path:
-    free_folder = run_folder.with_name(f"{run_folder.name}{REPRODUCED_SUFFIX}")
-    for number in itertools.count(2):
-        if not free_folder.exists():
-            break
-        free_folder = run_folder.with_name(f"{run_folder.name}{REPRODUCED_SUFFIX}-{number}")
+    name = f"{run_folder.name}-reproduced"
+    names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
+    free_folder = next(folder for folder in map(run_folder.with_name, names) if not folder.exists())
     check_run_name(free_folder.name, key="RUN")
     return free_folder
 
@@ -134,17 +141,22 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
     if recorded.get("adapter") and source_digest(adapter_file) != recorded["adapter"].get("sha256"):
         changes.append(f"adapter: {adapter_file}, which it began from, has changed since")
     if changes:
-        change_lines = "\n".join(f"  {one_line(line, limit=300)}" for line in changes)
-        raise DataError(f"{run.folder.path} cannot be trained again, since what it read has changed:\n{change_lines}")
+        raise DataError(
+            "\n  ".join(
+                [
+                    f"{run.folder.path} cannot be trained again, since what it read has changed:",
+                    *(one_line(line, limit=300) for line in changes),
+                ]
+            )
+        )
 
 
 def _training_command(run: FinishedRun, loaded: LoadedConfig, deepspeed_path: Path | None) -> list[str]:
     manifest, config, folder = run.manifest, loaded.config, run.folder
     layout, processes = manifest.get("layout", "single"), manifest.get("processes", 1)
-    config_path = str(folder.path.absolute() / "resolved.json")
-    arguments = ["train", "--config", config_path]
+    arguments = ["train", "--config", str(folder.path.absolute() / "resolved.json")]
     if layout != "single" or processes != 1:
-        arguments = ["train-distributed", "--config", config_path, "--nproc", str(processes)]
+        arguments = ["train-distributed", *arguments[1:], "--nproc", str(processes)]
         if config.model.mesh_shape is None:
             arguments += ["--strategy", layout]
         if deepspeed_path is not None:
@@ -156,8 +168,9 @@ def _training_command(run: FinishedRun, loaded: LoadedConfig, deepspeed_path: Pa
         arguments += _batch_overrides(prefix, folder.stage_folder(stage.name), stage.config)
     arguments += ["output.if_exists=fail", "train.stop_after_steps=null", "train.max_hours=null"]
     # TensorBoard writes into the run folder; other trackers would log the run a second time to somebody's account
-    report_to = [name for name in config.train.report_to if name == "tensorboard"]
-    arguments.append(f"train.report_to={json.dumps(report_to)}")
+    arguments.append(
+        f"train.report_to={json.dumps([name for name in config.train.report_to if name == 'tensorboard'])}"
+    )
     weights = (manifest.get("data") or {}).get("weights") or {}
     if find_model_folder(config.model.name) is None and weights.get("sha256"):  # of a hub model that is its commit
         arguments.append(f"model.revision={weights['sha256']}")
@@ -178,19 +191,11 @@ def _batch_overrides(prefix: str, folder: RunFolder, config: RunConfig) -> list[
         overrides.append(f"{prefix}train.batch_by={'rows' if is_by_rows else 'tokens'}")
     if config.train.gradient_checkpointing == "auto":
         layers = plan["checkpointed_layers"]
-        value = {0: "false", plan["layers"]: "true"}.get(layers, str(layers))
+        value = {0: "false", plan["layers"]: "true"}.get(layers, layers)
         overrides.append(f"{prefix}train.gradient_checkpointing={value}")
     if config.eval.batch_size == "auto" and plan.get("eval_batch"):
         overrides.append(f"{prefix}eval.batch_size={plan['eval_batch']}")
     return overrides
-
-
-def _run_training(arguments: Sequence[str], working_folder: Path, manifest: Mapping[str, Any]) -> int:
-    environment = independent_environment(os.environ) | {"PYTHONPATH": str(PACKAGE_FOLDER.parent)}
-    threads = (manifest.get("cpu") or {}).get("threads")
-    if isinstance(threads, int) and threads > 0:  # sums of another number of threads round differently
-        environment |= {"OMP_NUM_THREADS": str(threads), THREADS_VARIABLE: str(threads)}
-    return signals.run_child("sft_play", arguments, environment=environment, cwd=working_folder).exit_code
 
 
 def describe_code(manifest: Mapping[str, Any], *, package: Path = PACKAGE_FOLDER) -> str:
@@ -200,7 +205,7 @@ def describe_code(manifest: Mapping[str, Any], *, package: Path = PACKAGE_FOLDER
     commit = str(git.get("commit") or "")[:12]
     commit_note, checkout = "no commit", ""
     if commit:
-        commit_note = f"commit {commit}, with changes" if git.get("dirty") else f"commit {commit}"
+        commit_note = f"commit {commit}" + (", with changes" if git.get("dirty") else "")
         checkout = f": git worktree add ../then {commit} has it, and make reproduce there"
     if recorded.get("sha256") == code_state(package)["sha256"]:
         return f"{package.parent}, unchanged since the run ({commit_note})"
@@ -213,20 +218,11 @@ def compare_weights(first_folder: Path, second_folder: Path) -> tuple[int, dict[
     first, second = open_tensors(first_folder), open_tensors(second_folder)
     names, differing = dict.fromkeys([*first, *sorted(second)]), dict[str, float]()
     for name in names:
-        difference: float | None = math.inf
-        if name in first and name in second:
-            difference = _difference(first[name].read(), second[name].read())
-        if difference is not None:
-            differing[name] = difference
+        tensors = [folder[name].read() for folder in (first, second) if name in folder]
+        if len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1 or len(tensors) == 1:
+            differing[name] = math.inf
+        # as bytes: a NaN is equal to itself then, and -0.0 is not 0.0
+        elif not torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors)):
+            largest = float((tensors[0].double() - tensors[1].double()).abs().max())
+            differing[name] = math.inf if math.isnan(largest) else largest
     return len(names), differing
-
-
-def _difference(first: Any, second: Any) -> float | None:
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return math.inf
-    # as bytes: a NaN is equal to itself then, and -0.0 is not 0.0
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
-    if torch.equal(*bits):
-        return None
-    largest = float((first.double() - second.double()).abs().max())
-    return math.inf if math.isnan(largest) else largest

@@ -41,9 +41,6 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# What tokens decode to that end inside a character.
-_INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-
 
 def _training_autocast(run: FinishedRun, model: Any) -> contextlib.AbstractContextManager[Any]:
     """Autocast for a run that trained all weights, as in training; none for adapters: their base has its precision."""
@@ -60,7 +57,6 @@ class Responder:
         self.tokenizer = load_tokenizer(run.config).tokenizer
         self.model = load_trained_model(run) if model is None else model
         self.renderer = build_run_renderer(run, self.tokenizer)
-        self._is_plain_text = run.config.task_mode == "cpt"
         self.stop_ids = collect_stop_ids(
             run.config.task_mode, self.tokenizer, self.renderer, configured_eos_token_ids(self.model)
         )
@@ -70,9 +66,8 @@ class Responder:
     ) -> list[int]:
         """Tokens of a conversation that ends before the assistant's turn: those that training put before an answer;
         raises DataError where the chat template refuses these messages."""
-        if self._is_plain_text:
-            text = "\n".join(str(message["content"]) for message in messages)
-            return list(self.tokenizer(text)["input_ids"])
+        if self.run.config.task_mode == "cpt":
+            return list(self.tokenizer("\n".join(str(message["content"]) for message in messages))["input_ids"])
         turns = (*messages, {"role": "assistant", "content": "."})  # the answer itself is not rendered
         prompt = self.renderer.prompt_ids(Chat("", turns, tools, template_kwargs=template_kwargs or {}))
         if prompt is None:
@@ -96,21 +91,19 @@ class Responder:
             free_memory()
             return None
 
-        total = len(questions)
         with (
-            report_wait(f"Answers by the {model_label}", unit="questions", count_total=lambda: total) as progress,
+            report_wait(f"Answers by the {model_label}", unit="questions", count_total=questions.__len__) as progress,
             _training_autocast(self.run, self.model),
         ):
-            answers: list[GeneratedAnswer] = generate_answers(
+            return generate_answers(  # type: ignore[no-any-return]
                 self.model, self.tokenizer, questions, stop_ids=self.stop_ids, max_new_tokens=max_new_tokens,
                 max_tokens=self.run.plan().answer_tokens, on_batch_end=progress.add, try_batch=try_batch,
             )  # fmt: skip
-        return answers
 
     def answer_texts(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
         """The texts of greedy answers to prompts."""
-        questions = [Question(ids, "", "") for ids in prompts]
-        return [answer.text for answer in self.answers(questions, max_new_tokens=max_new_tokens)]
+        answers = self.answers([Question(ids, "", "") for ids in prompts], max_new_tokens=max_new_tokens)
+        return [answer.text for answer in answers]
 
     @torch.no_grad()
     def stream(
@@ -157,7 +150,8 @@ class _TextStreamer:
         """Show what has come; what ends inside a character only once all of it is there."""
         # all of them again: what a token spells depends on those before it (bytes of one character, leading spaces)
         text = str(self._tokenizer.decode(self._ids or [], skip_special_tokens=False))
-        if text != self.text and (is_over or not text.endswith(_INCOMPLETE_CHARACTER)):
+        # tokens that end inside a character decode to a replacement character
+        if text != self.text and (is_over or not text.endswith("\N{REPLACEMENT CHARACTER}")):
             self._show(text[len(self.text) :])
             self.text = text
 
@@ -191,14 +185,14 @@ class Conversation:
             self._run_command(*text[1:].split(maxsplit=1))
             return
         conversation: list[Message] = [*self.messages, {"role": "user", "content": line}]
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            prompt_ids = self.responder.prompt_ids([*self._system(), *conversation])
+            prompt_ids = self.responder.prompt_ids([*system, *conversation])
         except DataError as error:
             self.show(f"({error})\n")
             return
         answer = ""
-        answering_base = (True, False) if self.compares_base else (self.uses_base,)
-        for is_base in answering_base:
+        for is_base in (True, False) if self.compares_base else (self.uses_base,):
             if self.compares_base:
                 self.show("base:  " if is_base else "tuned: ")
             with self.responder.model.disable_adapter() if is_base else contextlib.nullcontext():
@@ -208,9 +202,6 @@ class Conversation:
             self.show("\n")
         # with /both the trained model's, which is last
         self.messages = [*conversation, {"role": "assistant", "content": answer}]
-
-    def _system(self) -> list[Message]:
-        return [{"role": "system", "content": self.system}] if self.system else []
 
     def _run_command(self, name: str = "", argument: str = "") -> None:
         reply = CHAT_HELP
@@ -239,10 +230,6 @@ class Conversation:
 
 # Prompts that are answered before their answers are written; within them the batches are sorted by length.
 _CHUNK_PROMPTS = 256
-# Rows that are no prompts, of which an error shows so many.
-_MAX_LISTED_ROWS = 5
-# Columns of the output: one of the file that has such a name is written as `input_…`.
-_OUTPUT_COLUMNS = ("messages", "tools", "answer", "reference", "by")
 
 
 @dataclass(frozen=True)
@@ -259,7 +246,7 @@ class Prompt:
     @functools.cached_property
     def output_fields(self) -> dict[str, Any]:
         """The fields of the output line, but for the answer, as JSON reads them back: tuples are lists."""
-        new_names = {name: f"input_{name}" for name in _OUTPUT_COLUMNS}
+        new_names = {name: f"input_{name}" for name in ("messages", "tools", "answer", "reference", "by")}
         fields: dict[str, Any] = {new_names.get(name, name): value for name, value in self.extra_columns.items()}
         fields["messages"] = drop_author_messages(self.messages)
         if self.tools:
@@ -310,8 +297,7 @@ def read_prompts(path: Path, data: DataConfig | None = None) -> list[Prompt]:
         else:
             errors.append(f"{raw.where}: {prompt}")
     if errors:
-        counts = f"{len(errors)} of {len(rows)} rows are no prompts:"
-        raise DataError("\n  ".join([counts, *errors[:_MAX_LISTED_ROWS]]))
+        raise DataError("\n  ".join([f"{len(errors)} of {len(rows)} rows are no prompts:", *errors[:5]]))
     return prompts
 
 
@@ -326,9 +312,10 @@ def _parse_prompt(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
     formats = [form for form in FORMATS if form.kind != "text" and form.required_columns[0] in row]
     formats.sort(key=lambda form: any(row.get(key) is None for key in form.required_columns))
     if not formats:
-        column_names = one_line(", ".join(map(str, row)) or "none", limit=200)
-        accepted_forms = "a prompt is a column prompt, question or instruction (with input), or a list messages"
-        return f"no column is a prompt (columns: {column_names}); {accepted_forms}"
+        return (
+            f"no column is a prompt (columns: {one_line(', '.join(map(str, row)) or 'none', limit=200)}); a prompt is "
+            "a column prompt, question or instruction (with input), or a list messages"
+        )
     # with what data.columns maps
     row_format = recognise_format(formats[0].required_columns, column_mapping) or formats[0]
     question, *answers = row_format.required_columns
@@ -356,10 +343,13 @@ def _parse_prompt(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
         reference = str(messages.pop().get("content") or "")
     if not messages:
         return f"{question} holds nothing that an answer can follow"
-    extra_columns = {
-        column_mapping.get(key, key): value for key, value in renamed.data.items() if key not in format_columns
-    }
-    return Prompt(tuple(messages), example.tools, reference, extra_columns, example.template_kwargs)
+    return Prompt(
+        tuple(messages),
+        example.tools,
+        reference,
+        {column_mapping.get(key, key): value for key, value in renamed.data.items() if key not in format_columns},
+        example.template_kwargs,
+    )
 
 
 def infer(run: FinishedRun, prompts_path: Path, answers_path: Path, *, max_new_tokens: int) -> InferResult:
@@ -368,8 +358,8 @@ def infer(run: FinishedRun, prompts_path: Path, answers_path: Path, *, max_new_t
     or `answers_path` holds answers to other prompts or of other weights."""
     prompts = read_prompts(prompts_path, run.config.data)
     # weights and not only the name: a run of the same name may have been trained again
-    weights_digest = base_weights_identity(str(run.weights), None)["sha256"]
-    provenance = f"{run.folder.path.name} {str(weights_digest)[:12]} max_new_tokens={max_new_tokens}"
+    digest = str(base_weights_identity(str(run.weights), None)["sha256"])[:12]
+    provenance = f"{run.folder.path.name} {digest} max_new_tokens={max_new_tokens}"
     answered_count = _count_answered(answers_path, prompts, provenance)
     if answered_count < len(prompts):
         responder = Responder(run)
@@ -379,9 +369,8 @@ def infer(run: FinishedRun, prompts_path: Path, answers_path: Path, *, max_new_t
                 prompt_ids = [
                     responder.prompt_ids(prompt.messages, prompt.tools, prompt.template_kwargs) for prompt in chunk
                 ]
-                for prompt, answer in zip(
-                    chunk, responder.answer_texts(prompt_ids, max_new_tokens=max_new_tokens), strict=True
-                ):
+                answers = responder.answer_texts(prompt_ids, max_new_tokens=max_new_tokens)
+                for prompt, answer in zip(chunk, answers, strict=True):
                     fields = {**prompt.output_fields, "answer": answer, "by": provenance}
                     file.write(json.dumps(fields, ensure_ascii=False) + "\n")
                 # on the disk before the next ones are computed: an answer that a crash loses costs minutes of GPU

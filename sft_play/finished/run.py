@@ -1,5 +1,5 @@
 """A finished run: found by its name, with its settings, its weights and the base that they were trained from; what a
-command on it answers with; and what it writes, whole or as it was before."""
+command on it answers with; where its merged and exported models are; and what it writes, whole or as it was before."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
@@ -21,17 +21,39 @@ from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity, find_model_folder, load_max_positions
 from sft_play.planner.plan import Plan, plan_from_json
-from sft_play.runs.files import disk_refusal_reason
+from sft_play.runs.files import disk_refusal_reason, read_json
 from sft_play.runs.folder import CodeTrust, RunFolder, trust_none
 from sft_play.runs.lookup import iter_runs, resolve_run
 from sft_play.text import format_gib
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 
+# What of a run is merged and exported is known here, before any library is imported.
+ExportFormat = Literal["gguf", "ollama", "vllm"]
+# How a GGUF stores weights, the coarsest last: those that need no importance matrix.
+Quant = Literal[
+    "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0",
+    "iq4_nl", "iq4_xs", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
+]  # fmt: skip
+CONVERTER_QUANTS: tuple[Quant, ...] = ("f32", "f16", "bf16", "q8_0")
+# Of a QLoRA run: which weights the adapter is added to, the base's own or what NF4 makes of them.
+MergeBase = Literal["original", "dequantized"]
+EXPORT_FOLDER = "export"
+# The file beside the export that says what it was made of; a folder without one is not replaced.
+EXPORT_FILE = "export.json"
+MERGED_FOLDER = "merged"
+# In that folder, and travelling with it: what it was made of, and whether merge-test passed.
+MERGE_FILE = "merge.json"
+
 
 def next_command_line(command: str, *arguments: str, **variables: str | Path) -> str:
     """`Next: make COMMAND NAME=value …`, the last line of an answer, with values as a shell reads them."""
-    assignments = (f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
-    return " ".join(["Next: make", command, *assignments, *arguments])
+    return " ".join(
+        [
+            f"Next: make {command}",
+            *(f"{name}={shlex.quote(str(value))}" for name, value in variables.items()),
+            *arguments,
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -161,6 +183,114 @@ def describe_context_window(run: FinishedRun, model: str) -> tuple[int, str]:
     )
 
 
+# --- the merged and the exported model: where they are or may be written ----------------------------------------------
+
+
+def require_mergeable(run: FinishedRun, base: str | None, target: Path, *, replace: bool) -> None:
+    """Raises RunFolderError or ConfigError where a run cannot be merged like that, or not into this folder."""
+    if not run.is_adapter:
+        raise RunFolderError(
+            f"{run.folder.path} trained all weights: {run.weights} is the whole model, and nothing has to be merged"
+        )
+    if base is not None and not run.is_quantized:
+        raise ConfigError(
+            f"BASE={base} is for QLoRA runs; {run.folder.path} was trained with "
+            f"tuning.mode={run.config.tuning.mode}, on the base's own weights"
+        )
+    if base == "original" and run.config.tuning.lora.init == "loftq":
+        raise ConfigError(
+            f"BASE=original: {run.folder.path} has tuning.lora.init=loftq: its adapter was "
+            "started at what NF4 lost, which original weights have not lost; leave it out"
+        )
+    if target.exists() and not replace:
+        raise RunFolderError(
+            f"{target} exists (make ship, serve and export merge too): make merge-test compares "
+            "it, FORCE=1 replaces it, OUT=FOLDER writes elsewhere"
+        )
+    if target.exists() and not (target / "config.json").is_file():  # FORCE=1 with OUT=~ must not remove a home folder
+        raise RunFolderError(f"{target} is not a model folder and is not replaced; OUT=FOLDER writes elsewhere")
+
+
+def require_merged(run: FinishedRun, target: Path) -> None:
+    """Raises RunFolderError where a folder holds no merged model that a run's adapter could be compared with."""
+    if not run.is_adapter:
+        raise RunFolderError(f"{run.folder.path} trained all weights: there is no adapter to compare with")
+    if not (target / "config.json").is_file():
+        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.shell_path} writes it")
+
+
+def find_merged_model(run: FinishedRun) -> Path | None:
+    """The run's `merged/`; None where there is none, or one of an earlier adapter."""
+    folder = run.folder.path / MERGED_FOLDER
+    # the run is trained again where it is resumed
+    if read_merge_record(folder).get("adapter_sha256") != base_weights_identity(str(run.weights), None)["sha256"]:
+        return None
+    return folder
+
+
+def read_merge_record(folder: Path) -> dict[str, Any]:
+    """The record of a merged model; empty where it has none."""
+    return read_json(folder / MERGE_FILE)
+
+
+def require_faithful_merge(folder: Path, run: FinishedRun) -> None:
+    """Raises RunFolderError where a merge is not what was trained: merge-test says so, or it was made of other weights
+    than the adapter was trained on and merge-test has not been asked; ModelError where it is not what was merged."""
+    require_unchanged(folder)
+    record = read_merge_record(folder)
+    test = record.get("test")
+    merge_again = f"make merge RUN={run.folder.shell_path} FORCE=1 merges into what was trained"
+    if test and not test.get("ok"):
+        raise RunFolderError(
+            f"{folder} is not the trained model: merge-test found it "
+            f"{test.get('kl_merged', 0):.2g} nats from the adapter (limit "
+            f"{test.get('kl_limit', 0):.2g}); {merge_again}"
+        )
+    if not test and record.get("base") == "original":
+        raise RunFolderError(
+            f"{folder} was merged into the original weights, and the adapter was trained on NF4 "
+            f"ones: make merge-test RUN={run.folder.shell_path} compares the two; {merge_again}"
+        )
+
+
+def describe_merge(folder: Path) -> str | None:
+    """The record in words; None where there is none."""
+    record = read_merge_record(folder)
+    if not record:
+        return None
+    test_results = {None: "merge-test has not been run", True: "merge-test passed", False: "merge-test FAILED"}
+    base = f" into the {record['base']} base" if record.get("base") else ""
+    return f"Merged{base} ({record.get('dtype')}); {test_results[(record.get('test') or {}).get('ok')]}"
+
+
+def require_export_target(target: Path, *, replace: bool) -> None:
+    """Raises RunFolderError where an export would replace what it may not."""
+    if target.exists() and not replace:
+        raise RunFolderError(f"{target} exists; FORCE=1 replaces it, OUT=FOLDER writes elsewhere")
+    if target.exists() and not (target / EXPORT_FILE).is_file():
+        raise RunFolderError(f"{target} is no export of this toolkit and is not replaced; OUT=FOLDER writes elsewhere")
+
+
+def find_gguf(run: FinishedRun, path: Path | None) -> Path:
+    """The exported GGUF: the file or the folder `path`, else that in the run folder; raises RunFolderError where there
+    is none, or several."""
+    folders = [run.folder.path / EXPORT_FOLDER / name for name in ("gguf", "ollama")]
+    if path is not None:
+        folders = [path]
+        if path.is_file():
+            return path
+    for folder in folders:
+        files = sorted(folder.glob("*.gguf"))
+        if len(files) > 1:
+            raise RunFolderError(f"{folder} holds {len(files)} GGUF files; name one: OUT={files[0]}")
+        if files:
+            return files[0]
+    raise RunFolderError(
+        f"there is no GGUF in {' or '.join(map(str, folders))}; make export FORMAT=gguf "
+        f"RUN={run.folder.shell_path} writes one"
+    )
+
+
 # --- files and folders that a command writes --------------------------------------------------------------------------
 
 
@@ -174,18 +304,15 @@ def translate_write_errors(path: Path) -> Iterator[None]:
         raise
     except (OSError, SafetensorError) as error:
         reason = disk_refusal_reason(error)
-        if reason is None and isinstance(error, OSError) and _is_path_error(path, error.filename):
-            reason = error.strerror
+        if reason is None and isinstance(error, OSError) and error.filename:
+            # of the path, a folder above it, or something in it or in what replaces it
+            error_path, target = Path(os.fsdecode(error.filename)).absolute(), path.absolute()
+            names = (str(target), str(target.with_name(f".{target.name}.")))
+            if target.is_relative_to(error_path) or str(error_path).startswith(names):
+                reason = error.strerror
         if reason is None:
             raise
         raise ConfigError(f"{one_line(str(path))} cannot be written: {reason}") from None
-
-
-def _is_path_error(path: Path, filename: str | bytes | None) -> bool:
-    """True if `filename` is the path, a folder above it, or something in it or in what replaces it."""
-    error_path, target = Path(os.fsdecode(filename or "")).absolute(), path.absolute()
-    names = (str(target), str(target.with_name(f".{target.name}.")))
-    return bool(filename) and (target.is_relative_to(error_path) or str(error_path).startswith(names))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +24,7 @@ from sft_play.answers import Answer
 from sft_play.errors import BackendError, ConfigError
 from sft_play.finished.run import FinishedRun, describe_context_window, next_command_line
 from sft_play.log import one_line
-from sft_play.machine.network import allowed_host_names, is_local
+from sft_play.machine.network import allowed_host_names
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import StopSignals
 from sft_play.runs.files import read_json
@@ -34,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 SERVING_ENGINES = ("transformers", "vllm")
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
-# After the first Ctrl-C, answers that are being streamed have this long to end.
-SHUTDOWN_TIMEOUT_S = 30
 _POLL_INTERVAL_S = 0.1
 
 
@@ -65,11 +62,13 @@ class ServedEndpoint(Answer):
         return {**super().as_json(), "url": self.url}
 
     def lines(self) -> list[str]:
-        messages = [{"role": "user", "content": "Hello"}]
-        body = json.dumps({"model": self.model, "messages": messages, "temperature": 0}, ensure_ascii=False)
+        request = json.dumps(
+            {"model": self.model, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0},
+            ensure_ascii=False,
+        )
         return [
             f"Serving {self.weights} at {self.url} (pid {self.pid}); model name: {self.model}",
-            f"  curl {self.url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
+            f"  curl {self.url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(request)}",
             *([self.context] if self.context else []),
             f"Ctrl-C ends it. {next_command_line('push', 'REPO=user/name', RUN=self.run)}",
         ]
@@ -97,57 +96,48 @@ def claim_port(host: str, port: int) -> socket.socket:
     the port is taken, or this machine has no such address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"HOST={one_line(host)} is not an address of this machine: {error}") from None
-    try:
         # also a port whose last connections are still closing (TIME_WAIT)
         return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = one_line(getattr(error, "strerror", None) or str(error), limit=120)
         raise ConfigError(
-            f"{one_line(host)} port {port} cannot be listened on: "
-            f"{os.strerror(error.errno or 0)}; PORT=0 takes any free port"
+            f"HOST={one_line(host)} PORT={port} cannot be listened on: {reason}; HOST= names an address of this "
+            "machine, PORT=0 takes any free port"
         ) from None
-
-
-def exposure_warning(host: str) -> str | None:
-    """The warning for an address that others can reach; None for this machine's own."""
-    if is_local(host):
-        return None
-    return f"HOST={one_line(host)}: there is no password; to keep the model to yourself, use an ssh tunnel instead"
 
 
 class TransformersService:
     """`transformers serve`'s server in a thread of this process."""
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
-        from transformers.utils.import_utils import is_serve_available
-
-        if not is_serve_available():
-            raise BackendError("fastapi, uvicorn or openai is missing here: pip install 'sft-play[serve]'")
         self._run, self._host, self._listener = run, host, claim_port(host, port)
 
     def start(self) -> ServedEndpoint:
         """Load the model and serve it; returns once it answers."""
-        import uvicorn
-
         try:
+            import uvicorn
+
             from sft_play.finished.openai import openai_app
         except ImportError as error:
             raise BackendError(
-                f"transformers {version('transformers')} has another server than the one that "
-                f"answers here ({one_line(str(error))}): install that of requirements.lock"
+                f"the server of transformers cannot be used here ({one_line(str(error))}): pip install "
+                "'sft-play[serve]', with the transformers of requirements.lock"
             ) from None
         from sft_play.finished.respond import Responder
         from sft_play.training.prepare.library_messages import quiet_libraries
 
         quiet_libraries()
         run, name, port = self._run, self._run.folder.path.name, int(self._listener.getsockname()[1])
-        app = openai_app(Responder(run), name, allowed_hosts=allowed_host_names(self._host))
         # log_config=None: uvicorn would replace the handlers of this program's logging by its own
-        config = uvicorn.Config(
-            app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                openai_app(Responder(run), name, allowed_hosts=allowed_host_names(self._host)),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=30,  # seconds for answers under way, after the first Ctrl-C
+            )
         )
-        self._server = uvicorn.Server(config)
         # in a thread, so that Ctrl-C is this program's to handle: uvicorn installs signal handlers in the main one only
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],), name="serve", daemon=True)
         self._thread.start()
@@ -155,10 +145,10 @@ class TransformersService:
             if not self._thread.is_alive():
                 raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
             time.sleep(_POLL_INTERVAL_S)
-        note = _client_notes(run, run.config.model.name if run.is_adapter else str(run.weights))
         return ServedEndpoint(
-            run.folder.path, SERVING_ENGINES[0], name, run.weights, self._host, port, os.getpid(), note
-        )
+            run.folder.path, SERVING_ENGINES[0], name, run.weights, self._host, port, os.getpid(),
+            _client_notes(run, run.config.model.name if run.is_adapter else str(run.weights)),
+        )  # fmt: skip
 
     def wait(self) -> NoReturn:
         """Wait until it ends or is stopped, and end this process. Ctrl-C lets answers under way end; a second one or
@@ -186,17 +176,17 @@ class VllmService:
     """`vllm serve` in the place of this process."""
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
-        search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        program = shutil.which("vllm", path=search_path)
+        program = shutil.which(
+            "vllm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        )
         if program is None:
             raise BackendError(
                 "ENGINE=vllm: there is no program vllm in PATH or in this environment; install "
                 "vLLM in an environment of its own, and put its bin folder into PATH"
             )
-        self._run, self._host = run, host
+        self._run, self._host, self._program = run, host, program
         with claim_port(host, port) as listener:  # vLLM itself says late, and in a traceback, that a port is taken
             self._port = int(listener.getsockname()[1])
-        self._program = program
 
     def start(self) -> ServedEndpoint:
         """Merge where that has not been done, and say where vLLM will answer."""
@@ -206,14 +196,16 @@ class VllmService:
         config = read_json(weights / "config.json")
         # vLLM's own choice for fp32 weights is a 16-bit dtype
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
-        self._command = [self._program, "serve", str(weights), "--served-model-name", name, "--host", self._host]
-        self._command += ["--port", str(self._port), "--dtype", dtype]
-        self._command += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
+        self._command = [
+            *(self._program, "serve", str(weights), "--served-model-name", name),
+            *("--host", self._host, "--port", str(self._port), "--dtype", dtype),
+            *(["--trust-remote-code"] if self._run.config.model.trust_remote_code else []),
+        ]
         logger.info("Starting: %s", shlex.join(self._command))
-        note = _client_notes(self._run, str(weights))
         return ServedEndpoint(
-            self._run.folder.path, SERVING_ENGINES[1], name, weights, self._host, self._port, os.getpid(), note
-        )
+            self._run.folder.path, SERVING_ENGINES[1], name, weights, self._host, self._port, os.getpid(),
+            _client_notes(self._run, str(weights)),
+        )  # fmt: skip
 
     def wait(self) -> NoReturn:
         """Become vLLM, whose exit code is this command's."""

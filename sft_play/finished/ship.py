@@ -173,8 +173,7 @@ class ShipVerdict:
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        checks = [asdict(check) for check in self.checks]
-        return {"ok": self.ok, "verdict": _VERDICTS[self.ok], "reasons": self.reasons, "checks": checks}
+        return {"ok": self.ok, "verdict": _VERDICTS[self.ok], "reasons": self.reasons, **asdict(self)}
 
     def lines(self, continued_adapter: str | None) -> list[str]:
         """What the run was compared with where that is not its base, a line for each check, and the verdict."""
@@ -188,14 +187,24 @@ class ShipVerdict:
 def judge_evidence(evidence: Evidence, thresholds: Thresholds) -> ShipVerdict:
     """Judge the evidence; a pure function: equal evidence and thresholds give an equal verdict."""
     if evidence.not_loaded:
-        refused_check = ShipCheck("task", False, "not measured", evidence.not_loaded)
-        return ShipVerdict((refused_check, *(ShipCheck(name, None, "not measured") for name in ("general", "merge"))))
+        return ShipVerdict(
+            (
+                ShipCheck("task", False, "not measured", evidence.not_loaded),
+                ShipCheck("general", None, "not measured"),
+                ShipCheck("merge", None, "not measured"),
+            )
+        )
     general = evidence.general
     text = _judge_rise("text", general.text, thresholds.max_text_rise, thresholds)
     chats = _judge_rise("chats", general.chats, thresholds.max_chat_rise, thresholds)
     reasons = "; ".join(filter(None, (text.reason, chats.reason)))
-    general_check = ShipCheck("general", text.ok and chats.ok, f"{text.line}; {chats.line}", reasons)
-    return ShipVerdict((_judge_task(evidence.task, thresholds), general_check, _judge_merge(evidence.merge)))
+    return ShipVerdict(
+        (
+            _judge_task(evidence.task, thresholds),
+            ShipCheck("general", text.ok and chats.ok, f"{text.line}; {chats.line}", reasons),
+            _judge_merge(evidence.merge),
+        )
+    )
 
 
 def too_few_rows_reason(task: TaskEvidence, rows: int, thresholds: Thresholds) -> str:
@@ -205,8 +214,10 @@ def too_few_rows_reason(task: TaskEvidence, rows: int, thresholds: Thresholds) -
         return f"there are no rows that the run was not trained on; {remedy}"
     if rows >= thresholds.min_rows:
         return ""
-    counts = f"{rows} held-out rows (and {task.left_out} repeated ones or training rows)"
-    return f"not enough evidence: {counts}, at least {thresholds.min_rows} are needed; {remedy}"
+    return (
+        f"not enough evidence: {rows} held-out rows (and {task.left_out} repeated ones or training rows), "
+        f"at least {thresholds.min_rows} are needed; {remedy}"
+    )
 
 
 def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
@@ -236,20 +247,20 @@ def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
     if refusal:
         return ShipCheck("task", False, "not measured", refusal)
     base, tuned, tokens, chance = losses.to_arrays()
-    sums = (base, tuned, chance, np.minimum(base, chance))
-    base_loss, tuned_loss, chance_loss, capped_base_loss = (float(nats.sum() / tokens.sum()) for nats in sums)
+    base_loss, tuned_loss, chance_loss, capped_base_loss = (
+        float(nats.sum() / tokens.sum()) for nats in (base, tuned, chance, np.minimum(base, chance))
+    )
     gain = loss_gain(losses, thresholds)
     required_gain = thresholds.min_gain * capped_base_loss
     chance_note = f" (chance {chance_loss:.4f})" if capped_base_loss < base_loss else ""
     line = f"loss {base_loss:.4f}{chance_note} to {tuned_loss:.4f} on {len(losses):,} rows ({task.split})"
-    interval_text = f"{gain.level:.1%} interval {gain.low:.4f} to {gain.high:.4f}"
-    line += f", gain {gain.difference:.4f} ({interval_text}, asked: above {required_gain:.4f})"
+    line += f", gain {gain.difference:.4f} ({gain.level:.1%} interval {gain.low:.4f} to {gain.high:.4f}, "
+    line += f"asked: above {required_gain:.4f})"
     reason = ""
     if task.right_base:
         base_rate, tuned_rate = np.mean(task.right_base), np.mean(task.right_tuned)
         line += f"; exact match {base_rate:.1%} to {tuned_rate:.1%} of {len(task.right_base):,} rows"
-        change = _paired_interval(task.right_base, task.right_tuned, thresholds.answers_level, thresholds)
-        if change.high < 0:
+        if _paired_interval(task.right_base, task.right_tuned, thresholds.answers_level, thresholds).high < 0:
             reason = f"exact match fell from {base_rate:.1%} to {tuned_rate:.1%}, by more than chance"
     if not gain.low > required_gain:
         reason = "the loss on held-out rows is not better"
@@ -267,17 +278,23 @@ def _judge_rise(name: str, losses: Losses, bound: float, thresholds: Thresholds)
         return ShipCheck(name, False, f"{name} not measured", f"{name}: {losses.non_finite_reason}")
     base, tuned, tokens, chance = losses.to_arrays()
     is_known = base < chance
-    known_rows = int(is_known.sum())
-    if known_rows < thresholds.min_known:
-        line = f"{name}: nothing to lose (the base reads {known_rows} of {len(losses)} rows better than chance)"
-        return ShipCheck(name, True, line)
+    if is_known.sum() < thresholds.min_known:
+        return ShipCheck(
+            name,
+            True,
+            f"{name}: nothing to lose (the base reads {is_known.sum()} of {len(losses)} rows better than chance)",
+        )
     base, tuned, tokens = base[is_known], np.minimum(tuned, chance)[is_known], tokens[is_known]
     rise = _paired_interval(base / tokens, tuned / tokens, thresholds.general_level, thresholds, weights=tokens)
     line = f"{name} {rise.difference:+.4f} (at most {rise.high:+.4f}, allowed {bound:+g})"
     if rise.high <= bound:
         return ShipCheck(name, True, line)
-    reason = f"the loss on general {name} rose by {rise.difference:.4f}, at most {rise.high:.4f}; allowed: {bound:g}"
-    return ShipCheck(name, False, line, reason)
+    return ShipCheck(
+        name,
+        False,
+        line,
+        f"the loss on general {name} rose by {rise.difference:.4f}, at most {rise.high:.4f}; allowed: {bound:g}",
+    )
 
 
 def _judge_merge(merge: MergeEvidence) -> ShipCheck:
@@ -311,14 +328,18 @@ class ReplayResult(Answer):
         return not self.differences and self.verdict.ok
 
     def as_json(self) -> dict[str, Any]:
-        differences = list(self.differences)
-        return {**self.verdict.as_json(), "ok": self.ok, "path": str(self.path), "differences": differences}
+        return {
+            **self.verdict.as_json(),
+            "ok": self.ok,
+            "path": str(self.path),
+            "differences": list(self.differences),
+        }
 
     def lines(self) -> list[str]:
-        lines = self.verdict.lines(self.continued_adapter)
+        conclusion = f"Replayed: the verdict of {self.path} follows from its evidence"
         if self.differences:
-            return [*lines, f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"]
-        return [*lines, f"Replayed: the verdict of {self.path} follows from its evidence"]
+            conclusion = f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"
+        return [*self.verdict.lines(self.continued_adapter), conclusion]
 
 
 def replay_verdict(path: Path) -> ReplayResult:
@@ -327,10 +348,8 @@ def replay_verdict(path: Path) -> ReplayResult:
     file_name = one_line(str(path))
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"REPLAY={file_name} cannot be read: {error.strerror}") from None
-    except ValueError:
-        recorded = None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"REPLAY={file_name} cannot be read as JSON: {one_line(str(error))}") from None
     if not isinstance(recorded, dict) or recorded.get("format") != SHIP_FORMAT:
         raise ConfigError(
             f"REPLAY={file_name} is not a file that make ship writes (JSON in the format {SHIP_FORMAT!r})"
@@ -350,8 +369,11 @@ def replay_verdict(path: Path) -> ReplayResult:
 
 def _decision(verdict: dict[str, Any]) -> dict[str, Any]:
     """What decides, by names; the figures and words of the checks repeat the evidence."""
-    checks = {f"checks[{check.get('name')}].ok": check.get("ok") for check in verdict.get("checks") or ()}
-    return {"ok": verdict.get("ok"), "verdict": verdict.get("verdict"), **checks}
+    return {
+        "ok": verdict.get("ok"),
+        "verdict": verdict.get("verdict"),
+        **{f"checks[{check.get('name')}].ok": check.get("ok") for check in verdict.get("checks") or ()},
+    }
 
 
 # --- a verdict with its evidence --------------------------------------------------------------------------------------

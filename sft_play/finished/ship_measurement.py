@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,9 +15,8 @@ from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError, SftPlayError
 from sft_play.finished.evaluation import RowScore, score_rows_of_run
-from sft_play.finished.export.check_merge import merge_test
+from sft_play.finished.export.checks import merge_test
 from sft_play.finished.export.merge import ensure_whole_model_folder
-from sft_play.finished.export.places import find_merged_model
 from sft_play.finished.load import (
     HeldOutRows,
     build_run_renderer,
@@ -29,7 +27,7 @@ from sft_play.finished.load import (
 )
 from sft_play.finished.metrics import finite_or_none
 from sft_play.finished.respond import Responder
-from sft_play.finished.run import FinishedRun, translate_write_errors
+from sft_play.finished.run import FinishedRun, find_merged_model, translate_write_errors
 from sft_play.finished.ship import (
     SHIP_FILE,
     Evidence,
@@ -51,17 +49,9 @@ from sft_play.training.measure.exact_match import select_questions
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
-logger = logging.getLogger(__name__)
-
 SHIP_ROWS = 300
 # Of the general sample; a change of a row is a new one.
 GENERAL_SAMPLE_VERSION = "general-1"
-# The general sample: short texts and chats about everything, that show what a fine-tuned model has lost.
-#
-# Written for this project, none of it taken from a dataset: prose, facts, arithmetic, reasoning, code in 17 languages
-# and formats, data, 26 human languages, instructions and letters; and chats from one question to four turns, with and
-# without a system prompt.
-_GENERAL_FOLDER = Path(__file__).parent / "general"
 # Tokens of a row of the general sample: real tokenizers need fewer; byte-like ones may need more than a model has
 # positions.
 _MAX_ROW_TOKENS = 512
@@ -69,7 +59,11 @@ _MAX_ROW_TOKENS = 512
 LabelledRow = dict[str, list[int]]
 
 
-# --- the general sample -----------------------------------------------------------------------------------------------
+# --- the general sample: short texts and chats about everything, that show what a fine-tuned model has lost -----------
+#
+# Written for this project, none of it taken from a dataset: prose, facts, arithmetic, reasoning, code in 17 languages
+# and formats, data, 26 human languages, instructions and letters; and chats from one question to four turns, with and
+# without a system prompt.
 @dataclass(frozen=True)
 class GeneralSample:
     """The texts and the chats (messages); `sha256` is that of both files."""
@@ -81,7 +75,9 @@ class GeneralSample:
 
 def general_sample() -> GeneralSample:
     """The sample that ships with the project."""
-    files = {name: (_GENERAL_FOLDER / f"{name}.jsonl").read_bytes() for name in ("text", "chats")}
+    files = {
+        name: Path(__file__).with_name("general").joinpath(f"{name}.jsonl").read_bytes() for name in ("text", "chats")
+    }
     lines = {name: [json.loads(line) for line in data.decode("utf-8").splitlines()] for name, data in files.items()}
     return GeneralSample(
         tuple(row["text"] for row in lines["text"]),
@@ -143,8 +139,7 @@ def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float |
         )  # fmt: skip
         if not judge_evidence(evidence, thresholds).reasons:
             evidence = replace(evidence, merge=_measure_merge(run))
-        verdict = judge_evidence(evidence, thresholds)
-        result = ShipResult(run.folder.path, evidence, thresholds, verdict, provenance)
+        result = ShipResult(run.folder.path, evidence, thresholds, judge_evidence(evidence, thresholds), provenance)
         with translate_write_errors(run.folder.path / SHIP_FILE):
             run.folder.write_json(SHIP_FILE, result.as_json())
     return result
@@ -169,30 +164,34 @@ def _measure_losses(
     tokenizer = load_tokenizer(run.config).tokenizer
     renderer = build_run_renderer(run, tokenizer)
     questions = select_questions(held_out_rows.split, renderer, tokenizer, max_questions=max_questions)
-    # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
-    data_options = run.config.data.model_copy(update={"loss_on": "assistant", "multi_turn": "whole"})
-    general_renderer = Renderer(tokenizer, data_options, max_seq_len=_MAX_ROW_TOKENS, today=renderer.today)
+    general_renderer = Renderer(
+        tokenizer,
+        # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
+        run.config.data.model_copy(update={"loss_on": "assistant", "multi_turn": "whole"}),
+        max_seq_len=_MAX_ROW_TOKENS,
+        today=renderer.today,
+    )
     texts, chats = text_rows(sample, general_renderer), chat_rows(sample, general_renderer)
-    logger.info(
-        "To be measured: %d rows of %s, %d of them with a generated answer, and %d general texts and chats",
-        len(rows), split, len(questions), len(texts) + len(chats),
-    )  # fmt: skip
 
     def measure_model(model_label: str, model: Any) -> tuple[list[list[RowScore]], tuple[bool, ...]]:
-        logger.info("Measuring the %s", model_label)
         max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _MAX_ROW_TOKENS
         scores = []
         for row_set in (rows, texts, chats):
-            shortened_rows = [{column: values[:max_positions] for column, values in row.items()} for row in row_set]
-            scores.append(score_rows_of_run(run, model, shortened_rows))
-        answers = Responder(run, model).answers(questions, max_new_tokens=run.config.eval.max_new_tokens)
+            shortened = [{column: values[:max_positions] for column, values in row.items()} for row in row_set]
+            scores.append(score_rows_of_run(run, model, shortened))
+        answers = Responder(run, model).answers(
+            questions, max_new_tokens=run.config.eval.max_new_tokens, model_label=model_label
+        )
         return scores, tuple(answer.is_correct for answer in answers)
 
     (base_scores, right_base), (tuned_scores, right_tuned) = measure_both_models(run, measure_model)
     losses, text_losses, chat_losses = map(_row_losses, base_scores, tuned_scores, (rows, texts, chats))
     task = replace(task, losses=losses, right_base=right_base, right_tuned=right_tuned)
-    general = GeneralEvidence(text_losses, chat_losses, refused=len(sample.chats) - len(chats))
-    return Evidence(task, general, MergeEvidence("not needed"))
+    return Evidence(
+        task,
+        GeneralEvidence(text_losses, chat_losses, refused=len(sample.chats) - len(chats)),
+        MergeEvidence("not needed"),
+    )
 
 
 def distinct_rows(held_out_rows: HeldOutRows, count: int) -> tuple[list[LabelledRow], int]:

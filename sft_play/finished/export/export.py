@@ -23,7 +23,7 @@ from typing import Any
 from sft_play.answers import Answer
 from sft_play.data.masks.sandbox import RenderError
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
-from sft_play.finished.export.check_export import (
+from sft_play.finished.export.checks import (
     EnginePrompts,
     adds_space_prefix,
     check_file,
@@ -40,22 +40,20 @@ from sft_play.finished.export.llama_cpp import (
     quantize_gguf,
 )
 from sft_play.finished.export.merge import ensure_whole_model_folder, main_dtype, write_generation_config
-from sft_play.finished.export.places import (
+from sft_play.finished.load import load_held_out_rows
+from sft_play.finished.run import (
     CONVERTER_QUANTS,
     EXPORT_FILE,
     EXPORT_FOLDER,
     ExportFormat,
-    Quant,
-    describe_merge,
-    read_merge_record,
-    require_export_target,
-)
-from sft_play.finished.load import load_held_out_rows
-from sft_play.finished.run import (
     FinishedRun,
+    Quant,
     base_model_folder,
     describe_context_window,
+    describe_merge,
     next_command_line,
+    read_merge_record,
+    require_export_target,
     require_space,
     staged_folder,
 )
@@ -68,8 +66,6 @@ logger = logging.getLogger(__name__)
 
 # By the dtype of the weights as safetensors names it; other dtypes have no lossless one here.
 _LOSSLESS_QUANTS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
-_MAX_F16 = 65_504.0
-_MAX_CHECKED_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -97,15 +93,13 @@ class ExportResult(Answer):
         facts = filter(None, [self.quant, f"{format_gib(self.bytes, digits=2)} GiB", f"{self.wall_s:.0f} s"])
         lines.append(f"Written to: {self.file or self.path} ({', '.join(facts)})")
         lines += [f"Serve: {command}" for command in self.commands]
+        next_line = next_command_line("push", "REPO=user/name", RUN=self.run)
         if self.file is not None:
-            is_default = self.path == self.run / EXPORT_FOLDER / self.format
-            return [
-                *lines,
-                next_command_line("export-test", RUN=self.run, **({} if is_default else {"OUT": self.path})),
-            ]
-        if self.merge is not None:
-            return [*lines, next_command_line("merge-test", RUN=self.run)]
-        return [*lines, next_command_line("push", "REPO=user/name", RUN=self.run)]
+            place = {} if self.path == self.run / EXPORT_FOLDER / self.format else {"OUT": self.path}
+            next_line = next_command_line("export-test", RUN=self.run, **place)
+        elif self.merge is not None:
+            next_line = next_command_line("merge-test", RUN=self.run)
+        return [*lines, next_line]
 
 
 def export_run(
@@ -148,8 +142,9 @@ def export_run(
             "merge": read_merge_record(model_folder) or None,  # what the weights are made of travels with them
         }  # fmt: skip
         write_json(staging_folder / EXPORT_FILE, {name: value for name, value in record.items() if value is not None})
-    seconds = round(time.monotonic() - start_time, 2)
-    return dataclasses.replace(result, merge=describe_merge(model_folder), wall_s=seconds)
+    return dataclasses.replace(
+        result, merge=describe_merge(model_folder), wall_s=round(time.monotonic() - start_time, 2)
+    )
 
 
 def _write_vllm_folder(
@@ -166,8 +161,8 @@ def _write_vllm_folder(
     write_generation_config(run, prompts.tokenizer, model_folder, staging_folder)
     size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
     max_positions, _ = describe_context_window(run, str(model_folder))
-    name = run.folder.path.name
-    command = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(max_positions)]
+    command = ["vllm", "serve", str(target), "--served-model-name", run.folder.path.name]
+    command += ["--max-model-len", str(max_positions)]
     return ExportResult(run.folder.path, "vllm", target, size, (shlex.join(command),))
 
 
@@ -192,12 +187,16 @@ def _write_gguf(
     command = f"llama-server --jinja -m {shlex.quote(str(target / file.name))}"
     if format == "ollama":
         max_positions, _ = describe_context_window(run, str(model_folder))
-        adds_bos = vocabulary["fields"]["tokenizer.ggml.add_bos_token"]
-        text = build_modelfile(run, prompts, file.name, adds_bos=adds_bos, context=max_positions)
+        text = build_modelfile(
+            run,
+            prompts,
+            file.name,
+            adds_bos=vocabulary["fields"]["tokenizer.ggml.add_bos_token"],
+            context=max_positions,
+        )
         (staging_folder / "Modelfile").write_text(text, encoding="utf-8")
         model_name = shlex.quote(name.lower())
-        modelfile = shlex.quote(str(target / "Modelfile"))
-        command = f"ollama create {model_name} -f {modelfile} && ollama run {model_name}"
+        command = f"ollama create {model_name} -f {shlex.quote(str(target / 'Modelfile'))} && ollama run {model_name}"
     staged_model = staging_folder / ".model"
     _stage_model(run, model_folder, prompts.tokenizer, staged_model)
     converted_file = file if converted_quant == file_quant else staged_model / "whole.gguf"
@@ -207,11 +206,25 @@ def _write_gguf(
     if converted_file != file:
         quantize_gguf(converted_file, file, file_quant)
     shutil.rmtree(staged_model)
-    fields = read_fields(file)
-    checked, notes = _check_gguf(run, file, fields, prompts)
+    paired_prompts = prompts.probe_prompts()
+    try:
+        paired_prompts += prompts.row_prompts(load_held_out_rows(run).split, 32)
+    except DataError as error:
+        logger.warning("Export: the run's data is gone, so its prompts are not compared (%s)", error)
+    prompts_checked, notes = 0, []
+    for check in check_file(run, file, read_fields(file), prompts, paired_prompts):
+        if check.ok is False and check.name != "Stop tokens":
+            raise TokenizerError(
+                f"llama.cpp's converter wrote a GGUF that is not the trained model: {check.reason}; serve the model "
+                f"from its folder: make export FORMAT=vllm RUN={run.folder.shell_path}"
+            )
+        if check.name == "Tokenizer" and check.ok:
+            prompts_checked = len(paired_prompts)
+        if not check.ok:
+            notes.append(f"{check.name}: {check.reason}")
     return ExportResult(
         run.folder.path, format, target, file.stat().st_size, (command,), tuple(notes), target / file.name,
-        file_quant, checked,
+        file_quant, prompts_checked,
     )  # fmt: skip
 
 
@@ -228,7 +241,7 @@ def _resolve_quants(model_folder: Path, requested_quant: Quant | None) -> tuple[
     if quant == "f16" and lossless != "f16":
         for name, tensor in tensors.items():
             values = tensor.read()
-            if values.is_floating_point() and values.numel() and float(values.abs().max()) > _MAX_F16:
+            if values.is_floating_point() and values.numel() and float(values.abs().max()) > 65_504:
                 raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
     return quant, quant if quant in CONVERTER_QUANTS else lossless or "bf16"
 
@@ -276,7 +289,11 @@ def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
     names = ["eos", "eot", "eom"] if tokenizer.eos_token_id is not None else ["eot", "eom"]
     for name, token in zip(names, stop_ids, strict=False):
         fields[f"{name}_token_id"] = token
-    fields |= {"add_bos_token": prompts.engine_adds_bos(), "add_eos_token": False}
+    # an engine has to put BOS before a prompt where training's began with it and the tokenizer puts it there by itself
+    bos = [tokenizer.bos_token_id]
+    is_added = list(tokenizer("a")["input_ids"])[:1] == bos
+    adds_bos = is_added and any(pair.ids[:1] == bos for pair in prompts.probe_prompts()[:1])
+    fields |= {"add_bos_token": adds_bos, "add_eos_token": False}
     if is_sentencepiece(tokenizer):
         # llama.cpp puts a space before text if the entry is missing
         fields["add_space_prefix"] = adds_space_prefix(tokenizer)
@@ -284,29 +301,6 @@ def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
         "pre": find_pre_tokenizer(tokenizer.backend_tokenizer),
         "fields": {f"tokenizer.ggml.{name}": value for name, value in fields.items()},
     }
-
-
-def _check_gguf(run: FinishedRun, file: Path, fields: dict[str, Any], prompts: EnginePrompts) -> tuple[int, list[str]]:
-    """The number of prompts whose ids are training's, and notes on what is not; raises TokenizerError where the file
-    would be prompted otherwise than training."""
-    paired_prompts = prompts.probe_prompts()
-    try:
-        paired_prompts += prompts.row_prompts(load_held_out_rows(run).split, _MAX_CHECKED_ROWS)
-    except DataError as error:
-        logger.warning("Export: the run's data is gone, so its prompts are not compared (%s)", error)
-    prompts_checked, notes = 0, []
-    for check in check_file(run, file, fields, prompts, paired_prompts):
-        if check.ok is False and check.name != "Stop tokens":
-            raise TokenizerError(
-                "llama.cpp's converter wrote a GGUF that is not the trained model: "
-                f"{check.reason}; serve the model from its folder: make export FORMAT=vllm "
-                f"RUN={run.folder.shell_path}"
-            )
-        if check.name == "Tokenizer" and check.ok:
-            prompts_checked = len(paired_prompts)
-        if not check.ok:
-            notes.append(f"{check.name}: {check.reason}")
-    return prompts_checked, notes
 
 
 # --- an Ollama Modelfile: the chat template of training, written again in Go's template language, and checked ---------
@@ -353,11 +347,10 @@ def build_modelfile(run: FinishedRun, prompts: EnginePrompts, file: str, *, adds
         # Ollama stops at a text, not at a token: one that ordinary tokens spell too would end answers early
         if len(tokenizer(stop, add_special_tokens=False)["input_ids"]) != 1:
             raise UnsupportedTemplateError(f"the stop token {stop!r} is not one token when it is written as text")
-    if prompts.is_plain_text:
-        return format_modelfile(file, "{{ .Prompt }}", stops=stops, context=context)
-    bos = str(tokenizer.bos_token) if adds_bos else ""
+    template, bos = "{{ .Prompt }}", str(tokenizer.bos_token) if adds_bos else ""
     try:
-        template = go_template(learn_template_parts(prompts.render, bos=bos))
+        if not prompts.is_plain_text:
+            template = go_template(learn_template_parts(prompts.render, bos=bos))
         return format_modelfile(file, template, stops=stops, context=context)
     except (UnsupportedTemplateError, RenderError) as error:
         raise UnsupportedTemplateError(
@@ -371,10 +364,13 @@ def format_modelfile(file: str, template: str, *, stops: Sequence[str], context:
     Raises UnsupportedTemplateError where the template cannot be quoted."""
     if '"""' in template:
         raise UnsupportedTemplateError('it writes """, which ends a text in a Modelfile')
-    # greedy, as the run's own evaluation and every comparison here
-    parameters = [f"stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
-    parameters += [f"num_ctx {context}", "temperature 0"]
-    lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""', *(f"PARAMETER {parameter}" for parameter in parameters)]
+    lines = [
+        f"FROM ./{file}",
+        f'TEMPLATE """{template}"""',
+        *(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops),
+        f"PARAMETER num_ctx {context}",
+        "PARAMETER temperature 0",  # greedy, as the run's own evaluation and every comparison here
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -28,8 +28,6 @@ LLAMA_CPP_PACKAGE, LLAMA_CPP_VERSION = "llama-cpp-python", "0.3.36"
 LLAMA_CPP_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 CONVERTER_FILE = "convert_hf_to_gguf.py"
 _VENDOR_PREFIX = f"llama_cpp_python-{LLAMA_CPP_VERSION}/vendor/llama.cpp/"
-_UNPACKED_PATHS = ("conversion/", "gguf-py/gguf/", CONVERTER_FILE, "LICENSE")
-_MAX_OUTPUT_LINES = 6
 
 # pip builds a source package's metadata by running its build system. This one answers from what is known already, so
 # that nothing is installed, compiled or run for a download.
@@ -48,17 +46,13 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 def find_converter(checkout: Path | None) -> Path:
     """The folder with llama.cpp's converters: the `checkout`, else the one in the cache, which is fetched the first
     time. Raises ConfigError where `checkout` holds none, or they cannot be fetched."""
-    if checkout is None:
-        return _cached_converter()
-    if not (checkout / CONVERTER_FILE).is_file() or not (checkout / "gguf-py" / "gguf").is_dir():
-        raise ConfigError(
-            f"LLAMA_CPP={one_line(str(checkout))} is not a checkout of llama.cpp, which has "
-            f"{CONVERTER_FILE} and gguf-py/; leave it out to fetch the converter"
-        )
-    return checkout.resolve()
-
-
-def _cached_converter() -> Path:
+    if checkout is not None:
+        if not (checkout / CONVERTER_FILE).is_file() or not (checkout / "gguf-py" / "gguf").is_dir():
+            raise ConfigError(
+                f"LLAMA_CPP={one_line(str(checkout))} is not a checkout of llama.cpp, which has "
+                f"{CONVERTER_FILE} and gguf-py/; leave it out to fetch the converter"
+            )
+        return checkout.resolve()
     folder = cache_dir() / "llama.cpp"
     converter_folder = folder / f"{LLAMA_CPP_VERSION}-{LLAMA_CPP_SHA256[:12]}"
     if (converter_folder / CONVERTER_FILE).is_file():
@@ -82,8 +76,7 @@ def _download(folder: Path) -> Path:
     )
     requirements, build_folder, download_folder = folder / "wanted.txt", folder / "build", folder / "download"
     (build_folder / "scikit_build_core").mkdir(parents=True)
-    requirement = f"{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} --hash=sha256:{LLAMA_CPP_SHA256}\n"
-    requirements.write_text(requirement, encoding="utf-8")
+    requirements.write_text(f"{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} --hash=sha256:{LLAMA_CPP_SHA256}\n")
     (build_folder / "scikit_build_core" / "__init__.py").touch()
     (build_folder / "scikit_build_core" / "build.py").write_text(_BUILD_SYSTEM, encoding="utf-8")
     command = [
@@ -93,9 +86,14 @@ def _download(folder: Path) -> Path:
         *("-r", str(requirements), "-d", str(download_folder)),
     ]
     python_path = os.pathsep.join(filter(None, [str(build_folder), str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = signals.child_environment({**os.environ, "PYTHONPATH": python_path})
     process = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", env=environment, cwd=folder, check=False
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=signals.child_environment({**os.environ, "PYTHONPATH": python_path}),
+        cwd=folder,
+        check=False,
     )
     archives = list(download_folder.glob("*.tar.gz"))
     if process.returncode or not archives:
@@ -116,7 +114,7 @@ def unpack_converter(archive: Path, target: Path) -> None:
         with tarfile.open(archive) as archive_file:
             for member in archive_file:
                 name = member.name.removeprefix(_VENDOR_PREFIX)
-                if name != member.name and name.startswith(_UNPACKED_PATHS):
+                if name != member.name and name.startswith(("conversion/", "gguf-py/gguf/", CONVERTER_FILE, "LICENSE")):
                     archive_file.extract(member.replace(name=name, deep=False), target, filter="data")
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ConfigError(f"{archive} cannot be unpacked: {one_line(str(error))}") from None
@@ -130,10 +128,16 @@ def convert_to_gguf(
     """Write the model in a folder as the GGUF `target`, by llama.cpp's converter in a process of its own. `name`: the
     model's in the file. `vocabulary`: what `run_llama_cpp.py` is told. Raises BackendError with its last lines where it
     failed."""
-    folders = [str(converter_folder), str(model_folder)]
-    words = ["convert", *folders, "--outfile", str(target), "--outtype", quant, "--model-name", name]
-    problem = f"llama.cpp's converter ({converter_folder}) failed; a newer checkout may do better (LLAMA_CPP=)"
-    _run(words, target, problem=problem, SFT_PLAY_GGUF_VOCABULARY=json.dumps(vocabulary))
+    words = [
+        *("convert", str(converter_folder), str(model_folder)),
+        *("--outfile", str(target), "--outtype", quant, "--model-name", name),
+    ]
+    _run(
+        words,
+        target,
+        problem=f"llama.cpp's converter ({converter_folder}) failed; a newer checkout may do better (LLAMA_CPP=)",
+        SFT_PLAY_GGUF_VOCABULARY=json.dumps(vocabulary),
+    )
 
 
 def quantize_gguf(source: Path, target: Path, quant: str) -> None:
@@ -145,9 +149,9 @@ def quantize_gguf(source: Path, target: Path, quant: str) -> None:
 def _run(words: Sequence[str | Path], target: Path, *, problem: str, **variables: str) -> None:
     inherited = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}  # it would hide gguf-py
     fixed = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    runner = Path(__file__).with_name("run_llama_cpp.py")
+    runner = [sys.executable, str(Path(__file__).with_name("run_llama_cpp.py"))]
     process = subprocess.run(
-        [sys.executable, "-m", "sft_play.process.signals", sys.executable, str(runner), *map(str, words)],
+        [sys.executable, "-m", "sft_play.process.signals", *runner, *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -157,6 +161,6 @@ def _run(words: Sequence[str | Path], target: Path, *, problem: str, **variables
     )
     if process.returncode or not target.is_file():
         # the end of a program's output is where it says what went wrong
-        lines = [line.rstrip() for line in process.stdout.splitlines() if line.strip()][-_MAX_OUTPUT_LINES:]
+        lines = [line.rstrip() for line in process.stdout.splitlines() if line.strip()][-6:]
         last_lines = "\n".join(f"  {one_line(line, limit=300)}" for line in lines)
         raise BackendError(f"{problem} (exit code {process.returncode}):\n{last_lines}")

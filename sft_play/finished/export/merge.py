@@ -9,8 +9,6 @@ weights that NF4 stands for (`dequantized`) the model computes what was trained;
 original ones it is off by NF4's rounding, some 9% of their size.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
@@ -23,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,16 +37,21 @@ from transformers.core_model_loading import (
 
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError, ModelError
-from sft_play.finished.export.places import (
+from sft_play.finished.load import build_run_renderer
+from sft_play.finished.run import (
     MERGE_FILE,
     MERGED_FOLDER,
+    FinishedRun,
+    MergeBase,
+    base_model_folder,
     find_merged_model,
+    next_command_line,
     read_merge_record,
     require_faithful_merge,
     require_mergeable,
+    require_space,
+    staged_folder,
 )
-from sft_play.finished.load import build_run_renderer
-from sft_play.finished.run import FinishedRun, base_model_folder, next_command_line, require_space, staged_folder
 from sft_play.log import one_line
 from sft_play.models.config_json import base_weights_identity
 from sft_play.models.families import dequantised_config
@@ -88,9 +91,6 @@ logger = logging.getLogger(__name__)
 # Nothing but the adapter has memory. PEFT itself computes what a merged layer is (rsLoRA, DoRA and
 # transposed layers are its business), in fp32.
 
-# Of a QLoRA run: which weights the adapter is added to, the base's own or what NF4 makes of them.
-MergeBase = Literal["original", "dequantized"]
-
 
 class AdaptedModel:
     """The run's model on the meta device with its adapter, whose layers are merged as base weights come by."""
@@ -98,8 +98,9 @@ class AdaptedModel:
     def __init__(self, run: FinishedRun, *, base: MergeBase | None) -> None:
         self.run, self.base = run, base
         self.precision = run.plan().precision
-        trusts_code = run.config.model.trust_remote_code
-        self.tokenizer = AutoTokenizer.from_pretrained(run.weights, trust_remote_code=trusts_code)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            run.weights, trust_remote_code=run.config.model.trust_remote_code
+        )
         self.model_spec = build_model_spec(
             run.config, self.precision, tokenizer_size=len(self.tokenizer),
             new_rows=added_token_rows(self.tokenizer, run.config),
@@ -110,7 +111,20 @@ class AdaptedModel:
         # The name in the base's files of a tensor of the model, where they hold a larger class.
         self.to_full_name: Callable[[str], str] = str if tower is None else tower.to_full_name
         tied_sources = dict(getattr(self.base_model, "all_tied_weights_keys", None) or {})
-        self.quantized_names = self._find_quantized_names() if base == "dequantized" else frozenset()
+        self.quantized_names: set[str] = set()
+        if base == "dequantized":
+            from transformers.quantizers import AutoHfQuantizer
+
+            # transformers decides which layers it leaves alone (the head, what a class excludes): it is asked again
+            model = self._build_meta_model()
+            quantizer = AutoHfQuantizer.from_config(
+                quantization_config(self.precision, quantizes_experts=run.config.tuning.has_quantized_experts),
+                pre_quantized=False,
+            )
+            quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[self.precision.load], device_map=None)
+            self.quantized_names = {
+                name for name, _ in model.named_parameters() if quantizer.param_needs_quantization(model, name)
+            }
         self.adapted_layers: dict[str, Any] = {}
         self.fully_trained_tensors: dict[str, torch.Tensor] = {}
         # By name, embeddings of which only some rows were trained: the indices of these rows, and
@@ -134,27 +148,16 @@ class AdaptedModel:
 
     def _build_meta_model(self) -> Any:
         with torch.device("meta"):
-            trusts_code = self.run.config.model.trust_remote_code
-            config = self.model_spec.hf_config
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusts_code)
+            model = AutoModelForCausalLM.from_config(
+                self.model_spec.hf_config,
+                dtype=torch.float32,
+                trust_remote_code=self.run.config.model.trust_remote_code,
+            )
             if self.model_spec.resize_to is not None:
                 # new rows from the mean of the old ones (the default) need numbers, which meta tensors lack
                 model.resize_token_embeddings(self.model_spec.resize_to, mean_resizing=False)
         model.sft_tower = self.model_spec.text_tower
         return model.eval()
-
-    def _find_quantized_names(self) -> frozenset[str]:
-        from transformers.quantizers import AutoHfQuantizer
-
-        # transformers decides which layers it leaves alone (the head, what a class excludes), so it is asked again
-        model = self._build_meta_model()
-        quantization = quantization_config(
-            self.precision, quantizes_experts=self.run.config.tuning.has_quantized_experts
-        )
-        quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
-        quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[self.precision.load], device_map=None)
-        names = [name for name, _ in model.named_parameters()]
-        return frozenset(name for name in names if quantizer.param_needs_quantization(model, name))
 
     def _load_adapter(self, model: Any) -> None:
         from peft import get_peft_model
@@ -183,8 +186,7 @@ class AdaptedModel:
         base_model = peft_model.get_base_model()
         for module_name, module in base_model.named_modules():
             if isinstance(module, ParamWrapper):  # nested, where a module has several such weights
-                experts = module_name.removesuffix(".base_layer")
-                self.adapted_layers[f"{experts}.{module.parameter_name}"] = module
+                self.adapted_layers[f"{module_name.removesuffix('.base_layer')}.{module.parameter_name}"] = module
             elif isinstance(module, LoraLayer):
                 self.adapted_layers[f"{module_name}.weight"] = module
             elif isinstance(module, ModulesToSaveWrapper):
@@ -218,25 +220,21 @@ class AdaptedModel:
             # from the dtype in which training loaded it before it quantised: from fp32 other values would round
             # otherwise
             tensor = nf4_roundtrip(base_tensor.to(TORCH_DTYPES[self.precision.load]))
-        if name in self.adapted_layers:
-            tensor = _merge_layer(self.adapted_layers[name], tensor.float())
-        return tensor
-
-
-def _merge_layer(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    base_layer, parameter_name = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
-    meta_weight = getattr(base_layer, parameter_name)
-    setattr(base_layer, parameter_name, nn.Parameter(weight.clone(), requires_grad=False))
-    try:
-        layer.merge(safe_merge=True)  # merges a copy, and raises ValueError unless all of it is finite (PEFT 0.21)
-        result: torch.Tensor = getattr(base_layer, parameter_name).data
-    except ValueError as error:
-        raise ModelError(f"the adapter makes values that are not finite: {error}") from None
-    finally:
-        # back to the meta device: kept in its layer, every merged weight would stay in RAM
-        layer.merged_adapters.clear()
-        setattr(base_layer, parameter_name, meta_weight)
-    return result
+        if name not in self.adapted_layers:
+            return tensor
+        layer = self.adapted_layers[name]
+        base_layer, parameter_name = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
+        meta_weight = getattr(base_layer, parameter_name)
+        setattr(base_layer, parameter_name, nn.Parameter(tensor.float().clone(), requires_grad=False))
+        try:
+            layer.merge(safe_merge=True)  # merges a copy, and raises ValueError unless all of it is finite (PEFT 0.21)
+            return getattr(base_layer, parameter_name).data
+        except ValueError as error:
+            raise ModelError(f"the adapter makes values that are not finite: {error}") from None
+        finally:
+            # back to the meta device: kept in its layer, every merged weight would stay in RAM
+            layer.merged_adapters.clear()
+            setattr(base_layer, parameter_name, meta_weight)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -259,15 +257,34 @@ class MergedWeights:
     trained cannot be brought back into the files' tensors, or they would not be the class's, by names and shapes."""
 
     def __init__(self, adapted: AdaptedModel, base_folder: Path, dtype: torch.dtype | None) -> None:
-        self._adapted, self._base_folder, self._requested_dtype = adapted, base_folder, dtype
+        self._adapted, self._requested_dtype = adapted, dtype
         self._base_tensors = open_tensors(base_folder)
-        self._size = sum(math.prod(tensor.shape) for tensor in self._base_tensors.values())
         file_dtype = main_dtype(self._base_tensors.values())
         if file_dtype not in _FLOAT_DTYPES:
             raise ModelError(f"{base_folder} holds weights in {file_dtype}, into which no adapter can be merged")
         # Dtype of the merged weights; tensors that the class keeps in fp32 stay so.
         self.dtype = dtype or _FLOAT_DTYPES[file_dtype]
-        self._sources = _map_to_model(adapted, self._base_tensors)
+        # The most bytes that the files can have: as if everything that was trained whole came on top.
+        tensors = [
+            *self._base_tensors.values(),
+            *adapted.fully_trained_tensors.values(),
+            *(rows for _, rows in adapted.trained_embedding_rows.values()),
+        ]
+        self.max_bytes = self.dtype.itemsize * sum(math.prod(tensor.shape) for tensor in tensors)
+        # What each tensor of the model comes from, by its name there; transformers' own table decides, as it does when
+        # loading. A private part of transformers (5.23): files of older layouts get today's names here, and experts
+        # that a file holds one by one are stacked into one tensor
+        self._sources, model = dict[str, "_Source"](), adapted.base_model
+        transforms = get_model_conversion_mapping(model, adapted.key_mapping)
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        state = model.state_dict()
+        for key in sorted(self._base_tensors, key=dot_natural_key):  # the tenth expert comes after the ninth
+            target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+            # a pattern is that of a converter; mere renamings have none
+            source = self._sources.setdefault(target, _Source(adapted, target, by_pattern.get(pattern)))
+            source.patterns[key], source.shapes[key] = pattern, tuple(self._base_tensors[key].shape)
         # files hold a tied tensor once, under its source's name
         unwritten = {*adapted.untied_sources, *adapted.tied_tensors}
         self._written_sources = [source for target, source in self._sources.items() if target not in unwritten]
@@ -279,8 +296,7 @@ class MergedWeights:
         }
         model_name = type(adapted.base_model).__name__
         for target in sorted(self._trained_targets):
-            source = self._sources.get(target)
-            if source is None or not source.can_be_split():
+            if target not in self._sources or not self._sources[target].can_be_split():
                 raise ModelError(
                     f"the adapter cannot be merged: {target} of a {model_name} is made of "
                     "tensors of its files in a way that has no way back; serve the base with "
@@ -290,17 +306,15 @@ class MergedWeights:
         if misfit is not None:
             raise ModelError(f"the merged weights would not be those of a {model_name}: {misfit}")
 
-    @property
-    def max_bytes(self) -> int:
-        """The most bytes that the files can have: as if everything that was trained whole came on top."""
-        elements = self._size + sum(tensor.numel() for tensor in self._adapted.fully_trained_tensors.values())
-        elements += sum(rows.numel() for _, rows in self._adapted.trained_embedding_rows.values())
-        return int(elements * self.dtype.itemsize)
-
     def write(self, folder: Path, file_bytes: int) -> None:
         """Write the weights into a folder."""
-        shapes, tensors = dict(self._output_shapes()), self._merged_tensors()
-        write_tensors(folder, tensors, shapes=shapes, dtype_rule=self._saved_dtype, max_file_bytes=file_bytes)
+        write_tensors(
+            folder,
+            self._merged_tensors(),
+            shapes=dict(self._output_shapes()),
+            dtype_rule=self._saved_dtype,
+            max_file_bytes=file_bytes,
+        )
 
     def _find_misfit(self) -> str | None:
         """Find tensors that the class would miss, not know, or have in another shape, as transformers loads them;
@@ -341,8 +355,7 @@ class MergedWeights:
         for source in self._written_sources:
             for key in source.patterns:
                 shape = self._base_tensors[key].shape
-                is_joined = source.converter is not None
-                yield key, shape if is_joined else self._adapted.trained_shape(source.target, shape)
+                yield key, shape if source.converter else self._adapted.trained_shape(source.target, shape)
         for name, target in self._adapted.untied_sources.items():
             (key,) = self._sources[target].patterns
             yield self._adapted.to_full_name(name), self._adapted.trained_shape(name, self._base_tensors[key].shape)
@@ -352,14 +365,13 @@ class MergedWeights:
         for source in self._written_sources:
             if source.target in self._trained_targets:
                 parts = {key: self._base_tensors[key].read() for key in source.patterns}
-                merged = self._adapted.trained_tensor(source.target, source.join(parts))
-                yield from source.split(merged)
+                yield from source.split(self._adapted.trained_tensor(source.target, source.join(parts)))
             else:  # one tensor at a time is in memory
                 yield from ((key, self._base_tensors[key].read()) for key in source.patterns)
             if source.target in untied_names:  # what was one tensor in the base is two now
                 name, (key,) = untied_names[source.target], source.patterns
-                untied_tensor = self._adapted.trained_tensor(name, self._base_tensors[key].read())
-                yield self._adapted.to_full_name(name), untied_tensor
+                tensor = self._base_tensors[key].read()
+                yield self._adapted.to_full_name(name), self._adapted.trained_tensor(name, tensor)
 
     def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
         """The dtype that was asked for, as far as the class takes it, else that of the base's file."""
@@ -391,8 +403,7 @@ class _Source:
         for key, pattern in self.patterns.items():
             converter.add_tensor(self.target, key, pattern, parts[key])
         converted = converter.convert(self.target, model=model, config=model.config)[self.target]
-        result: torch.Tensor = converted[0] if isinstance(converted, list) else converted
-        return result
+        return converted[0] if isinstance(converted, list) else converted
 
     def split(self, joined: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Split the model's tensor into the files' tensors, by their names in the files."""
@@ -412,25 +423,6 @@ class _Source:
         except Exception:  # a conversion that has no way back, each in its own way
             return False
         return split_shapes == self.shapes
-
-
-def _map_to_model(adapted: AdaptedModel, tensors: Mapping[str, FileTensor]) -> dict[str, _Source]:
-    """What each tensor of the model comes from, by its name there; transformers' own table decides, as it does when
-    loading."""
-    # a private part of transformers (5.23): files of older layouts get today's names here, and experts that a file
-    # holds one by one are stacked into one tensor
-    model = adapted.base_model
-    transforms = get_model_conversion_mapping(model, adapted.key_mapping)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state, sources = model.state_dict(), dict[str, _Source]()
-    for key in sorted(tensors, key=dot_natural_key):  # the tenth expert comes after the ninth
-        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        # a pattern is that of a converter; mere renamings have none
-        source = sources.setdefault(target, _Source(adapted, target, by_pattern.get(pattern)))
-        source.patterns[key], source.shapes[key] = pattern, tuple(tensors[key].shape)
-    return sources
 
 
 MERGE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -498,15 +490,16 @@ def merge_run(
         stop_ids = _write_configs(adapted, base_folder, staging_folder, merged_weights.dtype)
         record_digests(staging_folder)
         write_card(staging_folder, card_facts(run, adapted.model_spec, stop_ids, dtype=dtype_name))
-        adapter_digest = base_weights_identity(str(run.weights), None)["sha256"]
-        record = {"base": adapted.base, "dtype": dtype_name, "adapter_sha256": adapter_digest, "test": None}
-        write_json(staging_folder / MERGE_FILE, record)
+        digest = base_weights_identity(str(run.weights), None)["sha256"]
+        write_json(
+            staging_folder / MERGE_FILE,
+            {"base": adapted.base, "dtype": dtype_name, "adapter_sha256": digest, "test": None},
+        )
         size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
     lost_note = peft_loading_warning(adapted.model_spec, trust_remote_code=run.config.model.trust_remote_code)
-    notes = [f"Adapter: {lost_note}"] if lost_note else []
     return MergeResult(
         run.folder.path, target, dtype_name, adapted.base, len(adapted.adapted_layers), bool(adapted.untied_sources),
-        size, round(time.monotonic() - start_time, 2), tuple(notes),
+        size, round(time.monotonic() - start_time, 2), (f"Adapter: {lost_note}",) if lost_note else (),
     )  # fmt: skip
 
 
@@ -514,10 +507,9 @@ def card_facts(
     run: FinishedRun, model_spec: ModelSpec, stop_ids: list[int], *, kind: WeightsKind = "merged", dtype: str = ""
 ) -> CardFacts:
     """What the card of a finished run's weights says; `dtype` is a merged model's."""
-    summary = read_summary(run.folder.path)  # the card has fewer lines without one
     return CardFacts(
         kind=kind, name=run.folder.path.name, config=run.config, plan=run.plan(), model_spec=model_spec,
-        manifest=run.manifest, summary=summary, stop_ids=stop_ids, dtype=dtype,
+        manifest=run.manifest, summary=read_summary(run.folder.path), stop_ids=stop_ids, dtype=dtype,
     )  # fmt: skip
 
 
@@ -575,6 +567,10 @@ def record_merge_test(folder: Path, *, ok: bool, divergence: float, limit: float
     """Add merge-test's verdict to the record; nothing where the folder has none: it may be anybody's model."""
     record = read_merge_record(folder)
     if record:
-        date = datetime.now(UTC).isoformat("T", "seconds")
-        verdict = {"ok": ok, "kl_merged": divergence, "kl_limit": limit, "date": date}
-        write_json(folder / MERGE_FILE, {**record, "test": verdict})
+        record["test"] = {
+            "ok": ok,
+            "kl_merged": divergence,
+            "kl_limit": limit,
+            "date": datetime.now(UTC).isoformat("T", "seconds"),
+        }
+        write_json(folder / MERGE_FILE, record)

@@ -14,8 +14,14 @@ from typing import Any
 
 from sft_play.answers import Answer
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.export.places import MERGED_FOLDER, describe_merge, find_merged_model, require_faithful_merge
-from sft_play.finished.run import FinishedRun, next_command_line
+from sft_play.finished.run import (
+    MERGED_FOLDER,
+    FinishedRun,
+    describe_merge,
+    find_merged_model,
+    next_command_line,
+    require_faithful_merge,
+)
 from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
 from sft_play.text import format_size
@@ -48,24 +54,24 @@ class Upload(Answer):
     commit: str = ""
 
     def _file_sizes(self) -> dict[str, int]:
-        files = self.files.items()
-        return {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files}
+        return {
+            name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in self.files.items()
+        }
 
     def describe(self) -> str:
         """Repository, files and sizes, as they are shown before the upload."""
         access, sizes = "private" if self.is_private else "PUBLIC", self._file_sizes()
         action = f"the existing {access} repository is updated" if self.repo_exists else f"a new {access} repository"
         place = f"From {self.folder} to https://huggingface.co/{self.repo} ({action})"
-        lines = [f"{place}, {format_size(sum(sizes.values()))}:"]
-        lines += [f"  {name} ({format_size(size)})" for name, size in sizes.items()]
-        return "\n".join([*lines, *self.notes])
+        files = [f"  {name} ({format_size(size)})" for name, size in sizes.items()]
+        return "\n".join([f"{place}, {format_size(sum(sizes.values()))}:", *files, *self.notes])
 
     def as_json(self) -> dict[str, Any]:
-        files = [{"name": name, "bytes": size} for name, size in self._file_sizes().items()]
         return {
             "ok": True, "pushed": True, "run": str(self.run), "repo": self.repo,
             "url": f"https://huggingface.co/{self.repo}", "commit": self.commit, "private": self.is_private,
-            "created": not self.repo_exists, "files": files,
+            "created": not self.repo_exists,
+            "files": [{"name": name, "bytes": size} for name, size in self._file_sizes().items()],
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -76,23 +82,26 @@ class Upload(Answer):
         ]
 
 
-def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public: bool, is_confirmed: bool) -> Upload:
+def plan_upload(run: FinishedRun, repo: str, *, is_merged: bool, is_public: bool, is_confirmed: bool) -> Upload:
     """Plan an upload; nothing is written, here or on the hub. `is_merged`: the merged model in place of the
     adapter. `is_public`: a new repository is public, and an existing public one may be updated without asking
     (`is_confirmed`). Raises ConfigError where the name cannot be a repository's, there is no token, the hub refuses it,
     or a file names a path; RunFolderError where there is no merged model."""
     from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import RepositoryNotFoundError
 
-    repo_name = require_repo_name(repo)
     folder = _merged_folder(run) if is_merged else run.weights
     if get_token() is None:
         raise ConfigError("there is no token of the Hugging Face hub here: hf auth login, or HF_TOKEN=…")
     # after what is refused without torch, which this imports
     from sft_play.training.checkpoints.card import CARD_FILE, REPOSITORY_PLACEHOLDER, describe_base
 
-    is_private_repo = _is_private_repo(HfApi(), repo_name)
+    is_private_repo = None  # where it does not exist
+    with _translate_hub_errors("the hub cannot be asked"), contextlib.suppress(RepositoryNotFoundError):
+        HfApi().whoami()
+        is_private_repo = bool(HfApi().model_info(repo).private)
     if is_private_repo is False and is_confirmed and not is_public:
-        raise ConfigError(f"{repo_name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
+        raise ConfigError(f"{repo} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
     notes = [line for line in [describe_merge(folder)] if is_merged and line]
     files: dict[str, Path | bytes] = {}
     for path in sorted(folder.rglob("*")):
@@ -101,8 +110,8 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
         if path.is_file() and any(PurePosixPath(f"/{name}").match(f"/{pattern}") for pattern in UPLOAD_PATTERNS):
             files[name] = path
     if CARD_FILE in files:
-        card = (folder / CARD_FILE).read_text(encoding="utf-8")
-        files[CARD_FILE] = card.replace(REPOSITORY_PLACEHOLDER, repo_name).encode()
+        card = (folder / CARD_FILE).read_bytes()
+        files[CARD_FILE] = card.replace(REPOSITORY_PLACEHOLDER.encode(), repo.encode())
     if "adapter_config.json" in files:
         base = describe_base(run.config)  # by the name that others find it under: a local path means nothing to them
         settings = read_json(folder / "adapter_config.json") | {"base_model_name_or_path": base.name}
@@ -111,11 +120,10 @@ def plan_upload(run: FinishedRun, repo: str | None, *, is_merged: bool, is_publi
             notes.append(f"Its base, {base.name}, is a local model, which others need too; MERGED=1 needs none")
     _refuse_leaks(run, files)
     if is_private_repo and is_public:
-        notes.append(f"{repo_name} is private and stays so; its settings on the hub change that")
-    is_private = (not is_public) if is_private_repo is None else is_private_repo
+        notes.append(f"{repo} is private and stays so; its settings on the hub change that")
     return Upload(
-        run.folder.path, folder, repo_name, files,
-        repo_exists=is_private_repo is not None, is_private=is_private, notes=tuple(notes),
+        run.folder.path, folder, repo, files, repo_exists=is_private_repo is not None,
+        is_private=not is_public if is_private_repo is None else is_private_repo, notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -137,13 +145,14 @@ def require_repo_name(repo: str | None) -> str:
     """The name of a repository; raises ConfigError where there is none, or it cannot be one."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    problem = "make push needs a repository of the hub, REPO=user/name"
     if not repo or "/" not in repo:
-        raise ConfigError(problem)
+        raise ConfigError(
+            f"REPO={one_line(repo or '')} names no user and repository of the hub, such as REPO=user/name"
+        )
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise ConfigError(f"{problem} (REPO={one_line(repo)}: {one_line(str(error), limit=200)})") from None
+        raise ConfigError(f"REPO={one_line(repo)} names no repository: {one_line(str(error), limit=200)}") from None
     return repo
 
 
@@ -160,17 +169,6 @@ def _merged_folder(run: FinishedRun) -> Path:
     return merged
 
 
-def _is_private_repo(api: Any, repo: str) -> bool | None:
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    with _translate_hub_errors("the hub cannot be asked"):
-        api.whoami()
-        try:
-            return bool(api.model_info(repo).private)
-        except RepositoryNotFoundError:
-            return None
-
-
 @contextlib.contextmanager
 def _translate_hub_errors(problem: str) -> Iterator[None]:
     try:
@@ -181,10 +179,9 @@ def _translate_hub_errors(problem: str) -> Iterator[None]:
 
 def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
     data_paths = [Path(str(file.get("path", ""))) for file in (run.manifest.get("data") or {}).values()]
-    recorded_paths = [run.folder.path.absolute(), *(path for path in data_paths if path.is_absolute())]
-    folders = {str(path.parent) for path in recorded_paths} | {str(Path.cwd()), str(Path.home())}
+    folders = {str(path.parent) for path in (run.folder.path.absolute(), *data_paths) if path.is_absolute()}
     # a folder such as /data may be named by any text; one below it is this machine's
-    private_paths = sorted(folder for folder in folders if folder.count("/") > 1)
+    private_paths = sorted(folder for folder in {*folders, str(Path.cwd()), str(Path.home())} if folder.count("/") > 1)
     for name, file in files.items():
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in _LEAK_CHECKED_PATTERNS):
             continue

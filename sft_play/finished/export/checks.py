@@ -1,13 +1,17 @@
-"""`make export-test`: whether the exported GGUF answers as the trained model does, and where it does not.
+"""`make merge-test` and `make export-test`: whether what was written is the trained model, on rows
+of the run's data.
 
-Each comparison names its own fault: the file's template, its tokenizer (the token ids of prompts, as an engine renders
-them, are training's), its stop tokens, and its answers, read back by transformers (greedy, token for token, with the
-divergence of the next-token distributions).
+merge-test: merged model and adapter read the same rows. At every trained position the two next-token distributions are
+compared: their Kullback-Leibler divergence, and the loss. The base without its adapter is the yardstick: a merged model
+that is as far from the adapter as the base is has not been merged.
+
+export-test names the fault of each comparison: the file's template, its tokenizer (the token ids of prompts, as an
+engine renders them, are training's), its stop tokens, and its answers, read back by transformers (greedy, token for
+token, with the divergence of the next-token distributions).
 """
 
 import functools
 import itertools
-import json
 import operator
 import re
 import shlex
@@ -25,18 +29,19 @@ from sft_play.data.masks.sandbox import RenderError
 from sft_play.data.masks.template import ChatTemplate
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import ModelError, TokenizerError
-from sft_play.finished.export.check_merge import RowLogProbs, divergence_limit, log_probs, mean_divergence
-from sft_play.finished.export.merge import ensure_whole_model_folder, folder_stop_ids
-from sft_play.finished.export.places import find_gguf
+from sft_play.finished.export.merge import ensure_whole_model_folder, folder_stop_ids, record_merge_test
 from sft_play.finished.load import (
     build_run_renderer,
     default_device,
     evenly_spaced_indices,
     load_held_out_rows,
+    load_model_folder,
     load_trained_model,
 )
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import MERGED_FOLDER, FinishedRun, find_gguf, next_command_line, require_merged
 from sft_play.log import one_line
+from sft_play.runs.files import read_json
+from sft_play.training.checkpoints.checkpoints import require_unchanged
 from sft_play.training.measure.exact_match import Question, generate_answers
 from sft_play.training.model import attention_functions
 from sft_play.training.model.language_model import prepare_text_config
@@ -44,20 +49,158 @@ from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
+MERGE_TEST_ROWS = 16
+# Mean KL divergence, in nats, that is always allowed, by the coarsest dtype in which either computes: rounding alone
+# moves the logits of real models in bf16 by some 1e-2, which is a divergence of some 1e-4. Weights in so many bits: one
+# and a half times llama.cpp's own measurement of the worst such type with Llama 3 8B (tools/perplexity/README.md:
+# 0.0014 for q8_0, 0.0055 for q6_K, 0.022 for q5_0, 0.072 for q4_0, 0.228 for q3_K_S, 0.445 for q2_K).
+_MIN_KL_LIMIT = {
+    "float32": 1e-6, "bfloat16": 1e-4, "float16": 1e-4,
+    "q8": 2e-3, "q6": 8e-3, "q5": 3e-2, "q4": 0.11, "q3": 0.34, "q2": 0.67,
+}  # fmt: skip
+# The same that is never allowed, however much the training changed.
+_MAX_KL_LIMIT = {
+    "float32": 1e-4, "bfloat16": 5e-3, "float16": 5e-3,
+    "q8": 2e-2, "q6": 4e-2, "q5": 0.1, "q4": 0.25, "q3": 0.5, "q2": 0.8,
+}  # fmt: skip
 EXPORT_TEST_ROWS = 200
-# Rows at whose trained places the distributions are compared.
-_DIVERGENCE_ROWS = 32
 _GGUF_FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Model types that llama.cpp writes as `llama`, and that compute as it does.
-_LLAMA_COMPATIBLE = ("mistral",)
+
+
+# --- merge-test -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class MergeTest(Answer):
+    """What the comparison found. Divergences are means over trained positions, in nats; losses are means over rows."""
+
+    run: Path
+    path: Path
+    split: str
+    rows: int
+    places: int
+    # KL(adapter ‖ merged).
+    kl_merged: float
+    # KL(adapter ‖ base without adapter).
+    kl_base: float
+    # Mean divergence up to which the two count as equal.
+    kl_limit: float
+    # Of `adapter`, `merged` and `base`.
+    loss: Mapping[str, float]
+
+    @property
+    def ok(self) -> bool:
+        return self.kl_merged <= self.kl_limit
+
+    def lines(self) -> list[str]:
+        lines = [
+            f"Compared: {self.places:,} trained tokens of {self.rows} rows ({self.split})",
+            "Loss: {base:.4f} base, {adapter:.4f} with the adapter, {merged:.4f} merged".format(**self.loss),
+            f"KL divergence from the adapter: {self.kl_merged:.2g} nats merged (limit {self.kl_limit:.2g}), "
+            f"{self.kl_base:.2g} base",
+        ]
+        if not self.ok:
+            advice = "FORCE=1 with BASE=dequantized for a QLoRA run, or with a finer DTYPE (bf16, fp32)"
+            return [
+                *lines,
+                "Verdict: the merged model is NOT the adapter's",
+                next_command_line("merge", advice, RUN=self.run),
+            ]
+        next_line = next_command_line("serve", "ENGINE=vllm", RUN=self.run)
+        if self.path != self.run / MERGED_FOLDER:
+            next_line = f"Next: vllm serve {shlex.quote(str(self.path))}"
+        return [*lines, "Verdict: the merged model is the adapter's", next_line]
+
+
+def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_TEST_ROWS) -> MergeTest:
+    """Compare a merged model (`path`; None: `merged/`) with the run's adapter, on so many held-out rows. Raises
+    RunFolderError where there is no merged model, or the run has no adapter; ModelError where the model is not what was
+    merged; DataError where the run's data is gone."""
+    target = path or run.folder.path / MERGED_FOLDER
+    require_merged(run, target)
+    require_unchanged(target)
+    quiet_libraries()
+    held_out_rows = load_held_out_rows(run)
+    held_out = held_out_rows.split.rows
+    sample_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), rows)]
+    model = load_trained_model(run)
+    adapter_log_probs = log_probs(model, sample_rows)
+    with model.disable_adapter():
+        base_log_probs = log_probs(model, sample_rows)
+    dtypes = {f"torch.{run.plan().precision.compute}", str(next(model.parameters()).dtype)}
+    # one model at a time: two whole ones may be more than fits
+    del model
+    free_memory()
+    model = load_model_folder(target)
+    dtypes.add(str(model.dtype))
+    merged_log_probs = log_probs(model, sample_rows)
+    del model
+    free_memory()
+    kl_base = mean_divergence(adapter_log_probs, base_log_probs)
+    result = MergeTest(
+        run.folder.path, target, held_out_rows.name, len(sample_rows), sum(len(row) for row, _ in adapter_log_probs),
+        mean_divergence(adapter_log_probs, merged_log_probs), kl_base,
+        kl_limit=max(divergence_limit(dtype.removeprefix("torch."), kl_base) for dtype in dtypes),
+        loss={
+            "adapter": mean_loss(adapter_log_probs),
+            "merged": mean_loss(merged_log_probs),
+            "base": mean_loss(base_log_probs),
+        },
+    )  # fmt: skip
+    record_merge_test(target, ok=result.ok, divergence=result.kl_merged, limit=result.kl_limit)
+    return result
+
+
+def divergence_limit(dtype: str, base_divergence: float) -> float:
+    """Mean KL divergence, in nats, up to which a merged model counts as the adapter's. `dtype`: the coarsest that
+    either of them computes in. `base_divergence`: of the base from the adapter, which is what training changed."""
+    # of what training changed, a twentieth may remain
+    return max(_MIN_KL_LIMIT[dtype], min(_MAX_KL_LIMIT[dtype], 0.05 * base_divergence))
+
+
+# --- how far two models are from each other ---------------------------------------------------------------------------
+#
+# Shape letters: T tokens of a row, P its trained positions, V the vocabulary.
+
+# Trained positions of a row that are compared: with a vocabulary of 150,000 they are 40 MB in fp32.
+MAX_POSITIONS = 64
+
+# Log-probabilities of every token at the trained positions of a row ([P, V], fp32, in RAM) and the next tokens ([P]).
+RowLogProbs = tuple[torch.Tensor, torch.Tensor]
+
+
+@torch.no_grad()
+def log_probs(model: Any, rows: Sequence[dict[str, list[int]]]) -> list[RowLogProbs]:
+    """Compute, for each row, the log-probabilities of the next token at its first `MAX_POSITIONS` trained positions."""
+    row_log_probs = []
+    for row in rows:
+        ids_BT = torch.tensor([row["input_ids"]], device=model.device)
+        labels_T = torch.tensor(row["labels"])[1:]
+        positions = torch.nonzero(labels_T >= 0).flatten()[:MAX_POSITIONS]
+        logits_PV = model(input_ids=ids_BT, use_cache=False).logits[0, positions.to(model.device)]
+        row_log_probs.append((torch.log_softmax(logits_PV.float(), dim=-1).cpu(), labels_T[positions]))
+    return row_log_probs
+
+
+def mean_divergence(first: Sequence[RowLogProbs], second: Sequence[RowLogProbs]) -> float:
+    """Mean KL(first ‖ second) over positions, in nats."""
+    divergences = []
+    for (first_PV, _), (second_PV, _) in zip(first, second, strict=True):
+        width = min(first_PV.shape[1], second_PV.shape[1])  # one may lack rows that are no token's
+        first_PV, second_PV = (logits_PV[:, :width].log_softmax(-1) for logits_PV in (first_PV, second_PV))
+        divergences.append((first_PV.exp() * (first_PV - second_PV)).sum(-1))
+    # of equal models fp32 sums to about -1e-9; what is not a number stays so: max() keeps its first argument then
+    return max(float(torch.cat(divergences).double().mean()), 0.0)
+
+
+def mean_loss(row_log_probs: Sequence[RowLogProbs]) -> float:
+    """Mean loss over the trained positions."""
+    losses = [-log_PV[torch.arange(len(tokens_P)), tokens_P] for log_PV, tokens_P in row_log_probs]
+    return float(torch.cat(losses).double().mean())
 
 
 # --- a run's prompts, as training rendered them and as an engine does from the exported folder ------------------------
 #
 # Training's are token ids of its own renderer. An engine has the folder's chat template, its tokenizer, the messages.
 
-# Keys of a message that only training reads.
-_TRAINING_KEYS = ("train", "weight", "loss_weight")
 _PROBE_TEXTS = ("The", "Once upon a time, in 1984,", "naïve café 日本語 🚀\n\n", "def f(x):\n    return x\n")
 
 
@@ -129,19 +272,13 @@ class EnginePrompts:
             return None
         # what a client would send: without the answer, and without keys that only training reads
         messages = [
-            {key: value for key, value in turn.items() if key not in _TRAINING_KEYS} for turn in chat.messages[:-1]
+            {key: value for key, value in turn.items() if key not in ("train", "weight", "loss_weight")}
+            for turn in chat.messages[:-1]
         ]
         try:
             return PairedPrompt(prompt, self.render(messages, chat.tools))
         except RenderError:
             return PairedPrompt(prompt, "")
-
-    def engine_adds_bos(self) -> bool:
-        """Whether an engine has to put BOS before a prompt: where training's began with it and the tokenizer puts it
-        there by itself."""
-        bos = [self.tokenizer.bos_token_id]
-        ids_by_tokenizer = list(self.tokenizer("a")["input_ids"])
-        return ids_by_tokenizer[:1] == bos and any(pair.ids[:1] == bos for pair in self.probe_prompts()[:1])
 
 
 def probe_conversations() -> list[list[dict[str, str]]]:
@@ -158,7 +295,7 @@ def probe_conversations() -> list[list[dict[str, str]]]:
     return conversations
 
 
-# --- the comparison ---------------------------------------------------------------------------------------------------
+# --- export-test ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ExportCheck:
     """One comparison: `ok` None where it could not be made."""
@@ -190,13 +327,16 @@ class ExportTest(Answer):
         return all(check.ok is True for check in self.checks)
 
     def lines(self) -> list[str]:
-        types = ", ".join(self.types)
-        lines = [f"Compared: {self.file.name} ({types}) with {self.run.name}: {self.prompts} prompts ({self.split})"]
+        file = f"{self.file.name} ({', '.join(self.types)})"
+        lines = [f"Compared: {file} with {self.run.name}: {self.prompts} prompts ({self.split})"]
         marks = {True: "ok", False: "NOT ok", None: "not checked"}
         lines += [f"{check.name}: {marks[check.ok]}, {check.reason}" for check in self.checks]
         if self.ok:
-            next_step = f"Next: llama-server --jinja -m {shlex.quote(str(self.file))}"
-            return [*lines, "Verdict: the exported model answers as the trained one", next_step]
+            return [
+                *lines,
+                "Verdict: the exported model answers as the trained one",
+                f"Next: llama-server --jinja -m {shlex.quote(str(self.file))}",
+            ]
         if any(check.ok is False for check in self.checks):
             return [*lines, "Verdict: the exported model does NOT answer as the trained one"]
         return [*lines, "Verdict: not known, since not everything could be checked here"]
@@ -205,6 +345,8 @@ class ExportTest(Answer):
 def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPORT_TEST_ROWS) -> ExportTest:
     """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to so many held-out rows. Raises
     RunFolderError where there is no GGUF, or DataError where the run's data is gone."""
+    from gguf import GGUFReader
+
     file = find_gguf(run, path)
     fields = read_fields(file)
     quiet_libraries()
@@ -218,8 +360,10 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
     paired_prompts = [pair for pair in pairs if len(pair.ids) < plan.max_seq_len]
     questions = [Question(pair.ids, "", "") for pair in paired_prompts]
     held_out = held_out_rows.split.rows
-    divergence_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), _DIVERGENCE_ROWS)]
-    tensor_types, embedding_rows = _read_tensor_types(file)
+    divergence_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), 32)]
+    tensors = GGUFReader(str(file)).tensors
+    tensor_types = {tensor.tensor_type.name for tensor in tensors}  # such as Q8_0
+    embedding_rows = next(int(tensor.shape[-1]) for tensor in tensors if tensor.name == "token_embd.weight")
     checks = check_file(run, file, fields, prompts, paired_prompts)
     # the coarsest rounding decides the limit
     dtypes = {_GGUF_FLOAT_DTYPES.get(name) or f"q{max(2, weight_bits(name) or 8)}" for name in tensor_types}
@@ -257,8 +401,7 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
         reason = (
             "{equal_answers:.1%} equal the trained model's token for token, KL {kl:.2g} nats (limit {kl_limit:.2g})"
         )
-        is_equal = comparison["kl"] <= comparison["kl_limit"]
-        checks.append(ExportCheck("Answers", is_equal, reason.format(**comparison)))
+        checks.append(ExportCheck("Answers", comparison["kl"] <= comparison["kl_limit"], reason.format(**comparison)))
     return ExportTest(
         run.folder.path, file, tuple(sorted(tensor_types)), prompt_source, len(paired_prompts), tuple(checks),
         comparison, base_divergence
@@ -311,9 +454,10 @@ def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
     config = prepare_text_config(AutoConfig.from_pretrained(folder))  # a GGUF holds the language model
     config.get_text_config().vocab_size = embedding_rows  # without rows that only pad
     dtype = config.dtype or torch.float32
-    if config.model_type in _LLAMA_COMPATIBLE:
-        settings = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
-        config = LlamaConfig(**settings)
+    if config.model_type == "mistral":  # llama.cpp writes it as `llama`, which computes as it does
+        config = LlamaConfig(
+            **{key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+        )
     attention_functions.enable_cudnn(enabled=False)
     try:
         gguf_model = AutoModelForCausalLM.from_pretrained(
@@ -325,15 +469,6 @@ def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
             f"transformers does not read this GGUF ({config.model_type}): {one_line(str(error), limit=120)}"
         ) from None
     return gguf_model.eval()
-
-
-def _read_tensor_types(file: Path) -> tuple[set[str], int]:
-    """Names of the types of the file's tensors, such as Q8_0, and the rows of its input embeddings."""
-    from gguf import GGUFReader
-
-    tensors = GGUFReader(str(file)).tensors
-    rows = next(int(tensor.shape[-1]) for tensor in tensors if tensor.name == "token_embd.weight")
-    return {tensor.tensor_type.name for tensor in tensors}, rows
 
 
 def weight_bits(tensor_type: str) -> int | None:
@@ -366,8 +501,7 @@ _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 @functools.cache
 def _known_pre_tokenizers() -> list[dict[str, Any]]:
-    path = Path(__file__).with_name("pre_tokenizers.json")
-    return list(json.loads(path.read_text(encoding="utf-8"))["pre_tokenizers"])
+    return list(read_json(Path(__file__).with_name("pre_tokenizers.json"))["pre_tokenizers"])
 
 
 def _build_pre_tokenizer(entry: Mapping[str, Any]) -> Any:
