@@ -28,6 +28,7 @@ from sft_play.trace.build import count_module_parameters, find_block_list, repla
 from sft_play.training.class_checks.adapter_trial import (
     find_adapter_placement,
     has_custom_logits,
+    keeps_graphs,
     parameters_without_gradient,
     wildcard_name,
 )
@@ -111,6 +112,7 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
     computes_own_logits = has_custom_logits(hf_config, trust_remote_code=trust_remote_code)
     return replace(
         shape, adapter_placement=placement, untrained_params=untrained_params, has_custom_logits=computes_own_logits,
+        can_checkpoint=shape.can_checkpoint and not keeps_graphs(hf_config, trust_remote_code=trust_remote_code),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from pydantic import TypeAdapter
 from torch import nn
+from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -136,6 +137,12 @@ def has_custom_logits(hf_config: Any, *, trust_remote_code: bool = False) -> boo
     return bool(_trial_result(hf_config, _try_head, trust_remote_code))
 
 
+def keeps_graphs(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
+    """Whether the class keeps what it computed in a pass, with all that its gradient needs, on its modules
+    (RecurrentGemma's states): checkpointing would free none of it. False where no small model computes."""
+    return bool(_trial_result(hf_config, _try_keeping, trust_remote_code))
+
+
 def _trial_result(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
     """Run a trial, or return its cached result; empty for classes of the table, and where no small model computes."""
     if str(hf_config.model_type) in MODEL_FAMILIES:
@@ -198,6 +205,15 @@ def _try_in_full(
             if not untrained:
                 break
     return dict.fromkeys(sorted(untrained), NO_GRADIENT)
+
+
+def _try_keeping(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+    with torch.random.fork_rng(devices=[]):
+        model = _random_small_model(config, trust_remote_code)
+        _run_step(model, 0)
+    values = (value for module in model.modules() for value in tree_iter(vars(module)))
+    keeps_graph = any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in values)
+    return {"": "it keeps tensors that need a gradient"} if keeps_graph else {}
 
 
 class _TrialFailed(Exception):
