@@ -198,11 +198,6 @@ def check_shared_disk(path: Path, plan: Plan) -> bool:
     return False
 
 
-def gather_numbers(numbers: torch.Tensor) -> list[list[float]]:
-    """A vector of numbers of every rank, on all ranks."""
-    return gather_values(numbers.tolist())
-
-
 def batch_rank(layout: Layout) -> int:
     """This rank's number among those that get rows, or parts of rows, of their own."""
     return rank() // layout.tensor_parallel

@@ -62,22 +62,21 @@ def engine_arguments(
     ranks = layout.gradient_ranks  # context parallelism: to FSDP2 these are data-parallel ranks with shorter rows
     if layout.is_fsdp and (layout.tensor_parallel > 1 or ranks > layout.shard):
         config_class = _TensorParallelConfig if layout.tensor_parallel > 1 else ParallelismConfig
-        sizes = {"dp_replicate_size": ranks // layout.shard, "dp_shard_size": layout.shard}
-        arguments["parallelism_config"] = config_class(**sizes, tp_size=layout.tensor_parallel)
+        arguments["parallelism_config"] = config_class(
+            dp_replicate_size=ranks // layout.shard, dp_shard_size=layout.shard, tp_size=layout.tensor_parallel
+        )
     return arguments
 
 
+# Accelerate's own way (1.15) imports a class that transformers removed; `tensor_parallel.divide_model` divides.
 class _TensorParallelConfig(ParallelismConfig):
-    """Accelerate's own way (1.15) imports a class that transformers removed; `tensor_parallel.divide_model` divides."""
-
     @property
     def tp_enabled(self) -> bool:
         return False
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Always, even of size 1."""
-        return True
+        return True  # even of size 1
 
     @property
     def active_mesh_dims(self) -> list[str]:
@@ -144,8 +143,9 @@ def checkpoint_bytes(trainer: Any) -> int:
 def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
     """What the weights that train take on all ranks together, in this dtype or their own."""
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    sizes = [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained]
-    return int(sum(size * (dtype or weight.dtype).itemsize for size, weight in zip(sizes, trained, strict=True)))
+    return sum(
+        int(getattr(weight, "ds_numel", weight.numel())) * (dtype or weight.dtype).itemsize for weight in trained
+    )
 
 
 def fp32_partitions(engine: Any) -> list[torch.Tensor]:
@@ -188,8 +188,9 @@ def load_device(plan: Plan, config: RunConfig) -> str | None:
 
 def quant_storage(plan: Plan, config: RunConfig) -> DtypeName | None:
     """The dtype of packed 4-bit weights: the compute dtype where FSDP divides them, None (bytes) elsewhere."""
-    is_quantised = config.tuning.mode == "qlora"
-    return plan.precision.compute if plan.choice.layout.is_fsdp and is_quantised else None
+    if plan.choice.layout.is_fsdp and config.tuning.mode == "qlora":
+        return plan.precision.compute
+    return None
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
@@ -209,11 +210,6 @@ class EngineCheck:
     bytes_by_rank: tuple[int, ...]
     frozen_whole_bytes: int = 0
     frozen_bytes_by_rank: tuple[int, ...] = ()
-
-    @property
-    def line(self) -> str:
-        """The check in one line, for the log."""
-        return f"Engine: {self.layout} proved: the model is a {self.wrapped_class} over {self.ranks} ranks"
 
 
 def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
@@ -246,7 +242,6 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
 
 
 def _require_divided(wrapped: Any, layout: Layout, kind: str, whole_bytes: int, sizes: Sequence[int]) -> None:
-    """Raises TrainingError where a rank holds more than its share of the trained or the frozen bytes."""
     replicated = 0  # by tensor-parallel ranks, each of which has embedding, head and norms
     for parameter in wrapped.parameters():
         if parameter.requires_grad is (kind == "trained") and isinstance(parameter, DTensor):

@@ -160,9 +160,8 @@ def _write_handover(
     return handover
 
 
+# Checks that the adapter is complete and the run's own, as PEFT reads it here, and saves our tokenizer beside it.
 def _check_adapter(job: RunJob, handover: Handover, *, tokenizer: LoadedTokenizer, steps: int) -> None:
-    """Check that the adapter is complete and the run's own, as PEFT reads it here, and save our tokenizer beside it.
-    Raises ModelError: a tensor is missing, not finite, never trained, or of other settings."""
     path, lora = job.folder.model_path(is_adapter=True), job.loaded.config.tuning.lora
     expected_shapes = {name: tuple(shape) for name, shape in handover["tensors"].items()}
     check_saved_weights(path, expected_shapes=expected_shapes, must_have_learned=steps > 1)
@@ -185,8 +184,7 @@ def _check_adapter(job: RunJob, handover: Handover, *, tokenizer: LoadedTokenize
 
 # --- the processes ----------------------------------------------------------------------------------------------------
 def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
-    """Run the workers to their end. The first signal is passed on (they save and stop); a second ends them at once.
-    Raises the first failure."""
+    # the first signal is passed on (they save and stop); a second ends them at once
     ranks = plan.choice.layout.ranks
     variables = worker_environment(os.environ)
     if ranks > 1:
@@ -342,9 +340,9 @@ def _build_trainer(
 
 
 def _build_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> TrainingArguments:
-    """Without checkpointing: the Trainer would replace Unsloth's own with its."""
     engine = engines.engine_arguments(plan, config, layer_class="", deepspeed=None)
     options = training_arguments(config, plan, folder, has_eval=has_eval, engine_options=engine, arguments_class=dict)
+    # without checkpointing: the Trainer would replace Unsloth's own with its
     requested = {name: value for name, value in options.items() if "_checkpointing" not in name}
     arguments = TrainingArguments(**requested)
     actual = {name: getattr(getattr(arguments, name), "value", getattr(arguments, name)) for name in requested}

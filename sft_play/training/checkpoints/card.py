@@ -67,9 +67,10 @@ def answer_stop_ids(config: RunConfig, tokenizer: Any, renderer: Renderer) -> li
     """Tokens that end an answer: the tokenizer's, those of the base's generation config, and the template's."""
     from transformers import GenerationConfig
 
-    location = model_location(config)
     try:
-        base_stop_ids = GenerationConfig.from_pretrained(location, revision=config.model.revision).eos_token_id
+        base_stop_ids = GenerationConfig.from_pretrained(
+            model_location(config), revision=config.model.revision
+        ).eos_token_id
     except (OSError, ValueError):  # it has none, or not on this disk and the hub cannot be asked
         base_stop_ids = None
     return collect_stop_ids(config.task_mode, tokenizer, renderer, base_stop_ids)
@@ -90,6 +91,8 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
     template_options = ""
     if kwargs := select_template_kwargs(config.data.chat_template_kwargs):
         template_options = f", **{kwargs!r}"
+    figures = facts.summary.get("after") or facts.summary.get("before") or {"rows": 0}
+    result_rows = f"{figures['rows']:,} {str(facts.summary.get('split')).replace('val', 'validation')}"
     reports = {  # of each split; never a row, a path or a file's name
         name: entry["report"]
         for name, entry in (facts.manifest.get("data") or {}).items()
@@ -107,7 +110,7 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
         trust=trust_arguments, resize_to=facts.model_spec.resize_to, stop=list(facts.stop_ids), plan=facts.plan,
         config=config, template_options=template_options, method=method, train=config.train, lora=config.tuning.lora,
         peft_config=facts.model_spec.peft_config, steps=facts.summary.get("steps") or config.train.max_steps,
-        results=list(result_figures(facts.summary)), result_rows=_counted_rows(facts.summary), reports=reports,
+        results=list(result_figures(facts.summary)), result_rows=result_rows, reports=reports,
         licence=base.license.get("license_name") or base.license.get("license"),
         versions=", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)) or "not recorded",
     )  # fmt: skip
@@ -182,11 +185,6 @@ def _loading_code(facts: CardFacts, base: CardBase, trust_arguments: Sequence[st
         classes.append("BitsAndBytesConfig")
         options.append("quantization_config=quantization")
     return classes, options
-
-
-def _counted_rows(summary: Mapping[str, Any]) -> str:
-    figures = summary.get("after") or summary.get("before") or {"rows": 0}
-    return f"{figures['rows']:,} {str(summary.get('split')).replace('val', 'validation')}"
 
 
 def result_figures(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -59,7 +59,17 @@ def consolidate(
 def _write_consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, out: Path | None) -> Path:
     quiet_libraries()
     transformers_logging.disable_progress_bar()
-    source = _select_checkpoint(run, checkpoint)
+    source = checkpoint
+    if source is not None:
+        damage = checkpoints.find_damage(source)
+        if damage is not None:
+            raise RunFolderError(f"the checkpoint {source} cannot be used: {damage}")
+    else:
+        source, damaged = checkpoints.last_undamaged(run.checkpoints_path)
+        for path, damage in damaged.items():
+            logger.warning("%s is skipped: %s", path, damage)
+        if source is None:
+            raise RunFolderError(f"there is no complete checkpoint to consolidate in {run.checkpoints_path}")
     target = out or run.path / f"consolidated-{checkpoints.checkpoint_step(source)}"
     if target.exists():
         raise RunFolderError(f"{target} exists; remove it, or name another place: OUT=FOLDER")
@@ -87,20 +97,6 @@ def _write_consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | No
         raise ConfigError(f"OUT={one_line(str(target))} cannot be written: {error.strerror}") from None
     logger.info("Written to: %s (%.1f MiB of weights)", target, size / MIB)
     return target
-
-
-def _select_checkpoint(run: RunFolder, checkpoint: Path | None) -> Path:
-    if checkpoint is not None:
-        damage = checkpoints.find_damage(checkpoint)
-        if damage is not None:
-            raise RunFolderError(f"the checkpoint {checkpoint} cannot be used: {damage}")
-        return checkpoint
-    source, damaged = checkpoints.last_undamaged(run.checkpoints_path)
-    for path, damage in damaged.items():
-        logger.warning("%s", checkpoints.skipped_line(path, damage))
-    if source is None:
-        raise RunFolderError(f"there is no complete checkpoint to consolidate in {run.checkpoints_path}")
-    return source
 
 
 def _iterate_weights(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:

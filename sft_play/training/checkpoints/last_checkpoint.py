@@ -53,7 +53,7 @@ def find_last_checkpoint(folder: Path) -> Path | None:
     name, damaged = distributed.broadcast_value(name_and_damaged)
     if damaged and name is None:
         raise RunFolderError(
-            f"no checkpoint can be resumed: {'; '.join(map(checkpoints.skipped_line, damaged, damaged.values()))}. "
+            f"no checkpoint can be resumed: {'; '.join(f'{path}: {damage}' for path, damage in damaged.items())}. "
             "Nothing was changed: put back a copy of one of them, or start a new run (make train)"
         )
     if name is None:
@@ -70,7 +70,7 @@ def find_last_checkpoint(folder: Path) -> Path | None:
     )
     if distributed.is_first():
         for path, reason in damaged.items():
-            logger.warning("%s", checkpoints.skipped_line(path, reason))
+            logger.warning("%s is skipped: %s", path, reason)
             # retention would keep it, as the newest, in place of a good one
             (path / checkpoints.COMPLETE_FILE).unlink(missing_ok=True)
         if damaged:
@@ -137,8 +137,9 @@ def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
     needed_bytes = 2 * sum(state_sizes) + state_sizes[0] + sum(model_sizes)
     try:
         available_bytes = distributed.broadcast_value(free_disk_bytes(folder))
-        purpose = f"{checkpoint.name} for another number of ranks"
-        with require_disk_space(folder, needed_bytes, purpose, available_bytes=available_bytes):
+        with require_disk_space(
+            folder, needed_bytes, f"{checkpoint.name} for another number of ranks", available_bytes=available_bytes
+        ):
             if distributed.is_first():
                 logger.info("Converting the optimizer states of %d ranks for %d: %s",
                             len(state_files), distributed.world_size(), checkpoint)  # fmt: skip
@@ -172,8 +173,8 @@ def finish_loading(trainer: Any, checkpoint: Path) -> None:
         shutil.rmtree(checkpoint.parent, ignore_errors=True)
 
 
+# An engine that is still to be made gets it by its config.
 def _set_universal_loading(trainer: Any, *, enabled: bool) -> None:
-    """Let the engine read the universal form or not; an engine still to be made gets it by its config."""
     trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": enabled}
     if engines.is_deepspeed(trainer.model_wrapped):
         trainer.model_wrapped._config.load_universal_checkpoint = enabled

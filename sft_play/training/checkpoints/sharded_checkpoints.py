@@ -93,8 +93,8 @@ def save_shard(
     """Write a checkpoint's weights and optimizer states, each rank its part, into a folder that all see; all call it.
     No tensor is gathered. `group`: one that waits as long as a disk takes; `on_done` is called once all bytes of this
     rank are on the disk. Raises TrainingError: a rank could not write."""
-    writer = _PartWriter(checkpoint / SHARDS_FOLDER, on_done)
     with _explain_failure(f"the checkpoint {checkpoint} could not be written"):
+        writer = _PartWriter(checkpoint / SHARDS_FOLDER, on_done)
         dcp.save(shard.tensors, storage_writer=writer, process_group=group)
     if dist.get_rank() == 0:
         torch.save(shard.groups_and_values, checkpoint / GROUPS_FILE)
@@ -136,13 +136,12 @@ def read_sharded_weights(checkpoint: Path, names: Iterable[str]) -> dict[str, to
     if missing:
         raise TrainingError(f"the checkpoint {checkpoint} lacks {missing[0]}")
     weights = {name: torch.empty(specs[name][0], dtype=specs[name][1]) for name in names}
-    prefixed = {f"model.{name}": tensor for name, tensor in weights.items()}
-    _load_tensors(prefixed, checkpoint, group=None)
+    _load_tensors({f"model.{name}": tensor for name, tensor in weights.items()}, checkpoint, group=None)
     return weights
 
 
+# This rank's weights by their names in a checkpoint, tied ones once; writing into them changes the model.
 def _weight_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's weights by their names in a checkpoint, tied ones once; writing into them changes the model."""
     tied = tied_weight_names(model)
     return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
 
@@ -163,9 +162,9 @@ def _load_tensors(tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: 
         dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
 
 
+# torch raises a BaseException with the tracebacks of all ranks
 @contextlib.contextmanager
 def _explain_failure(failure: str) -> Iterator[None]:
-    """The failure of any rank as a TrainingError; torch raises a BaseException with the tracebacks of all."""
     try:
         yield
     except CheckpointException as error:
@@ -173,9 +172,8 @@ def _explain_failure(failure: str) -> Iterator[None]:
         raise TrainingError(f"{failure}: rank {rank}: {type(cause).__name__}: {cause}") from error
 
 
+# Calls `on_done` when this rank has nothing more to write.
 class _PartWriter(dcp.FileSystemWriter):
-    """torch's writer, which calls `on_done` when this rank has nothing more to write."""
-
     def __init__(self, path: Path, on_done: Callable[[], None]) -> None:
         super().__init__(path, overwrite=False)
         self._on_done = on_done
@@ -186,15 +184,14 @@ class _PartWriter(dcp.FileSystemWriter):
         return written
 
     def storage_meta(self) -> StorageMeta:
-        """The table's own entry: without a path, since checkpoints are renamed and moved."""
+        # without a path, since checkpoints are renamed and moved
         return StorageMeta(save_id=self.save_id)
 
 
+# Unpickles nothing but descriptions of tensors from the table of contents.
 class _PartReader(dcp.FileSystemReader):
-    """torch's reader; it unpickles nothing but descriptions of tensors from the table of contents."""
-
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """With tensors only: anything else would be unpickled by torch's planner."""
+        # with tensors only: anything else would be unpickled by torch's planner
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as file:
@@ -210,9 +207,8 @@ class _PartReader(dcp.FileSystemReader):
         return metadata
 
 
+# Unpickles the objects of torch's table of contents, and none that could run code.
 class _ContentsUnpickler(pickle.Unpickler):
-    """Unpickles the objects of torch's table of contents, and none that could run code."""
-
     def find_class(self, module: str, name: str) -> Any:
         if "." not in name and f"{module}.{name}" in _ALLOWED_CLASSES:
             return super().find_class(module, name)

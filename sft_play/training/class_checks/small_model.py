@@ -77,8 +77,10 @@ def measure_small_model(
     `max_row_tokens`: tokens of the longest row, where what the class does with longer ones is not asked."""
     options["trust_remote_code"] = trust_remote_code
     settings = json.dumps(hf_config.to_dict(), default=repr)  # code of a model's own may hold any object in its config
-    limits = (max_parameters, needs_all_layers, max_row_tokens)
-    key = (measure, type(hf_config), settings, *limits, *sorted(options.items()))
+    key = (
+        *(measure, type(hf_config), settings, max_parameters, needs_all_layers, max_row_tokens),
+        *sorted(options.items()),
+    )
     if key in _measurements:
         return _measurements[key]
     measurement, problem = None, "no small model of its class computes"
@@ -188,14 +190,14 @@ def run_model(
 
 
 def _shorten(hf_config: Any, *, has_all_layers: bool = False, max_row_tokens: int | None = None) -> Any:
-    """Copy a config with a small vocabulary, short windows, and all layers or the first with one of every kind."""
+    # a copy with a small vocabulary, short windows, and all layers or the first with one of every kind
     config = copy.deepcopy(hf_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     # Inkling 2's head has the second many rows from transformers 5.24 on; a balance loss of no routers, which a
     # config.json may ask for, is an IndexError
-    vocabulary = dict.fromkeys(("vocab_size", "unpadded_vocab_size"), VOCABULARY_SIZE)
-    _set_fields(config, {**vocabulary, "output_router_logits": False, **_SPECIAL_TOKENS})
+    sizes = {"vocab_size": VOCABULARY_SIZE, "unpadded_vocab_size": VOCABULARY_SIZE, "output_router_logits": False}
+    _set_fields(config, {**sizes, **_SPECIAL_TOKENS})
     layer_count = int(getattr(config, "num_hidden_layers", 0) or 0)
     if layer_count and not has_all_layers:
         _cut_layers(config, layer_count)
@@ -218,8 +220,8 @@ def length_threshold(hf_config: Any) -> int | None:
     return min((size for size in sizes if _is_exceeded(size, None)), default=None)
 
 
+# Whether a size of `_LENGTH_THRESHOLDS` is set, and rows are longer.
 def _is_exceeded(size: Any, max_row_tokens: int | None) -> bool:
-    """Whether a size of `_LENGTH_THRESHOLDS` is set, and rows are longer."""
     return isinstance(size, int) and size > 0 and (max_row_tokens is None or size < max_row_tokens)
 
 
@@ -235,7 +237,13 @@ def _cut_layers(config: Any, layer_count: int) -> None:
         if isinstance(value, list | tuple) and len(value) == layer_count
     }
     layer_kinds = [[str(item) for item in value] for value in lists.values()]
-    needed_layers = [_layers_until_kind(value, item) for value in layer_kinds for item in set(value)]
+    needed_layers = []
+    for kinds in layer_kinds:
+        for kind in set(kinds):
+            first = kinds.index(kind) + 1
+            if kind == "hybrid" and "linear_attention" in kinds and kind in kinds[first:]:
+                first += kinds[first:].index(kind) + 1  # two of Zamba's hybrid ones, which share their weights
+            needed_layers.append(first)
     kept_layers = min(layer_count, max(2, min(_MAX_LAYERS, max(needed_layers, default=_MAX_LAYERS))))
     if config_field(config, "num_kv_shared_layers"):  # the last layers, behind one of each kind with keys of its own
         shared = max((value.index(item) + 1 for value in layer_kinds for item in set(value)), default=1)
@@ -259,13 +267,6 @@ def _cut_layers(config: Any, layer_count: int) -> None:
         config.attention_layers = config.attention_types[0][0]
 
 
-def _layers_until_kind(kinds: list[str], kind: str) -> int:
-    """How many of the first layers show one of a kind: two of Zamba's hybrid ones, which share their weights."""
-    first = kinds.index(kind) + 1
-    is_shared = kind == "hybrid" and "linear_attention" in kinds
-    return kinds.index(kind, first) + 1 if is_shared and kind in kinds[first:] else first
-
-
 def _per_layer_sizes(config: Any) -> dict[int, dict[str, Any]]:
     if not getattr(config, "is_heterogeneous", False):
         return {}
@@ -273,7 +274,7 @@ def _per_layer_sizes(config: Any) -> dict[int, dict[str, Any]]:
 
 
 def _shrink_widths(config: Any) -> None:
-    """Narrow all sizes of a config; one, some or all key heads stay so, and absent sizes stay absent."""
+    # one, some or all key heads stay so, and absent sizes stay absent
     overrides = _per_layer_sizes(config)
     if overrides:  # which hide the config's own sizes of the same names
         config.per_layer_config = None
@@ -323,13 +324,13 @@ def _shrink_rotation(config: Any, rotation: dict[str, Any], frequencies: int) ->
         rotation["mrope_section"] = [*equal_parts, frequencies - sum(equal_parts)]
 
 
+# Scales a part of a head like its rotary part: classes check that the parts add up, and keep the rotary share.
 def _scale_head_part(size: int, rotary_size: int) -> int:
-    """Scale a part of a head like its rotary part: classes check that the parts add up, and keep the rotary share."""
     return max(1, size * _ROTARY_SIZE // rotary_size)
 
 
+# Of a state-space model: as many heads as its inner width, a multiple of the hidden one, asks for.
 def _state_space_sizes(config: Any) -> dict[str, int]:
-    """Small sizes of a state-space model: as many heads as its inner width, a multiple of the hidden one, asks for."""
     expansion = next(
         (value for name in ("mamba_expand", "expand") if isinstance(value := config_field(config, name), int)), 2
     )

@@ -79,10 +79,10 @@ class PlannedLoop(EvaluatedLoop):
         has_boundaries = "flash" in attention or attention == attention_functions.VARLEN_ATTENTION
         # packs of one shape for cuDNN
         min_tokens = plan.choice.step.seq_len if packs is not None and plan.choice.step.cudnn else 0
-        sorted_lengths = lengths if sorts_by_length else None
         self.epoch_order = EpochOrder(
-            len(lengths), seed=self.args.seed, lengths=sorted_lengths, effective_batch=effective_batch, mix=mix
-        )
+            len(lengths), seed=self.args.seed, lengths=lengths if sorts_by_length else None,
+            effective_batch=effective_batch, mix=mix,
+        )  # fmt: skip
         context_parallel = self._layout.context_parallel
         data_parallel_rank, context_parallel_rank = divmod(distributed.batch_rank(self._layout), context_parallel)
         self._step_batches = StepBatches(
@@ -187,12 +187,9 @@ class PlannedLoop(EvaluatedLoop):
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
         # resumed after its last step the Trainer would train one more: it looks only after each
-        early_stopping = self._early_stopping
-        has_stopped_early = (
-            early_stopping is not None
-            and early_stopping.early_stopping_patience_counter >= early_stopping.early_stopping_patience
-        )
-        if has_stopped_early or self.state.global_step >= self.state.max_steps:
+        stopping = self._early_stopping
+        has_stopped = stopping and stopping.early_stopping_patience_counter >= stopping.early_stopping_patience
+        if has_stopped or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **options)
@@ -233,7 +230,7 @@ class PlannedLoop(EvaluatedLoop):
         if step_tokens is not None:
             # the loss was scaled up for DDP's mean over ranks; tensor-parallel ranks are not among those
             ranks = self.args.world_size // self._layout.tensor_parallel
-            self._monitor.add_loss(loss, step_tokens=step_tokens, ranks=ranks)
+            self._monitor.add(loss=loss.detach() * step_tokens / ranks)
         return loss
 
     def compute_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:

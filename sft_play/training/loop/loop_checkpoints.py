@@ -52,9 +52,8 @@ class RestoredCounters(TrainerCallback):
         if early_stopping is not None:
             # the Trainer saves it, and restores it only together with all other callbacks
             state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-            saved = state["stateful_callbacks"].get(EarlyStoppingCallback.__name__, {})
-            counter = saved.get("attributes", {}).get("early_stopping_patience_counter", 0)
-            early_stopping.early_stopping_patience_counter = int(counter)
+            saved = state["stateful_callbacks"].get(EarlyStoppingCallback.__name__, {}).get("attributes", {})
+            early_stopping.early_stopping_patience_counter = int(saved.get("early_stopping_patience_counter", 0))
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Read the sums from the checkpoint."""
@@ -63,7 +62,9 @@ class RestoredCounters(TrainerCallback):
         self._trainer._globalstep_last_logged = state["last_logged"]
         self._trainer._total_loss_scalar = state["total_loss"]
         self._trainer.non_finite_guard.steps_without_loss = state["left_out"]
-        self._trainer._monitor.continue_from(state["seen"])
+        monitor = self._trainer._monitor
+        monitor.samples_seen, monitor.tokens_seen = state["seen"]["samples"], state["seen"]["tokens"]
+        monitor.tokens_before_start = monitor.tokens_seen
 
 
 class CheckpointWriter:
@@ -127,7 +128,7 @@ class CheckpointedLoop(Trainer):
 
     # --- writing ------------------------------------------------------------------------------------------------------
     def _mean_loss_sum(self) -> float:
-        """Sum of losses since the last log, the mean over ranks; all ranks call it."""
+        # of losses since the last log, the mean over ranks; all ranks call it
         return float(self.accelerator.gather(self._tr_loss.detach().reshape(1)).mean().item())
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -156,13 +157,9 @@ class CheckpointedLoop(Trainer):
     @contextlib.contextmanager
     def _require_room(self, step: int, needed_bytes: int, *, free_space: int | None = None) -> Iterator[None]:
         folder = Path(self.args.output_dir)
+        purpose = f"{checkpoints.resume_note(folder)}; that of step {step}"
         try:
-            with require_disk_space(
-                folder,
-                needed_bytes,
-                f"{checkpoints.resume_note(folder)}; that of step {step}",
-                available_bytes=free_space,
-            ):
+            with require_disk_space(folder, needed_bytes, purpose, available_bytes=free_space):
                 yield
         except SftPlayError:
             shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # it would keep the disk full
@@ -248,9 +245,9 @@ class CheckpointedLoop(Trainer):
 
     @contextlib.contextmanager
     def _save_under_memory_names(self) -> Iterator[None]:
-        """Weights are written under their names in memory: the Trainer resumes by plain `load_state_dict`, which
-        silently skips others, and the hub's differ for some classes. PEFT would write whole embeddings wherever they
-        were resized."""
+        # weights are written under their names in memory: the Trainer resumes by plain `load_state_dict`, which
+        # silently skips others, and the hub's differ for some classes. PEFT would write whole embeddings wherever they
+        # were resized
         if self._staging is None:
             yield
             return
@@ -270,7 +267,19 @@ class CheckpointedLoop(Trainer):
             return
         path = Path(output_dir)
         if self.saves_shards:
-            self._save_shards(path, saved_bytes=engines.checkpoint_bytes(self))
+            saved_bytes, start_time = engines.checkpoint_bytes(self), time.monotonic()
+            step, note = self.state.global_step, self.heartbeat.note
+            note(step, "writing its part of a checkpoint", saved_bytes=saved_bytes)
+            shard = sharded_checkpoints.collect_shard(self.model, self.optimizer.optimizer)
+            if self._saves_async:
+                self._shard = shard.copy_to_host()
+            else:
+                on_done = functools.partial(
+                    note, step, "waiting for the parts of a checkpoint", saved_bytes=saved_bytes
+                )
+                sharded_checkpoints.save_shard(shard, path, group=distributed.long_timeout_group(), on_done=on_done)
+                shard_count, seconds = distributed.world_size(), time.monotonic() - start_time
+                logger.info("Checkpoint of step %d: %d parts in %.0f s", step, shard_count, seconds)
         else:
             states = full_state_dict.full_optimizer_states(self.model, self.optimizer.optimizer)
             if distributed.is_first():
@@ -279,23 +288,8 @@ class CheckpointedLoop(Trainer):
             torch.save(self.lr_scheduler.state_dict(), path / "scheduler.pt")
         self.wait_for_disk()
 
-    def _save_shards(self, path: Path, *, saved_bytes: int) -> None:
-        step, start_time = self.state.global_step, time.monotonic()
-        self.heartbeat.note(step, "writing its part of a checkpoint", saved_bytes=saved_bytes)
-        shard = sharded_checkpoints.collect_shard(self.model, self.optimizer.optimizer)
-        if self._saves_async:
-            self._shard = shard.copy_to_host()
-            return
-        note_end = functools.partial(
-            self.heartbeat.note, step, "waiting for the parts of a checkpoint", saved_bytes=saved_bytes
-        )
-        group = distributed.long_timeout_group()
-        sharded_checkpoints.save_shard(shard, path, group=group, on_done=note_end)
-        shard_count, seconds = distributed.world_size(), time.monotonic() - start_time
-        logger.info("Checkpoint of step %d: %d parts in %.0f s", step, shard_count, seconds)
-
     def _save_rng_state(self, output_dir: str) -> None:
-        """Write the random states of all ranks where the first rank writes: other nodes may have another disk."""
+        # all ranks' states are written where the first rank writes: other nodes may have another disk
         if self.args.world_size <= 1:
             super()._save_rng_state(output_dir)
             return
@@ -313,8 +307,9 @@ class CheckpointedLoop(Trainer):
         path = Path(checkpoint) if checkpoint is not None else None
         if path is not None and sharded_checkpoints.is_sharded(path):
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's wrapper
-            group = distributed.long_timeout_group()
-            sharded_checkpoints.load_sharded_optimizer(self.model, optimizer, path, group=group)
+            sharded_checkpoints.load_sharded_optimizer(
+                self.model, optimizer, path, group=distributed.long_timeout_group()
+            )
         elif path is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             if path is not None and self.is_deepspeed_enabled:
@@ -331,8 +326,7 @@ class CheckpointedLoop(Trainer):
         # config.json as one of any class, which refuses words of some classes (DeepSeek-V4's kinds of layers)
         path = Path(resume_from_checkpoint)
         if sharded_checkpoints.is_sharded(path):
-            group = distributed.long_timeout_group()
-            sharded_checkpoints.load_sharded_weights(self.model, path, group=group)
+            sharded_checkpoints.load_sharded_weights(self.model, path, group=distributed.long_timeout_group())
         elif not self.is_fsdp_enabled and full_state_dict.has_adapter(self.model):
             full_state_dict.load_adapter_weights(self.model, path)
         elif not self.is_fsdp_enabled:

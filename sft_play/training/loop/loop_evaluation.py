@@ -79,11 +79,9 @@ class EvaluatedLoop(CheckpointedLoop):
         self.heartbeat.note(self.state.global_step, "evaluating")
         rows = len(inputs["labels"])
         if self._max_eval_rows is not None and rows > self._max_eval_rows:
-            smaller_batches = split_batch(inputs, self._max_eval_rows)
-            # each part's loss counts for as many rows as it has
-            losses = [
+            losses = [  # each part's loss counts for as many rows as it has
                 self.prediction_step(model, batch, *args, **options)[0] * len(batch["labels"])
-                for batch in smaller_batches
+                for batch in split_batch(inputs, self._max_eval_rows)
             ]
             return torch.stack(losses).sum() / rows, None, None
         predict = super().prediction_step
@@ -164,7 +162,9 @@ class EvaluatedLoop(CheckpointedLoop):
 
     def _add_scores(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
         if self.model.training:
-            self._monitor.add_scores(head, sources)
+            self._monitor.add(head=head)
+            if sources is not None:
+                self._monitor.add(sources=sources)
             return
         self._eval_head_sums = head if self._eval_head_sums is None else self._eval_head_sums + head
         if sources is not None:

@@ -173,13 +173,13 @@ class StepMemory(TrainerCallback):
         self._restore_step_start()
 
     def _compute_longest_rows(self) -> None:
-        """Train on the longest rows, with stand-ins for optimizer states and for gradients of other micro-steps."""
+        # with stand-ins for optimizer states and for gradients of other micro-steps
         trainer = self._trainer
         rows_by_rank, rank = trainer._step_batches.largest_micro_step(self.micro_batches), trainer._step_batches.rank
-        device, has_no_state = trainer.args.device, not getattr(trainer.optimizer, "state", None)
-        optimizer_bytes = trainer.plan.memory.terms.get("optimizer", 0) if has_no_state else 0
-        stand_in_count = -(-optimizer_bytes // _STAND_IN_BYTES)
-        stand_ins = [torch.empty(_STAND_IN_BYTES, dtype=torch.uint8, device=device) for _ in range(stand_in_count)]
+        device, stand_ins = trainer.args.device, []
+        if not getattr(trainer.optimizer, "state", None):
+            for _ in range(-(-trainer.plan.memory.terms.get("optimizer", 0) // _STAND_IN_BYTES)):
+                stand_ins.append(torch.empty(_STAND_IN_BYTES, dtype=torch.uint8, device=device))
         if self.is_single_process and self.batch_plan.grad_accum > 1:
             for parameter in trainer.model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

@@ -132,7 +132,7 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
         return rows
 
     def _row_indices(self, index: int) -> npt.NDArray[np.int64]:
-        """The rows of the data set in a row or pack; the first stands for a masked one."""
+        # the rows of the data set in a row or pack; the first stands for a masked one
         if index == FILLER_INDEX:
             return np.zeros(1, dtype=np.int64)
         if not 0 <= index < self._count:
@@ -293,12 +293,17 @@ class Collator:
             mask_rows = [{"attention_mask": np.ones(len(row["input_ids"]), dtype=np.int64)} for row in rows]
             batch |= self._tensors({"attention_mask": 0}, mask_rows, flat=False)
         if self.adds_sources:
-            source_rows = [{SOURCE: _token_sources(row)} for row in rows]
+            source_rows = []
+            for row in rows:  # by token, or one for the whole row; 0 (chat) where the data set has none
+                sources = row.get("sources")
+                if sources is None:
+                    sources = np.full(len(row["input_ids"]), int(row.get(SOURCE) or 0))
+                source_rows.append({SOURCE: sources})
             batch |= self._tensors({SOURCE: 0}, source_rows, flat=flat, min_tokens=min_tokens)
         return batch if self.context_parallel_size == 1 else self._context_parallel_slice(batch)
 
     def _context_parallel_slice(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """This rank's tokens [B, T / parts] of a batch of rows. A part's last token predicts the first of the next."""
+        # this rank's tokens [B, T / parts] of a batch of rows; a part's last token predicts the first of the next
         rows, tokens = batch["input_ids"].shape
         padding = -tokens % self.context_parallel_size
         length = (tokens + padding) // self.context_parallel_size
@@ -320,7 +325,7 @@ class Collator:
         return tensors | dict(zip(COUNT_KEYS, counts, strict=True))
 
     def _pack_tensors(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Where chats begin, for the model, and the counts of `COUNT_KEYS`, for the figures."""
+        # where chats begin, for the model, and the counts of `COUNT_KEYS`, for the figures
         positions = [{"position_ids": np.concatenate(list(map(np.arange, row[CHAT_LENGTHS])))} for row in rows]
         tensors = self._tensors({"position_ids": 0}, positions, flat=self.flat, min_tokens=self.min_tokens)
         lengths = np.concatenate([row[CHAT_LENGTHS] for row in rows])
@@ -343,7 +348,7 @@ class Collator:
     def _tensors(
         self, pad_values: dict[str, int], rows: Sequence[dict[str, Any]], *, flat: bool, min_tokens: int = 0
     ) -> dict[str, Any]:
-        """Columns of rows as tensors: padded at the end to [B, T], T not below `min_tokens`, or joined to [1, N]."""
+        # columns of rows: padded at the end to [B, T], T not below `min_tokens`, or joined to [1, N]
         tensors: dict[str, Any] = {}
         for name, pad_value in pad_values.items():
             values = [np.asarray(row[name], dtype=np.int64) for row in rows]
@@ -372,12 +377,4 @@ def split_batch(batch: dict[str, Any], max_rows: int) -> list[dict[str, Any]]:
 
 
 def _shift_left(table: torch.Tensor, fill: int) -> torch.Tensor:
-    """Shift values [B, T] left by one position; the last position gets `fill`."""
     return torch.nn.functional.pad(table[:, 1:], (0, 1), value=fill)
-
-
-def _token_sources(row: dict[str, Any]) -> Any:
-    """The source of each token: by token, or one for the whole row; 0 (chat) where the data set has none."""
-    if "sources" in row:
-        return row["sources"]
-    return np.full(len(row["input_ids"]), int(row.get(SOURCE) or 0))

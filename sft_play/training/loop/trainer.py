@@ -60,6 +60,13 @@ def training_arguments(
     """The arguments of TRL's trainer, or of what `arguments_class` makes; `engine_options`: those that turn on its
     layout."""
     train = config.train
+    eval_strategy, eval_steps = ("epoch", None) if config.eval.steps is None else ("steps", config.eval.steps)
+    if not has_eval or eval_steps == 0:
+        eval_strategy, eval_steps = "no", None
+    save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", None)
+    loads_best = train.load_best_model_at_end and eval_strategy != "no"
+    if loads_best:  # the best model is one of the checkpoints: each evaluation needs one
+        save_strategy, save_steps = eval_strategy, eval_steps
     # rows are tokenised and cut already, so TRL must not do either
     trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if arguments_class is None else {}
     checkpointing_kwargs = {"use_reentrant": False} | ({"offload": True} if plan.choice.step.offloads else {})
@@ -81,7 +88,11 @@ def training_arguments(
         logging_steps=train.logging_steps,
         logging_first_step=True,
         logging_nan_inf_filter=False,  # it would hide a loss of nan from MetricsFile, which stops the run
-        **_eval_and_save_schedule(config, has_eval=has_eval),
+        eval_strategy=eval_strategy,
+        eval_steps=eval_steps,
+        save_strategy=save_strategy,
+        save_steps=save_steps or 1,
+        load_best_model_at_end=loads_best,
         metric_for_best_model=f"eval_{train.metric_for_best_model}",
         greater_is_better=train.metric_for_best_model == "exact_match",
         report_to=[name for name in train.report_to if name != "tensorboard"],  # that is in plan_callbacks
@@ -106,21 +117,6 @@ _OPTIMIZER_ARGUMENTS: dict[str, dict[str, Any]] = {
     "lion_32bit": {"adam_beta2": 0.99},
     "lion_8bit": {"adam_beta2": 0.99},
 }
-
-
-def _eval_and_save_schedule(config: RunConfig, *, has_eval: bool) -> dict[str, Any]:
-    train = config.train
-    eval_strategy, eval_steps = ("epoch", None) if config.eval.steps is None else ("steps", config.eval.steps)
-    if not has_eval or eval_steps == 0:
-        eval_strategy, eval_steps = "no", None
-    save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", None)
-    loads_best = train.load_best_model_at_end and eval_strategy != "no"
-    if loads_best:  # the best model is one of the checkpoints: each evaluation needs one
-        save_strategy, save_steps = eval_strategy, eval_steps
-    return {
-        "eval_strategy": eval_strategy, "eval_steps": eval_steps, "save_strategy": save_strategy,
-        "save_steps": save_steps or 1, "load_best_model_at_end": loads_best,
-    }  # fmt: skip
 
 
 class PlannedTrainer(PlannedLoop, SFTTrainer):
@@ -158,9 +154,8 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
+# Turns checkpointing off in the layers after the first `count`: the Trainer can only turn on all of them.
 class _SelectiveCheckpointing(TrainerCallback):
-    """Turns checkpointing off in the layers after the first `count`: the Trainer can only turn on all of them."""
-
     def __init__(self, count: int) -> None:
         self._count = count
 
@@ -364,11 +359,10 @@ def load_trainer(
     # sharding comes last: only whole tensors can be filled
     needs_fp32_masters = plan.precision.compute != "float32"
     if model_spec.tensor_parallel_plan:
-        mesh = trainer.accelerator.torch_device_mesh["tp"]
         tensor_parallel.divide_model(
             trainer.model,
             model_spec.tensor_parallel_plan,
-            mesh,
+            trainer.accelerator.torch_device_mesh["tp"],
             device=trainer.args.device,
             fp32_master_weights=needs_fp32_masters,
         )

@@ -115,7 +115,17 @@ class TensorBoardWriter(TrainerCallback):
                 writer.add_text(path.stem, f"```{language}\n{text}\n```", state.global_step)
         for event in read_oom_events(self._folder):  # ranks that started again for it could not write it before
             self.write_oom(event)
-        for summary in _hparams_table(self._hparams, ("train/loss", *self._metric_tags, "train/tokens_per_s")):
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+        from torch.utils.tensorboard.summary import hparams as build_table
+
+        tags = ("train/loss", *self._metric_tags, "train/tokens_per_s")
+        experiment, start, end = build_table(self._hparams, dict.fromkeys(tags, 0.0))
+        metadata = experiment.value[0].metadata.plugin_data
+        content = HParamsPluginData.FromString(metadata.content)
+        for info in content.experiment.metric_infos:
+            info.name.group = SPLIT_FOLDERS.get(info.name.tag.partition("/")[0], "")
+        metadata.content = content.SerializeToString()
+        for summary in (experiment, start, end):
             # into this run's own file: `SummaryWriter.add_hparams` would make a second run for them
             writer.file_writer.add_summary(summary)
 
@@ -156,22 +166,10 @@ class TensorBoardWriter(TrainerCallback):
 
         name = SPLIT_FOLDERS.get(tag.partition("/")[0], "")
         if name not in self._writers:
-            log_dir = str(self._folder.tensorboard_path / name)
-            self._writers[name] = SummaryWriter(log_dir=log_dir, purge_step=self._purge_step)
+            self._writers[name] = SummaryWriter(
+                log_dir=str(self._folder.tensorboard_path / name), purge_step=self._purge_step
+            )
         return self._writers[name]
-
-
-def _hparams_table(hparams: Mapping[str, Any], metric_tags: Sequence[str]) -> tuple[Any, Any, Any]:
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-    from torch.utils.tensorboard.summary import hparams as table
-
-    experiment, start, end = table(dict(hparams), dict.fromkeys(metric_tags, 0.0))
-    metadata = experiment.value[0].metadata.plugin_data
-    content = HParamsPluginData.FromString(metadata.content)
-    for info in content.experiment.metric_infos:
-        info.name.group = SPLIT_FOLDERS.get(info.name.tag.partition("/")[0], "")
-    metadata.content = content.SerializeToString()
-    return experiment, start, end
 
 
 def format_answers(answers: Sequence[GeneratedAnswer]) -> str:

@@ -152,8 +152,10 @@ class InitialEvaluation(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Check the engine, then measure; raises TrainingError if it is not what the plan says."""
-        self._engine_check = check_engine(self._trainer, self._job.plan)
-        logger.debug("%s", self._engine_check.line)
+        self._engine_check = check = check_engine(self._trainer, self._job.plan)
+        logger.debug(
+            "Engine: %s proved: the model is a %s over %d ranks", check.layout, check.wrapped_class, check.ranks
+        )
         self.measure()
 
     def measure(self) -> None:

@@ -137,8 +137,10 @@ def generate_answers(
         model.train(was_training)
         if router_logits:
             text_config.output_router_logits = router_logits
-    texts = [decode_answer(tokenizer, generated_ids[index], stop_ids) for index in range(len(questions))]
-    return [GeneratedAnswer(question, texts[index], generated_ids[index]) for index, question in enumerate(questions)]
+    return [
+        GeneratedAnswer(question, decode_answer(tokenizer, generated_ids[index], stop_ids), generated_ids[index])
+        for index, question in enumerate(questions)
+    ]
 
 
 def batch_by_tokens(order: Sequence[int], tokens: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

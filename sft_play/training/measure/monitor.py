@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +36,14 @@ from sft_play.training.loop.rows import DEFAULT_SOURCES
 SAMPLE_INTERVAL_S = 0.01
 
 
+# The highest of samples of this process's resident memory, until it is told to end.
 class _ResidentSampler(threading.Thread):
-    """The highest of samples of this process's resident memory, until it is told to end."""
-
     def __init__(self) -> None:
         super().__init__(name="resident memory", daemon=True)
         self.stop_event, self.highest = threading.Event(), _resident_bytes()
         self.start()
 
     def run(self) -> None:
-        """Take samples."""
         while not self.stop_event.wait(SAMPLE_INTERVAL_S):
             self.highest = max(self.highest, _resident_bytes())
 
@@ -102,15 +100,13 @@ class MemoryPeaks:
     def by_phase(self) -> dict[RunPhase, tuple[int, int]]:
         """The peaks of all phases so far."""
         if self._phase is not None:
-            (allocated, reserved), earlier_peak = self._current_peak(), self._peaks.get(self._phase, (0, 0))
-            self._peaks[self._phase] = max(allocated, earlier_peak[0]), max(reserved, earlier_peak[1])
+            if self._sampler is None:
+                allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            else:
+                allocated = reserved = max(self._sampler.highest, _resident_bytes()) - self.baseline_bytes
+            earlier_allocated, earlier_reserved = self._peaks.get(self._phase, (0, 0))
+            self._peaks[self._phase] = max(allocated, earlier_allocated), max(reserved, earlier_reserved)
         return dict(self._peaks)
-
-    def _current_peak(self) -> tuple[int, int]:
-        if self._sampler is None:
-            return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        highest = max(self._sampler.highest, _resident_bytes())
-        return (max(0, highest - self.baseline_bytes),) * 2
 
     def summary_fields(self, plan: Plan) -> dict[str, Any]:
         """`peak_bytes_by_moment` of the summary, predicted and measured, and `peak_bytes`: those of the highest."""
@@ -121,8 +117,9 @@ class MemoryPeaks:
             measured: dict[str, Any] = {"measured_allocated": allocated, "measured_reserved": reserved}
             if not self.on_gpu:
                 measured = dict.fromkeys(measured) | {"measured_rss": reserved, "level_rss": self.baseline_bytes}
-            predicted = {"predicted_allocated": predicted_allocated, "predicted_reserved": predicted_reserved}
-            by_moment[phase] = predicted | measured
+            by_moment[phase] = {
+                "predicted_allocated": predicted_allocated, "predicted_reserved": predicted_reserved, **measured,
+            }  # fmt: skip
         highest = max(peaks, key=lambda phase: peaks[phase][1])
         return {"peak_bytes": {"moment": highest, **by_moment[highest]}, "peak_bytes_by_moment": by_moment}
 
@@ -161,9 +158,8 @@ PAUSES: dict[str, RunPhase | None] = {"checkpoint": "saving", "evaluation": "eva
 _SUM_DTYPE = torch.float64
 
 
+# Seconds spent in each part since they were last read.
 class _Clock:
-    """Seconds spent in each part since they were last read."""
-
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
         self._spans: list[tuple[str, Any, Any]] = []
@@ -179,7 +175,7 @@ class _Clock:
         self._spans.append((name, start, self.now()))
 
     def take_totals(self) -> dict[str, float]:
-        """Return seconds by part and start again from zero; waits for the device."""
+        # starts again from zero; waits for the device
         if self._on_gpu and self._spans:
             self._spans[-1][2].synchronize()  # all are recorded on one stream, so the others are over too
         totals: dict[str, float] = {}
@@ -225,18 +221,14 @@ class Monitor(TrainerCallback):
         )
         return {"samples": self.samples_seen + samples, "tokens": self.tokens_seen + tokens}
 
-    def continue_from(self, seen_counts: Mapping[str, float]) -> None:
-        """Count on from what a checkpoint says."""
-        self.samples_seen, self.tokens_seen = seen_counts["samples"], seen_counts["tokens"]
-        self.tokens_before_start = self.tokens_seen
-
     def _start_window(self) -> None:
         # what micro-steps add to, on this rank since the last log; the head's and the sources' are vectors. It is never
         # changed in place: a step that is repeated begins with an earlier one again
         self.sums: dict[str, Any] = dict.fromkeys(("loss", "trained_tokens", "tokens", "places", "samples"), 0)
         self._paused_s, self._compile_s, self._window_start = 0.0, 0.0, time.perf_counter()
 
-    def _add(self, **values: Any) -> None:
+    def add(self, **values: Any) -> None:
+        """Add to the sums of this window: a micro-step's loss times its trained tokens, `head_sums`, `source_sums`."""
         self.sums = self.sums | {name: self.sums.get(name, 0) + value for name, value in values.items()}
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -278,22 +270,12 @@ class Monitor(TrainerCallback):
     def count_batch(self, inputs: Any, *, ignored_label: int) -> None:
         """Count a batch that is about to be trained on; `ignored_label` is the label of tokens that are not."""
         trained = scored_labels(inputs) != ignored_label
-        self._add(
+        self.add(
             tokens=count_tokens(inputs),
             trained_tokens=trained.sum(),
             samples=inputs["sample_count"] if "sample_count" in inputs else trained.any(1).sum(),
             places=inputs["labels"].numel(),
         )
-
-    def add_loss(self, loss: torch.Tensor, *, step_tokens: Any, ranks: int) -> None:
-        """Count the loss of a micro-step, which was scaled by `ranks` / `step_tokens` (trained tokens of the step)."""
-        self._add(loss=loss.detach() * step_tokens / ranks)
-
-    def add_scores(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
-        """Count a micro-step: the sums of `head_sums`, and of `source_sums` where sources are reported."""
-        self._add(head=head)
-        if sources is not None:
-            self._add(sources=sources)
 
     def take_metrics(self, *, steps: int, device: torch.device) -> dict[str, float]:
         """The figures since the last log, `steps` optimizer steps ago, then start again; all ranks call it."""
@@ -302,7 +284,14 @@ class Monitor(TrainerCallback):
             seconds["compile"] = self._compile_s
             seconds["forward_backward"] = max(0.0, seconds.get("forward_backward", 0.0) - self._compile_s)
         elapsed = max(1e-9, time.perf_counter() - self._window_start - self._paused_s)
-        sums_by_rank = _gather_sums(self.sums | {"memory": self._read_memory()}, device)
+        # the sums of every rank by name, each as a list: one vector and one collective, whatever is measured
+        sums, sums_by_rank = self.sums | {"memory": self._read_memory()}, []
+        parts = [torch.as_tensor(value, dtype=_SUM_DTYPE, device=device).flatten() for value in sums.values()]
+        for numbers in distributed.gather_values(torch.cat(parts).tolist()):
+            remaining = iter(numbers)
+            sums_by_rank.append({
+                name: list(itertools.islice(remaining, part.numel())) for name, part in zip(sums, parts, strict=True)
+            })  # fmt: skip
         counted_ranks = sums_by_rank[:: self._tensor_parallel]  # one of each tensor-parallel group
         tokens, places, samples = (
             sum(sums[name][0] for sums in counted_ranks) for name in ("tokens", "places", "samples")
@@ -341,25 +330,13 @@ class Monitor(TrainerCallback):
         return metrics
 
     def _read_memory(self) -> list[float]:
-        """Allocated and reserved memory of this rank now in GiB (on a CPU resident), and the highest since loading."""
+        # in GiB: allocated and reserved memory of this rank now (on a CPU resident), and the highest since loading
         if self._on_gpu:
             present = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
         else:
             present = [max(0, _resident_bytes() - self._peaks.baseline_bytes)]
         peaks = [allocated for name, (allocated, _) in self._peaks.by_phase().items() if name != "loading"]
         return [size / GIB for size in (*present, max([present[0], *peaks]))]
-
-
-def _gather_sums(sums: Mapping[str, Any], device: torch.device) -> list[dict[str, list[float]]]:
-    """The sums of every rank by name, each as a list: one vector and one collective, whatever is measured."""
-    parts = [torch.as_tensor(value, dtype=_SUM_DTYPE, device=device).flatten() for value in sums.values()]
-    sums_by_rank = []
-    for numbers in distributed.gather_numbers(torch.cat(parts)):
-        remaining = iter(numbers)
-        sums_by_rank.append({
-            name: list(itertools.islice(remaining, part.numel())) for name, part in zip(sums, parts, strict=True)
-        })  # fmt: skip
-    return sums_by_rank
 
 
 def scored_labels(inputs: Any) -> torch.Tensor:
@@ -378,8 +355,9 @@ def head_sums(outputs: Any) -> torch.Tensor:
     """Sums of entropy, right predictions, scored tokens and routers' balance loss, and 1 if it has one: [5]."""
     sums = [part.detach().sum(dtype=_SUM_DTYPE) for part in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
     none = torch.zeros_like(sums[0])  # filled on the device: a number that is copied there would be waited for
-    has_balance = outputs.aux_loss is not None
-    balance = [outputs.aux_loss.detach().to(none), none + 1] if has_balance else [none, none]
+    balance = [none, none]
+    if outputs.aux_loss is not None:
+        balance = [outputs.aux_loss.detach().to(none), none + 1]
     return torch.stack([*sums, *balance])
 
 

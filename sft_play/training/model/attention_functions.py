@@ -5,7 +5,7 @@ parallelism.
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,7 +141,14 @@ def varlen_attention(
     multiple of G. `sliding_window`: tokens that a query sees, itself included; `cu_seq_lens_q`: where chats begin among
     the T tokens of the only row, and the end (None: each row is one chat); `chat_lengths`: on the host, else read from
     it. Raises ValueError: what no fused kernel does was asked for: capped scores, sinks, dropout, bidirectional."""
-    _refuse_unsupported(module, dropout, options)
+    is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
+    is_needed = {
+        "softcap": options.get("softcap") is not None, "s_aux": options.get("s_aux") is not None,
+        "dropout": dropout and module.training, "is_causal=False": not is_causal,
+    }  # fmt: skip
+    unsupported = [name for name, needed in is_needed.items() if needed]
+    if unsupported:
+        raise ValueError(f"varlen attention has no {', '.join(unsupported)}")
     rows, _, length, _ = query.shape
     uses_window = sliding_window is not None and sliding_window < length and length == key.shape[2]
     if cu_seq_lens_q is None and not (uses_window and attention_mask is None):
@@ -161,17 +168,6 @@ def varlen_attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window if uses_window else None,
     )  # fmt: skip
     return output_THD.unflatten(0, (rows, length)), None
-
-
-def _refuse_unsupported(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
-    is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
-    is_needed = {
-        "softcap": options.get("softcap") is not None, "s_aux": options.get("s_aux") is not None,
-        "dropout": dropout and module.training, "is_causal=False": not is_causal,
-    }  # fmt: skip
-    unsupported = [name for name, needed in is_needed.items() if needed]
-    if unsupported:
-        raise ValueError(f"varlen attention has no {', '.join(unsupported)}")
 
 
 def packed_attention(
@@ -247,13 +243,9 @@ _groups: dict[str, DeviceMesh] = {}
 
 def join_context_parallel_group(layout: Layout, device: torch.device) -> None:
     """Create the context-parallel groups of a layout that has some; all ranks call it, once there is a group."""
-    context_parallel = layout.context_parallel
-    if context_parallel == 1:
-        return
-    mesh = init_device_mesh(
-        device.type, (layout.ranks // context_parallel, context_parallel), mesh_dim_names=("rows", "cp")
-    )
-    _groups[ULYSSES_ATTENTION] = mesh["cp"]
+    if layout.context_parallel > 1:
+        sizes = layout.ranks // layout.context_parallel, layout.context_parallel
+        _groups[ULYSSES_ATTENTION] = init_device_mesh(device.type, sizes, mesh_dim_names=("rows", "cp"))["cp"]
 
 
 def ulysses_attention(

@@ -64,13 +64,7 @@ def install_packed_weight(module: nn.Module, name: str, weight: PackedWeight) ->
         module.register_forward_hook(_drop_cache, always_call=True)
     vars(module)[PACKED_ATTRIBUTE][name] = weight
     module_class = type(module)
-    # under the class's own name: others look for experts by it
-    module.__class__ = type(
-        module_class.__name__, (module_class,), {name: _packed_property(name), "__module__": module_class.__module__}
-    )
 
-
-def _packed_property(name: str) -> property:
     def read(module: nn.Module) -> Any:
         packed, cache = module._parameters[name], vars(module).get("_sft_read")
         if cache is None:  # outside of a pass the parameter itself is asked for, by FSDP and others
@@ -79,7 +73,9 @@ def _packed_property(name: str) -> property:
             cache[name] = vars(module)[PACKED_ATTRIBUTE][name].read(packed)
         return cache[name]
 
-    return property(read)
+    # under the class's own name: others look for experts by it
+    members = {name: property(read), "__module__": module_class.__module__}
+    module.__class__ = type(module_class.__name__, (module_class,), members)
 
 
 def _open_cache(module: nn.Module, inputs: Any) -> None:
@@ -112,9 +108,8 @@ def pack_nf4(weight: torch.Tensor, quant_storage: torch.dtype = torch.uint8) -> 
         for part in weight.split(max(1, MAX_PACKED_ELEMENTS // weight[0].numel()))
     ]
     data = parts[0][0] if len(parts) == 1 else torch.cat([packed for packed, _ in parts])
-    return nn.Parameter(data, requires_grad=False), NF4State(
-        tuple(state for _, state in parts), weight.shape, weight.dtype
-    )
+    nf4_state = NF4State(tuple(state for _, state in parts), weight.shape, weight.dtype)
+    return nn.Parameter(data, requires_grad=False), nf4_state
 
 
 def unpack_nf4(packed: torch.Tensor, nf4_state: NF4State) -> torch.Tensor:
@@ -156,7 +151,11 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
     def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
         """Whether a tensor of this name is packed when it is read."""
         module, name = get_module_from_name(model, param_name)
-        if name in _stacked_names(model, module):
+        stacked: set[tuple[int, str]] | None = vars(model).get("_sft_stacked")
+        if stacked is None:
+            stacked = {(id(owner), weight_name) for _, owner, weight_name in stacked_experts(model)}
+            vars(model)["_sft_stacked"] = stacked
+        if (id(module), name) in stacked:
             return not getattr(self.quantization_config, "leaves_experts", False)
         needs: bool = super().param_needs_quantization(model, param_name, **options)
         return needs
@@ -204,16 +203,6 @@ def fill_packed(module: nn.Module, name: str, weight: torch.Tensor, quant_storag
     return packed
 
 
-def _stacked_names(model: nn.Module, module: nn.Module) -> frozenset[str]:
-    names_by_id: dict[int, frozenset[str]] | None = vars(model).get("_sft_stacked")
-    if names_by_id is None:
-        by_module: dict[int, set[str]] = {}
-        for _, owner, name in stacked_experts(model):
-            by_module.setdefault(id(owner), set()).add(name)
-        names_by_id = vars(model)["_sft_stacked"] = {key: frozenset(names) for key, names in by_module.items()}
-    return names_by_id.get(id(module), frozenset())
-
-
 # --- adapters ---------------------------------------------------------------------------------------------------------
 def register_expert_quantizer() -> None:
     """Make transformers quantise experts too wherever it quantises to 4 bits, and PEFT adapt such experts."""
@@ -232,8 +221,8 @@ def _find_packed_weight(wrapper: ParamWrapper) -> PackedWeight | None:
     return packed_weight
 
 
+# The weight that PEFT adapts; of a packed one PEFT (0.21) asks for shape, dtype and device alone.
 def _get_param(wrapper: ParamWrapper) -> torch.Tensor:
-    """The weight that PEFT adapts; of a packed one PEFT (0.21) asks for shape, dtype and device alone."""
     packed_weight = _find_packed_weight(wrapper)
     if packed_weight is None:
         parameter: torch.Tensor = _PEFT_GET_PARAM(wrapper)
@@ -245,7 +234,7 @@ def _get_param(wrapper: ParamWrapper) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _activate_lora(wrapper: ParamWrapper, adapters: list[str]) -> Iterator[None]:
-    """The block's experts with their adapter, in place of PEFT's, which registers a parametrisation of a parameter."""
+    # in place of PEFT's, which registers a parametrisation of a parameter
     packed_weight = _find_packed_weight(wrapper)
     if packed_weight is None:
         with _PEFT_ACTIVATE_LORA(wrapper, adapters):

@@ -35,9 +35,9 @@ def check_device(plan: Plan, config: RunConfig) -> None:
     if device == "cuda" and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if device == "cpu" and config.train.device == "auto" and torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
         raise HardwareError(
-            f"torch sees an accelerator ({accelerator}) that no run is planned for (make gpu-info): {CPU_HINT}"
+            f"torch sees an accelerator ({torch.accelerator.current_accelerator()}) that no run is planned for "
+            f"(make gpu-info): {CPU_HINT}"
         )
 
 
@@ -132,8 +132,9 @@ def out_of_memory_message(plan: Plan, error: BaseException, batch: BatchPlan | N
     halved_words = "" if batch == plan.batch else f", and it ran out with {batch.micro_batch} too"
     hint = "more GPUs, or a new run with a shorter model.max_seq_len"
     if (halved := batch.halved) is not None:
-        setting = f"train.batch_size={halved.micro_batch} train.grad_accum={halved.grad_accum}"
-        hint = f"SET='{setting}', which resume takes too"
+        hint = (
+            f"SET='train.batch_size={halved.micro_batch} train.grad_accum={halved.grad_accum}', which resume takes too"
+        )
     elif plan.choice.checkpointing is not True:
         hint = "SET=train.gradient_checkpointing=true, which resume takes too"
     return (

@@ -95,7 +95,7 @@ def balance_coefficient(hf_config: Any) -> float:
 
 
 def _no_balance_loss_reason(small_config: Any, *, trust_remote_code: bool = False) -> str:
-    """Why TRL has no balance loss to add for a model: empty where its class computes one of its routers' logits."""
+    # empty where the class computes a balance loss of its routers' logits
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = small_model(small_config, "eager", trust_remote_code)
         inputs = {"input_ids": torch.arange(3, 19)[None], "output_router_logits": True, "use_cache": False}
@@ -111,12 +111,9 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for path, module in model.named_modules():
         if holds_routed_experts(path, module):
             packed_names = vars(module).get(PACKED_ATTRIBUTE, ())
-            names = [
-                name
-                for name, parameter in module.named_parameters(recurse=False)
-                if parameter.dim() == 3 or name in packed_names
-            ]
-            yield from ((path, module, name) for name in names)
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.dim() == 3 or name in packed_names:
+                    yield path, module, name
 
 
 def select_stacked_experts(model: nn.Module, targets: Literal["auto"] | Sequence[str]) -> list[str]:

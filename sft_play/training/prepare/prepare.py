@@ -20,7 +20,6 @@ from sft_play.log import one_line
 from sft_play.machine.software import COMPUTE_PACKAGES
 from sft_play.models.config_json import base_weights_identity, require_available_model
 from sft_play.planner.backend import Backend, check_trackers, choose_backend, unsloth_model_problem
-from sft_play.planner.precision import Precision
 from sft_play.runs.folder import installed_versions
 from sft_play.text import GIB
 from sft_play.training import distributed
@@ -94,8 +93,17 @@ def prepare(job: RunJob) -> Prepared:
         # before the rows: tokenizing may take long, and each of these may refuse the run in seconds
         tokenizer = load_tokenizer(config)
         model_spec = _build_model_spec(job, tokenizer)
-        if backend.name == "unsloth" and (problem := _unsloth_problem(model_spec, job.plan.precision)):
-            raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
+        if backend.name == "unsloth":
+            # the plan has judged the class by its shapes, which code of a model's own may belie
+            problem = unsloth_model_problem(
+                job.plan.precision,
+                is_text_tower=model_spec.text_tower is not None,
+                is_transposed=model_spec.peft_config is not None and model_spec.peft_config.fan_in_fan_out,
+            )
+            if model_spec.resize_to is not None:
+                problem = "the tokenizer is larger than the model's embeddings"
+            if problem:
+                raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
         if backend.name == "bnb":
             check_trackers(config)
             check_kernels(config, job.plan)
@@ -114,20 +122,8 @@ def prepare(job: RunJob) -> Prepared:
         return prepared
 
 
-def _unsloth_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
-    """Why Unsloth cannot train this very model; None where it can. The plan has judged its class by the shapes
-    (`planner.backend.require_unsloth_model`), which code of a model's own may belie."""
-    if model_spec.resize_to is not None:
-        return "the tokenizer is larger than the model's embeddings"
-    return unsloth_model_problem(
-        precision,
-        is_text_tower=model_spec.text_tower is not None,
-        is_transposed=model_spec.peft_config is not None and model_spec.peft_config.fan_in_fan_out,
-    )
-
-
 def _build_model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
-    """The model's spec, with warnings where it needs more memory than was planned, or another attention."""
+    # warns where the model needs more memory than was planned, or another attention
     config, plan, step = job.loaded.config, job.plan, job.plan.choice.step
     model_spec = build_model_spec(
         config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), new_rows=tokenizer.new_rows,
@@ -209,7 +205,8 @@ def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]
         facts["weights"] = base_weights_identity(job.loaded.config.model.name, prepared.model_spec.hf_config)
         facts["tokenizer"] = {"path": "tokenizer", "sha256": prepared.tokenizer.sha256}
         if prepared.base_adapter is not None:
-            facts["adapter"] = prepared.base_adapter.manifest_facts()
+            adapter = prepared.base_adapter
+            facts["adapter"] = {"path": str(adapter.folder), "sha256": adapter.sha256, "run": adapter.run}
     return facts
 
 

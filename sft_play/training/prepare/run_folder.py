@@ -82,7 +82,6 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
 
 
 def _claim_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
-    """Create the folder, or check the one to resume; returns its lock."""
     if job.resume:
         run_lock = job.lock or lock_run(job.folder, role=job.lock_role)
         if job.folder.has_trained:
@@ -130,9 +129,8 @@ def _record_failure(job: RunJob, error: BaseException) -> None:
     if isinstance(error, Interrupted):  # its state was saved, and `finish_run` has written so
         return
     # only for the user's mistakes: a fault of ours keeps its folder and log for a report
-    is_unused = not job.resume and isinstance(error, SftPlayError) and not job.folder.metrics_path.exists()
-    if is_unused:
+    if not job.resume and isinstance(error, SftPlayError) and not job.folder.metrics_path.exists():
         discard_run(job.folder)
-        return
-    status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-    job.folder.update_manifest(status=status, error=escape_control(f"{type(error).__name__}: {error}"))
+    else:
+        status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        job.folder.update_manifest(status=status, error=escape_control(f"{type(error).__name__}: {error}"))

@@ -88,7 +88,7 @@ def _load_tokenizer(config: RunConfig) -> Any:
 
 
 def _add_tokens(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]:
-    """Ids of `model.add_tokens` with the pieces of each before. No special tokens: a text that spells one has it."""
+    # ids with the pieces of each before; no special tokens: a text that spells one has it
     tokens, vocabulary = config.model.add_tokens, tokenizer.get_vocab()
     if not tokens:
         return {}
@@ -119,7 +119,7 @@ def added_token_rows(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, 
 
 
 def _set_pad_token(tokenizer: Any) -> list[str]:
-    """Choose a pad token where there is none. Padding is masked by length, never by id, so eos may pad too."""
+    # padding is masked by length, never by id, so eos may pad too
     if tokenizer.pad_token is not None:
         if tokenizer.pad_token_id == tokenizer.eos_token_id:
             return [f"Pad token: {tokenizer.pad_token}, which is also the end token; padding is masked by length"]
@@ -133,7 +133,6 @@ def _set_pad_token(tokenizer: Any) -> list[str]:
 
 
 def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
-    """Give the tokenizer the template of `data.chat_template`; returns what was chosen."""
     template, vocabulary = config.data.chat_template, tokenizer.get_vocab()
     lacking = {name: [token for token in tokens if token not in vocabulary] for name, tokens in TEMPLATE_TOKENS.items()}
     if template is None:
