@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import ParallelismConfig
-from accelerate.state import PartialState
-from accelerate.utils import DDPCommunicationHookType, DistributedType
+from accelerate.utils import DDPCommunicationHookType
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -81,13 +80,6 @@ class _TensorParallelConfig(ParallelismConfig):
     @property
     def active_mesh_dims(self) -> list[str]:
         return [*self.dp_dim_names, "tp"]
-
-
-def allow_fsdp_on_cpu(plan: Plan) -> None:
-    """Let accelerate shard over CPU ranks, for which it would choose DDP: its type is changed to
-    multi-GPU after the Trainer's arguments have made the group; `check_engine` verifies it."""
-    if plan.choice.layout.is_fsdp and plan.hardware.device == "cpu":
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def set_gradient_reduction(trainer: Any, plan: Plan, config: RunConfig) -> None:

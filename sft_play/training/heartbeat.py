@@ -24,7 +24,6 @@ import psutil
 import torch.distributed as dist
 
 from sft_play.process import failures
-from sft_play.process.failures import format_ranks
 from sft_play.training.distributed import open_store
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ def stall_report(
     if waiting_beats:
         positions = " or ".join(sorted({beat.position for beat in waiting_beats}))
         verb = "waits" if len(waiting_beats) == 1 else "wait"
-        parts.append(f"{format_ranks([beat.rank for beat in waiting_beats])} {verb} for it at {positions}")
+        parts.append(f"{failures.format_ranks([beat.rank for beat in waiting_beats])} {verb} for it at {positions}")
     return f"{head}: {'; '.join(parts)}"
 
 

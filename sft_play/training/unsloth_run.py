@@ -37,7 +37,6 @@ from sft_play.models.config_json import find_model_folder
 from sft_play.planner.backend import Backend, check_trackers
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.process import failures, signals
-from sft_play.process.failures import Failure
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.training import distributed, engines
@@ -91,9 +90,8 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
     """Train in Unsloth's processes with what was prepared here; returns the run's summary. Raises SftPlayError: as
     Unsloth's process raised it; ModelError: the adapter that it wrote is not the run's; RuntimeError: another error,
     whose traceback was printed."""
-    python, info = prepared.backend.python, prepared.backend.unsloth_info
-    assert python is not None
-    assert info is not None
+    python: Any = prepared.backend.python
+    info: Any = prepared.backend.unsloth_info
     job.folder.update_manifest(unsloth={"python": str(python), "device": info.device, **info.versions})
     logger.info("Unsloth: %s; its process is %s on %s", info.versions_text, python, info.device)
     if info.device == "cpu":
@@ -205,8 +203,9 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
             variables |= {failures.ERROR_FILE_VARIABLE: str(error_file)}
             if ranks > 1:
                 variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            words = [str(python), str(WORKER_SCRIPT), str(handover_path)]
-            processes.append(signals.start_child(words, environment=variables))
+            processes.append(
+                signals.start_child([str(python), str(WORKER_SCRIPT), str(handover_path)], environment=variables)
+            )
             if received_signals:
                 processes[-1].terminate()
         deadline = math.inf
@@ -220,7 +219,7 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
     _raise_first_failure(exits, signal_count=len(received_signals))
 
 
-def _raise_first_failure(exits: Sequence[tuple[int, Failure | None]], *, signal_count: int) -> None:
+def _raise_first_failure(exits: Sequence[tuple[int, failures.Failure | None]], *, signal_count: int) -> None:
     """Raise the first failure of processes that ended with these exit codes, and recorded this; a broken connection or
     a killed process counts only where there is no other."""
     failed = [(code, failure) for code, failure in exits if code]
@@ -340,8 +339,14 @@ def _build_trainer(
 
 
 def _build_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> TrainingArguments:
-    engine = engines.engine_arguments(plan, config, layer_class="", deepspeed=None)
-    options = training_arguments(config, plan, folder, has_eval=has_eval, engine_options=engine, arguments_class=dict)
+    options = training_arguments(
+        config,
+        plan,
+        folder,
+        has_eval=has_eval,
+        engine_options=engines.engine_arguments(plan, config, layer_class="", deepspeed=None),
+        arguments_class=dict,
+    )
     # without checkpointing: the Trainer would replace Unsloth's own with its
     requested = {name: value for name, value in options.items() if "_checkpointing" not in name}
     arguments = TrainingArguments(**requested)

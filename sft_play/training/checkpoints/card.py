@@ -91,6 +91,22 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
     template_options = ""
     if kwargs := select_template_kwargs(config.data.chat_template_kwargs):
         template_options = f", **{kwargs!r}"
+    paths = [config.data.train_path, config.data.text_path, *(source.path for source in config.data.sources)]
+    datasets = sorted(
+        {path.removeprefix("hub:").partition(":")[0] for path in paths if path and path.startswith("hub:")}
+    )
+    front_matter = ModelCardData(
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        datasets=datasets or None,
+        tags=[
+            "sft_play",
+            "sft" if config.task_mode == "sft" else "continued-pretraining",
+            *{"full": [], "lora": ["lora"], "qlora": ["lora", "qlora"]}[config.tuning.mode],
+        ],
+        **base.license,
+        **({"base_model": base.name} if base.is_on_hub else {}),
+    )
     figures = facts.summary.get("after") or facts.summary.get("before") or {"rows": 0}
     result_rows = f"{figures['rows']:,} {str(facts.summary.get('split')).replace('val', 'validation')}"
     reports = {  # of each split; never a row, a path or a file's name
@@ -99,7 +115,7 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
         if name.split()[-1] in ("train", "val", "test") and entry.get("report")
     }
     text = environment.get_template("card.md.jinja").render(
-        front_matter=_front_matter(facts, base).to_yaml(),
+        front_matter=front_matter.to_yaml(),
         name=facts.name,
         what={
             "adapter": f"A {method} adapter for `{base.name}`, which it needs.",
@@ -115,26 +131,6 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
         versions=", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)) or "not recorded",
     )  # fmt: skip
     return str(ModelCard(text))
-
-
-def _front_matter(facts: CardFacts, base: CardBase) -> ModelCardData:
-    config = facts.config
-    paths = [config.data.train_path, config.data.text_path, *(source.path for source in config.data.sources)]
-    datasets = sorted(
-        {path.removeprefix("hub:").partition(":")[0] for path in paths if path and path.startswith("hub:")}
-    )
-    tags = {"full": [], "lora": ["lora"], "qlora": ["lora", "qlora"]}[config.tuning.mode]
-    task = "sft" if config.task_mode == "sft" else "continued-pretraining"
-    fields = dict(base.license)
-    if base.is_on_hub:
-        fields["base_model"] = base.name
-    return ModelCardData(
-        library_name="peft" if facts.kind == "adapter" else "transformers",
-        pipeline_tag="text-generation",
-        datasets=datasets or None,
-        tags=["sft_play", task, *tags],
-        **fields,
-    )
 
 
 def describe_base(config: RunConfig) -> CardBase:

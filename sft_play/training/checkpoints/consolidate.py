@@ -90,7 +90,17 @@ def _write_consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | No
     if sharded_checkpoints.is_sharded(source):
         options["tensors"] = _iterate_weights(source, model)
     else:  # not below: a fault of what is read is none of OUT
-        options["state_dict"] = _read_full_weights(source, model)
+        if (source / "latest").is_file():
+            from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+            output = io.StringIO()
+            with forbid_pickled_code(source), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                weights: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(source))
+            # its tensors are views of one flat tensor, which safetensors refuses
+            weights = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
+        else:
+            weights = read_checkpoint_weights(source, model)
+        options["state_dict"] = {name: weights[name] for name in _require_weights(source, model, weights)}
     try:
         size = save_model(model, tokenizer, target, **options)
     except OSError as error:
@@ -121,17 +131,3 @@ def _require_weights(source: Path, model: Any, stored: Container[str]) -> list[s
     if missing:
         raise ModelError(f"the checkpoint {source} lacks {len(missing)} trained tensors, such as {missing[0]}")
     return expected
-
-
-def _read_full_weights(source: Path, model: Any) -> dict[str, torch.Tensor]:
-    if (source / "latest").is_file():
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        output = io.StringIO()
-        with forbid_pickled_code(source), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            weights: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(source))
-        # its tensors are views of one flat tensor, which safetensors refuses
-        weights = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
-    else:
-        weights = read_checkpoint_weights(source, model)
-    return {name: weights[name] for name in _require_weights(source, model, weights)}

@@ -52,9 +52,10 @@ def find_last_checkpoint(folder: Path) -> Path | None:
     distributed.barrier(distributed.long_timeout_group())  # as long as reading takes
     name, damaged = distributed.broadcast_value(name_and_damaged)
     if damaged and name is None:
+        reasons = [f"{path} is skipped: {damage}" for path, damage in damaged.items()]
         raise RunFolderError(
-            f"no checkpoint can be resumed: {'; '.join(f'{path}: {damage}' for path, damage in damaged.items())}. "
-            "Nothing was changed: put back a copy of one of them, or start a new run (make train)"
+            f"no checkpoint can be resumed: {'; '.join(reasons)}. Nothing was changed: put back a copy of one of them, "
+            "or start a new run (make train)"
         )
     if name is None:
         return None
@@ -161,8 +162,9 @@ def finish_loading(trainer: Any, checkpoint: Path) -> None:
     optimizer = engines.unwrap_optimizer(trainer.optimizer)
     groups = None
     if distributed.is_first():
-        path = next(checkpoint.glob(f"*/{_GROUPS_FILE}"))
-        groups = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["param_groups"]
+        groups = torch.load(
+            next(checkpoint.glob(f"*/{_GROUPS_FILE}")), map_location="cpu", weights_only=True, mmap=True
+        )["param_groups"]
     for group, saved_group in zip(optimizer.param_groups, distributed.broadcast_value(groups), strict=True):
         group.update({name: value for name, value in saved_group.items() if name != "params"})
     for state in optimizer.state.values():

@@ -165,8 +165,12 @@ def _block_tensors(tensors: Mapping[str, FileTensor], block_size: Any) -> Iterat
         if key in scales_by_key:
             numbers_per_byte = 1 if tensor.dtype.startswith("F8") else 2
             shape = (*tensor.shape[:-1], numbers_per_byte * tensor.shape[-1])
-            read = partial(_read_blocks, tensor, tensors[scales_by_key[key]], block_size)
-            yield key, FileTensor(tensor.file, shape, "BF16", read)
+            yield (
+                key,
+                FileTensor(
+                    tensor.file, shape, "BF16", partial(_read_blocks, tensor, tensors[scales_by_key[key]], block_size)
+                ),
+            )
         elif key not in scale_keys and not key.endswith(_UNUSED_SUFFIXES):
             yield key, tensor
 

@@ -94,8 +94,7 @@ def save_shard(
     No tensor is gathered. `group`: one that waits as long as a disk takes; `on_done` is called once all bytes of this
     rank are on the disk. Raises TrainingError: a rank could not write."""
     with _explain_failure(f"the checkpoint {checkpoint} could not be written"):
-        writer = _PartWriter(checkpoint / SHARDS_FOLDER, on_done)
-        dcp.save(shard.tensors, storage_writer=writer, process_group=group)
+        dcp.save(shard.tensors, storage_writer=_PartWriter(checkpoint / SHARDS_FOLDER, on_done), process_group=group)
     if dist.get_rank() == 0:
         torch.save(shard.groups_and_values, checkpoint / GROUPS_FILE)
 

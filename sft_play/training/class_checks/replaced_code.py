@@ -146,8 +146,7 @@ def _compare_on_small_models(
     attention = str(model.config._attn_implementation)
     if attention == attention_functions.ULYSSES_ATTENTION:  # whole rows here, where no ranks share them
         attention = "sdpa"
-    dtype = getattr(torch, plan.precision.compute)
-    result = check(model.config, attention=attention, device=device, dtype=dtype)
+    result = check(model.config, attention=attention, device=device, dtype=getattr(torch, plan.precision.compute))
     if result.is_rounding:
         return result, None
     return result, f"{problem}: {result.figures_text}"
@@ -206,9 +205,9 @@ def kernel_error(
     query, key, value = reference_inputs
     reference = attention_functions.attention_per_chat(query, key, value, KERNEL_CHAT_LENGTHS, **options)
     gradients = torch.autograd.grad(output, inputs, weight.to(device, dtype))
-    reference_gradients = torch.autograd.grad(reference, reference_inputs, weight)
     return relative_difference(
-        [tensor.detach().cpu().float() for tensor in (output, *gradients)], [reference.detach(), *reference_gradients]
+        [tensor.detach().cpu().float() for tensor in (output, *gradients)],
+        [reference.detach(), *torch.autograd.grad(reference, reference_inputs, weight)],
     )
 
 

@@ -309,19 +309,15 @@ def _shrink_widths(config: Any) -> None:
         by_kind = [parameters for parameters in rotation.values() if isinstance(parameters, dict)]  # of layers
         for parameters in by_kind or [rotation]:
             rotary_share = float(parameters.get("partial_rotary_factor", None) or 1.0)
-            _shrink_rotation(
-                config, parameters, (_ROTARY_SIZE if rotary_size else int(sizes["head_dim"] * rotary_share)) // 2
-            )
-
-
-def _shrink_rotation(config: Any, rotation: dict[str, Any], frequencies: int) -> None:
-    for name in ("short_factor", "long_factor"):  # longrope lists a factor per frequency of a head
-        if isinstance(rotation.get(name), list):
-            rotation[name] = rotation[name][:frequencies]
-    if "mrope_section" in {*rotation, *getattr(config, "ignore_keys_at_rope_validation", ())}:
-        # how many frequencies turn with each of time, height and width; HunYuan's with the number of the image, too
-        equal_parts = [frequencies // 4] * (len(rotation.get("mrope_section") or "thw") - 1)
-        rotation["mrope_section"] = [*equal_parts, frequencies - sum(equal_parts)]
+            frequencies = (_ROTARY_SIZE if rotary_size else int(sizes["head_dim"] * rotary_share)) // 2
+            for name in ("short_factor", "long_factor"):  # longrope lists a factor per frequency of a head
+                if isinstance(parameters.get(name), list):
+                    parameters[name] = parameters[name][:frequencies]
+            if "mrope_section" in {*parameters, *getattr(config, "ignore_keys_at_rope_validation", ())}:
+                # how many frequencies turn with each of time, height and width; HunYuan's with the number of the
+                # image, too
+                equal_parts = [frequencies // 4] * (len(parameters.get("mrope_section") or "thw") - 1)
+                parameters["mrope_section"] = [*equal_parts, frequencies - sum(equal_parts)]
 
 
 # Scales a part of a head like its rotary part: classes check that the parts add up, and keep the rotary share.

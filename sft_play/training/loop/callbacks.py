@@ -40,10 +40,10 @@ _LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
 class GradientCheck(TrainerCallback):
     """Stops a run in which a trainable tensor gets no gradient, and names it. lora_A is checked once its lora_B has
     left zero; a step that is not finite is not, since clipping by an infinite norm has set all gradients to zero. Those
-    that only longer rows or later steps give one are waited for."""
+    that only longer rows or later steps give one are waited for. `late_gradients`: names of parameters, with * for
+    numbers."""
 
     def __init__(self, late_gradients: Collection[str] = ()) -> None:
-        """`late_gradients`: names of parameters, with * for numbers."""
         self._unchecked: dict[str, nn.Parameter] | None = None
         self._late_gradients = late_gradients
 
@@ -106,10 +106,10 @@ def _has_nonzero(tensor: torch.Tensor | None) -> bool:
 
 
 class MetricsFile(TrainerCallback):
-    """Appends what is logged to `metrics.jsonl`, and stops an fp16 run whose loss is NaN or infinite."""
+    """Appends what is logged to `metrics.jsonl`, and stops an fp16 run whose loss is NaN or infinite. `start_time`:
+    seconds since 1970; `stage`: written into every line, in a run that has stages."""
 
     def __init__(self, path: Path, *, start_time: float, stage: str | None = None) -> None:
-        """`start_time`: seconds since 1970; `stage`: written into every line, in a run that has stages."""
         self._path, self._start_time = path, start_time
         self._stage = {"stage": stage} if stage is not None else {}
 
@@ -145,7 +145,8 @@ _RESERVED_SHARE, _MAX_RESERVED_S = 0.05, 600.0
 
 class StopController(TrainerCallback):
     """Ends training with a checkpoint: after N steps of this process, in time for a limit in hours, or at the end of a
-    step after a signal."""
+    step after a signal. `pause_seconds`: seconds of the checkpoints and evaluations so far
+    (`Monitor.pause_seconds`)."""
 
     def __init__(
         self,
@@ -155,7 +156,6 @@ class StopController(TrainerCallback):
         pause_seconds: Mapping[str, Sequence[float]] = MappingProxyType({}),
         elapsed_s: Callable[[], float] = elapsed_s,
     ) -> None:
-        """`pause_seconds`: seconds of the checkpoints and evaluations so far (`Monitor.pause_seconds`)."""
         self._steps, self._hours, self._elapsed_s = steps, hours, elapsed_s
         self._pause_seconds = pause_seconds
         self._steps_done = 0
@@ -219,7 +219,8 @@ def stop_signals(stop_controller: StopController) -> StopSignals:
 
 
 class Progress(TrainerCallback):
-    """Loss, tokens per second, memory and time left: a line every few seconds, the same in the run's log."""
+    """Loss, tokens per second, memory and time left: a line every few seconds, the same in the run's log.
+    `estimate_remaining`: seconds of what follows besides the steps that are left, and in words what these lack."""
 
     def __init__(
         self,
@@ -227,8 +228,6 @@ class Progress(TrainerCallback):
         estimate_remaining: Callable[[], tuple[float, str]] = lambda: (0.0, ""),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`estimate_remaining`: seconds of what follows besides the steps that are left, and in words what these
-        lack."""
         self._estimate_remaining, self._clock = estimate_remaining, clock
         self.start_step = 0
         self._start_time = self._last_line_time = 0.0

@@ -31,7 +31,8 @@ STOPPED = "stopped"
 
 
 class StageSequence:
-    """The stages of a job, to be trained one after the other."""
+    """The stages of a job, to be trained one after the other. `train_stage`: trains one stage, as `run.train_stage`
+    does."""
 
     def __init__(
         self,
@@ -40,7 +41,6 @@ class StageSequence:
         monitors: RunMonitors,
         train_stage: Callable[..., dict[str, Any]],
     ) -> None:
-        """`train_stage`: trains one stage, as `run.train_stage` does."""
         self._job, self._prepared_stages = job, prepared_stages
         self._monitors, self._train_stage = monitors, train_stage
         self._summaries: list[dict[str, Any]] = []

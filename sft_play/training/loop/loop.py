@@ -37,7 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 class PlannedLoop(EvaluatedLoop):
-    """A Trainer that trains on every row once, on a mean over tokens, whatever the number of ranks."""
+    """A Trainer that trains on every row once, on a mean over tokens, whatever the number of ranks. `packs`: chats that
+    share a training row; `sorts_by_length`: the rows of a step are sorted by length; `adds_sources`: report the loss of
+    each of the monitor's sources; `adds_masks`: padded rows get a mask; `mix`: what an epoch has of each;
+    `loraplus_lr_ratio`: lora_B's learning rate over the others'. The other options are those of `EvaluatedLoop` and the
+    Trainer."""
 
     # The library's class that the loop refines.
     upstream: type[Trainer] = Trainer
@@ -59,10 +63,6 @@ class PlannedLoop(EvaluatedLoop):
         loraplus_lr_ratio: float = 1.0,
         **options: Any,
     ) -> None:
-        """`packs`: chats that share a training row; `sorts_by_length`: the rows of a step are sorted by length;
-        `adds_sources`: report the loss of each of the monitor's sources; `adds_masks`: padded rows get a mask; `mix`:
-        what an epoch has of each; `loraplus_lr_ratio`: lora_B's learning rate over the others'. The other options are
-        those of `EvaluatedLoop` and the Trainer."""
         require_upstream_names(self.upstream)
         self._early_stopping = None if patience is None else EarlyStoppingCallback(early_stopping_patience=patience)
         self._loraplus_lr_ratio = loraplus_lr_ratio

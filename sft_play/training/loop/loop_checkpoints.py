@@ -69,10 +69,10 @@ class RestoredCounters(TrainerCallback):
 
 class CheckpointWriter:
     """A checkpoint that is written while training goes on, by a thread that also makes it whole and renames it: the
-    thread of torch's `async_save` is one that an exit waits for, and the rest would wait for the next step."""
+    thread of torch's `async_save` is one that an exit waits for, and the rest would wait for the next step. `step`,
+    `needed_bytes`: of the checkpoint, and the bytes that it takes at least."""
 
     def __init__(self, write: Callable[[], None], *, step: int, needed_bytes: int) -> None:
-        """`step`, `needed_bytes`: of the checkpoint, and the bytes that it takes at least."""
         self.step, self.needed_bytes = step, needed_bytes
         self._write, self._start_time, self._duration_s = write, time.monotonic(), 0.0
         self._error: BaseException | None = None
@@ -99,7 +99,10 @@ class CheckpointWriter:
 
 
 class CheckpointedLoop(Trainer):
-    """A Trainer whose checkpoints are whole or absent, and do not depend on the layout that wrote them."""
+    """A Trainer whose checkpoints are whole or absent, and do not depend on the layout that wrote them.
+    `checkpoint_limit`: how many are kept, None for all; `saves_shards`: every rank writes its own part (FSDP only);
+    `async_save`: while training goes on; `on_nan`: what a step that is not finite does. The other options are the
+    Trainer's."""
 
     def __init__(
         self,
@@ -112,9 +115,6 @@ class CheckpointedLoop(Trainer):
         monitor: Monitor | None = None,
         **options: Any,
     ) -> None:
-        """`checkpoint_limit`: how many are kept, None for all; `saves_shards`: every rank writes its own part (FSDP
-        only); `async_save`: while training goes on; `on_nan`: what a step that is not finite does. The other options
-        are the Trainer's."""
         self._checkpoint_limit = checkpoint_limit
         self.saves_shards, self._saves_async = saves_shards, async_save
         self._shard: sharded_checkpoints.CheckpointShard | None = None  # of the checkpoint that is about to be written
@@ -234,31 +234,24 @@ class CheckpointedLoop(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights; over ranks an adapter without its base, weights in parts with the optimizer's states."""
-        with self._save_under_memory_names():
+        if self._staging is not None:
+            # under their names in memory: the Trainer resumes by plain `load_state_dict`, which silently skips others,
+            # and the hub's differ for some classes. PEFT would write whole embeddings wherever they were resized
+            options: dict[str, Any] = {"save_original_format": False}
+            if is_peft_model(self.model):
+                options = {"save_embedding_layers": embeddings_to_save(self.model)}
+            self.model.save_pretrained = functools.partial(self.model.save_pretrained, **options)
+        try:
             if self.saves_shards and self._staging is not None:
                 self._save(output_dir, state_dict={})  # config and tokenizer only
             elif is_peft_model(self.model) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
                 self._save(output_dir, state_dict=full_state_dict.gather_state_dict(self))
             else:
                 super().save_model(output_dir, _internal_call)
-        self.wait_for_disk()
-
-    @contextlib.contextmanager
-    def _save_under_memory_names(self) -> Iterator[None]:
-        # weights are written under their names in memory: the Trainer resumes by plain `load_state_dict`, which
-        # silently skips others, and the hub's differ for some classes. PEFT would write whole embeddings wherever they
-        # were resized
-        if self._staging is None:
-            yield
-            return
-        options: dict[str, Any] = {"save_original_format": False}
-        if is_peft_model(self.model):
-            options = {"save_embedding_layers": embeddings_to_save(self.model)}
-        self.model.save_pretrained = functools.partial(self.model.save_pretrained, **options)
-        try:
-            yield
         finally:
-            del self.model.save_pretrained
+            if self._staging is not None:
+                del self.model.save_pretrained
+        self.wait_for_disk()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # the Trainer's own for FSDP writes the model once more, and states by name that only FSDP reads back
@@ -306,9 +299,12 @@ class CheckpointedLoop(Trainer):
         # what `_save_optimizer_and_scheduler` wrote, under any layout: the Trainer reads only its own layout's form
         path = Path(checkpoint) if checkpoint is not None else None
         if path is not None and sharded_checkpoints.is_sharded(path):
-            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's wrapper
+            # inside accelerate's wrapper
             sharded_checkpoints.load_sharded_optimizer(
-                self.model, optimizer, path, group=distributed.long_timeout_group()
+                self.model,
+                getattr(self.optimizer, "optimizer", self.optimizer),
+                path,
+                group=distributed.long_timeout_group(),
             )
         elif path is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)

@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluatedLoop(CheckpointedLoop):
-    """A Trainer that evaluates every row once, as a mean over trained tokens, whatever the number of ranks."""
+    """A Trainer that evaluates every row once, as a mean over trained tokens, whatever the number of ranks.
+    `questions`: those that are asked while training; `evaluates_blocks`: held-out rows have one length. The other
+    options are those of `CheckpointedLoop` and the Trainer."""
 
     # Of compiled blocks; None for plain ones.
     compile_monitor: CompileMonitor | None = None
@@ -45,8 +47,6 @@ class EvaluatedLoop(CheckpointedLoop):
         evaluates_blocks: bool = False,
         **options: Any,
     ) -> None:
-        """`questions`: those that are asked while training; `evaluates_blocks`: held-out rows have one length. The
-        other options are those of `CheckpointedLoop` and the Trainer."""
         self.plan, self._layout = plan, plan.choice.layout
         self._questions, self._stop_ids, self._max_new_tokens = list(questions), list(stop_ids), max_new_tokens
         self._evaluates_blocks = evaluates_blocks
@@ -146,7 +146,7 @@ class EvaluatedLoop(CheckpointedLoop):
     def _measure_exact_match(self, questions: Sequence[Question], *, prefix: str) -> dict[str, float]:
         with (
             attention_functions.full_rows_attention(self.model),
-            self._monitor.generating(),
+            self._monitor.peaks.during("generation"),
             report_wait("Generating answers", unit="answers", count_total=lambda: len(questions)) as progress,
         ):
             self.last_answers = generate_answers(

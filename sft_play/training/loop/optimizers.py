@@ -124,8 +124,8 @@ class _StochasticRounding(Optimizer):
             super().step()
             return
         # the dtypes of data and gradient have to agree at every assignment: so the gradient goes first and comes last
-        rounded, gradient = parameter.data, parameter.grad
-        assert gradient is not None
+        rounded = parameter.data
+        gradient: Any = parameter.grad
         parameter.grad = None
         parameter.data = rounded.float()
         parameter.grad = gradient.float()

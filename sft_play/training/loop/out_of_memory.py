@@ -45,10 +45,10 @@ _STAND_IN_BYTES = 32 << 20
 
 
 class StepMemory(TrainerCallback):
-    """Repeats a step of the trainer that ran out of memory, and tries the longest rows before the first one."""
+    """Repeats a step of the trainer that ran out of memory, and tries the longest rows before the first one.
+    `micro_batches`: how steps are divided, as planned."""
 
     def __init__(self, trainer: Any, micro_batches: MicroBatches) -> None:
-        """`micro_batches`: how steps are divided, as planned."""
         ranks = trainer._layout.data_parallel
         micro_steps = max(1, -(-trainer.plan.batch.effective_batch // (micro_batches.rows * ranks)))
         self._trainer, self.micro_batches = trainer, micro_batches
@@ -102,10 +102,9 @@ class StepMemory(TrainerCallback):
         trainer._micro_steps, trainer._micro_step = len(micro_steps), 0
         return [self._collate(rows_by_rank[0]) for rows_by_rank in micro_steps]
 
-    def _collate(self, rows: list[int]) -> dict[str, Any]:
+    def _collate(self, rows: list[int]) -> Any:
         trainer = self._trainer
-        batch: dict[str, Any] = trainer.data_collator(trainer.train_dataset.__getitems__(rows or [FILLER_INDEX]))
-        return batch
+        return trainer.data_collator(trainer.train_dataset.__getitems__(rows or [FILLER_INDEX]))
 
     def _restore_step_start(self) -> None:
         trainer, start = self._trainer, self._step_start

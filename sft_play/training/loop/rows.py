@@ -176,7 +176,9 @@ class EpochOrder(torch.utils.data.Sampler[int]):
 
 class StepBatches(torch.utils.data.Sampler[list[int]]):
     """The rows of this rank's micro-batches: `slots` to an optimizer step, of which the first are empty where it needs
-    fewer. The Trainer counts a fixed number, and synchronises gradients in the last."""
+    fewer. The Trainer counts a fixed number, and synchronises gradients in the last. `epoch_order`: of rows, the
+    longest of each `effective_batch` (a step's) first where `micro_batches` is by tokens; `lengths`: tokens of each
+    row."""
 
     # accelerate divides the number of rows by it to find rows that it has repeated; there are none.
     batch_size = 1
@@ -191,8 +193,6 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
         rank: int,
         ranks: int,
     ) -> None:
-        """`epoch_order`: of rows, the longest of each `effective_batch` (a step's) first where
-        `micro_batches` is by tokens; `lengths`: tokens of each row."""
         self._epoch_order, self._lengths, self._micro_batches = epoch_order, lengths, micro_batches
         self._effective_batch, self.rank, self._ranks = effective_batch, rank, ranks
         self.slots = micro_batches.max_micro_steps(-(-effective_batch // ranks))

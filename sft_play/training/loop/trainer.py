@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
 from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.packing import Packs, concatenate_packs, is_packing_enabled, pack_best_fit
+from sft_play.data.build.packing import concatenate_packs, is_packing_enabled, pack_best_fit
 from sft_play.data.build.splits import DataSplit, MixedSources
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.plan import Plan
@@ -38,7 +40,6 @@ from sft_play.training.measure.exact_match import collect_stop_ids, configured_e
 from sft_play.training.measure.monitor import Monitor, RunMonitors, head_sums, source_sums
 from sft_play.training.measure.profile import build_profile_window
 from sft_play.training.model import adapters, attention_functions, tensor_parallel
-from sft_play.training.model.adapters import cast_outside_autocast
 from sft_play.training.model.fused_head import set_backbone_prefix, use_class_logits
 from sft_play.training.model.model_loading import SourceWeights, load_for_sharding, load_model, read_model, shard_model
 from sft_play.training.prepare.lora_config import freeze_unmatched
@@ -112,7 +113,7 @@ def training_arguments(
 
 # Arguments of optimizers that differ from the options.
 _OPTIMIZER_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "muon": {"optim": "adamw_torch_fused"},  # `_optimizer_options` makes it; transformers does not know the name
+    "muon": {"optim": "adamw_torch_fused"},  # `build_trainer` makes it; transformers does not know the name
     # Lion's own, under the name of AdamW's
     "lion_32bit": {"adam_beta2": 0.99},
     "lion_8bit": {"adam_beta2": 0.99},
@@ -202,8 +203,26 @@ def build_trainer(
     in an epoch."""
     arguments = arguments or training_arguments(config, plan, folder, has_eval=eval_split is not None)
     rows = train_split.rows
-    packs, packed_sizes = _pack_rows(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))
-    mix = sources.mix(seed=config.train.seed, sizes=packed_sizes) if sources else None
+    packs, sizes = None, tuple(sources.sizes) if sources else (len(rows),)
+    if is_packing_enabled(config):
+        lengths = np.split(row_lengths(rows), np.cumsum(sizes)[:-1])
+        packs_by_source = [pack_best_fit(source_lengths, plan.max_seq_len) for source_lengths in lengths]
+        packs, sizes = concatenate_packs(packs_by_source), tuple(map(len, packs_by_source))
+        logger.debug("Packing: %d chats in %d rows, %.1f a row", len(rows), len(packs), len(rows) / len(packs))
+        if len(packs) < plan.batch.effective_batch and distributed.is_first():
+            logger.warning("Packing: %d rows are fewer than one effective batch of %d, so each step sees every chat; "
+                           "set a smaller %s", len(packs), plan.batch.effective_batch,
+                           config.train.effective_batch_options)  # fmt: skip
+    mix = sources.mix(seed=config.train.seed, sizes=sizes) if sources else None
+    is_muon, rounds_stochastically = config.train.optim == "muon", plan.precision.updates == "stochastic"
+    if is_muon or rounds_stochastically:
+        optimizer, optimizer_kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+        if is_muon:
+            optimizer, optimizer_kwargs = MuonWithAdamW, optimizer_kwargs | {"matrices": muon_matrices(model)}
+        if rounds_stochastically:
+            optimizer = stochastic_rounding_class(optimizer)
+            optimizer_kwargs = optimizer_kwargs | {"rounding_seed": arguments.seed}
+        options["optimizer_cls_and_kwargs"] = optimizer, optimizer_kwargs
     trainer = (trainer_class or PlannedTrainer)(
         model=model,
         args=arguments,
@@ -223,31 +242,17 @@ def build_trainer(
         evaluates_blocks=config.task_mode == "cpt",
         on_nan=config.train.on_nan,
         loraplus_lr_ratio=1.0 if config.tuning.mode == "full" else config.tuning.lora.loraplus_lr_ratio,
-        **_optimizer_options(config, plan, arguments, model),
         **options,
     )
     if peft_config is not None:
         set_adapter_dtype(trainer.model, config, plan)
-        cast_outside_autocast(trainer.model)
+        adapters.cast_outside_autocast(trainer.model)
         set_backbone_prefix(trainer.model.get_base_model())
     if trainer_class is None and plan.choice.step.loss == "logits":
         use_class_logits(trainer.model if peft_config is None else trainer.model.get_base_model())
     engines.set_gradient_reduction(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
-
-
-def _optimizer_options(config: RunConfig, plan: Plan, arguments: SFTConfig, model: Any) -> dict[str, Any]:
-    is_muon, rounds_stochastically = config.train.optim == "muon", plan.precision.updates == "stochastic"
-    if not is_muon and not rounds_stochastically:
-        return {}
-    optimizer, optimizer_kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-    if is_muon:
-        optimizer, optimizer_kwargs = MuonWithAdamW, optimizer_kwargs | {"matrices": muon_matrices(model)}
-    if rounds_stochastically:
-        optimizer = stochastic_rounding_class(optimizer)
-        optimizer_kwargs = optimizer_kwargs | {"rounding_seed": arguments.seed}
-    return {"optimizer_cls_and_kwargs": (optimizer, optimizer_kwargs)}
 
 
 def build_plan_callbacks(
@@ -273,22 +278,6 @@ def build_plan_callbacks(
         trainer.step_memory.on_oom.append(board.write_oom)
     profile_window = build_profile_window(config, plan, folder.path / "profile", trainer)
     return [*callbacks, profile_window] if profile_window is not None else callbacks
-
-
-def _pack_rows(
-    rows: Any, config: RunConfig, plan: Plan, *, sizes: Sequence[int]
-) -> tuple[Packs | None, tuple[int, ...]]:
-    if not is_packing_enabled(config):
-        return None, tuple(sizes)
-    lengths = np.split(row_lengths(rows), np.cumsum(sizes)[:-1])
-    packs_by_source = [pack_best_fit(source_lengths, plan.max_seq_len) for source_lengths in lengths]
-    packs = concatenate_packs(packs_by_source)
-    effective_batch = plan.batch.effective_batch
-    logger.debug("Packing: %d chats in %d rows, %.1f a row", len(rows), len(packs), len(rows) / len(packs))
-    if len(packs) < effective_batch and distributed.is_first():
-        logger.warning("Packing: %d rows are fewer than one effective batch of %d, so each step sees every chat; set a "
-                       "smaller %s", len(packs), effective_batch, config.train.effective_batch_options)  # fmt: skip
-    return packs, tuple(map(len, packs_by_source))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -320,7 +309,9 @@ def load_trainer(
             has_late_gradients=any(model_spec.late_gradients.values()),
         ),
     )
-    engines.allow_fsdp_on_cpu(plan)  # after the arguments, which create accelerate's state, before the trainer reads it
+    if plan.choice.layout.is_fsdp and plan.hardware.device == "cpu":
+        # accelerate would choose DDP for CPU ranks; its state comes with the arguments, and the trainer reads it
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     attention_functions.join_context_parallel_group(plan.choice.layout, arguments.device)
     model, source = _load_model(job, model_spec, begins_from)
     set_backbone_prefix(model)

@@ -79,7 +79,9 @@ def build_hparams(config: RunConfig, plan: Plan) -> dict[str, str | int | float 
 
 
 class TensorBoardWriter(TrainerCallback):
-    """Writes what is logged, one value of a tag a step, texts, hparams, answers, and the layout of what there is."""
+    """Writes what is logged, one value of a tag a step, texts, hparams, answers, and the layout of what there is.
+    `metric_tags`: tags of the held-out figures that this run measures, for the table of hparams. `resume_step`: the
+    step that the run continues after (None: its first step); what was written after it is not shown."""
 
     def __init__(
         self,
@@ -90,8 +92,6 @@ class TensorBoardWriter(TrainerCallback):
         answers: Callable[[], Sequence[GeneratedAnswer]],
         resume_step: int | None = None,
     ) -> None:
-        """`metric_tags`: tags of the held-out figures that this run measures, for the table of hparams. `resume_step`:
-        the step that the run continues after (None: its first step); what was written after it is not shown."""
         self._folder, self._hparams, self._metric_tags = folder, dict(hparams), tuple(metric_tags)
         self._answers, self._purge_step = answers, None
         self._writers: dict[str, Any] = {}
@@ -118,8 +118,9 @@ class TensorBoardWriter(TrainerCallback):
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard.summary import hparams as build_table
 
-        tags = ("train/loss", *self._metric_tags, "train/tokens_per_s")
-        experiment, start, end = build_table(self._hparams, dict.fromkeys(tags, 0.0))
+        experiment, start, end = build_table(
+            self._hparams, dict.fromkeys(("train/loss", *self._metric_tags, "train/tokens_per_s"), 0.0)
+        )
         metadata = experiment.value[0].metadata.plugin_data
         content = HParamsPluginData.FromString(metadata.content)
         for info in content.experiment.metric_infos:

@@ -80,10 +80,9 @@ def decode_answer(tokenizer: Any, ids: Sequence[int], stop_ids: Sequence[int]) -
 EosTokenIds = int | list[int] | None
 
 
-def configured_eos_token_ids(model: Any) -> EosTokenIds:
-    """The end tokens of a loaded model's generation config."""
-    eos_token_ids: EosTokenIds = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return eos_token_ids
+def configured_eos_token_ids(model: Any) -> Any:
+    """The end tokens of a loaded model's generation config (`EosTokenIds`)."""
+    return getattr(getattr(model, "generation_config", None), "eos_token_id", None)
 
 
 def collect_stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, eos_token_ids: EosTokenIds) -> list[int]:

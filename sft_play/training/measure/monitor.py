@@ -158,36 +158,11 @@ PAUSES: dict[str, RunPhase | None] = {"checkpoint": "saving", "evaluation": "eva
 _SUM_DTYPE = torch.float64
 
 
-# Seconds spent in each part since they were last read.
-class _Clock:
-    def __init__(self, *, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
-        self._spans: list[tuple[str, Any, Any]] = []
-
-    def now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def add(self, name: str, start: Any) -> None:
-        self._spans.append((name, start, self.now()))
-
-    def take_totals(self) -> dict[str, float]:
-        # starts again from zero; waits for the device
-        if self._on_gpu and self._spans:
-            self._spans[-1][2].synchronize()  # all are recorded on one stream, so the others are over too
-        totals: dict[str, float] = {}
-        for name, start, end in self._spans:
-            seconds = start.elapsed_time(end) / 1000 if self._on_gpu else end - start
-            totals[name] = totals.get(name, 0.0) + seconds
-        self._spans = []
-        return totals
-
-
 class Monitor(TrainerCallback):
-    """Measures this rank between two logs, and combines the figures of all ranks into what is logged."""
+    """Measures this rank between two logs, and combines the figures of all ranks into what is logged. `plan`: what the
+    measured figures are compared with; `tensor_parallel`: consecutive ranks that see the same rows and are counted
+    once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by phase, which this starts and
+    ends."""
 
     def __init__(
         self,
@@ -197,12 +172,10 @@ class Monitor(TrainerCallback):
         sources: Sequence[str] = DEFAULT_SOURCES,
         peaks: MemoryPeaks | None = None,
     ) -> None:
-        """`plan`: what the measured figures are compared with; `tensor_parallel`: consecutive ranks that see the same
-        rows and are counted once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by
-        phase, which this starts and ends."""
-        self._peaks, self._tensor_parallel, self.sources = peaks or MemoryPeaks(), tensor_parallel, tuple(sources)
-        self._plan, self._on_gpu = plan, self._peaks.on_gpu
-        self._clock = _Clock(on_gpu=self._on_gpu)
+        self.peaks, self._tensor_parallel, self.sources = peaks or MemoryPeaks(), tensor_parallel, tuple(sources)
+        self._plan, self._on_gpu = plan, self.peaks.on_gpu
+        # Names of parts with their start and end, since they were last read.
+        self._spans: list[tuple[str, Any, Any]] = []
         self._optimizer_start: Any = None
         # Rows with a trained token (chats of packs), and tokens without padding, that all ranks have seen in the run,
         # as of the last log.
@@ -233,18 +206,18 @@ class Monitor(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Start measuring: what loading and the evaluation before training took is not counted."""
-        self._peaks.start("training")
-        self._clock.take_totals()
+        self.peaks.start("training")
+        self._spans = []
         self._start_window()
 
     @contextlib.contextmanager
     def timed_part(self, name: str, *, label: str | None = None) -> Iterator[None]:
         """Time the body as one of STEP_PARTS or of PAUSES; each pause has its own peak memory. `label`: its name in
         `pause_seconds`."""
-        start, start_time, phase = self._clock.now(), time.perf_counter(), PAUSES.get(name)
-        with self._peaks.during(phase) if phase else contextlib.nullcontext():
+        start, start_time, phase = self._now(), time.perf_counter(), PAUSES.get(name)
+        with self.peaks.during(phase) if phase else contextlib.nullcontext():
             yield
-        self._clock.add(name, start)
+        self._spans.append((name, start, self._now()))
         if name in PAUSES:
             seconds = time.perf_counter() - start_time
             self._paused_s += seconds
@@ -255,17 +228,13 @@ class Monitor(TrainerCallback):
         self._paused_s += seconds
         self._compile_s += seconds
 
-    def generating(self) -> contextlib.AbstractContextManager[None]:
-        """While open, answers are generated: their memory is not counted as the evaluation's."""
-        return self._peaks.during("generation")
-
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Start the optimizer's time."""
-        self._optimizer_start = self._clock.now()
+        self._optimizer_start = self._now()
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Add the optimizer's time."""
-        self._clock.add("optimizer", self._optimizer_start)
+        self._spans.append(("optimizer", self._optimizer_start, self._now()))
 
     def count_batch(self, inputs: Any, *, ignored_label: int) -> None:
         """Count a batch that is about to be trained on; `ignored_label` is the label of tokens that are not."""
@@ -279,7 +248,13 @@ class Monitor(TrainerCallback):
 
     def take_metrics(self, *, steps: int, device: torch.device) -> dict[str, float]:
         """The figures since the last log, `steps` optimizer steps ago, then start again; all ranks call it."""
-        seconds = self._clock.take_totals()
+        if self._on_gpu and self._spans:
+            self._spans[-1][2].synchronize()  # all are recorded on one stream, so the others are over too
+        seconds: dict[str, float] = {}
+        for name, start, end in self._spans:
+            span_s = start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+            seconds[name] = seconds.get(name, 0.0) + span_s
+        self._spans = []
         if self._compile_s:
             seconds["compile"] = self._compile_s
             seconds["forward_backward"] = max(0.0, seconds.get("forward_backward", 0.0) - self._compile_s)
@@ -329,13 +304,20 @@ class Monitor(TrainerCallback):
                 metrics["mfu"] = self._plan.mfu * speed / self._plan.speed.tokens_per_s
         return metrics
 
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def _read_memory(self) -> list[float]:
         # in GiB: allocated and reserved memory of this rank now (on a CPU resident), and the highest since loading
         if self._on_gpu:
             present = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
         else:
-            present = [max(0, _resident_bytes() - self._peaks.baseline_bytes)]
-        peaks = [allocated for name, (allocated, _) in self._peaks.by_phase().items() if name != "loading"]
+            present = [max(0, _resident_bytes() - self.peaks.baseline_bytes)]
+        peaks = [allocated for name, (allocated, _) in self.peaks.by_phase().items() if name != "loading"]
         return [size / GIB for size in (*present, max([present[0], *peaks]))]
 
 

@@ -128,30 +128,35 @@ class ProfileWindow(TrainerCallback):
                 )
                 control.should_log = is_due
             if self._plan is not None:
-                self._write_communication(self._plan, steps, seconds=seconds, busy_s=busy_s, exposed_s=exposed_s)
+                plan, events = self._plan, self._profile.events()
+                collectives = list_collectives(self._profile.profiler.kineto_results.experimental_event_tree())
+                spans = [(event.name, event.time_range.start, event.time_range.end) for event in events]
+                communication_by_rank = gather_values(
+                    RankCommunication(
+                        rank(),
+                        socket.gethostname(),
+                        seconds,
+                        busy_s,
+                        exposed_s,
+                        collectives,
+                        collective_times(spans, collectives),
+                    )
+                )
+                if is_first():
+                    report = communication_report(
+                        communication_by_rank,
+                        plan.choice.layout,
+                        steps=steps,
+                        planned_bytes=plan.speed.collectives,
+                        planned_sent_bytes=plan.speed.moved_bytes,
+                    )
+                    path = self._folder / COMMUNICATION_FILE
+                    path.write_text(json.dumps(report | {"trace": TRACE_FILE}, indent=1) + "\n", encoding="utf-8")
+                    verdict = "agree" if report["agrees"] else f"are not within {report['tolerance']:.0%}"
+                    logger.info("Communication: a rank sends %s bytes a step, %s predicted: they %s; by kind and rank: "
+                                "%s", f"{report['sent_bytes']:,}", f"{report['planned_sent_bytes']:,}", verdict,
+                                path)  # fmt: skip
         self._profile, self._has_ended = None, True
-
-    def _write_communication(self, plan: Plan, steps: int, *, seconds: float, busy_s: float, exposed_s: float) -> None:
-        collectives = list_collectives(self._profile.profiler.kineto_results.experimental_event_tree())
-        spans = [(event.name, event.time_range.start, event.time_range.end) for event in self._profile.events()]
-        work_times = collective_times(spans, collectives)
-        communication_by_rank = gather_values(
-            RankCommunication(rank(), socket.gethostname(), seconds, busy_s, exposed_s, collectives, work_times)
-        )
-        if not is_first():
-            return
-        report = communication_report(
-            communication_by_rank,
-            plan.choice.layout,
-            steps=steps,
-            planned_bytes=plan.speed.collectives,
-            planned_sent_bytes=plan.speed.moved_bytes,
-        )
-        path = self._folder / COMMUNICATION_FILE
-        path.write_text(json.dumps(report | {"trace": TRACE_FILE}, indent=1) + "\n", encoding="utf-8")
-        verdict = "agree" if report["agrees"] else f"are not within {report['tolerance']:.0%}"
-        logger.info("Communication: a rank sends %s bytes a step, %s predicted: they %s; by kind and rank: %s",
-                    f"{report['sent_bytes']:,}", f"{report['planned_sent_bytes']:,}", verdict, path)  # fmt: skip
 
 
 def build_profile_window(config: RunConfig, plan: Plan, folder: Path, trainer: Any) -> ProfileWindow | None:
@@ -225,7 +230,12 @@ def communication_report(
             "sent_bytes": int(sent_bytes(kind, sum(sizes) / steps, ranks_of_kind)),
             "seconds": sum(work_s) / (len(communication_by_rank) * steps),
         }  # fmt: skip
-    waiting_s = waiting_times([entry.work_times for entry in communication_by_rank])
+    # a collective ends on all ranks together, so it is shortest on the rank that enters it last; what it takes longer
+    # on the others is waiting. None where ranks did not run the same ones
+    work_by_rank, waiting_s = [entry.work_times for entry in communication_by_rank], None
+    if len({tuple(kind for kind, _ in work_times) for work_times in work_by_rank}) == 1:
+        shortest_s = sum(min(seconds for _, seconds in collective) for collective in zip(*work_by_rank, strict=True))
+        waiting_s = [sum(seconds for _, seconds in work_times) - shortest_s for work_times in work_by_rank]
     ranks: list[dict[str, Any]] = [
         {
             "rank": entry.rank, "host": entry.host, "step_s": entry.window_s / steps,
@@ -256,15 +266,6 @@ def group_size(kind: str, layout: Layout) -> int:
         return layout.ranks
     # hybrid sharding: gradients are all-reduced across the replicas, the rest stays within a shard group
     return layout.gradient_ranks // layout.shard if kind == "all_reduce" else layout.shard
-
-
-def waiting_times(work_by_rank: Sequence[Sequence[tuple[str, float]]]) -> list[float] | None:
-    """Seconds that each rank waits: a collective ends on all ranks together, so it is shortest on the rank that enters
-    it last; what it takes longer on the others is waiting. None where ranks did not run the same ones."""
-    if len({tuple(kind for kind, _ in work_times) for work_times in work_by_rank}) != 1:
-        return None
-    shortest_s = sum(min(seconds for _, seconds in collective) for collective in zip(*work_by_rank, strict=True))
-    return [sum(seconds for _, seconds in work_times) - shortest_s for work_times in work_by_rank]
 
 
 def list_collectives(tree: Iterable[Any]) -> list[tuple[str, int, bool]]:

@@ -74,7 +74,7 @@ def build_summary(
         "ran_out": trainer.step_memory.has_halved,
         "wall_s": round(time.time() - monitors.start_time, 2),
         "exit": Interrupted.exit_code if is_stopped and stop_controller.signal is not None else 0,
-        "engine_proof": plain_data(initial_evaluation.engine_check),
+        "engine_proof": plain_data(initial_evaluation.engine_check or engines.single_process_check(trainer)),
         "updates": updates.as_json() if updates else None,
         "compile": compile_monitor.figures() if compile_monitor else None,
         "evaluations": evaluations,
@@ -230,8 +230,9 @@ def _save_trained_weights(job: RunJob, prepared: Prepared, trainer: PlannedLoop,
                 steps=steps if has_trained_lora_b else 0,
             )  # fmt: skip
             if not prepared.trains_adapter:  # whoever loads it ends answers where training did
-                stop_ids = answer_stop_ids(job.loaded.config, tokenizer, prepared.renderer)
-                set_stop_tokens(path, stop_ids, tokenizer.pad_token_id)
+                set_stop_tokens(
+                    path, answer_stop_ids(job.loaded.config, tokenizer, prepared.renderer), tokenizer.pad_token_id
+                )
             record_digests(path)
         else:
             for _ in tensors or ():  # gathering is collective: every rank has to walk through all tensors

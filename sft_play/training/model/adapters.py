@@ -186,15 +186,25 @@ def read_base_adapter(config: RunConfig, model_spec: ModelSpec) -> BaseAdapter |
     folder = Path(config.model.adapter)
     run = find_adapter_run(folder)
     manifest_data = (run[1].get("data") if run else None) or {}
-    _require_base(config, model_spec, folder, manifest_data.get("weights") or {})
+    # the adapter's base has to be the model: by digest where both are files here, else by name
+    recorded_weights = manifest_data.get("weights") or {}
+    name, sha256 = config.model.name, base_weights_identity(config.model.name, model_spec.hf_config)["sha256"]
+    config_base = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    adapter_base = str(recorded_weights.get("path") or config_base or "")
+    recorded_sha256, is_local = recorded_weights.get("sha256"), find_model_folder(name) is not None
+    if not recorded_weights and is_local and Path(adapter_base).is_dir():
+        recorded_sha256 = base_weights_identity(adapter_base, None)["sha256"]
+    # a digest of files has 64 digits, a commit of the hub 40
+    if is_local and recorded_sha256 is not None and len(str(recorded_sha256)) == len(str(sha256)):
+        if recorded_sha256 != sha256:
+            raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on other weights ({one_line(adapter_base)}) than "
+                             f"those of model.name={one_line(name)}")  # fmt: skip
+    elif adapter_base and _short_name(adapter_base) != _short_name(name):
+        raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is "
+                         f"{one_line(name)}: give the adapter's own base, or correct its "
+                         f"{ADAPTER_CONFIG_FILE}")  # fmt: skip
     require_unchanged(folder)
-    tensors = _require_tensors(folder / ADAPTER_WEIGHTS_FILE, config, model_spec)
-    digest = file_digest(folder / ADAPTER_WEIGHTS_FILE)
-    note = f"Adapter: continues {folder} ({tensors} tensors, digest {digest[:12]}), with a new optimizer and schedule"
-    return BaseAdapter(folder, digest, run[0].name if run else None, note)
-
-
-def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> int:
+    file = folder / ADAPTER_WEIGHTS_FILE
     model = build_meta_model(resized_spec(model_spec), trust_remote_code=config.model.trust_remote_code)
     state = model.state_dict()
     expected_shapes = {
@@ -219,26 +229,11 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
             problem = f"{one_line(name)} has values that are not finite"
         if problem:
             raise ModelError(f"{ADAPTER_KEY}: {file} does not fit {one_line(config.model.name)}: {problem}")
-    return len(saved)
-
-
-# The adapter's base has to be the model: by digest where both are files here, else by name.
-def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, recorded_weights: dict[str, Any]) -> None:
-    name, sha256 = config.model.name, base_weights_identity(config.model.name, model_spec.hf_config)["sha256"]
-    config_base = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    adapter_base = str(recorded_weights.get("path") or config_base or "")
-    recorded_sha256, is_local = recorded_weights.get("sha256"), find_model_folder(name) is not None
-    if not recorded_weights and is_local and Path(adapter_base).is_dir():
-        recorded_sha256 = base_weights_identity(adapter_base, None)["sha256"]
-    # a digest of files has 64 digits, a commit of the hub 40
-    if is_local and recorded_sha256 is not None and len(str(recorded_sha256)) == len(str(sha256)):
-        if recorded_sha256 != sha256:
-            raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on other weights ({one_line(adapter_base)}) than "
-                             f"those of model.name={one_line(name)}")  # fmt: skip
-    elif adapter_base and _short_name(adapter_base) != _short_name(name):
-        raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is "
-                         f"{one_line(name)}: give the adapter's own base, or correct its "
-                         f"{ADAPTER_CONFIG_FILE}")  # fmt: skip
+    digest = file_digest(file)
+    note = (
+        f"Adapter: continues {folder} ({len(saved)} tensors, digest {digest[:12]}), with a new optimizer and schedule"
+    )
+    return BaseAdapter(folder, digest, run[0].name if run else None, note)
 
 
 # `owner/name`, a folder of that name and its snapshot in the hub's cache are equal.

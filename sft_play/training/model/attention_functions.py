@@ -54,7 +54,7 @@ def sdpa_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> Any:
     """sdpa's attention, without grouped heads wherever transformers would leave them to PyTorch: query [B, H, S, D];
     key and value [B, G, S, D] with H a multiple of G; returns [B, S, H, D]."""
     repeats = getattr(module, "num_key_value_groups", 1)
@@ -63,8 +63,7 @@ def sdpa_attention(
         key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
         # without `num_key_value_groups`, by which sdpa's function would repeat them once more
         module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
-    output: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    return output
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def set_kv_repetition(*, enabled: bool) -> None:
@@ -136,7 +135,7 @@ def varlen_attention(
     max_length_q: int | None = None,
     chat_lengths: Sequence[int] | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> Any:
     """Causal attention inside each chat, as [B, S, H, D]: query [B, H, S, D]; key and value [B, G, S, D] with H a
     multiple of G. `sliding_window`: tokens that a query sees, itself included; `cu_seq_lens_q`: where chats begin among
     the T tokens of the only row, and the end (None: each row is one chat); `chat_lengths`: on the host, else read from
@@ -152,10 +151,9 @@ def varlen_attention(
     rows, _, length, _ = query.shape
     uses_window = sliding_window is not None and sliding_window < length and length == key.shape[2]
     if cu_seq_lens_q is None and not (uses_window and attention_mask is None):
-        output: tuple[torch.Tensor, None] = AttentionInterface._global_mapping["sdpa"](
+        return AttentionInterface._global_mapping["sdpa"](
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
-        return output
     if cu_seq_lens_q is None:
         max_length_q, chat_lengths = length, (length,) * rows
         cu_seq_lens_q = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)

@@ -145,10 +145,9 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
     @staticmethod
     def get_modules_to_not_convert(model: Any, *args: Any, **options: Any) -> list[str]:
         """What stays as it is: the head, what a class excludes, weights that its code reads itself."""
-        excluded = Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *args, **options)
-        return [*excluded, *direct_weight_reads(model)]
+        return [*Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *args, **options), *direct_weight_reads(model)]
 
-    def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
+    def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> Any:
         """Whether a tensor of this name is packed when it is read."""
         module, name = get_module_from_name(model, param_name)
         stacked: set[tuple[int, str]] | None = vars(model).get("_sft_stacked")
@@ -157,8 +156,7 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
             vars(model)["_sft_stacked"] = stacked
         if (id(module), name) in stacked:
             return not getattr(self.quantization_config, "leaves_experts", False)
-        needs: bool = super().param_needs_quantization(model, param_name, **options)
-        return needs
+        return super().param_needs_quantization(model, param_name, **options)
 
     def get_quantize_ops(self) -> Bnb4bitQuantize:
         """What packs a tensor."""
@@ -214,19 +212,15 @@ def register_expert_quantizer() -> None:
 _PEFT_GET_PARAM, _PEFT_ACTIVATE_LORA = ParamWrapper.get_param, ParamWrapper._activate_lora
 
 
-def _find_packed_weight(wrapper: ParamWrapper) -> PackedWeight | None:
-    packed_weight: PackedWeight | None = (
-        vars(wrapper.get_base_layer()).get(PACKED_ATTRIBUTE, {}).get(wrapper.parameter_name)
-    )
-    return packed_weight
+def _find_packed_weight(wrapper: ParamWrapper) -> Any:
+    return vars(wrapper.get_base_layer()).get(PACKED_ATTRIBUTE, {}).get(wrapper.parameter_name)
 
 
 # The weight that PEFT adapts; of a packed one PEFT (0.21) asks for shape, dtype and device alone.
-def _get_param(wrapper: ParamWrapper) -> torch.Tensor:
+def _get_param(wrapper: ParamWrapper) -> Any:
     packed_weight = _find_packed_weight(wrapper)
     if packed_weight is None:
-        parameter: torch.Tensor = _PEFT_GET_PARAM(wrapper)
-        return parameter
+        return _PEFT_GET_PARAM(wrapper)
     packed = wrapper.get_base_layer()._parameters[wrapper.parameter_name]
     assert packed is not None
     return packed_weight.placeholder(packed)

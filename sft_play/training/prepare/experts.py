@@ -26,14 +26,13 @@ _EXPERT_LIST = re.compile(r"(^|\.)experts$")
 
 def grouped_mm_in_autocast(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+) -> Any:
     """transformers' grouped products in autocast's dtype, which autocast leaves alone: fp32 weights would be multiplied
     in fp32. Tokens x hidden in and out, the other two tokens x experts."""
     device = hidden_states.device.type
     if torch.is_autocast_enabled(device):
         self = _CastExperts(self, torch.get_autocast_dtype(device))
-    result: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    return result
+    return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
 class _CastExperts:
@@ -72,8 +71,10 @@ def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list
         if getattr(hf_config, "output_router_logits", False):  # TRL's head would compute one nevertheless
             hf_config.output_router_logits = False
         return []
-    per_token_fields = FIELD_ALIASES["num_experts_per_tok"]
-    for name, aliases in (("num_experts", EXPERT_COUNT_FIELDS), ("num_experts_per_tok", per_token_fields)):
+    for name, aliases in (
+        ("num_experts", EXPERT_COUNT_FIELDS),
+        ("num_experts_per_tok", FIELD_ALIASES["num_experts_per_tok"]),
+    ):
         alias = next((candidate for candidate in aliases if isinstance(getattr(hf_config, candidate, None), int)), None)
         if not hasattr(hf_config, name) and alias is not None:
             names = config_class.attribute_map

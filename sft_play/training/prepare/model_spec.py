@@ -40,7 +40,6 @@ from sft_play.training.model.language_model import (
     names_lost_by_peft,
     prepare_text_config,
 )
-from sft_play.training.model.tensor_parallel import ParallelStyle
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import build_peft_config, trainable_note
 
@@ -71,7 +70,7 @@ class ModelSpec:
     # Whether padded rows come with an attention mask.
     uses_masks: bool = True
     # How modules are divided over tensor-parallel ranks; empty without tensor parallelism.
-    tensor_parallel_plan: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    tensor_parallel_plan: Mapping[str, tensor_parallel.ParallelStyle] = field(default_factory=dict)
     # The base's dtype by its config.json, in which whole weights are saved; None saves them as they
     # trained.
     dtype: torch.dtype | None = None
@@ -118,8 +117,11 @@ def build_model_spec(
     is_dequantised = bool(notes)
     hf_config = prepare_text_config(full_config)
     fit_tied_embeddings(full_config, hf_config, lambda: _saved_tensor_names(config))
-    model_class = _find_model_class(hf_config, config, is_dequantised=is_dequantised)
-    attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
+    attention = choose_attention(
+        config,
+        _find_model_class(hf_config, config, is_dequantised=is_dequantised),
+        shares_rows=layout.context_parallel > 1,
+    )
     if repeats_kv and attention.name in ("sdpa", attention_functions.ULYSSES_ATTENTION):
         reason = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
         attention = replace(attention, reason=f"{attention.reason}; {reason}", repeats_kv=True)
@@ -148,8 +150,8 @@ def build_model_spec(
         notes += adapter_notes
     else:
         untrained_parameters = parameters_without_gradient(skeleton, trust_remote_code=config.model.trust_remote_code)
-        names = one_line(", ".join(sorted(untrained_parameters)), limit=200)
         if untrained_parameters:
+            names = one_line(", ".join(sorted(untrained_parameters)), limit=200)
             notes.append(f"Trainable: all but {names}, which get no gradient by their class")
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")

@@ -64,8 +64,13 @@ def log_start(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
     precision = DTYPE_SHORT_NAMES[job.plan.precision.compute]
     backend = f"{prepared.backend.name}{' distributed' * (ranks > 1)}"
     if checkpoint is not None:
-        step = checkpoints.checkpoint_step(checkpoint)
-        logger.info("Resuming %s run from step %d with %s precision on %s", backend, step, precision, device)
+        logger.info(
+            "Resuming %s run from step %d with %s precision on %s",
+            backend,
+            checkpoints.checkpoint_step(checkpoint),
+            precision,
+            device,
+        )
     elif job.resume:
         logger.info("%s has no checkpoint: starting again from the first step", job.folder.path)
     else:
@@ -93,21 +98,6 @@ def _claim_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mappi
             job.folder.update_manifest(status="running", resumed=resume_times, **dict.fromkeys(END_ENTRIES), **spread)
             return run_lock
         logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
-    manifest = _build_manifest(job, prepared_stages, facts)
-    if job.resume:
-        write_initial_files(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
-    elif job.folder_exists:
-        run_lock = lock_run(job.folder, role=job.lock_role)
-        job.folder.update_manifest(**manifest)
-        return run_lock
-    else:
-        run_lock = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
-    if job.deepspeed is not None:
-        job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
-    return run_lock
-
-
-def _build_manifest(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
     manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
     manifest |= layout_facts(job.plan)
     # what sums on a CPU are rounded by
@@ -122,7 +112,17 @@ def _build_manifest(job: RunJob, prepared_stages: Sequence[Prepared], facts: Map
         manifest["choices"] += [*prepared.tokenizer.notes, *prepared.splits.notes, *prepared.model_spec.notes]
     if prepared_stages[0].renderer.tokenizer_parts.writes_date:
         manifest["template_date"] = str(prepared_stages[0].renderer.today)
-    return manifest
+    if job.resume:
+        write_initial_files(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+    elif job.folder_exists:
+        run_lock = lock_run(job.folder, role=job.lock_role)
+        job.folder.update_manifest(**manifest)
+        return run_lock
+    else:
+        run_lock = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+    if job.deepspeed is not None:
+        job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
+    return run_lock
 
 
 def _record_failure(job: RunJob, error: BaseException) -> None:
