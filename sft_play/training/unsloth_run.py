@@ -61,8 +61,6 @@ logger = logging.getLogger(__name__)
 
 # In a run folder: what was handed over. The rows and the tokenizer are removed once Unsloth's process has ended.
 WORK_FOLDER, HANDOVER_FILE = "unsloth", "handover.json"
-# Seconds that the other processes have to end once one has failed.
-PEER_TIMEOUT_S = 20.0
 _BATCH_ROWS = 10_000
 _ROW_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
 
@@ -211,7 +209,7 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
         deadline = math.inf
         while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
             if deadline == math.inf and set(codes) - {None, 0, Interrupted.exit_code}:
-                deadline = time.monotonic() + PEER_TIMEOUT_S  # the others wait for it in a collective, and would hang
+                deadline = time.monotonic() + 20.0  # the others wait for it in a collective, and would hang
             time.sleep(0.05)
     exits = [
         (process.returncode, failures.read_failure(file)) for process, file in zip(processes, error_files, strict=True)

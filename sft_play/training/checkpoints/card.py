@@ -26,7 +26,6 @@ CARD_FILE = "README.md"
 REPOSITORY_PLACEHOLDER = "USER/NAME"
 WeightsKind = Literal["adapter", "model", "merged"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _VERSIONS = ("sft_play", "torch", "transformers", "peft", "trl", "bitsandbytes", "python")
 
 
@@ -146,7 +145,7 @@ def describe_base(config: RunConfig) -> CardBase:
     if (folder / CARD_FILE).is_file():
         base_license = _read_license(str(folder / CARD_FILE)) or base_license
     hub_id = str(base_config.get("_name_or_path") or "")
-    if cached := _HUB_CACHE.search(str(folder.resolve())):
+    if cached := re.search(r"models--([\w.-]+?)--([\w.-]+)", str(folder.resolve())):
         hub_id = "/".join(cached.groups())
     if _HUB_ID.fullmatch(hub_id) and not Path(hub_id).exists():
         return CardBase(hub_id, True, base_license)

@@ -34,9 +34,6 @@ from sft_play.training.prepare.tokenizer import added_token_rows
 
 logger = logging.getLogger(__name__)
 
-# Weights that are read at once: fewer would read the table of contents too often.
-_BATCH_BYTES = GIB
-
 
 def consolidate(
     run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None, is_trusted: CodeTrust = trust_none
@@ -117,7 +114,7 @@ def _iterate_weights(source: Path, model: Any) -> Iterator[tuple[str, torch.Tens
         shape, dtype = specs[name]
         names.append(name)
         size += math.prod(shape) * dtype.itemsize
-        if size >= _BATCH_BYTES:
+        if size >= GIB:
             yield from sharded_checkpoints.read_sharded_weights(source, names).items()
             names, size = [], 0
     yield from sharded_checkpoints.read_sharded_weights(source, names).items()

@@ -25,7 +25,6 @@ from sft_play.training.distributed import is_first
 from sft_play.training.model.language_model import PEFT_PREFIX, find_text_tower, names_lost_by_peft
 
 ADAPTER_FILE = "adapter_model.safetensors"
-_FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 # not strict: an adapter's checkpoint lacks the base's tensors
 _FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
 
@@ -49,7 +48,9 @@ def full_optimizer_states(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """States of an FSDP optimizer, gathered, keyed by number as in `Optimizer.state_dict`; empty on all ranks but the
     first. All ranks call it."""
     indexes = {name: index for index, name in enumerate(itertools.chain(*_names_by_group(model, optimizer)))}
-    states = get_optimizer_state_dict(model, optimizer, options=_FULL_STATE)
+    states = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if not states.get("state"):  # torch leaves it empty on the other ranks
         return {}
     return {

@@ -29,16 +29,7 @@ logger = logging.getLogger(__name__)
 # Pickles in a checkpoint are read without running code, by libraries that would run it too: torch's
 # own variable overrules DeepSpeed.
 
-# The variable by which the user says that a checkpoint may run code; ranks inherit it.
-TRUST_VARIABLE = "TRUST"
 _WEIGHTS_ONLY_VARIABLES = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-# What DeepSpeed's optimizer states hold besides tensors; none of them does anything when it is built.
-_DEEPSPEED_CLASSES = (
-    ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
-    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
-    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
-    ("deepspeed.utils.tensor_fragment", "fragment_address"),
-)
 
 
 def find_last_checkpoint(folder: Path) -> Path | None:
@@ -84,7 +75,7 @@ def find_last_checkpoint(folder: Path) -> Path | None:
 def forbid_pickled_code(checkpoint: Path) -> Iterator[None]:
     """Within it no pickle runs code, but DeepSpeed's with TRUST=1; raises RunFolderError for one that could."""
     is_deepspeed = (checkpoint / "latest").is_file()
-    if is_deepspeed and os.environ.get(TRUST_VARIABLE, "0") not in ("", "0"):
+    if is_deepspeed and os.environ.get("TRUST", "0") not in ("", "0"):
         logger.warning("TRUST=1: what is stored in %s may run code while it is read", checkpoint)
         yield
         return
@@ -93,7 +84,13 @@ def forbid_pickled_code(checkpoint: Path) -> Iterator[None]:
     classes, advice = list[Any](), ""
     if is_deepspeed:
         advice = ": if you trust whoever wrote it, TRUST=1 reads it"
-        for module, name in _DEEPSPEED_CLASSES:
+        # what its optimizer states hold besides tensors; none of them does anything when it is built
+        for module, name in (
+            ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+            ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+            ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+            ("deepspeed.utils.tensor_fragment", "fragment_address"),
+        ):
             with contextlib.suppress(ImportError, AttributeError):  # another version has others, which it names
                 classes.append(getattr(importlib.import_module(module), name))
     try:
@@ -119,7 +116,6 @@ def forbid_pickled_code(checkpoint: Path) -> Iterator[None]:
 # the first, and all states one tensor that counts the steps.
 
 _OPTIMIZER_FILES, _MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
-_GROUPS_FILE = "zero/optimizer_state.pt"
 
 
 @contextlib.contextmanager
@@ -163,7 +159,7 @@ def finish_loading(trainer: Any, checkpoint: Path) -> None:
     groups = None
     if distributed.is_first():
         groups = torch.load(
-            next(checkpoint.glob(f"*/{_GROUPS_FILE}")), map_location="cpu", weights_only=True, mmap=True
+            next(checkpoint.glob("*/zero/optimizer_state.pt")), map_location="cpu", weights_only=True, mmap=True
         )["param_groups"]
     for group, saved_group in zip(optimizer.param_groups, distributed.broadcast_value(groups), strict=True):
         group.update({name: value for name, value in saved_group.items() if name != "params"})

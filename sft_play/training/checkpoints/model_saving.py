@@ -107,7 +107,7 @@ def fetch_base_folder(name: str, *, revision: str | None) -> Path:
 def describe_broken_connection(error: BaseException) -> str | None:
     """Describe a download that a connection error ended, also as the cause of another error; None for any other."""
     cause: BaseException | None = error
-    while cause is not None and not type(cause).__module__.startswith(_CONNECTION_PACKAGES):
+    while cause is not None and not type(cause).__module__.startswith(("httpx", "httpcore", "requests", "urllib3")):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         return None
@@ -115,19 +115,11 @@ def describe_broken_connection(error: BaseException) -> str | None:
     return f"did not come whole ({message}); files that did are kept, and the next start fetches the others"
 
 
-# How the names of packages begin whose errors are those of a connection.
-_CONNECTION_PACKAGES = ("httpx", "httpcore", "requests", "urllib3")
-
 # --- stored quantised -------------------------------------------------------------------------------------------------
 # The values of four bits without their sign, which comes first (OCP Microscaling Formats 1.0, 5.3.3).
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Of a scale that is an exponent of two in a byte (E8M0).
-_E8M0_BIAS = 127
 # How the scales of a tensor are called: DeepSeek-V3, Qwen and MiniMax; DeepSeek-V4; Mistral; per tensor.
 _SCALE_NAMES = ("{key}_scale_inv", "{stem}.scale", "{stem}.qscale_weight", "{key}_scale")
-# Ends of the names of scales of activations, which 16 bits have no use for.
-_UNUSED_SUFFIXES = ("activation_scale", "input_scale", "qscale_act")
-_PACKED_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "I8", "U8")
 
 
 # gpt-oss: `*_blocks` (experts x rows x groups x 16 bytes) and `*_scales` (experts x rows x groups).
@@ -153,7 +145,7 @@ def _read_mxfp4(blocks: FileTensor, scales: FileTensor) -> Any:
 def _block_tensors(tensors: Mapping[str, FileTensor], block_size: Any) -> Iterator[tuple[str, FileTensor]]:
     scales_by_key = dict[str, str]()
     for key, tensor in tensors.items():
-        if tensor.dtype in _PACKED_DTYPES:
+        if tensor.dtype in ("F8_E4M3", "F8_E5M2", "F4", "I8", "U8"):
             names = [name.format(key=key, stem=key.removesuffix(".weight")) for name in _SCALE_NAMES]
             scales = next((name for name in names if name in tensors and name != key), None)
             if scales is not None:
@@ -171,7 +163,8 @@ def _block_tensors(tensors: Mapping[str, FileTensor], block_size: Any) -> Iterat
                     tensor.file, shape, "BF16", partial(_read_blocks, tensor, tensors[scales_by_key[key]], block_size)
                 ),
             )
-        elif key not in scale_keys and not key.endswith(_UNUSED_SUFFIXES):
+        # scales of activations, which 16 bits have no use for, are left out
+        elif key not in scale_keys and not key.endswith(("activation_scale", "input_scale", "qscale_act")):
             yield key, tensor
 
 
@@ -179,7 +172,8 @@ def _block_tensors(tensors: Mapping[str, FileTensor], block_size: Any) -> Iterat
 def _read_blocks(tensor: FileTensor, scales: FileTensor, block_size: Any) -> torch.Tensor:
     stored, scale = tensor.read(), scales.read()
     if scale.dtype is torch.uint8:
-        scale = torch.exp2(scale.float() - _E8M0_BIAS)
+        # an exponent of two in a byte (E8M0)
+        scale = torch.exp2(scale.float() - 127)
     if tensor.dtype.startswith("F8"):
         values = stored.float()
     else:  # bytes of two numbers each, the lower half first: the last side is twice as long

@@ -36,7 +36,6 @@ from sft_play.training.class_checks.small_model import (
 )
 from sft_play.training.model.fused_head import fused_head
 
-_REASONS = TypeAdapter(dict[str, str])
 # Part of the key of what is remembered: raised whenever this module would answer otherwise.
 TRIAL_VERSION = 6
 NO_GRADIENT = "it gets no gradient"
@@ -46,8 +45,6 @@ BYPASSES_ADAPTER = "the class reads its weight past the adapter"
 LOOKAHEAD_TOLERANCE = 1e-3
 # Tokens and rows of a batch, and batches until every expert should have had a token.
 _LENGTH, _ROWS, _MAX_DRAWS = 24, 2, 4
-# Tokens of rows that are too short for what reads them in groups.
-_SHORT_LENGTH = 3
 # Spread of what moves a small model's first values: those at zero would pass no gradient on.
 _NOISE_SPREAD = 0.02
 # Fields of a config that say nothing of the class's code.
@@ -183,7 +180,8 @@ def freeze_parameters(model: nn.Module, patterns: Collection[str]) -> None:
 def _try_late(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     late = dict.fromkeys(_try_in_full(config, noise_spread=0.0, trust_remote_code=trust_remote_code), "")
     if length_threshold(config):
-        late |= _try_in_full(config, length=_SHORT_LENGTH, trust_remote_code=trust_remote_code)
+        # rows that are too short for what reads tokens in groups
+        late |= _try_in_full(config, length=3, trust_remote_code=trust_remote_code)
     return late
 
 
@@ -233,7 +231,9 @@ def _cached_trial(hf_config: Any, trial: Callable[..., dict[str, str]], trust_re
             raise _TrialFailed(f"{model_type_name(hf_config)} could not be tried: {problem}")
         return reasons
 
-    return load_or_measure("adapters", cache_key, _REASONS, run_trial, cacheable=not trust_remote_code)
+    return load_or_measure(
+        "adapters", cache_key, TypeAdapter(dict[str, str]), run_trial, cacheable=not trust_remote_code
+    )
 
 
 def find_failing_layers(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:

@@ -46,8 +46,6 @@ MAX_HALF_ERROR_RATIO = 1.5
 _ROWS, _LENGTH = 2, 23
 # Tokens of the chats on which a kernel is tried: one alone, and some beyond a kernel's tiles of 64 and 128.
 KERNEL_CHAT_LENGTHS = (100, 1, 27, 256, 129)
-# Longest window that is tried: shorter than most of the chats.
-LONGEST_WINDOW = 48
 # Relative error that counts as rounding in 16 bits, which give 0.004. A chat that sees another, or a window that is
 # off by one, is off by 0.09 and more.
 KERNEL_TOLERANCE = 0.02
@@ -223,7 +221,8 @@ def _kernel_cases(hf_config: Any, tensor_parallel: int) -> list[tuple[HeadShape,
     key_counts = {keys, getattr(hf_config, "num_global_key_value_heads", None) or keys}
     windows: list[int | None] = [None]
     if window := getattr(hf_config, "sliding_window", None):
-        windows.append(min(window, LONGEST_WINDOW))
+        # shorter than most of the chats
+        windows.append(min(window, 48))
     heads = [
         (max(1, queries // tensor_parallel), max(1, key_count // tensor_parallel), head_width)
         for key_count, head_width in itertools.product(sorted(key_counts), sorted(widths))

@@ -39,11 +39,8 @@ _NARROW_SIZES = {
     "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_state": 16, "state_size": 16, "ssm_state_size": 16,
     "mamba_chunk_size": 16, "chunk_size": 16, "time_step_rank": 4, "mamba_dt_rank": 4,
 }  # fmt: skip
-_HEAD_SIZE_FIELDS = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
 # Size of the part of a head that turns with the position, where the config has one apart.
 _ROTARY_SIZE = 8
-_EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 # Tokens from which on a class computes otherwise (it chooses among them, sums them up, weighs them by their place), by
 # their names in configs, and as many as short rows have; as those of `compress_rates`, one for each kind of layer.
 _LENGTH_THRESHOLDS = {
@@ -201,7 +198,7 @@ def _shorten(hf_config: Any, *, has_all_layers: bool = False, max_row_tokens: in
     layer_count = int(getattr(config, "num_hidden_layers", 0) or 0)
     if layer_count and not has_all_layers:
         _cut_layers(config, layer_count)
-    for name in _WINDOW_FIELDS:
+    for name in ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size"):
         if isinstance(window := config_field(config, name), int):
             setattr(config, name, min(window, _MAX_WINDOW))
     for name, size in _LENGTH_THRESHOLDS.items():
@@ -285,10 +282,14 @@ def _shrink_widths(config: Any) -> None:
         narrow_heads = {1: 1, heads: 4}.get(key_heads, 2)
         sizes |= {"num_key_value_heads": narrow_heads, "num_kv_heads": narrow_heads}
     rotary_size = config_field(config, "qk_rope_head_dim")
-    head_sizes = {name: config_field(config, name) for name in _HEAD_SIZE_FIELDS if rotary_size}
+    head_sizes = {
+        name: config_field(config, name)
+        for name in ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
+        if rotary_size
+    }
     head_sizes = {name: value for name, value in head_sizes.items() if isinstance(value, int)}
     sizes |= {name: _scale_head_part(value, rotary_size) for name, value in head_sizes.items()}
-    for name in _EXPERT_COUNT_FIELDS:
+    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
         value = config_field(config, name)
         if isinstance(value, int) and value:
             sizes[name] = min(value, 8 * int(getattr(config, "n_group", None) or 1))

@@ -33,11 +33,6 @@ logger = logging.getLogger(__name__)
 LOGGING_STATE = "logging_state.json"
 
 
-# What a checkpoint in parts cannot be resumed without.
-SHARDED_FILES = (
-    *("trainer_state.json", "scheduler.pt", sharded_checkpoints.CONTENTS_FILE),
-    sharded_checkpoints.GROUPS_FILE,
-)
 # How long a run that fails waits for a checkpoint that was begun: other ranks may never write their parts.
 FINAL_SAVE_TIMEOUT_S = 300.0
 
@@ -207,7 +202,10 @@ class CheckpointedLoop(Trainer):
         if self.is_deepspeed_enabled:
             required_files = ("trainer_state.json", "latest")
         elif self.saves_shards:
-            required_files = SHARDED_FILES
+            required_files = (
+                *("trainer_state.json", "scheduler.pt", sharded_checkpoints.CONTENTS_FILE),
+                sharded_checkpoints.GROUPS_FILE,
+            )
 
         def commit() -> None:
             if distributed.is_first():

@@ -31,14 +31,6 @@ T = TypeVar("T")
 # What a rank does in a step.
 TRAINING, UPDATING = "training", "updating the weights"
 
-# What may fit with smaller micro-batches, and is done again by ranks that start again.
-_RETRIED_ACTIVITIES = (
-    TRAINING,
-    "evaluating",
-    "generating answers",
-    "saving a checkpoint",
-    "writing its part of a checkpoint",
-)
 
 # Bytes of a tensor that stands for the optimizer's states, which are of many sizes.
 _STAND_IN_BYTES = 32 << 20
@@ -151,7 +143,13 @@ class StepMemory(TrainerCallback):
                 raise
             halved_plan = self.batch_plan.halved
             message = out_of_memory_message(self._trainer.plan, error, self.batch_plan)
-            is_retried_activity = self._trainer.heartbeat.last_note[1] in _RETRIED_ACTIVITIES
+            is_retried_activity = self._trainer.heartbeat.last_note[1] in (
+                TRAINING,
+                "evaluating",
+                "generating answers",
+                "saving a checkpoint",
+                "writing its part of a checkpoint",
+            )
             if halved_plan is None or not is_retried_activity or self.is_single_process:
                 self._report_oom(str(error), retry=None, retry_rows=0)
                 raise OutOfMemory(message, batch=self.batch_plan) from error

@@ -29,12 +29,10 @@ FILLER_INDEX = -1
 FILLER_TOKENS = 2
 # Names of the numbers in column `source`, unless the run names its own sources.
 DEFAULT_SOURCES = ("chat", "text")
-# Rows of a table that are read at once.
-_READ_BATCH_ROWS = 50_000
 
 
 def _iter_column_chunks(dataset: Dataset, column: str) -> Iterator[Any]:
-    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=_READ_BATCH_ROWS):
+    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=50_000):
         yield table[column]
 
 

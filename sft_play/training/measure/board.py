@@ -16,7 +16,6 @@ from sft_play.planner.plan import Plan
 from sft_play.runs.folder import OOM_ENTRY, OomEvent, RunFolder, read_oom_events
 from sft_play.training.measure.exact_match import GeneratedAnswer
 
-MAX_LOGGED_ANSWERS = 5
 # First part of a held-out split's tags: its folder in `tb/`.
 SPLIT_FOLDERS = {"eval": "validation", "test": "test"}
 # The page of custom scalars: first how the run goes, then how the machine does. Each chart with its tags' patterns,
@@ -140,7 +139,7 @@ class TensorBoardWriter(TrainerCallback):
             self._steps[tag] = step
             writer = self._get_writer(tag)
             writer.add_scalar(tag, value, step)
-            if tag.endswith("/exact_match") and (answers := list(self._answers())[:MAX_LOGGED_ANSWERS]):
+            if tag.endswith("/exact_match") and (answers := list(self._answers())[:5]):
                 writer.add_text("answers", format_answers(answers), step)
         layout = scalar_layout(self._steps)
         if layout != self._layout:

@@ -30,11 +30,7 @@ logger = logging.getLogger(__name__)
 # The steps before it are warm-up: buffers are allocated, kernels chosen, buckets built.
 FIRST_STEP = 3
 TRACE_FILE = "trace.json.gz"
-COMMUNICATION_FILE = "communication.json"
-# Steps of `distributed.profile_communication: true`.
-DEFAULT_COUNTED_STEPS = 3
 _COMMUNICATION_PREFIXES = ("nccl", "gloo:")
-_COPY_PREFIXES = ("Memcpy", "Memset")
 
 TimeSpan = tuple[float, float]
 
@@ -59,7 +55,7 @@ def split_spans(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[TimeSpan],
     if on_gpu:
         recorded = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
         computing = [
-            event for event in recorded if not event.name.startswith((*_COMMUNICATION_PREFIXES, *_COPY_PREFIXES))
+            event for event in recorded if not event.name.startswith((*_COMMUNICATION_PREFIXES, "Memcpy", "Memset"))
         ]
     else:
         recorded = [event for event in events if event.device_type != DeviceType.CUDA]
@@ -150,7 +146,7 @@ class ProfileWindow(TrainerCallback):
                         planned_bytes=plan.speed.collectives,
                         planned_sent_bytes=plan.speed.moved_bytes,
                     )
-                    path = self._folder / COMMUNICATION_FILE
+                    path = self._folder / "communication.json"
                     path.write_text(json.dumps(report | {"trace": TRACE_FILE}, indent=1) + "\n", encoding="utf-8")
                     verdict = "agree" if report["agrees"] else f"are not within {report['tolerance']:.0%}"
                     logger.info("Communication: a rank sends %s bytes a step, %s predicted: they %s; by kind and rank: "
@@ -163,7 +159,7 @@ def build_profile_window(config: RunConfig, plan: Plan, folder: Path, trainer: A
     """The window that a run asks for: on all ranks where communication is counted, else on the first."""
     profile_setting, steps = config.distributed.profile_communication, config.train.profile_steps or 0
     if profile_setting is not False and plan.layout != "single":
-        counted_steps = DEFAULT_COUNTED_STEPS if profile_setting is True else int(profile_setting)
+        counted_steps = 3 if profile_setting is True else int(profile_setting)
         return ProfileWindow(folder, max(steps, counted_steps), trainer, plan=plan)
     return ProfileWindow(folder, steps, trainer) if steps and is_first() else None
 
@@ -187,7 +183,6 @@ OPERATORS: Mapping[str, tuple[str, int, bool]] = {
 # How far counted and predicted bytes may be apart: FSDP2 pads tensors, ZeRO-3 keeps small ones whole, and logged
 # numbers are reduced too. Measured with a model of 94,000 weights on two CPU ranks: 2% at most (docs/launch.md).
 TOLERANCE = 0.05
-_NCCL = re.compile(r"nccl\w*Kernel_(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce|SendRecv)")
 _KINDS_BY_NAME = {
     "AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "Broadcast": "broadcast",
     "Reduce": "reduce", "SendRecv": "send", "alltoall": "all_to_all", "all_to_all": "all_to_all",
@@ -295,7 +290,8 @@ def _tensor_bytes(tensors: Any) -> int:
 
 def work_kind(name: str) -> str | None:
     """The kind of a backend's work by its name: NCCL's kernels, gloo's calls; None for anything else."""
-    match = _NCCL.match(name) or re.match(r"gloo:(.*)", name)
+    nccl_kernel = r"nccl\w*Kernel_(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce|SendRecv)"
+    match = re.match(nccl_kernel, name) or re.match(r"gloo:(.*)", name)
     if match is None:
         return None
     return _KINDS_BY_NAME.get(match[1], match[1])

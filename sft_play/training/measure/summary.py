@@ -31,8 +31,6 @@ from sft_play.training.prepare.prepare import Prepared
 
 logger = logging.getLogger(__name__)
 
-# Questions that the last lines of a run show.
-MAX_SHOWN_SAMPLES = 3
 # Questions whose answers are kept in the summary, and the longest text of each.
 MAX_KEPT_SAMPLES, _MAX_SAMPLE_CHARACTERS = 12, 2_000
 
@@ -99,7 +97,7 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, start_step: int) -
     rows = (summary["after"] or summary["before"] or {}).get("rows")
     for name, before, after in result_figures(summary):
         lines.append(f"Held-out {name} ({summary['split']}, {rows} rows): {before} before, {after} after")
-    for sample in summary["samples"][:MAX_SHOWN_SAMPLES]:
+    for sample in summary["samples"][:3]:
         verdict = "right" if sample["right"] else f"expected: {one_line(sample['expected'])}"
         lines.append(f"Asked: {one_line(sample['asked'])}")
         if sample["before"] is not None:

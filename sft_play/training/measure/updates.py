@@ -45,6 +45,18 @@ class UpdateFacts:
         """`updates` of the summary."""
         return asdict(self) | {"lost": self.is_lost}
 
+    @property
+    def warning(self) -> str:
+        """The warning for lost updates, with what to set."""
+        stepped_dtypes, setting = self.masters or self.adapters or self.weights, "a higher train.learning_rate"
+        if stepped_dtypes != ("float32",):
+            option = "tuning.lora.dtype" if self.adapters else "train.weight_updates"
+            setting = f"{option}=auto, or {setting}"
+        return (
+            f"Most updates are lost: a step moves {self.moved_share or 0.0:.1%} of what trains, since "
+            f"{' and '.join(stepped_dtypes)} has too few digits for them; set {setting}"
+        )
+
 
 class UpdateCheck(TrainerCallback):
     """Compares samples of what trains before and after the first steps, on all ranks, and warns of what is lost."""
@@ -95,15 +107,7 @@ class UpdateCheck(TrainerCallback):
         moved_share = round(moved / compared, 4) if compared else None
         self.facts = UpdateFacts(**training_dtypes(self._trainer), moved_share=moved_share, rounding=self._rounding)
         if self.facts.is_lost:
-            facts, setting = self.facts, "a higher train.learning_rate"
-            stepped_dtypes = facts.masters or facts.adapters or facts.weights
-            if stepped_dtypes != ("float32",):
-                option = "tuning.lora.dtype" if facts.adapters else "train.weight_updates"
-                setting = f"{option}=auto, or {setting}"
-            logger.warning(
-                "Most updates are lost: a step moves %.1f%% of what trains, since %s has too few digits for them; "
-                "set %s", 100 * (moved_share or 0.0), " and ".join(stepped_dtypes), setting,
-            )  # fmt: skip
+            logger.warning("%s", self.facts.warning)
 
 
 def _sample_elements(tensor: torch.Tensor) -> torch.Tensor:

@@ -71,8 +71,6 @@ def _is_plain_lora(module: Any) -> bool:
 # (https://huggingface.co/papers/2310.08659), one iteration as PEFT's, leaves the NF4 base too;
 # PEFT's divides by no scale: at 2 it adds as much error as it takes off.
 
-# The base's weights by their names in it.
-BaseWeights = Mapping[str, torch.Tensor]
 
 # Of the randomised SVD: power iterations (PiSSA's own fastest comparison has 16), and directions that are dropped.
 SVD_ITERATIONS, SVD_EXTRA_RANK = 16, 8
@@ -85,7 +83,7 @@ def initialize_adapters(
     *,
     seed: int,
     device: torch.device,
-    read_base_weights: Callable[[], BaseWeights | None],
+    read_base_weights: Callable[[], Mapping[str, torch.Tensor] | None],
 ) -> None:
     """Put a model's adapters where `tuning.lora.init` says; the same numbers on every rank. `read_base_weights`
     returns the base's own, where the model holds none or only what NF4 makes of them; None: the model's. Raises

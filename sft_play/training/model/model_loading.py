@@ -190,10 +190,6 @@ def keep_4bit_trainable(model: nn.Module) -> None:
 # model with its adapters and buffers, and parameters of the right shape and dtype but without
 # memory. NF4 weights are quantised as they arrive.
 
-# How long the other ranks wait for the first: it may have to download the weights.
-_READ_TIMEOUT = datetime.timedelta(days=1)
-# What PEFT inserts into the names of the base's weights.
-_PEFT_NAME_PARTS = ("base_layer", "original_module", "modules_to_save", "default")
 
 # The weights by their names in the base; empty on all ranks but the first.
 SourceWeights = Mapping[str, torch.Tensor]
@@ -226,7 +222,8 @@ def load_for_sharding(
             payload = [(dtypes, other_tensors, source_model.generation_config)]
         except SftPlayError as error:
             payload = [str(error)]
-    group = dist.new_group(backend="gloo", timeout=_READ_TIMEOUT)
+    # the first may have to download the weights
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
     dist.broadcast_object_list(payload, src=0, group=group)
     dist.destroy_process_group(group)
     if isinstance(payload[0], str):
@@ -406,4 +403,8 @@ class _ParameterFiller:
 
 def base_parameter_name(name: str) -> str:
     """A parameter's name in the base, from its name in a model with adapters."""
-    return ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part not in _PEFT_NAME_PARTS)
+    return ".".join(
+        part
+        for part in name.removeprefix("base_model.model.").split(".")
+        if part not in ("base_layer", "original_module", "modules_to_save", "default")
+    )

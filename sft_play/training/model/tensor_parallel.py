@@ -26,7 +26,6 @@ _TRANSFORMERS_STYLES: Mapping[str, ParallelStyle] = {
 }  # fmt: skip
 _WHOLE_LAYERS = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte")
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_ADAPTER_NAME = re.compile(r"^(.+)\.(base_layer|lora_A|lora_B)(?:\..+)?$")
 _PEFT_PREFIX = "base_model.model."
 
 
@@ -95,7 +94,7 @@ def divide_model(
 
 def layer_style(name: str, plan: Mapping[str, ParallelStyle]) -> ParallelStyle:
     """How a module is divided: as its layer is; of an adapter only the factor at the divided side."""
-    adapter = _ADAPTER_NAME.match(name.removeprefix(_PEFT_PREFIX))
+    adapter = re.match(r"^(.+)\.(base_layer|lora_A|lora_B)(?:\..+)?$", name.removeprefix(_PEFT_PREFIX))
     layer, part = adapter.groups() if adapter else (name.removeprefix(_PEFT_PREFIX), "base_layer")
     style = plan.get(_LAYER_NUMBER.sub(".*", layer), "whole")
     if part == "base_layer" or (part, style) in (("lora_A", "rows"), ("lora_B", "columns")):

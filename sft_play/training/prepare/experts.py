@@ -21,8 +21,6 @@ CASTING_GROUPED_MM = "sft_play_grouped_mm"
 # The attribute of a module with those of its weights that are kept in 4 bits, by name.
 PACKED_ATTRIBUTE = "sft_packed"
 
-_EXPERT_LIST = re.compile(r"(^|\.)experts$")
-
 
 def grouped_mm_in_autocast(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -132,7 +130,7 @@ def holds_routed_experts(path: str, module: nn.Module) -> bool:
 def has_custom_experts(skeleton: nn.Module) -> bool:
     """Whether a class has experts that transformers does not run: a list of MLPs, or stacked weights of its own."""
     return any(
-        _EXPERT_LIST.search(name)
+        re.search(r"(^|\.)experts$", name)
         and (isinstance(module, nn.ModuleList) or any(weight.dim() == 3 for weight in module.parameters()))
         for name, module in skeleton.named_modules()
     )

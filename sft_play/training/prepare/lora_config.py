@@ -18,10 +18,6 @@ from sft_play.spelling import did_you_mean
 from sft_play.training.class_checks.adapter_trial import find_adapter_placement, linear_layers, output_head
 from sft_play.training.prepare.experts import select_stacked_experts
 
-# Pieces that stand for a glob.
-_PIECE_ALIASES = {"lora": "lora_*", "norm": "*norm*"}
-_NUMBER_RANGE = re.compile(r"(\d+)-(\d+)")
-
 
 def build_peft_config(
     config: RunConfig, skeleton: Any, *, new_rows: Sequence[int] = ()
@@ -112,9 +108,9 @@ def matches_pattern(pattern: str, name: str) -> bool:
     pieces, parts = pattern.split("."), name.split(".")
 
     def matches_piece(piece: str, part: str) -> bool:
-        if (span := _NUMBER_RANGE.fullmatch(piece)) is not None:
+        if (span := re.fullmatch(r"(\d+)-(\d+)", piece)) is not None:
             return part.isdigit() and int(span[1]) <= int(part) <= int(span[2])
-        return fnmatch.fnmatchcase(part, _PIECE_ALIASES.get(piece, piece))
+        return fnmatch.fnmatchcase(part, {"lora": "lora_*", "norm": "*norm*"}.get(piece, piece))
 
     starts = range(len(parts) - len(pieces) + 1)
     return any(all(map(matches_piece, pieces, parts[start : start + len(pieces)])) for start in starts)
