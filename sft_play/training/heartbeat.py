@@ -28,12 +28,8 @@ from sft_play.training.distributed import open_store
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two signs of life: 64 ranks set 32 keys a second, a negligible load for the store.
-INTERVAL_S = 2.0
 # A note's length in its file: always the same, so that a shorter one leaves nothing of the last.
 NOTE_BYTES = 64
-# How long the store may take to answer: it may be gone with the first node.
-STORE_TIMEOUT_S = 10.0
 # Bytes a second that a disk writes at least: what is saved gets so much more time than the timeout.
 SLOWEST_DISK = 20 << 20
 
@@ -112,10 +108,11 @@ class Heartbeat:
     passes through is recorded before the ranks' connections are closed. Does nothing for one
     process."""
 
-    def __init__(self, timeout_s: float, *, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, timeout_s: float, *, interval_s: float = 2.0) -> None:
         self.timeout_s = timeout_s
         # Step and activity of what this rank began last.
         self.last_note = (0, "starting")
+        # between two signs of life: 64 ranks set 32 keys a second, a negligible load for the store
         self._interval_s = min(interval_s, timeout_s / 4)
         self._note_count = self._publish_count = 0
         self._last_progress: float | None = None
@@ -137,7 +134,8 @@ class Heartbeat:
             with contextlib.suppress(OSError):
                 self._note_file = note_path.open("wb", buffering=0)
         self._store = open_store("sft_play/beats")
-        self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        # it may be gone with the first node
+        self._store.set_timeout(timedelta(seconds=10))
         self._thread = threading.Thread(target=self._run, daemon=True, name="sft_play heartbeat")
         self._thread.start()
         return self

@@ -1,7 +1,5 @@
 """A run as one story: `run_training` prepares it and opens its folder on all ranks, `train_stage` trains a stage."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -10,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sft_play.process.waiting import report_wait
 from sft_play.runs.files import truncate_metrics
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints
@@ -148,7 +147,8 @@ def _run_training_loop(
     if job.plan.layout.endswith("_offload"):
         message += ", for which DeepSpeed compiles its optimizer for RAM (once on a machine, minutes)"
     monitor_context = contextlib.closing(compile_monitor) if compile_monitor else contextlib.nullcontext()
-    with stop_signals(stop_controller), monitor_context, progress.announce_start(message):
+    with stop_signals(stop_controller), monitor_context, progress.start_wait as start_wait:
+        start_wait.enter_context(report_wait(message))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
     tokens = distributed.sum_over_ranks(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel

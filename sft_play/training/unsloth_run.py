@@ -23,8 +23,9 @@ from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftConfig
-from transformers import TrainingArguments
+from transformers import AutoTokenizer, TrainingArguments
 
 from sft_play import errors
 from sft_play.config.load import LoadedConfig, resolved_config
@@ -107,7 +108,24 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
             shutil.rmtree(work_folder / name, ignore_errors=True)
     summary: dict[str, Any] = json.loads((job.folder.path / "summary.json").read_text(encoding="utf-8"))
     if "model_path" in summary:  # else it was stopped before its end
-        _check_adapter(job, handover, tokenizer=prepared.tokenizer, steps=summary["steps"])
+        # complete and the run's own, as PEFT reads it here; our tokenizer is saved beside it
+        path, lora = job.folder.model_path(is_adapter=True), job.loaded.config.tuning.lora
+        expected_shapes = {name: tuple(shape) for name, shape in handover["tensors"].items()}
+        check_saved_weights(path, expected_shapes=expected_shapes, must_have_learned=summary["steps"] > 1)
+        adapter_config, tokenizer = PeftConfig.from_pretrained(str(path)), prepared.tokenizer
+        for name, value in {
+            "r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora,
+            "base_model_name_or_path": handover["model_path"],
+        }.items():  # fmt: skip
+            saved = getattr(adapter_config, name)
+            if saved != value:
+                raise ModelError(
+                    f"{path}: the adapter that Unsloth wrote is not the run's: {name}={saved!r} and not {value!r}"
+                )
+        if tokenizer.original_template is not None:
+            tokenizer.tokenizer.chat_template = tokenizer.original_template
+        tokenizer.tokenizer.save_pretrained(path)
+        record_digests(path)
         write_model_card(job, prepared, summary)
     summary["backend"] = "unsloth"
     job.folder.write_json("summary.json", summary)
@@ -156,28 +174,6 @@ def _write_handover(
     return handover
 
 
-# Checks that the adapter is complete and the run's own, as PEFT reads it here, and saves our tokenizer beside it.
-def _check_adapter(job: RunJob, handover: Handover, *, tokenizer: LoadedTokenizer, steps: int) -> None:
-    path, lora = job.folder.model_path(is_adapter=True), job.loaded.config.tuning.lora
-    expected_shapes = {name: tuple(shape) for name, shape in handover["tensors"].items()}
-    check_saved_weights(path, expected_shapes=expected_shapes, must_have_learned=steps > 1)
-    adapter_config = PeftConfig.from_pretrained(str(path))
-    settings = {
-        "r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora,
-        "base_model_name_or_path": handover["model_path"],
-    }  # fmt: skip
-    for name, value in settings.items():
-        saved = getattr(adapter_config, name)
-        if saved != value:
-            raise ModelError(
-                f"{path}: the adapter that Unsloth wrote is not the run's: {name}={saved!r} and not {value!r}"
-            )
-    if tokenizer.original_template is not None:
-        tokenizer.tokenizer.chat_template = tokenizer.original_template
-    tokenizer.tokenizer.save_pretrained(path)
-    record_digests(path)
-
-
 # --- the processes ----------------------------------------------------------------------------------------------------
 def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
     # the first signal is passed on (they save and stop); a second ends them at once
@@ -218,8 +214,7 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
 
 
 def _raise_first_failure(exits: Sequence[tuple[int, failures.Failure | None]], *, signal_count: int) -> None:
-    """Raise the first failure of processes that ended with these exit codes, and recorded this; a broken connection or
-    a killed process counts only where there is no other."""
+    # a broken connection or a killed process counts only where there is no other failure
     failed = [(code, failure) for code, failure in exits if code]
     if not failed:
         return
@@ -277,9 +272,6 @@ def train_handover(path: Path, train_stage: Callable[..., dict[str, Any]]) -> No
 
 
 def _build_prepared(handover: Handover, config: RunConfig) -> Prepared:
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(handover["tokenizer"], trust_remote_code=config.model.trust_remote_code)
     splits = {name: DataSplit(Dataset.from_file(file), _NOT_HANDED_OVER) for name, file in handover["splits"].items()}
     peft_config = LoraConfig(task_type="CAUSAL_LM", r=config.tuning.lora.r, target_modules=handover["target_modules"])

@@ -162,8 +162,11 @@ def _read_license(card: str) -> dict[str, str]:
 def _license_fields(metadata: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(metadata.get("license"), str):
         return {}
-    keys = ("license", "license_name", "license_link")
-    return {key: metadata[key] for key in keys if isinstance(metadata.get(key), str) and metadata[key]}
+    return {
+        key: metadata[key]
+        for key in ("license", "license_name", "license_link")
+        if isinstance(metadata.get(key), str) and metadata[key]
+    }
 
 
 def _loading_code(facts: CardFacts, base: CardBase, trust_arguments: Sequence[str]) -> tuple[list[str], list[str]]:

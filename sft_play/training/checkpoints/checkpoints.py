@@ -26,8 +26,6 @@ HASH_THREADS = 8
 STAGING_NAME = ".writing"
 # Files without which training cannot be resumed exactly.
 RESUME_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
-# Suffixes of files that hold weights: whole ones, and parts of torch's distributed checkpoint.
-WEIGHT_SUFFIXES = (".safetensors", ".distcp")
 # files beside trained weights that people may change
 _EDITABLE_FILES = re.compile(r".*\.(md|jinja)|.*config.*\.json")
 
@@ -60,7 +58,7 @@ def commit_checkpoint(staged: Path, folder: Path, *, required_files: Sequence[st
     TrainingError: a file that resuming needs is missing or empty."""
     sizes = _file_sizes(staged)
     missing = [name for name in required_files if not sizes.get(name)]
-    if not any(name.endswith(WEIGHT_SUFFIXES) and size > 0 for name, size in sizes.items()):
+    if not any(name.endswith((".safetensors", ".distcp")) and size > 0 for name, size in sizes.items()):
         missing.append("weights (*.safetensors, or *.distcp where every rank writes its part)")
     if missing:
         raise TrainingError(f"the checkpoint {staged} was written without {', '.join(missing)}; is the disk full?")
@@ -78,8 +76,8 @@ def commit_checkpoint(staged: Path, folder: Path, *, required_files: Sequence[st
 def record_digests(folder: Path) -> None:
     """Write down the size and digest of each file."""
     sizes = _file_sizes(folder)
-    record = {"files": sizes, "digests": _file_digests(folder, sizes)}
-    (folder / COMPLETE_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    text = json.dumps({"files": sizes, "digests": _file_digests(folder, sizes)}, indent=1)
+    (folder / COMPLETE_FILE).write_text(text, encoding="utf-8")
 
 
 def require_unchanged(folder: Path) -> None:

@@ -149,8 +149,11 @@ def load_adapter(model: Any, folder: Path) -> Any:
             text_tower.to_text_name(name): row_ids for name, row_ids in rows.items()
         } or None
         expert_modules = {name.rpartition(".")[0] for name in config.target_parameters or ()}
-        text_names = map(text_tower.to_text_name, names)
-        layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0] for name in text_names if ".lora_A." in name}
+        layers = {
+            text_tower.to_text_name(name).removeprefix(PEFT_PREFIX).partition(".lora_A.")[0]
+            for name in names
+            if ".lora_A." in name
+        }
         config.target_modules = {name for name in layers if name.removesuffix(".base_layer") not in expert_modules}
     peft_model = get_peft_model(model, config)
     load_adapter_weights(peft_model, folder)

@@ -115,14 +115,12 @@ def forbid_pickled_code(checkpoint: Path) -> Iterator[None]:
 # `load_hp_checkpoint_state_from_checkpoint_dir_stage3`): all groups of the optimizer get those of
 # the first, and all states one tensor that counts the steps.
 
-_OPTIMIZER_FILES, _MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
-
 
 @contextlib.contextmanager
 def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
     """Yield the checkpoint as this number of ranks can read it: itself, or a copy in DeepSpeed's universal form, which
     `finish_loading` removes. All ranks call it. Raises RunFolderError: there is no room for the copy."""
-    state_files, folder = sorted(checkpoint.glob(f"global_step*/{_OPTIMIZER_FILES}")), checkpoint.parent
+    state_files, folder = sorted(checkpoint.glob("global_step*/*_optim_states.pt")), checkpoint.parent
     if not trainer.is_deepspeed_enabled or len(state_files) == distributed.world_size():
         yield checkpoint
         return
@@ -130,8 +128,8 @@ def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
     trainer.heartbeat.note(checkpoints.checkpoint_step(checkpoint), "converting the checkpoint")
     # every state as pieces and whole, the first rank's again, and the weights: what is frozen is in no part
     state_sizes = [state_file.stat().st_size for state_file in state_files]
-    model_sizes = [file.stat().st_size for file in checkpoint.glob(f"*/{_MODEL_FILES}")]
-    needed_bytes = 2 * sum(state_sizes) + state_sizes[0] + sum(model_sizes)
+    needed_bytes = 2 * sum(state_sizes) + state_sizes[0]
+    needed_bytes += sum(file.stat().st_size for file in checkpoint.glob("*/*_model_states.pt"))
     try:
         available_bytes = distributed.broadcast_value(free_disk_bytes(folder))
         with require_disk_space(

@@ -35,7 +35,7 @@ from sft_play.training.checkpoints.full_state_dict import (
     model_names_by_saved_name,
     tied_weight_names,
 )
-from sft_play.training.model.language_model import TextTower, find_text_tower
+from sft_play.training.model.language_model import find_text_tower
 
 # The safetensors files of a model's folder, read by their headers.
 #
@@ -81,8 +81,7 @@ def weight_files(folder: Path) -> list[Path]:
     may hold the same weights twice (`consolidated.safetensors` beside `model-*.safetensors`)."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted({folder / name for name in files.values()})
+        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     single_file = folder / "model.safetensors"
     return [single_file] if single_file.is_file() else sorted(folder.glob("*.safetensors"))
 
@@ -251,10 +250,24 @@ def write_weights(
         model.save_pretrained(folder, state_dict={}, save_original_format=False)
         write_tensors(folder, tensors, shapes=shapes, dtype_rule=dtype_rule)
     else:
-        cast_tensors = {name: tensor.to(dtype_rule(name, tensor)) for name, tensor in tensors if tensor is not None}
-        model.save_pretrained(folder, **options, state_dict=cast_tensors)
+        model.save_pretrained(
+            folder, **options,
+            state_dict={name: tensor.to(dtype_rule(name, tensor)) for name, tensor in tensors if tensor is not None},
+        )  # fmt: skip
     if text_tower is not None and has_adapter(model):
-        _use_full_names(text_tower, folder)
+        # names of the whole class, as PEFT and serving engines expect; a suffix alone would match image layers too
+        weights_path, config_path = folder / ADAPTER_FILE, folder / "adapter_config.json"
+        full_tensors = {text_tower.to_full_name(name): tensor for name, tensor in load_file(weights_path).items()}
+        save_file(full_tensors, weights_path, {"format": "pt"})
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+        suffixes = "|".join(re.escape(target) for target in sorted(config["target_modules"]))
+        config["target_modules"] = rf"{re.escape(text_tower.prefixes[0][1])}(?:.+\.)?(?:{suffixes})"
+        parameters, rows = config.get("target_parameters"), config.get("trainable_token_indices")
+        if parameters:
+            config["target_parameters"] = list(map(text_tower.to_full_name, parameters))
+        if rows:
+            config["trainable_token_indices"] = {text_tower.to_full_name(name): row for name, row in rows.items()}
+        config_path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors writes files that only their owner may read
     if dtype is not None:
@@ -262,25 +275,6 @@ def write_weights(
         path = folder / "config.json"
         saved_config = {**json.loads(path.read_text(encoding="utf-8")), "dtype": str(dtype).removeprefix("torch.")}
         path.write_text(json.dumps(saved_config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-# Names of the whole class, as PEFT and serving engines expect; a suffix alone would match image layers too.
-def _use_full_names(text_tower: TextTower, folder: Path) -> None:
-    weights_path, config_path = folder / ADAPTER_FILE, folder / "adapter_config.json"
-    save_file(
-        {text_tower.to_full_name(name): tensor for name, tensor in load_file(weights_path).items()},
-        weights_path,
-        {"format": "pt"},
-    )
-    config = json.loads(config_path.read_text(encoding="utf-8"))
-    suffixes = "|".join(re.escape(target) for target in sorted(config["target_modules"]))
-    config["target_modules"] = rf"{re.escape(text_tower.prefixes[0][1])}(?:.+\.)?(?:{suffixes})"
-    parameters, rows = config.get("target_parameters"), config.get("trainable_token_indices")
-    if parameters:
-        config["target_parameters"] = list(map(text_tower.to_full_name, parameters))
-    if rows:
-        config["trainable_token_indices"] = {text_tower.to_full_name(name): row for name, row in rows.items()}
-    config_path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:

@@ -199,9 +199,10 @@ class _PartReader(dcp.FileSystemReader):
             raise TrainingError(f"{path}, a checkpoint's table of contents, cannot be read: {error}") from None
         if not isinstance(metadata, Metadata):
             raise TrainingError(f"{path} is not what torch's distributed checkpoint writes")
-        entries = metadata.state_dict_metadata.items()
         metadata.state_dict_metadata = {
-            name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)
+            name: entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
         }
         return metadata
 

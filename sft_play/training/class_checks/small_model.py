@@ -182,8 +182,10 @@ def run_model(
         logits = torch.cat(
             [row_logits[: len(row["input_ids"])] for row_logits, row in zip(output.logits, rows, strict=True)]
         )
-    gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
-    return ModelOutputs(logits.detach().float(), gradients)
+    return ModelOutputs(
+        logits.detach().float(),
+        [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None],
+    )
 
 
 def _shorten(hf_config: Any, *, has_all_layers: bool = False, max_row_tokens: int | None = None) -> Any:

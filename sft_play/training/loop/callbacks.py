@@ -7,7 +7,7 @@ import math
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -23,7 +23,6 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.precision import find_fp16_overflow, format_fp16_overflow
 from sft_play.process import failures
 from sft_play.process.signals import StopSignals, elapsed_s, raise_interrupt, training_begun
-from sft_play.process.waiting import report_wait
 from sft_play.text import format_duration
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints
@@ -32,8 +31,6 @@ from sft_play.training.loop.rows import EpochOrder
 
 logger = logging.getLogger(__name__)
 
-# Seconds between progress lines where the output is not a terminal.
-LOG_INTERVAL_S = 15.0
 _LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
 
 
@@ -139,10 +136,6 @@ class MetricsFile(TrainerCallback):
                     )
 
 
-# What is kept free for a checkpoint at least: this share of the limit, up to so many seconds.
-_RESERVED_SHARE, _MAX_RESERVED_S = 0.05, 600.0
-
-
 class StopController(TrainerCallback):
     """Ends training with a checkpoint: after N steps of this process, in time for a limit in hours, or at the end of a
     step after a signal. `pause_seconds`: seconds of the checkpoints and evaluations so far
@@ -179,7 +172,7 @@ class StopController(TrainerCallback):
         should_stop = self._steps is not None and self._steps_done >= self._steps
         if self._hours is not None:
             limit_s = self._hours * 3600
-            reserved_s = min(_MAX_RESERVED_S, _RESERVED_SHARE * limit_s)
+            reserved_s = min(600.0, 0.05 * limit_s)  # kept free for a checkpoint at least
             evaluation_s, checkpoint_s = (max(self._pause_seconds.get(name) or [0]) for name in ("eval", "checkpoint"))
             needed_s = self._longest_step_s + evaluation_s + max(checkpoint_s, reserved_s)
             if self._elapsed_s() + needed_s > limit_s:
@@ -232,14 +225,8 @@ class Progress(TrainerCallback):
         self.start_step = 0
         self._start_time = self._last_line_time = 0.0
         self._paused_s = self._pause_start = 0.0
-        self._start_wait = contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def announce_start(self, message: str) -> Iterator[None]:
-        """While open, log that `message` is waited for if the first step takes long."""
-        with contextlib.ExitStack() as self._start_wait:
-            self._start_wait.enter_context(report_wait(message))
-            yield
+        # Closed with the first step.
+        self.start_wait = contextlib.ExitStack()
 
     @property
     def training_s(self) -> float:
@@ -259,13 +246,13 @@ class Progress(TrainerCallback):
         """Write a line about this step, if it is time for one."""
         if logs and "loss" in logs:
             step, steps = state.global_step, state.max_steps
-            if step in (self.start_step + 1, steps) or self._clock() - self._last_line_time >= LOG_INTERVAL_S:
+            if step in (self.start_step + 1, steps) or self._clock() - self._last_line_time >= 15:
                 self._last_line_time = self._clock()
                 logger.info("step %d/%d  %s", step, steps, self.format_line(step, steps, logs))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop the clock: evaluation and saving follow."""
-        self._start_wait.close()
+        self.start_wait.close()
         self._pause_start = self._clock()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -426,11 +413,11 @@ class NonFiniteStepGuard(TrainerCallback):
 def describe_fp16_overflow(model: Any) -> str:
     """Say what overflows in a model that leaves fp16's range, and what to do about it."""
     text_config = model.config.get_text_config()
-    is_eager = getattr(text_config, "_attn_implementation", None) == "eager"
-    dropout = getattr(text_config, "attention_dropout", None) or 0.0
-    return format_fp16_overflow(
-        text_config.model_type, find_fp16_overflow(text_config.model_type, is_eager=is_eager, attention_dropout=dropout)
-    )
+    overflow = find_fp16_overflow(
+        text_config.model_type, is_eager=getattr(text_config, "_attn_implementation", None) == "eager",
+        attention_dropout=getattr(text_config, "attention_dropout", None) or 0.0,
+    )  # fmt: skip
+    return format_fp16_overflow(text_config.model_type, overflow)
 
 
 def _format_value(value: float | None) -> str:

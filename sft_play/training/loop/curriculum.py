@@ -66,7 +66,10 @@ class StageSequence:
             if distributed.broadcast_value(stage.folder.has_finished(is_adapter=is_adapter)):
                 logger.info("Stage %d of %d, %s, is finished", stage_number, stage_count, name)
                 summary = distributed.broadcast_value(read_summary(stage.folder.path))
-                self._summaries.append({"name": name, **_EMPTY_SUMMARY, **summary})
+                self._summaries.append({  # figures of a stage whose summary is damaged come first
+                    "name": name, "before": None, "wall_s": 0.0, "peak_bytes": {}, "tokens_per_s": 0.0, "steps": 0,
+                    **summary,
+                })  # fmt: skip
             elif self._remaining_steps() == 0:
                 status = STOPPED
                 break
@@ -109,9 +112,10 @@ class StageSequence:
         train_config = config.train.model_copy(update={"stop_after_steps": self._remaining_steps()})
         loaded = replace(stage.loaded, config=config.model_copy(update={"train": train_config}))
         stage_job = replace(stage, resume=bool(has_begun), loaded=loaded)
-        monitors = replace(self._monitors, start_time=time.time())
         try:
-            summary = self._train_stage(stage_job, prepared, monitors, begins_from=begins_from)
+            summary = self._train_stage(
+                stage_job, prepared, replace(self._monitors, start_time=time.time()), begins_from=begins_from
+            )
         except Interrupted:
             self._write_summary(STOPPED, exit_code=Interrupted.exit_code)
             raise
@@ -130,10 +134,6 @@ class StageSequence:
         return summary
 
 
-# Figures of a stage whose summary is damaged.
-_EMPTY_SUMMARY: dict[str, Any] = {"before": None, "wall_s": 0.0, "peak_bytes": {}, "tokens_per_s": 0.0, "steps": 0}
-
-
 def _merge_summaries(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> dict[str, Any]:
     # `before` is the first stage's if the last is evaluated on the same rows; speed is weighted by time
     last_stage = stages[-1] if stages else {}
@@ -144,7 +144,6 @@ def _merge_summaries(stages: Sequence[dict[str, Any]], configs: Sequence[RunConf
     highest = stages[peak_sizes.index(max(peak_sizes))] if stages else {}
     wall_s = sum(stage["wall_s"] for stage in stages)
     tokens = sum(stage["tokens_per_s"] * stage["wall_s"] for stage in stages)
-    own_fields = ("evaluations", "samples")
     return {
         "split": last_stage.get("split"),
         "before": stages[0]["before"] if stages and is_same_split else None,
@@ -159,7 +158,9 @@ def _merge_summaries(stages: Sequence[dict[str, Any]], configs: Sequence[RunConf
             {"stage": stage["name"], **entry} for stage in stages for entry in stage.get("evaluations", ())
         ],
         "model_path": result.get("model_path"),
-        "stages": [{key: value for key, value in stage.items() if key not in own_fields} for stage in stages],
+        "stages": [
+            {key: value for key, value in stage.items() if key not in ("evaluations", "samples")} for stage in stages
+        ],
     }
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,6 @@ from sft_play.training.loop.rows import COUNT_KEYS, Collator, EpochOrder, StepBa
 from sft_play.training.loop.upstream import require_upstream_names
 from sft_play.training.measure.monitor import count_tokens
 from sft_play.training.model import attention_functions
-
-logger = logging.getLogger(__name__)
 
 
 class PlannedLoop(EvaluatedLoop):

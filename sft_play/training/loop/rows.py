@@ -340,8 +340,10 @@ class Collator:
                 tensors[CHAT_LENGTHS] = tuple(lengths.tolist())
         labels = np.concatenate([row["labels"] for row in rows])
         trained_tokens = np.add.reduceat(labels != IGNORED, np.cumsum(lengths) - lengths)
-        counts = (int(lengths.sum()), int((trained_tokens > 0).sum()))
-        return tensors | {name: torch.tensor(count) for name, count in zip(COUNT_KEYS, counts, strict=True)}
+        return tensors | {
+            "token_count": torch.tensor(int(lengths.sum())),
+            "sample_count": torch.tensor(int((trained_tokens > 0).sum())),
+        }
 
     def _tensors(
         self, pad_values: dict[str, int], rows: Sequence[dict[str, Any]], *, flat: bool, min_tokens: int = 0

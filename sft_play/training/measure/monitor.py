@@ -321,16 +321,14 @@ class Monitor(TrainerCallback):
         return [size / GIB for size in (*present, max([present[0], *peaks]))]
 
 
-def scored_labels(inputs: Any) -> torch.Tensor:
+def scored_labels(inputs: Any) -> Any:
     """The labels that are predicted: `shift_labels` where the batch has them, else those from the second token on."""
-    labels: torch.Tensor = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
-    return labels
+    return inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
 
 
-def count_tokens(inputs: Any) -> torch.Tensor:
+def count_tokens(inputs: Any) -> Any:
     """Tokens of a batch, without padding."""
-    token_count: torch.Tensor = inputs["token_count"] if "token_count" in inputs else inputs["attention_mask"].sum()
-    return token_count
+    return inputs["token_count"] if "token_count" in inputs else inputs["attention_mask"].sum()
 
 
 def head_sums(outputs: Any) -> torch.Tensor:

@@ -140,8 +140,10 @@ def format_peak(peak: Mapping[str, Any]) -> str:
     if "measured_rss" in peak:
         scope, measured = "above the libraries' own", peak["measured_rss"]
     predicted = peak["predicted_reserved"] or 0  # plans of earlier versions know no phases
-    figures = f"{predicted / GIB:.2f} GiB predicted, {measured / GIB:.2f} GiB measured"
-    return f"Peak memory {scope}, in {peak['moment']}: {figures}"
+    return (
+        f"Peak memory {scope}, in {peak['moment']}: {predicted / GIB:.2f} GiB predicted, {measured / GIB:.2f} GiB "
+        "measured"
+    )
 
 
 def _next_step_lines(job: RunJob) -> list[str]:

@@ -103,8 +103,9 @@ def initialize_adapters(
             with gather_zero3_parameter(base.weight):
                 weight = dequantize_module_weight(base) if base_weights is None else base_weights[name]
                 if not weight.is_floating_point():
-                    problem = f"{name} is stored as {weight.dtype}, and 16 bits are needed"
-                    raise ModelError(f"tuning.lora.init={lora.init}: {problem}")
+                    raise ModelError(
+                        f"tuning.lora.init={lora.init}: {name} is stored as {weight.dtype}, and 16 bits are needed"
+                    )
                 if getattr(layer, "fan_in_fan_out", False):  # GPT-2's are transposed
                     weight = weight.T
                 weight = weight.to(device)
@@ -131,8 +132,10 @@ def freeze_pissa_half(model: nn.Module, lora: LoraConfig, *, is_sharded_later: b
     if lora.init != "pissa":
         return
     if is_sharded_later:
-        reason = "under FSDP this base is divided only when training begins, where half of an adapter cannot be frozen"
-        raise ModelError(f"tuning.lora.init=pissa: {reason}; use STRATEGY=ddp or zero3")
+        raise ModelError(
+            "tuning.lora.init=pissa: under FSDP this base is divided only when training begins, where half of an "
+            "adapter cannot be frozen; use STRATEGY=ddp or zero3"
+        )
     for name, weight in model.named_parameters():
         is_lora_a = ".lora_A." in name
         if not weight.requires_grad or not (is_lora_a or ".lora_B." in name):

@@ -56,8 +56,11 @@ class TextTower:
     @property
     def key_mapping(self) -> dict[str, str]:
         """What `from_pretrained` of the language model needs to find its weights in files of the whole class."""
-        prefixes = {rf"^{re.escape(full_prefix)}": text_prefix for text_prefix, full_prefix in self.prefixes}
-        return {**dict(self.renamings), **LEGACY_KEY_MAPPING, **prefixes}
+        return {
+            **dict(self.renamings),
+            **LEGACY_KEY_MAPPING,
+            **{rf"^{re.escape(full_prefix)}": text_prefix for text_prefix, full_prefix in self.prefixes},
+        }
 
     def build_full_model(self) -> Any:
         """The whole class without weights; None where it is none of images and text, or lacks a package."""

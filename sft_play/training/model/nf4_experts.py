@@ -40,14 +40,14 @@ class PackedWeight:
             return packed
         return torch.empty((), dtype=self.nf4_state.dtype, device=packed.device).expand(self.nf4_state.shape)
 
-    def dequantise(self, packed: torch.Tensor) -> torch.Tensor:
+    def dequantise(self, packed: torch.Tensor) -> Any:
         """The weight, experts x rows x columns."""
         if self.nf4_state is None:
             return packed
         with torch.no_grad():
             return unpack_nf4(packed, self.nf4_state)
 
-    def read(self, packed: torch.Tensor) -> torch.Tensor:
+    def read(self, packed: torch.Tensor) -> Any:
         """The weight with its adapters, in its own dtype."""
         weight = self.dequantise(packed)
         for left, right, scale in self.adapters:
@@ -112,11 +112,10 @@ def pack_nf4(weight: torch.Tensor, quant_storage: torch.dtype = torch.uint8) -> 
     return nn.Parameter(data, requires_grad=False), nf4_state
 
 
-def unpack_nf4(packed: torch.Tensor, nf4_state: NF4State) -> torch.Tensor:
+def unpack_nf4(packed: torch.Tensor, nf4_state: NF4State) -> Any:
     """The weight, experts x rows x columns."""
     if len(nf4_state.states) == 1:
-        weight: torch.Tensor = functional.dequantize_4bit(packed, nf4_state.states[0]).view(nf4_state.shape)
-        return weight
+        return functional.dequantize_4bit(packed, nf4_state.states[0]).view(nf4_state.shape)
     weight = torch.empty(nf4_state.shape, dtype=nf4_state.dtype, device=packed.device)
     element_counts = [state.shape.numel() for state in nf4_state.states]
     packed_counts = [count // 2 // packed.element_size() for count in element_counts]
@@ -127,15 +126,14 @@ def unpack_nf4(packed: torch.Tensor, nf4_state: NF4State) -> torch.Tensor:
     return weight
 
 
-def nf4_roundtrip(weight: torch.Tensor) -> torch.Tensor:
+def nf4_roundtrip(weight: torch.Tensor) -> Any:
     """The values that a weight, of one layer or of all experts, has in NF4 with double quantisation, in fp32."""
     if weight.dim() == 3:
         packed, nf4_state = pack_nf4(weight)
         return unpack_nf4(packed.data, nf4_state).float()
     # `to` is what quantises, on the device that the weight is on already too (bitsandbytes 0.50)
     quantized = Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4").to(weight.device)
-    values: torch.Tensor = functional.dequantize_4bit(quantized.data, quantized.quant_state)
-    return values.float().reshape(weight.shape)
+    return functional.dequantize_4bit(quantized.data, quantized.quant_state).float().reshape(weight.shape)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

@@ -80,8 +80,9 @@ def divide_model(
                     if isinstance(placement, Shard):
                         size = local_tensor.shape[placement.dim]
                         if size % mesh.size():
-                            problem = f"has {size} features, which do not split over {mesh.size()} ranks"
-                            raise ModelError(f"{name}.{attribute} {problem}")
+                            raise ModelError(
+                                f"{name}.{attribute} has {size} features, which do not split over {mesh.size()} ranks"
+                            )
                         local_tensor = local_tensor.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
                     local_tensor = local_tensor.to(device, dtype, copy=True).contiguous()
                     # run_check would broadcast every tensor; all ranks have read the same file

@@ -42,9 +42,7 @@ class _CastExperts:
         return value.to(self._dtype) if isinstance(value, torch.Tensor) else value
 
 
-def register_grouped_mm() -> None:
-    """Make `CASTING_GROUPED_MM` known to transformers."""
-    ALL_EXPERTS_FUNCTIONS.register(CASTING_GROUPED_MM, grouped_mm_in_autocast)
+ALL_EXPERTS_FUNCTIONS.register(CASTING_GROUPED_MM, grouped_mm_in_autocast)
 
 
 def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision) -> ExpertsImplementation | None:
@@ -117,8 +115,11 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def select_stacked_experts(model: nn.Module, targets: Literal["auto"] | Sequence[str]) -> list[str]:
     """Full names of the stacked weights that names of `tuning.lora.target_parameters` mean: by the ends of theirs."""
-    names = [f"{path}.{name}" for path, _, name in stacked_experts(model)]
-    return [name for name in names if targets == "auto" or any(f".{name}".endswith(f".{target}") for target in targets)]
+    return [
+        f"{path}.{name}"
+        for path, _, name in stacked_experts(model)
+        if targets == "auto" or any(f".{path}.{name}".endswith(f".{target}") for target in targets)
+    ]
 
 
 def holds_routed_experts(path: str, module: nn.Module) -> bool:

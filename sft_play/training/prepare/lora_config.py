@@ -112,8 +112,10 @@ def matches_pattern(pattern: str, name: str) -> bool:
             return part.isdigit() and int(span[1]) <= int(part) <= int(span[2])
         return fnmatch.fnmatchcase(part, {"lora": "lora_*", "norm": "*norm*"}.get(piece, piece))
 
-    starts = range(len(parts) - len(pieces) + 1)
-    return any(all(map(matches_piece, pieces, parts[start : start + len(pieces)])) for start in starts)
+    return any(
+        all(map(matches_piece, pieces, parts[start : start + len(pieces)]))
+        for start in range(len(parts) - len(pieces) + 1)
+    )
 
 
 def select_names(patterns: Sequence[str], names: Iterable[str]) -> list[str]:

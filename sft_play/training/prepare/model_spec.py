@@ -136,7 +136,6 @@ def build_model_spec(
         ) from error
     chosen_experts = experts.choose_experts(config, skeleton, precision)
     if chosen_experts is not None:  # the config says it to whatever builds or loads the model
-        experts.register_grouped_mm()
         hf_config._experts_implementation = (
             experts.CASTING_GROUPED_MM if chosen_experts.casts_weights else chosen_experts.name
         )

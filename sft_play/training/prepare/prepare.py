@@ -131,8 +131,11 @@ def prepare(job: RunJob) -> Prepared:
             logger.debug("%s", note)
         if peft_warning := peft_loading_warning(model_spec, trust_remote_code=config.model.trust_remote_code):
             logger.warning("Adapter: %s", peft_warning)
-        renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)
-        prepared = Prepared(backend, tokenizer, splits, model_spec, renderer, base_adapter)
+        prepared = Prepared(
+            backend, tokenizer, splits, model_spec,
+            Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today),
+            base_adapter,
+        )  # fmt: skip
         if job.folder.stage_name is None:
             log_rows(job, prepared)
         return prepared

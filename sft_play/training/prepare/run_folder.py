@@ -44,9 +44,20 @@ def open_run_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Map
                     f"{job.folder.path} was removed or renamed while the run trained in it, so it ends here; under "
                     "another name it can be resumed (make resume RUN=PATH)"
                 ) from error
-            cause = error.__cause__
+            failure = error
+            if isinstance(error, OutOfMemory) and error.__cause__ is not None:
+                failure = error.__cause__
+            # only for the user's mistakes: a fault of ours keeps its folder and log for a report
+            is_unused = not job.resume and isinstance(failure, SftPlayError) and not job.folder.metrics_path.exists()
             try:
-                _record_failure(job, cause if isinstance(error, OutOfMemory) and cause else error)
+                if isinstance(failure, Interrupted):
+                    pass  # its state was saved, and `finish_run` has written so
+                elif is_unused:
+                    discard_run(job.folder)
+                else:
+                    status = "stopped" if isinstance(failure, KeyboardInterrupt) else "failed"
+                    message = escape_control(f"{type(failure).__name__}: {failure}")
+                    job.folder.update_manifest(status=status, error=message)
             except OSError as write_error:  # it must not hide what went wrong
                 logger.warning("The manifest could not be written: %s", write_error.strerror or write_error)
             raise
@@ -82,8 +93,13 @@ def log_start(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
 def layout_facts(plan: Plan) -> dict[str, Any]:
     """How a run is spread, for the manifest: the batch arithmetic that a resumed run must share, and `processes`, which
     are more than `ranks` where some share rows."""
-    batch = {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks}
-    return {"batch": batch, "layout": plan.layout, "processes": plan.choice.layout.ranks}
+    return {
+        "batch": {
+            "micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks
+        },
+        "layout": plan.layout,
+        "processes": plan.choice.layout.ranks,
+    }  # fmt: skip
 
 
 def _claim_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
@@ -123,14 +139,3 @@ def _claim_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mappi
     if job.deepspeed is not None:
         job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
     return run_lock
-
-
-def _record_failure(job: RunJob, error: BaseException) -> None:
-    if isinstance(error, Interrupted):  # its state was saved, and `finish_run` has written so
-        return
-    # only for the user's mistakes: a fault of ours keeps its folder and log for a report
-    if not job.resume and isinstance(error, SftPlayError) and not job.folder.metrics_path.exists():
-        discard_run(job.folder)
-    else:
-        status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-        job.folder.update_manifest(status=status, error=escape_control(f"{type(error).__name__}: {error}"))
