@@ -22,7 +22,6 @@ from torch.utils.file_baton import FileBaton
 from sft_play.errors import ConfigError, HardwareError, RunFolderError
 from sft_play.log import one_line
 from sft_play.machine.network import RENDEZVOUS_TIMEOUT_S
-from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.process.waiting import report_wait
@@ -193,11 +192,6 @@ def check_shared_disk(path: Path, plan: Plan) -> bool:
                 "to resume from one, copy %s to every node first",
                 plan.memory.checkpoint_bytes / GIB, plan.memory.host_gather_bytes / GIB, path.parent)  # fmt: skip
     return False
-
-
-def batch_rank(layout: Layout) -> int:
-    """This rank's number among those that get rows, or parts of rows, of their own."""
-    return rank() // layout.tensor_parallel
 
 
 def init_deepspeed(*, on_cpu: bool) -> None:

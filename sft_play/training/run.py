@@ -22,7 +22,7 @@ from sft_play.training.loop.out_of_memory import record_oom
 from sft_play.training.loop.trainer import build_plan_callbacks, load_trainer
 from sft_play.training.measure.evaluate import EvalSet, InitialEvaluation, build_eval_set, estimate_remaining, evaluate
 from sft_play.training.measure.monitor import RunMonitors, start_memory_peaks
-from sft_play.training.measure.summary import TrainingSummary, build_summary, finish_run
+from sft_play.training.measure.summary import build_summary, finish_run
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.model import attention_functions
 from sft_play.training.prepare.device_checks import explain_out_of_memory
@@ -91,12 +91,17 @@ def train_stage(
         )
         trainer.step_memory.on_oom.append(functools.partial(record_oom, job))
         with trainer.step_memory.raise_out_of_memory():
-            training = _run_training_loop(job, prepared, trainer, monitors, initial_evaluation, checkpoint)
+            stop_controller, update_check, start_step, tokens_per_s = _run_training_loop(
+                job, prepared, trainer, monitors, initial_evaluation, checkpoint
+            )
             monitors.peaks.close()
-            metrics_after = None if training.stop_controller.has_stopped_early else evaluate(trainer, eval_set)
+            metrics_after = None if stop_controller.has_stopped_early else evaluate(trainer, eval_set)
         monitors.heartbeat.note(trainer.state.global_step, "saving the trained weights")
-        summary = build_summary(job, trainer, training, initial_evaluation, metrics_after, monitors)
-        finish_run(job, prepared, trainer, summary, monitors.peaks, start_step=training.progress.start_step)
+        summary = build_summary(
+            job, trainer, stop_controller, update_check, initial_evaluation, metrics_after, monitors,
+            tokens_per_s=tokens_per_s,
+        )  # fmt: skip
+        finish_run(job, prepared, trainer, summary, monitors.peaks, start_step=start_step)
     if job.folder.stage_name is not None:  # another model is loaded into this process
         engines.release_engine(trainer)
     return summary
@@ -109,7 +114,7 @@ def _run_training_loop(
     monitors: RunMonitors,
     initial_evaluation: InitialEvaluation,
     checkpoint: Path | None,
-) -> TrainingSummary:
+) -> tuple[StopController, UpdateCheck, int, float]:
     config, folder, eval_set = job.loaded.config, job.folder, initial_evaluation.eval_set
     compile_monitor = trainer.compile_monitor
     resume_step = None if checkpoint is None else checkpoints.checkpoint_step(checkpoint)
@@ -152,4 +157,4 @@ def _run_training_loop(
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
     tokens = distributed.sum_over_ranks(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
-    return TrainingSummary(stop_controller, progress, update_check, tokens / progress.training_s)
+    return stop_controller, update_check, progress.start_step, tokens / progress.training_s

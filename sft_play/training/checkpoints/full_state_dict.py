@@ -250,8 +250,7 @@ def gather_state_dict(trainer: Any, *, from_fp32_masters: bool = False) -> dict[
             state = engine._zero3_consolidated_16bit_state_dict()
         else:
             state = engine.module.state_dict()
-        is_half = next(engine.module.parameters()).dtype != torch.float32
-        if is_half and (is_adapter or from_fp32_masters):
+        if (is_adapter or from_fp32_masters) and next(engine.module.parameters()).dtype != torch.float32:
             from deepspeed.utils import safe_get_full_fp32_param
 
             state = state or {}

@@ -284,7 +284,8 @@ def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:
     if text_tower is None or has_adapter(model):
         return
     trained, base_tensors = open_tensors(folder), open_tensors(base_folder)
-    trained_prefixes, tied_names = {_name_prefix(name) for name in trained}, tied_weight_names(model)
+    # the first two parts of a name
+    trained_prefixes, tied_names = {tuple(name.split(".")[:2]) for name in trained}, tied_weight_names(model)
     full_prefixes = tuple(full_prefix for text_prefix, full_prefix in text_tower.prefixes if full_prefix != text_prefix)
     sources, unmatched = dict[str, FileTensor](), dict(trained)
     for key, file_tensor in base_tensors.items():
@@ -293,7 +294,7 @@ def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:
             sources[key] = unmatched.pop(name, trained[name])
         elif not (
             name in tied_names
-            or _name_prefix(name) in trained_prefixes
+            or tuple(name.split(".")[:2]) in trained_prefixes
             or apply_key_mapping(key, dict(text_tower.renamings)).startswith(full_prefixes)
         ):  # a part for images or sound
             sources[key] = file_tensor
@@ -362,10 +363,6 @@ def apply_key_mapping(name: str, key_mapping: Mapping[str, str]) -> str:
     for pattern, replacement in key_mapping.items():
         name = re.sub(pattern, replacement, name, count=1)
     return name
-
-
-def _name_prefix(name: str) -> str:
-    return ".".join(name.split(".")[:2])
 
 
 def set_stop_tokens(

@@ -155,10 +155,14 @@ def _state_tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _load_tensors(tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None) -> None:
-    reader = _PartReader(checkpoint / SHARDS_FOLDER)
     # without a group one process reads alone; dcp would otherwise ask for a default group
     with _explain_failure(f"the checkpoint {checkpoint} cannot be read"):
-        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+        dcp.load(
+            tensors,
+            storage_reader=_PartReader(checkpoint / SHARDS_FOLDER),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 # torch raises a BaseException with the tracebacks of all ranks

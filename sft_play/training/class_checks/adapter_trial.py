@@ -86,8 +86,7 @@ def find_adapter_placement(model: Any, *, trust_remote_code: bool = False) -> tu
         [layer for layer in layers if layer not in layers_without_adapter],
         [name for name, _ in model.named_modules() if name],
     )
-    lost_patterns = {wildcard_name(layer) for layer in layers_without_adapter}
-    listed_reasons = sorted((pattern, reasons[pattern]) for pattern in lost_patterns)
+    listed_reasons = sorted((pattern, reasons[pattern]) for pattern in set(map(wildcard_name, layers_without_adapter)))
     return AdapterPlacement(tuple(targets), tuple(listed_reasons), untried_reason), layers_without_adapter
 
 

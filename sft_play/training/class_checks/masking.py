@@ -112,11 +112,6 @@ class MaskDifference:
     # How much of the first two is rounding.
     tolerance: float
 
-    @property
-    def is_rounding(self) -> bool:
-        """Whether it is no more than rounding; NaN is more."""
-        return self.logits <= self.tolerance and self.gradients <= self.tolerance
-
 
 def check_padding(
     hf_config: Any, *, attention: str, max_row_tokens: int | None = None, trust_remote_code: bool = False
@@ -161,7 +156,7 @@ def _mask_requirement(
         f"on a small model of {model_type}'s class logits differ by {difference.logits:.1g} of their spread, "
         f"gradients by {difference.gradients:.1g} of their length"
     )
-    if difference.is_rounding:
+    if difference.logits <= difference.tolerance and difference.gradients <= difference.tolerance:  # nan is more
         return MaskRequirement(False, f"{freed_reason} ({figures})")
     return MaskRequirement(True, f"{kept_reason}: without one, {figures}")
 

@@ -312,8 +312,7 @@ def _unknown_class_problem(model: Any) -> str | None:
 
 
 def _liger_functions() -> dict[str, Any]:
-    patches: Any = importlib.import_module(f"{LIGER_MODULE}.transformers.monkey_patch")
-    return dict(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
+    return dict(importlib.import_module(f"{LIGER_MODULE}.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
 @contextlib.contextmanager

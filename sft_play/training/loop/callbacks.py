@@ -282,7 +282,7 @@ class RowsAndSeeds(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Seed this rank; a resumed run restores its states later. The first one of a new run keeps the
         numbers of one process; ranks of a tensor-parallel group drop alike."""
-        rank = distributed.batch_rank(self._layout)
+        rank = distributed.rank() // self._layout.tensor_parallel
         if rank or state.global_step:  # 100,003: above any number of ranks, so that no two steps share a seed
             set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
 

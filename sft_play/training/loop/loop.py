@@ -81,7 +81,9 @@ class PlannedLoop(EvaluatedLoop):
             effective_batch=effective_batch, mix=mix,
         )  # fmt: skip
         context_parallel = self._layout.context_parallel
-        data_parallel_rank, context_parallel_rank = divmod(distributed.batch_rank(self._layout), context_parallel)
+        # ranks of a tensor-parallel group get the same rows
+        row_rank = distributed.rank() // self._layout.tensor_parallel
+        data_parallel_rank, context_parallel_rank = divmod(row_rank, context_parallel)
         self._step_batches = StepBatches(
             self.epoch_order, lengths, micro_batches, effective_batch=effective_batch,
             rank=data_parallel_rank, ranks=self._layout.data_parallel,

@@ -155,8 +155,10 @@ class EvaluatedLoop(CheckpointedLoop):
                 try_batch=self.step_memory.try_batch, on_batch_end=progress.add,
                 on_batch_start=lambda: self.heartbeat.note(self.state.global_step, "generating answers"),
             )  # fmt: skip
-        share = sum(answer.is_correct for answer in self.last_answers) / len(self.last_answers)
-        metrics = {f"{prefix}_exact_match": share, f"{prefix}_generated_rows": len(self.last_answers)}
+        metrics = {
+            f"{prefix}_exact_match": sum(answer.is_correct for answer in self.last_answers) / len(self.last_answers),
+            f"{prefix}_generated_rows": len(self.last_answers),
+        }
         self.log(metrics)
         return metrics
 

@@ -307,9 +307,9 @@ class Collator:
         length = (tokens + padding) // self.context_parallel_size
         token_slice = slice(self.context_parallel_rank * length, (self.context_parallel_rank + 1) * length)
         # shifted before the cut: transformers would shift inside each part, and lose the label at its end
-        batch["shift_labels"] = _shift_left(batch["labels"], IGNORED)
+        batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
         if SOURCE in batch:
-            batch[SOURCE] = _shift_left(batch[SOURCE], 0)
+            batch[SOURCE] = torch.nn.functional.pad(batch[SOURCE][:, 1:], (0, 1), value=0)
         pad_values = {"input_ids": self.pad_id, "labels": IGNORED, "shift_labels": IGNORED}
         tensors = {}
         for name, table in batch.items():
@@ -374,7 +374,3 @@ def split_batch(batch: dict[str, Any], max_rows: int) -> list[dict[str, Any]]:
         batch | {name: value[start : start + max_rows] for name, value in by_row.items()}
         for start in range(0, count, max_rows)
     ]
-
-
-def _shift_left(table: torch.Tensor, fill: int) -> torch.Tensor:
-    return torch.nn.functional.pad(table[:, 1:], (0, 1), value=fill)

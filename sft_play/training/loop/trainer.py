@@ -68,6 +68,11 @@ def training_arguments(
     loads_best = train.load_best_model_at_end and eval_strategy != "no"
     if loads_best:  # the best model is one of the checkpoints: each evaluation needs one
         save_strategy, save_steps = eval_strategy, eval_steps
+    optimizer_arguments: dict[str, Any] = {}
+    if train.optim == "muon":
+        optimizer_arguments["optim"] = "adamw_torch_fused"  # `build_trainer` makes it, transformers knows no such name
+    elif train.optim.startswith("lion_"):
+        optimizer_arguments["adam_beta2"] = 0.99  # Lion's own, under the name of AdamW's
     # rows are tokenised and cut already, so TRL must not do either
     trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if arguments_class is None else {}
     checkpointing_kwargs = {"use_reentrant": False} | ({"offload": True} if plan.choice.step.offloads else {})
@@ -79,8 +84,7 @@ def training_arguments(
         gradient_accumulation_steps=plan.trainer_batch.grad_accum,
         num_train_epochs=train.epochs,
         max_steps=train.max_steps or -1,  # -1: num_train_epochs decides
-        **{option.external_names.trainer: option.value(config) for option in optimizer_options()}
-        | _OPTIMIZER_ARGUMENTS.get(train.optim, {}),
+        **{option.external_names.trainer: option.value(config) for option in optimizer_options()} | optimizer_arguments,
         bf16=plan.precision.compute == "bfloat16",
         fp16=plan.precision.compute == "float16",
         activation_checkpointing=plan.choice.checkpointed_layers > 0,
@@ -109,15 +113,6 @@ def training_arguments(
         **trl_only,
         **{"use_cpu": plan.hardware.device == "cpu", **(engine_options or {})},
     )
-
-
-# Arguments of optimizers that differ from the options.
-_OPTIMIZER_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "muon": {"optim": "adamw_torch_fused"},  # `build_trainer` makes it; transformers does not know the name
-    # Lion's own, under the name of AdamW's
-    "lion_32bit": {"adam_beta2": 0.99},
-    "lion_8bit": {"adam_beta2": 0.99},
-}
 
 
 class PlannedTrainer(PlannedLoop, SFTTrainer):

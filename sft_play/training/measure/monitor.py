@@ -260,7 +260,13 @@ class Monitor(TrainerCallback):
             seconds["forward_backward"] = max(0.0, seconds.get("forward_backward", 0.0) - self._compile_s)
         elapsed = max(1e-9, time.perf_counter() - self._window_start - self._paused_s)
         # the sums of every rank by name, each as a list: one vector and one collective, whatever is measured
-        sums, sums_by_rank = self.sums | {"memory": self._read_memory()}, []
+        # in GiB: allocated and reserved memory of this rank now (on a CPU resident), and the highest since loading
+        present = [max(0, _resident_bytes() - self.peaks.baseline_bytes)]
+        if self._on_gpu:
+            present = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
+        peaks = [allocated for name, (allocated, _) in self.peaks.by_phase().items() if name != "loading"]
+        memory_sizes = [size / GIB for size in (*present, max([present[0], *peaks]))]
+        sums, sums_by_rank = self.sums | {"memory": memory_sizes}, []
         parts = [torch.as_tensor(value, dtype=_SUM_DTYPE, device=device).flatten() for value in sums.values()]
         for numbers in distributed.gather_values(torch.cat(parts).tolist()):
             remaining = iter(numbers)
@@ -311,15 +317,6 @@ class Monitor(TrainerCallback):
         event.record()
         return event
 
-    def _read_memory(self) -> list[float]:
-        # in GiB: allocated and reserved memory of this rank now (on a CPU resident), and the highest since loading
-        if self._on_gpu:
-            present = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
-        else:
-            present = [max(0, _resident_bytes() - self.peaks.baseline_bytes)]
-        peaks = [allocated for name, (allocated, _) in self.peaks.by_phase().items() if name != "loading"]
-        return [size / GIB for size in (*present, max([present[0], *peaks]))]
-
 
 def scored_labels(inputs: Any) -> Any:
     """The labels that are predicted: `shift_labels` where the batch has them, else those from the second token on."""
@@ -357,8 +354,7 @@ def source_sums(
     or of each next token [B, T]."""
     device = log_probs.device
     source_ids = torch.arange(count, device=device)[:, None, None]
-    scored_sources = sources[:, -log_probs.shape[1] :].to(device)
-    is_source = (scored_sources == source_ids) & scored  # [sources, B, T - 1]
+    is_source = (sources[:, -log_probs.shape[1] :].to(device) == source_ids) & scored  # [sources, B, T - 1]
     losses = -torch.where(is_source, log_probs.detach().float(), 0.0).sum(dim=(1, 2), dtype=_SUM_DTYPE)
     return torch.stack([losses, is_source.sum(dim=(1, 2)).to(_SUM_DTYPE)], dim=1)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from sft_play.training.checkpoints.card import CardFacts, answer_stop_ids, resul
 from sft_play.training.checkpoints.checkpoints import record_digests
 from sft_play.training.checkpoints.model_saving import fetch_base_folder, save_model, set_stop_tokens
 from sft_play.training.job import RunJob, resume_command
-from sft_play.training.loop.callbacks import Progress, StopController
+from sft_play.training.loop.callbacks import StopController
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.measure.evaluate import EvalMetrics, InitialEvaluation
 from sft_play.training.measure.monitor import MemoryPeaks, RunMonitors
@@ -35,27 +35,20 @@ logger = logging.getLogger(__name__)
 MAX_KEPT_SAMPLES, _MAX_SAMPLE_CHARACTERS = 12, 2_000
 
 
-class TrainingSummary(NamedTuple):
-    """What watched the optimizer steps since this process started, and tokens per second of all ranks in them."""
-
-    stop_controller: StopController
-    progress: Progress
-    update_check: UpdateCheck
-    tokens_per_s: float
-
-
 def build_summary(
     job: RunJob,
     trainer: PlannedLoop,
-    training: TrainingSummary,
+    stop_controller: StopController,
+    update_check: UpdateCheck,
     initial_evaluation: InitialEvaluation,
     metrics_after: EvalMetrics | None,
     monitors: RunMonitors,
+    *,
+    tokens_per_s: float,
 ) -> dict[str, Any]:
-    """`summary.json`; `finish_run` adds `model_path` once the weights are saved."""
-    stop_controller, compile_monitor = training.stop_controller, trainer.compile_monitor
-    is_stopped = stop_controller.has_stopped_early
-    metrics_before, updates = initial_evaluation.metrics, training.update_check.facts
+    """`summary.json`; `finish_run` adds `model_path` once the weights are saved. `tokens_per_s`: of all ranks."""
+    is_stopped, compile_monitor = stop_controller.has_stopped_early, trainer.compile_monitor
+    metrics_before, updates = initial_evaluation.metrics, update_check.facts
     evaluations = []
     if distributed.is_first():
         evaluations = read_evaluations(job.folder.metrics_path, stage_name=job.folder.stage_name)
@@ -66,7 +59,7 @@ def build_summary(
         "after": metrics_after.as_json() if metrics_after else None,
         "samples": sample_answers(metrics_before, metrics_after),
         **monitors.peaks.summary_fields(job.plan),
-        "tokens_per_s": round(training.tokens_per_s, 2),
+        "tokens_per_s": round(tokens_per_s, 2),
         "steps": trainer.state.global_step,
         "skipped_steps": trainer.non_finite_guard.skipped_steps,
         "ran_out": trainer.step_memory.has_halved,
