@@ -95,8 +95,7 @@ def set_gradient_reduction(trainer: Any, plan: Plan, config: RunConfig) -> None:
         trainer.micro_steps_per_reduction = gradients.interval
     if plan.layout == "ddp" and gradients.is_compressed:
         trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(DTYPE_SHORT_NAMES[gradients.reduced_dtype])
-    is_custom = gradients.is_compressed or gradients.gathered_dtype != plan.precision.compute
-    if plan.choice.layout.is_fsdp and is_custom:
+    if plan.choice.layout.is_fsdp and (gradients.is_compressed or gradients.gathered_dtype != plan.precision.compute):
         # None: FSDP2 casts nothing. A dtype casts the inputs of every unit too, and its output
         is_fp32 = gradients.gathered_dtype == plan.precision.compute == "float32"
         param_dtype = None if is_fp32 else getattr(torch, gradients.gathered_dtype)

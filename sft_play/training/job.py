@@ -64,15 +64,15 @@ def build_run_job(
     fields of `RunJob`. Raises DataError: a file of its rows is missing."""
     plan, deepspeed = plans[0]
     job = RunJob(loaded, plan, find_data_paths(loaded.runs[0].config.data), folder, deepspeed=deepspeed, **options)
-    stages = [
+    stages = tuple(
         replace(
             job, loaded=loaded.for_stage(stage), plan=plan, data_paths=find_data_paths(stage.config.data),
             deepspeed=deepspeed,
             folder=folder.stage_folder(stage.name, is_last_stage=stage is loaded.stages[-1]),
         )
         for stage, (plan, deepspeed) in zip(loaded.stages, plans, strict=bool(loaded.stages))
-    ]  # fmt: skip
-    return replace(job, stages=tuple(stages))
+    )  # fmt: skip
+    return replace(job, stages=stages)
 
 
 def resume_command(job: RunJob) -> str:

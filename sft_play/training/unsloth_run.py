@@ -110,8 +110,11 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
     if "model_path" in summary:  # else it was stopped before its end
         # complete and the run's own, as PEFT reads it here; our tokenizer is saved beside it
         path, lora = job.folder.model_path(is_adapter=True), job.loaded.config.tuning.lora
-        expected_shapes = {name: tuple(shape) for name, shape in handover["tensors"].items()}
-        check_saved_weights(path, expected_shapes=expected_shapes, must_have_learned=summary["steps"] > 1)
+        check_saved_weights(
+            path,
+            expected_shapes={name: tuple(shape) for name, shape in handover["tensors"].items()},
+            must_have_learned=summary["steps"] > 1,
+        )
         adapter_config, tokenizer = PeftConfig.from_pretrained(str(path)), prepared.tokenizer
         for name, value in {
             "r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora,

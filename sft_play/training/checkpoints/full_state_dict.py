@@ -240,8 +240,7 @@ def gather_state_dict(trainer: Any, *, from_fp32_masters: bool = False) -> dict[
     engine = getattr(trainer, "deepspeed", None)
     state: dict[str, Any] | None
     if getattr(trainer, "is_fsdp_enabled", False):
-        gather = _gather_adapter if is_adapter else trainer.accelerator.get_state_dict
-        state = gather(trainer.model)
+        state = _gather_adapter(trainer.model) if is_adapter else trainer.accelerator.get_state_dict(trainer.model)
     elif engine is not None:
         if is_adapter:
             state = _gather_adapter(engine.module)

@@ -63,10 +63,10 @@ class EvaluatedLoop(CheckpointedLoop):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The batches of an evaluation, the longest rows first."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
         order = longest_first_order(
             dataset, batch_size=self.args.per_device_eval_batch_size, repeats=self._layout.context_parallel
         )
-        # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
         return super().get_eval_dataloader(dataset.select(order))
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:

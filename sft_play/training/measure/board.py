@@ -3,7 +3,7 @@ folder of event files for a run: the run's own `tb/` has what was trained on, a 
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
@@ -44,14 +44,13 @@ CHARTS = {
 }
 
 
-def scalar_layout(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+def scalar_layout(tags: Collection[str]) -> dict[str, dict[str, list[Any]]]:
     """The charts that have at least one of these tags to show, as torch's SummaryWriter takes a layout."""
-    known_tags = set(tags)
     pages = {
         page: {
             title: ["Multiline", patterns]
             for title, patterns in charts.items()
-            if any(re.match(pattern, tag) for pattern in patterns for tag in known_tags)
+            if any(re.match(pattern, tag) for pattern in patterns for tag in tags)
         }
         for page, charts in CHARTS.items()
     }

@@ -154,7 +154,7 @@ def finish_run(
     peaks: MemoryPeaks,
     *,
     start_step: int,
-) -> dict[str, Any]:
+) -> None:
     """Save what was trained, write and log the summary; raises Interrupted if the user stopped the run."""
     steps, is_finished = summary["steps"], summary["status"] == "finished"
     if is_finished:
@@ -173,7 +173,6 @@ def finish_run(
     if summary["exit"]:
         hint = f"resume with: {resume_command(job)}" if distributed.is_first() else "by rank 0"
         raise Interrupted(f"stopped at step {steps}, state saved; {hint}")
-    return summary
 
 
 def write_model_card(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:

@@ -144,8 +144,8 @@ def freeze_pissa_half(model: nn.Module, lora: LoraConfig, *, is_sharded_later: b
         if isinstance(weight, DTensor):  # FSDP2 calls these with the reduced gradient, and no others
             is_frozen = torch.arange(weight.shape[dim], device=weight.device) >= weight.shape[dim] // 2
             full_mask = (is_frozen[:, None] if dim == 0 else is_frozen).expand(weight.shape).contiguous()
-            mask = distribute_tensor(full_mask, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
-            weight.register_post_accumulate_grad_hook(partial(_zero_local_half, frozen_mask=mask))
+            mask = distribute_tensor(full_mask, weight.device_mesh, weight.placements, src_data_rank=None)
+            weight.register_post_accumulate_grad_hook(partial(_zero_local_half, frozen_mask=mask.to_local()))
         else:  # before DDP and DeepSpeed see it
             weight.register_hook(partial(_zero_half, dim=dim))
 

@@ -75,8 +75,9 @@ class TextTower:
         there already the same."""
         if name.startswith(PEFT_PREFIX):
             return PEFT_PREFIX + self.to_full_name(name.removeprefix(PEFT_PREFIX))
-        replacements = [(full_prefix, full_prefix) for _, full_prefix in self.prefixes]
-        return _replace_prefix(name, [*replacements, *self.prefixes])
+        return _replace_prefix(
+            name, [*((full_prefix, full_prefix) for _, full_prefix in self.prefixes), *self.prefixes]
+        )
 
     def to_text_name(self, name: str) -> str:
         """Its name in the language model."""

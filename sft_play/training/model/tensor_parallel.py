@@ -86,8 +86,10 @@ def divide_model(
                         local_tensor = local_tensor.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
                     local_tensor = local_tensor.to(device, dtype, copy=True).contiguous()
                     # run_check would broadcast every tensor; all ranks have read the same file
-                    divided_tensor = DTensor.from_local(local_tensor, mesh, [placement], run_check=False)
-                    divided[id(parameter)] = nn.Parameter(divided_tensor, requires_grad=parameter.requires_grad)
+                    divided[id(parameter)] = nn.Parameter(
+                        DTensor.from_local(local_tensor, mesh, [placement], run_check=False),
+                        requires_grad=parameter.requires_grad,
+                    )
                 module._parameters[attribute] = divided[id(parameter)]
             if parameters:
                 _compute_locally(module, style, gradient_sum)
