@@ -195,8 +195,10 @@ def _shorten(hf_config: Any, *, has_all_layers: bool = False, max_row_tokens: in
         del config.quantization_config
     # Inkling 2's head has the second many rows from transformers 5.24 on; a balance loss of no routers, which a
     # config.json may ask for, is an IndexError
-    sizes = {"vocab_size": VOCABULARY_SIZE, "unpadded_vocab_size": VOCABULARY_SIZE, "output_router_logits": False}
-    _set_fields(config, {**sizes, **_SPECIAL_TOKENS})
+    _set_fields(config, {
+        "vocab_size": VOCABULARY_SIZE, "unpadded_vocab_size": VOCABULARY_SIZE, "output_router_logits": False,
+        **_SPECIAL_TOKENS,
+    })  # fmt: skip
     layer_count = int(getattr(config, "num_hidden_layers", 0) or 0)
     if layer_count and not has_all_layers:
         _cut_layers(config, layer_count)
