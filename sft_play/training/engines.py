@@ -185,8 +185,6 @@ def quant_storage(plan: Plan, config: RunConfig) -> DtypeName | None:
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
-# How much more than its share of the bytes a rank may hold: uneven parts are padded.
-SHARD_SLACK = 0.10
 
 
 @dataclass(frozen=True)
@@ -242,8 +240,8 @@ def _require_divided(wrapped: Any, layout: Layout, kind: str, whole_bytes: int, 
     share = (replicated + (whole_bytes - replicated) / layout.tensor_parallel) / layout.shard
     if layout.tensor_parallel > 1 and whole_bytes and share >= whole_bytes / layout.shard:
         share = 0.0  # nothing was divided along the axis: any bytes are too many
-    # the fixed part is for small models, where padding alone is more than the slack
-    if max(sizes) > share * (1 + SHARD_SLACK) + 4096 * distributed.world_size():
+    # a tenth more, since uneven parts are padded; the fixed part is for small models, where padding alone is more
+    if max(sizes) > 1.1 * share + 4096 * distributed.world_size():
         raise TrainingError(
             f"the plan says {layout.name} over {layout.shard * layout.tensor_parallel} ranks, but a rank holds "
             f"{max(sizes):,} of {whole_bytes:,} bytes of {kind} weights: they are not divided; nothing was trained"

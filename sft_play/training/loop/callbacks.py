@@ -294,8 +294,7 @@ class RowsAndSeeds(TrainerCallback):
 # --------------------------------------------------------------------------------------------------
 # Values that are not finite: a step that has them changes nothing, and no checkpoint holds them.
 
-# Steps that loss scaling leaves out one after the other at most: 65,536 / 2^17 is one half.
-MAX_SCALING_SKIPS = 17
+
 # Steps that `train.on_nan: skip` leaves out one after the other at most. A bad row is in one step; where every step is
 # bad, the weights or the settings are at fault, and the rows that are left out meanwhile are lost.
 MAX_SKIPPED_STEPS = 5
@@ -380,7 +379,7 @@ class NonFiniteStepGuard(TrainerCallback):
             return
         self._consecutive_skips += 1
         step = trainer.state.global_step + 1
-        if self._consecutive_skips >= MAX_SCALING_SKIPS:
+        if self._consecutive_skips >= 17:  # loss scaling halves: 65,536 / 2^17 is one half
             raise TrainingError(f"step {step}: this step and the {self._consecutive_skips - 1} before it were skipped, "
                                 "because gradients are not finite at any loss scale: "
                                 f"{describe_fp16_overflow(trainer.model)}")  # fmt: skip

@@ -19,8 +19,7 @@ logger = logging.getLogger(__name__)
 # Steps that are compared, counted from the start of this process: at the first, lora_A has no gradient yet, since
 # lora_B begins at zero.
 COMPARED_STEPS = range(2, 5)
-# Elements of a tensor that are compared, evenly spaced.
-SAMPLED_ELEMENTS = 4096
+
 # Share of moved elements below which updates count as lost. In fp32 nearly all that have a gradient move.
 LOST_SHARE = 0.5
 
@@ -112,7 +111,7 @@ class UpdateCheck(TrainerCallback):
 
 def _sample_elements(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // SAMPLED_ELEMENTS))]
+    return flat[:: max(1, -(-flat.numel() // 4096))]  # at most 4,096, evenly spaced
 
 
 def _trainable_parameters(trainer: Any) -> list[nn.Parameter]:
