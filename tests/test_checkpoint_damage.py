@@ -13,7 +13,6 @@ import pytest
 
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
-from sft_play.training.heartbeat import Heartbeat
 from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.build
@@ -123,7 +122,7 @@ def test_every_file_reaches_the_disk_before_the_rename_and_the_names_after_it(of
 
 def test_each_file_of_a_run_s_checkpoint_falls_back_to_the_one_before(train):  # noqa: F811
     _, _, folder = train("one", *SAME, "train.stop_after_steps=3")
-    beat, newest = Heartbeat(0.0), folder / "checkpoints" / "checkpoint-3"
+    newest = folder / "checkpoints" / "checkpoint-3"
     names = [path.name for path in files(newest)]
     assert {"adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"} <= set(names)
     rng = random.Random(1)
@@ -132,11 +131,11 @@ def test_each_file_of_a_run_s_checkpoint_falls_back_to_the_one_before(train):  #
     for number, name in enumerate(names):
         path = newest / name
         damage(path, KINDS[number % 3], rng)
-        assert find_last_checkpoint(folder / "checkpoints", beat).name == "checkpoint-2", path
+        assert find_last_checkpoint(folder / "checkpoints").name == "checkpoint-2", path
         assert not (newest / checkpoints.COMPLETE_FILE).exists()  # it counts no more
         shutil.rmtree(newest)
         shutil.copytree(aside, newest)
-    assert find_last_checkpoint(folder / "checkpoints", beat).name == "checkpoint-3"
+    assert find_last_checkpoint(folder / "checkpoints").name == "checkpoint-3"
 
 
 def test_a_resume_after_damage_repeats_the_run(train):  # noqa: F811

@@ -558,11 +558,11 @@ class TrainConfig(Section):
     max_steps: Annotated[int, Field(ge=1)] | None = option(None, owner="training.loop.trainer")
     """Optimizer steps of the whole run, including its schedule; null follows epochs."""
 
-    stop_after_steps: Annotated[int, Field(ge=1)] | None = option(None, owner="training.loop.run_callbacks")
+    stop_after_steps: Annotated[int, Field(ge=1)] | None = option(None, owner="training.run")
     """Stop with a checkpoint after this many steps, counted from this start, as at a time limit; make resume
     continues."""
 
-    max_hours: Annotated[float, Field(gt=0.0)] | None = option(None, owner="training.loop.run_callbacks")
+    max_hours: Annotated[float, Field(gt=0.0)] | None = option(None, owner="training.run")
     """Stop with a checkpoint in time to end within this many hours of this start, as before a job's time limit. The
     longest step, evaluation and checkpoint so far are kept free, for the checkpoint at least 5% of the time up to 10
     minutes; make resume continues."""

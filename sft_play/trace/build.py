@@ -489,7 +489,6 @@ def _experts_implementation(settings: StepSettings, model_class: Any) -> str | N
     if not model_class._can_set_experts_implementation():
         return None
     if settings.experts == "cast":
-        experts.register_grouped_mm()
         return experts.CASTING_GROUPED_MM
     if settings.experts == "eager":
         ALL_EXPERTS_FUNCTIONS.register(EXPERT_LOOP, _run_expert_loop)

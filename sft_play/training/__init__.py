@@ -16,7 +16,7 @@ that they run), `heartbeat`. A folder for each part:
   continues), `attention_functions`, `tensor_parallel`, `fused_head` (of TRL).
 - `loop/`: `trainer` (TRL's), `loop`, `loop_evaluation`, `loop_checkpoints`, `upstream` (private
   names of the libraries, guarded), `rows` (to micro-batches), `optimizers`, `callbacks`,
-  `run_callbacks` (those of a run, together), `out_of_memory` (steps that run out of it),
+  `out_of_memory` (steps that run out of it),
   `curriculum` (stages).
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
   `full_state_dict`, `sharded_checkpoints`, `model_saving`, `consolidate`, `card`.

@@ -22,7 +22,6 @@ from torch.utils.file_baton import FileBaton
 from sft_play.errors import ConfigError, HardwareError, RunFolderError
 from sft_play.log import one_line
 from sft_play.machine.network import RENDEZVOUS_TIMEOUT_S
-from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.process.waiting import report_wait
@@ -30,12 +29,8 @@ from sft_play.text import GIB
 
 logger = logging.getLogger(__name__)
 _HOST = socket.gethostname()
-# How long ranks wait for a disk at most; the heartbeat ends the wait earlier.
-DISK_TIMEOUT = datetime.timedelta(days=7)
 # Between two looks whether rank 0 has planned, which may take as long as to count the tokens of every row.
 _POLL_S = 0.2
-# How long rank 0 waits at most for those that have not read what it hands over.
-_READ_TIMEOUT_S = 10.0
 # Rank 0 may be the one that serves the store: it must not be garbage-collected while others use it.
 _stores: list[Any] = []
 
@@ -82,7 +77,8 @@ def long_timeout_group(*, purpose: str = "the run") -> Any:
         return None
     key = dist.group.WORLD, purpose  # another run's group is of another world
     if key not in _long_timeout_groups:
-        _long_timeout_groups[key] = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+        # the heartbeat ends the wait earlier
+        _long_timeout_groups[key] = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
     return _long_timeout_groups[key]
 
 
@@ -198,16 +194,6 @@ def check_shared_disk(path: Path, plan: Plan) -> bool:
     return False
 
 
-def gather_numbers(numbers: torch.Tensor) -> list[list[float]]:
-    """A vector of numbers of every rank, on all ranks."""
-    return gather_values(numbers.tolist())
-
-
-def batch_rank(layout: Layout) -> int:
-    """This rank's number among those that get rows, or parts of rows, of their own."""
-    return rank() // layout.tensor_parallel
-
-
 def init_deepspeed(*, on_cpu: bool) -> None:
     """Join DeepSpeed's ranks, by gloo on CPUs, else by NCCL. On CPUs its shared-memory collectives stay out, which it
     compiles for more than a minute (0.19), and which only its inference calls."""
@@ -288,7 +274,7 @@ def broadcast_text(text: str | None) -> str:
             raise HardwareError("rank 0 ended before it had planned the run: its own lines say why") from None
         return text
     store.set("handed", text)
-    deadline = time.monotonic() + _READ_TIMEOUT_S
+    deadline = time.monotonic() + 10.0  # for those that have not read it
     while store.add("read", 0) < reader_count and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return text

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import ParallelismConfig
-from accelerate.state import PartialState
-from accelerate.utils import DDPCommunicationHookType, DistributedType
+from accelerate.utils import DDPCommunicationHookType
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -62,33 +61,25 @@ def engine_arguments(
     ranks = layout.gradient_ranks  # context parallelism: to FSDP2 these are data-parallel ranks with shorter rows
     if layout.is_fsdp and (layout.tensor_parallel > 1 or ranks > layout.shard):
         config_class = _TensorParallelConfig if layout.tensor_parallel > 1 else ParallelismConfig
-        sizes = {"dp_replicate_size": ranks // layout.shard, "dp_shard_size": layout.shard}
-        arguments["parallelism_config"] = config_class(**sizes, tp_size=layout.tensor_parallel)
+        arguments["parallelism_config"] = config_class(
+            dp_replicate_size=ranks // layout.shard, dp_shard_size=layout.shard, tp_size=layout.tensor_parallel
+        )
     return arguments
 
 
+# Accelerate's own way (1.15) imports a class that transformers removed; `tensor_parallel.divide_model` divides.
 class _TensorParallelConfig(ParallelismConfig):
-    """Accelerate's own way (1.15) imports a class that transformers removed; `tensor_parallel.divide_model` divides."""
-
     @property
     def tp_enabled(self) -> bool:
         return False
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Always, even of size 1."""
-        return True
+        return True  # even of size 1
 
     @property
     def active_mesh_dims(self) -> list[str]:
         return [*self.dp_dim_names, "tp"]
-
-
-def allow_fsdp_on_cpu(plan: Plan) -> None:
-    """Let accelerate shard over CPU ranks, for which it would choose DDP: its type is changed to
-    multi-GPU after the Trainer's arguments have made the group; `check_engine` verifies it."""
-    if plan.choice.layout.is_fsdp and plan.hardware.device == "cpu":
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def set_gradient_reduction(trainer: Any, plan: Plan, config: RunConfig) -> None:
@@ -104,8 +95,7 @@ def set_gradient_reduction(trainer: Any, plan: Plan, config: RunConfig) -> None:
         trainer.micro_steps_per_reduction = gradients.interval
     if plan.layout == "ddp" and gradients.is_compressed:
         trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(DTYPE_SHORT_NAMES[gradients.reduced_dtype])
-    is_custom = gradients.is_compressed or gradients.gathered_dtype != plan.precision.compute
-    if plan.choice.layout.is_fsdp and is_custom:
+    if plan.choice.layout.is_fsdp and (gradients.is_compressed or gradients.gathered_dtype != plan.precision.compute):
         # None: FSDP2 casts nothing. A dtype casts the inputs of every unit too, and its output
         is_fp32 = gradients.gathered_dtype == plan.precision.compute == "float32"
         param_dtype = None if is_fp32 else getattr(torch, gradients.gathered_dtype)
@@ -144,8 +134,9 @@ def checkpoint_bytes(trainer: Any) -> int:
 def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
     """What the weights that train take on all ranks together, in this dtype or their own."""
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    sizes = [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained]
-    return int(sum(size * (dtype or weight.dtype).itemsize for size, weight in zip(sizes, trained, strict=True)))
+    return sum(
+        int(getattr(weight, "ds_numel", weight.numel())) * (dtype or weight.dtype).itemsize for weight in trained
+    )
 
 
 def fp32_partitions(engine: Any) -> list[torch.Tensor]:
@@ -188,13 +179,12 @@ def load_device(plan: Plan, config: RunConfig) -> str | None:
 
 def quant_storage(plan: Plan, config: RunConfig) -> DtypeName | None:
     """The dtype of packed 4-bit weights: the compute dtype where FSDP divides them, None (bytes) elsewhere."""
-    is_quantised = config.tuning.mode == "qlora"
-    return plan.precision.compute if plan.choice.layout.is_fsdp and is_quantised else None
+    if plan.choice.layout.is_fsdp and config.tuning.mode == "qlora":
+        return plan.precision.compute
+    return None
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
-# How much more than its share of the bytes a rank may hold: uneven parts are padded.
-SHARD_SLACK = 0.10
 
 
 @dataclass(frozen=True)
@@ -209,11 +199,6 @@ class EngineCheck:
     bytes_by_rank: tuple[int, ...]
     frozen_whole_bytes: int = 0
     frozen_bytes_by_rank: tuple[int, ...] = ()
-
-    @property
-    def line(self) -> str:
-        """The check in one line, for the log."""
-        return f"Engine: {self.layout} proved: the model is a {self.wrapped_class} over {self.ranks} ranks"
 
 
 def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
@@ -246,7 +231,6 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
 
 
 def _require_divided(wrapped: Any, layout: Layout, kind: str, whole_bytes: int, sizes: Sequence[int]) -> None:
-    """Raises TrainingError where a rank holds more than its share of the trained or the frozen bytes."""
     replicated = 0  # by tensor-parallel ranks, each of which has embedding, head and norms
     for parameter in wrapped.parameters():
         if parameter.requires_grad is (kind == "trained") and isinstance(parameter, DTensor):
@@ -256,8 +240,8 @@ def _require_divided(wrapped: Any, layout: Layout, kind: str, whole_bytes: int, 
     share = (replicated + (whole_bytes - replicated) / layout.tensor_parallel) / layout.shard
     if layout.tensor_parallel > 1 and whole_bytes and share >= whole_bytes / layout.shard:
         share = 0.0  # nothing was divided along the axis: any bytes are too many
-    # the fixed part is for small models, where padding alone is more than the slack
-    if max(sizes) > share * (1 + SHARD_SLACK) + 4096 * distributed.world_size():
+    # a tenth more, since uneven parts are padded; the fixed part is for small models, where padding alone is more
+    if max(sizes) > 1.1 * share + 4096 * distributed.world_size():
         raise TrainingError(
             f"the plan says {layout.name} over {layout.shard * layout.tensor_parallel} ranks, but a rank holds "
             f"{max(sizes):,} of {whole_bytes:,} bytes of {kind} weights: they are not divided; nothing was trained"

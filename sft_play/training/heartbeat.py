@@ -24,17 +24,12 @@ import psutil
 import torch.distributed as dist
 
 from sft_play.process import failures
-from sft_play.process.failures import format_ranks
 from sft_play.training.distributed import open_store
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two signs of life: 64 ranks set 32 keys a second, a negligible load for the store.
-INTERVAL_S = 2.0
 # A note's length in its file: always the same, so that a shorter one leaves nothing of the last.
 NOTE_BYTES = 64
-# How long the store may take to answer: it may be gone with the first node.
-STORE_TIMEOUT_S = 10.0
 # Bytes a second that a disk writes at least: what is saved gets so much more time than the timeout.
 SLOWEST_DISK = 20 << 20
 
@@ -69,9 +64,7 @@ def laggards(beats: Sequence[Beat], silent_ranks: Collection[int]) -> list[Beat]
         return silent_beats
     least_count = min((beat.count for beat in beats), default=0)
     slowest = [beat for beat in beats if beat.count == least_count]
-    if len(slowest) == len(beats):
-        return []
-    return slowest
+    return slowest if len(slowest) < len(beats) else []
 
 
 def stall_report(
@@ -96,8 +89,7 @@ def stall_report(
     if waiting_beats:
         positions = " or ".join(sorted({beat.position for beat in waiting_beats}))
         verb = "waits" if len(waiting_beats) == 1 else "wait"
-        ranks = format_ranks([beat.rank for beat in waiting_beats])
-        parts.append(f"{ranks} {verb} for it at {positions}")
+        parts.append(f"{failures.format_ranks([beat.rank for beat in waiting_beats])} {verb} for it at {positions}")
     return f"{head}: {'; '.join(parts)}"
 
 
@@ -116,10 +108,11 @@ class Heartbeat:
     passes through is recorded before the ranks' connections are closed. Does nothing for one
     process."""
 
-    def __init__(self, timeout_s: float, *, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, timeout_s: float, *, interval_s: float = 2.0) -> None:
         self.timeout_s = timeout_s
         # Step and activity of what this rank began last.
         self.last_note = (0, "starting")
+        # between two signs of life: 64 ranks set 32 keys a second, a negligible load for the store
         self._interval_s = min(interval_s, timeout_s / 4)
         self._note_count = self._publish_count = 0
         self._last_progress: float | None = None
@@ -141,7 +134,8 @@ class Heartbeat:
             with contextlib.suppress(OSError):
                 self._note_file = note_path.open("wb", buffering=0)
         self._store = open_store("sft_play/beats")
-        self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        # it may be gone with the first node
+        self._store.set_timeout(timedelta(seconds=10))
         self._thread = threading.Thread(target=self._run, daemon=True, name="sft_play heartbeat")
         self._thread.start()
         return self
@@ -204,12 +198,16 @@ class Heartbeat:
         return 0.0 if last_progress is None else time.monotonic() - last_progress
 
     def _publish(self) -> None:
-        """Put this rank's sign of life into the store."""
         if self._store is None:
             return
         self._publish_count += 1
         idle_s = self._idle_s()
-        location = self._main_thread_location() if idle_s >= 2 * self._interval_s else ""
+        location = ""
+        if idle_s >= 2 * self._interval_s:  # where the main thread is: its innermost frame outside torch
+            outer = sys._current_frames()[threading.main_thread().ident or 0]
+            while f"{os.sep}torch{os.sep}" in outer.f_code.co_filename and outer.f_back is not None:
+                outer = outer.f_back
+            location = f"{outer.f_code.co_name} ({Path(outer.f_code.co_filename).name}:{outer.f_lineno})"
         beat = Beat(
             self._rank, socket.gethostname(), os.getpid(), *self.last_note, self._note_count,
             round(idle_s, 1), time.time(), self._publish_count, location,
@@ -219,16 +217,15 @@ class Heartbeat:
         except RuntimeError:  # the launcher has ended, which ends this rank too
             self._store = None
 
-    def _main_thread_location(self) -> str:
-        """Where the main thread is: its innermost frame outside torch."""
-        outer = sys._current_frames()[threading.main_thread().ident or 0]
-        while f"{os.sep}torch{os.sep}" in outer.f_code.co_filename and outer.f_back is not None:
-            outer = outer.f_back
-        return f"{outer.f_code.co_name} ({Path(outer.f_code.co_filename).name}:{outer.f_lineno})"
-
     def _report_stall(self) -> None:
         waited_s = max(self._idle_s(), self.timeout_s)
-        beats, silent_ranks = self._find_silent_ranks()
+        # two looks need no agreement of the clocks
+        earlier_numbers = {beat.rank: beat.number for beat in self._read_beats()}
+        for _ in range(5):  # 2.5 intervals, in which a rank that lives has published
+            time.sleep(self._interval_s / 2)
+            self._publish()  # others, whose time is over too, may be looking at this one
+        beats = self._read_beats()
+        silent_ranks = {beat.rank for beat in beats if earlier_numbers.get(beat.rank) == beat.number}
         missing_ranks = [rank for rank in range(self._world_size) if rank not in {beat.rank for beat in beats}]
         if beats:
             text = stall_report(beats, silent_ranks, missing_ranks=missing_ranks, waited_s=waited_s, now=time.time())
@@ -250,15 +247,6 @@ class Heartbeat:
                 process = psutil.Process(beat.pid)
                 if process.ppid() == os.getppid():
                     process.kill()
-
-    def _find_silent_ranks(self) -> tuple[list[Beat], set[int]]:
-        """The signs of life of all ranks, and the ranks that give none. Two looks need no agreement of the clocks."""
-        earlier_numbers = {beat.rank: beat.number for beat in self._read_beats()}
-        for _ in range(5):  # 2.5 intervals, in which a rank that lives has published
-            time.sleep(self._interval_s / 2)
-            self._publish()  # others, whose time is over too, may be looking at this one
-        beats = self._read_beats()
-        return beats, {beat.rank for beat in beats if earlier_numbers.get(beat.rank) == beat.number}
 
     def _read_beats(self) -> list[Beat]:
         if self._store is None:

@@ -64,15 +64,15 @@ def build_run_job(
     fields of `RunJob`. Raises DataError: a file of its rows is missing."""
     plan, deepspeed = plans[0]
     job = RunJob(loaded, plan, find_data_paths(loaded.runs[0].config.data), folder, deepspeed=deepspeed, **options)
-    stages = [
+    stages = tuple(
         replace(
             job, loaded=loaded.for_stage(stage), plan=plan, data_paths=find_data_paths(stage.config.data),
             deepspeed=deepspeed,
             folder=folder.stage_folder(stage.name, is_last_stage=stage is loaded.stages[-1]),
         )
         for stage, (plan, deepspeed) in zip(loaded.stages, plans, strict=bool(loaded.stages))
-    ]  # fmt: skip
-    return replace(job, stages=tuple(stages))
+    )  # fmt: skip
+    return replace(job, stages=stages)
 
 
 def resume_command(job: RunJob) -> str:
@@ -91,16 +91,6 @@ def measured_run(config: RunConfig, plan: Plan, **measurements: Any) -> calibrat
     device = "cpu"
     if plan.hardware.gpus:
         device = plan.hardware.gpus[0].name
-    fields: dict[str, Any] = {
-        "predicted_allocated": plan.memory.allocated,
-        "measured_allocated": 0,
-        "predicted_reserved": plan.choice.uncorrected.reserved,
-        "measured_reserved": 0,
-        "predicted_tokens_per_s": 0.0,
-        "measured_tokens_per_s": 0.0,
-        "kernels": (plan.kernels or CountedKernels()).memory,
-        "compiled": config.train.compile,
-    }
     return calibration.MeasuredRun(
         device=device,
         mode=config.tuning.mode,
@@ -110,45 +100,52 @@ def measured_run(config: RunConfig, plan: Plan, **measurements: Any) -> calibrat
         seq_len=plan.max_seq_len,
         versions=" ".join(f"{name} {version}" for name, version in sorted(installed_versions().items())),
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
-        **fields | measurements,
+        **{
+            "predicted_allocated": plan.memory.allocated,
+            "measured_allocated": 0,
+            "predicted_reserved": plan.choice.uncorrected.reserved,
+            "measured_reserved": 0,
+            "predicted_tokens_per_s": 0.0,
+            "measured_tokens_per_s": 0.0,
+            "kernels": (plan.kernels or CountedKernels()).memory,
+            "compiled": config.train.compile,
+            **measurements,
+        },
     )
 
 
 def record_measurements(configs_and_plans: Sequence[tuple[RunConfig, Plan]], summary: Mapping[str, Any]) -> None:
     """Record memory and speed for later plans; of stages only on GPUs: a CPU's peak is of the whole process."""
     stage_summaries = summary.get("stages")
-    for (config, plan), stage_summary in zip(configs_and_plans, stage_summaries or [summary], strict=False):
+    for (config, plan), figures in zip(configs_and_plans, stage_summaries or [summary], strict=False):
         # plans predict the other backend, and the speed of compiled blocks where these are asked for
-        is_predicted = stage_summary.get("backend") != "unsloth"
-        is_predicted = is_predicted and (stage_summary.get("compile") is not None) == config.train.compile
-        if is_predicted and (plan.hardware.gpus or not stage_summaries):
-            _record_stage(config, plan, stage_summary)
-
-
-def _record_stage(config: RunConfig, plan: Plan, summary: Mapping[str, Any]) -> None:
-    # The highest peak, predicted and measured, over the phases whose batch the plan chooses: a plan compares this one.
-    # The peaks of loading and saving say nothing about a batch.
-    phases = [name for name in summary["peak_bytes_by_moment"] if name in ("training", "evaluation")]
-    predicted_peaks = [plan.memory.by_moment[name] for name in phases if name in plan.memory.by_moment]
-    measured_peaks = [summary["peak_bytes_by_moment"][name] for name in phases]
-    peak_key = "measured_reserved" if plan.hardware.gpus else "measured_rss"
-    reserved_bytes = max((peak[peak_key] or 0 for peak in measured_peaks), default=0)
-    if not reserved_bytes or not predicted_peaks or not summary["tokens_per_s"] or summary.get("ran_out"):
-        return  # it stopped before a step was measured, or its steps were smaller than planned
-    used_kernels: KernelsName = "liger" if (summary.get("kernels") or {}).get("used") else "plain"
-    figures = {
-        "measured_allocated": max(peak["measured_allocated"] or 0 for peak in measured_peaks),
-        "measured_reserved": reserved_bytes,
-        "measured_tokens_per_s": summary["tokens_per_s"],
-        "kernels": used_kernels,
-        "predicted_allocated": 0,
-        "predicted_reserved": 0,
-    }
-    # What was predicted for other kernels is no prediction of this run: 0 leaves it out of the calibration.
-    counted_kernels = plan.kernels or CountedKernels()
-    if counted_kernels.speed == used_kernels:
-        figures["predicted_tokens_per_s"] = plan.choice.uncorrected.tokens_per_s
-    if counted_kernels.memory == used_kernels:
-        figures["predicted_allocated"] = max(allocated for allocated, _ in predicted_peaks)
-        figures["predicted_reserved"] = max(bytes_reserved for _, bytes_reserved in predicted_peaks)
-    calibration.add_measured_run(measured_run(config, plan, **figures))
+        is_predicted = figures.get("backend") != "unsloth"
+        is_predicted = is_predicted and (figures.get("compile") is not None) == config.train.compile
+        if not is_predicted or not (plan.hardware.gpus or not stage_summaries):
+            continue
+        # The highest peak, predicted and measured, over the phases whose batch the plan chooses: a plan compares this
+        # one. The peaks of loading and saving say nothing about a batch.
+        peaks = figures["peak_bytes_by_moment"]
+        phases = [name for name in peaks if name in ("training", "evaluation")]
+        predicted_peaks = [plan.memory.by_moment[name] for name in phases if name in plan.memory.by_moment]
+        peak_key = "measured_reserved" if plan.hardware.gpus else "measured_rss"
+        reserved_bytes = max((peaks[name][peak_key] or 0 for name in phases), default=0)
+        if not reserved_bytes or not predicted_peaks or not figures["tokens_per_s"] or figures.get("ran_out"):
+            continue  # it stopped before a step was measured, or its steps were smaller than planned
+        used_kernels: KernelsName = "liger" if (figures.get("kernels") or {}).get("used") else "plain"
+        measurements = {
+            "measured_allocated": max(peaks[name]["measured_allocated"] or 0 for name in phases),
+            "measured_reserved": reserved_bytes,
+            "measured_tokens_per_s": figures["tokens_per_s"],
+            "kernels": used_kernels,
+            "predicted_allocated": 0,
+            "predicted_reserved": 0,
+        }
+        # What was predicted for other kernels is no prediction of this run: 0 leaves it out of the calibration.
+        counted_kernels = plan.kernels or CountedKernels()
+        if counted_kernels.speed == used_kernels:
+            measurements["predicted_tokens_per_s"] = plan.choice.uncorrected.tokens_per_s
+        if counted_kernels.memory == used_kernels:
+            measurements["predicted_allocated"] = max(allocated for allocated, _ in predicted_peaks)
+            measurements["predicted_reserved"] = max(bytes_reserved for _, bytes_reserved in predicted_peaks)
+        calibration.add_measured_run(measured_run(config, plan, **measurements))

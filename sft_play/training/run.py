@@ -1,7 +1,5 @@
 """A run as one story: `run_training` prepares it and opens its folder on all ranks, `train_stage` trains a stage."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -10,18 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sft_play.process.waiting import report_wait
+from sft_play.runs.files import truncate_metrics
 from sft_play.training import distributed, engines
+from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.job import RunJob
+from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, Progress, StopController, stop_signals
 from sft_play.training.loop.curriculum import StageSequence
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.out_of_memory import record_oom
-from sft_play.training.loop.run_callbacks import RunCallbacks
-from sft_play.training.loop.trainer import load_trainer
-from sft_play.training.measure.evaluate import EvalSet, InitialEvaluation, build_eval_set, evaluate
+from sft_play.training.loop.trainer import build_plan_callbacks, load_trainer
+from sft_play.training.measure.evaluate import EvalSet, InitialEvaluation, build_eval_set, estimate_remaining, evaluate
 from sft_play.training.measure.monitor import RunMonitors, start_memory_peaks
-from sft_play.training.measure.summary import TrainingSummary, build_summary, finish_run
+from sft_play.training.measure.summary import build_summary, finish_run
+from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.model import attention_functions
 from sft_play.training.prepare.device_checks import explain_out_of_memory
 from sft_play.training.prepare.prepare import Prepared, data_facts, prepare_stages, require_agreement
@@ -89,13 +91,17 @@ def train_stage(
         )
         trainer.step_memory.on_oom.append(functools.partial(record_oom, job))
         with trainer.step_memory.raise_out_of_memory():
-            callbacks = RunCallbacks(job, prepared, trainer, eval_set, monitors, checkpoint)
-            training = _run_training_loop(job, trainer, callbacks, initial_evaluation, checkpoint)
+            stop_controller, update_check, start_step, tokens_per_s = _run_training_loop(
+                job, prepared, trainer, monitors, initial_evaluation, checkpoint
+            )
             monitors.peaks.close()
-            metrics_after = None if training.stop_controller.has_stopped_early else evaluate(trainer, eval_set)
+            metrics_after = None if stop_controller.has_stopped_early else evaluate(trainer, eval_set)
         monitors.heartbeat.note(trainer.state.global_step, "saving the trained weights")
-        summary = build_summary(job, trainer, training, initial_evaluation, metrics_after, monitors)
-        finish_run(job, prepared, trainer, summary, monitors.peaks, start_step=training.progress.start_step)
+        summary = build_summary(
+            job, trainer, stop_controller, update_check, initial_evaluation, metrics_after, monitors,
+            tokens_per_s=tokens_per_s,
+        )  # fmt: skip
+        finish_run(job, prepared, trainer, summary, monitors.peaks, start_step=start_step)
     if job.folder.stage_name is not None:  # another model is loaded into this process
         engines.release_engine(trainer)
     return summary
@@ -103,14 +109,41 @@ def train_stage(
 
 def _run_training_loop(
     job: RunJob,
+    prepared: Prepared,
     trainer: PlannedLoop,
-    callbacks: RunCallbacks,
+    monitors: RunMonitors,
     initial_evaluation: InitialEvaluation,
     checkpoint: Path | None,
-) -> TrainingSummary:
+) -> tuple[StopController, UpdateCheck, int, float]:
+    config, folder, eval_set = job.loaded.config, job.folder, initial_evaluation.eval_set
+    compile_monitor = trainer.compile_monitor
+    resume_step = None if checkpoint is None else checkpoints.checkpoint_step(checkpoint)
+    stop_controller = StopController(
+        config.train.stop_after_steps, hours=config.train.max_hours, pause_seconds=trainer.pause_seconds
+    )
+    update_check = UpdateCheck(trainer, job.plan.precision.updates)
+    progress = Progress(estimate_remaining=lambda: estimate_remaining(trainer, eval_set))
+    if distributed.is_first():  # lines after the checkpoint go: their steps are trained again
+        truncate_metrics(folder.metrics_path, -1 if resume_step is None else resume_step, stage_name=folder.stage_name)
+    if compile_monitor is not None:
+        compile_monitor.on_compiled.append(progress.exclude_wait)
+    plan_callbacks = build_plan_callbacks(
+        config, job.plan, folder, trainer, resume_step=resume_step,
+        metric_tags=eval_set.metric_tags(evaluates_in_training=trainer.args.eval_strategy != "no"),
+    )  # fmt: skip
     has_engine = job.plan.layout != "single" or job.deepspeed is not None
-    # it evaluates before the clock of the progress starts
-    callbacks.add_to_trainer(before=[initial_evaluation] if has_engine else [])
+    callbacks = [
+        GradientCheck(prepared.model_spec.late_gradients),
+        update_check,
+        MetricsFile(folder.metrics_path, start_time=monitors.start_time, stage=folder.stage_name),
+        progress,
+        stop_controller,
+        *plan_callbacks,
+    ]
+    if has_engine:  # it evaluates before the clock of the progress starts
+        callbacks.insert(0, initial_evaluation)
+    for callback in callbacks:
+        trainer.add_callback(callback)
     trainable_parameters = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
     logger.debug("Trainable parameters: %s", f"{trainable_parameters:,}")
     if not has_engine:  # none will wrap the model when training begins
@@ -118,9 +151,10 @@ def _run_training_loop(
     message = "Preparing the first step"
     if job.plan.layout.endswith("_offload"):
         message += ", for which DeepSpeed compiles its optimizer for RAM (once on a machine, minutes)"
-    with callbacks.watching(message):
+    monitor_context = contextlib.closing(compile_monitor) if compile_monitor else contextlib.nullcontext()
+    with stop_signals(stop_controller), monitor_context, progress.start_wait as start_wait:
+        start_wait.enter_context(report_wait(message))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
     tokens = distributed.sum_over_ranks(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
-    progress = callbacks.progress
-    return TrainingSummary(callbacks.stop_controller, progress, callbacks.update_check, tokens / progress.training_s)
+    return stop_controller, update_check, progress.start_step, tokens / progress.training_s

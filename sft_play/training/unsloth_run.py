@@ -23,8 +23,9 @@ from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftConfig
-from transformers import TrainingArguments
+from transformers import AutoTokenizer, TrainingArguments
 
 from sft_play import errors
 from sft_play.config.load import LoadedConfig, resolved_config
@@ -37,7 +38,6 @@ from sft_play.models.config_json import find_model_folder
 from sft_play.planner.backend import Backend, check_trackers
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.process import failures, signals
-from sft_play.process.failures import Failure
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.training import distributed, engines
@@ -62,8 +62,6 @@ logger = logging.getLogger(__name__)
 
 # In a run folder: what was handed over. The rows and the tokenizer are removed once Unsloth's process has ended.
 WORK_FOLDER, HANDOVER_FILE = "unsloth", "handover.json"
-# Seconds that the other processes have to end once one has failed.
-PEER_TIMEOUT_S = 20.0
 _BATCH_ROWS = 10_000
 _ROW_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
 
@@ -91,9 +89,8 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
     """Train in Unsloth's processes with what was prepared here; returns the run's summary. Raises SftPlayError: as
     Unsloth's process raised it; ModelError: the adapter that it wrote is not the run's; RuntimeError: another error,
     whose traceback was printed."""
-    python, info = prepared.backend.python, prepared.backend.unsloth_info
-    assert python is not None
-    assert info is not None
+    python: Any = prepared.backend.python
+    info: Any = prepared.backend.unsloth_info
     job.folder.update_manifest(unsloth={"python": str(python), "device": info.device, **info.versions})
     logger.info("Unsloth: %s; its process is %s on %s", info.versions_text, python, info.device)
     if info.device == "cpu":
@@ -111,7 +108,27 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
             shutil.rmtree(work_folder / name, ignore_errors=True)
     summary: dict[str, Any] = json.loads((job.folder.path / "summary.json").read_text(encoding="utf-8"))
     if "model_path" in summary:  # else it was stopped before its end
-        _check_adapter(job, handover, tokenizer=prepared.tokenizer, steps=summary["steps"])
+        # complete and the run's own, as PEFT reads it here; our tokenizer is saved beside it
+        path, lora = job.folder.model_path(is_adapter=True), job.loaded.config.tuning.lora
+        check_saved_weights(
+            path,
+            expected_shapes={name: tuple(shape) for name, shape in handover["tensors"].items()},
+            must_have_learned=summary["steps"] > 1,
+        )
+        adapter_config, tokenizer = PeftConfig.from_pretrained(str(path)), prepared.tokenizer
+        for name, value in {
+            "r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora,
+            "base_model_name_or_path": handover["model_path"],
+        }.items():  # fmt: skip
+            saved = getattr(adapter_config, name)
+            if saved != value:
+                raise ModelError(
+                    f"{path}: the adapter that Unsloth wrote is not the run's: {name}={saved!r} and not {value!r}"
+                )
+        if tokenizer.original_template is not None:
+            tokenizer.tokenizer.chat_template = tokenizer.original_template
+        tokenizer.tokenizer.save_pretrained(path)
+        record_digests(path)
         write_model_card(job, prepared, summary)
     summary["backend"] = "unsloth"
     job.folder.write_json("summary.json", summary)
@@ -160,33 +177,9 @@ def _write_handover(
     return handover
 
 
-def _check_adapter(job: RunJob, handover: Handover, *, tokenizer: LoadedTokenizer, steps: int) -> None:
-    """Check that the adapter is complete and the run's own, as PEFT reads it here, and save our tokenizer beside it.
-    Raises ModelError: a tensor is missing, not finite, never trained, or of other settings."""
-    path, lora = job.folder.model_path(is_adapter=True), job.loaded.config.tuning.lora
-    expected_shapes = {name: tuple(shape) for name, shape in handover["tensors"].items()}
-    check_saved_weights(path, expected_shapes=expected_shapes, must_have_learned=steps > 1)
-    adapter_config = PeftConfig.from_pretrained(str(path))
-    settings = {
-        "r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora,
-        "base_model_name_or_path": handover["model_path"],
-    }  # fmt: skip
-    for name, value in settings.items():
-        saved = getattr(adapter_config, name)
-        if saved != value:
-            raise ModelError(
-                f"{path}: the adapter that Unsloth wrote is not the run's: {name}={saved!r} and not {value!r}"
-            )
-    if tokenizer.original_template is not None:
-        tokenizer.tokenizer.chat_template = tokenizer.original_template
-    tokenizer.tokenizer.save_pretrained(path)
-    record_digests(path)
-
-
 # --- the processes ----------------------------------------------------------------------------------------------------
 def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
-    """Run the workers to their end. The first signal is passed on (they save and stop); a second ends them at once.
-    Raises the first failure."""
+    # the first signal is passed on (they save and stop); a second ends them at once
     ranks = plan.choice.layout.ranks
     variables = worker_environment(os.environ)
     if ranks > 1:
@@ -207,14 +200,15 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
             variables |= {failures.ERROR_FILE_VARIABLE: str(error_file)}
             if ranks > 1:
                 variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            words = [str(python), str(WORKER_SCRIPT), str(handover_path)]
-            processes.append(signals.start_child(words, environment=variables))
+            processes.append(
+                signals.start_child([str(python), str(WORKER_SCRIPT), str(handover_path)], environment=variables)
+            )
             if received_signals:
                 processes[-1].terminate()
         deadline = math.inf
         while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
             if deadline == math.inf and set(codes) - {None, 0, Interrupted.exit_code}:
-                deadline = time.monotonic() + PEER_TIMEOUT_S  # the others wait for it in a collective, and would hang
+                deadline = time.monotonic() + 20.0  # the others wait for it in a collective, and would hang
             time.sleep(0.05)
     exits = [
         (process.returncode, failures.read_failure(file)) for process, file in zip(processes, error_files, strict=True)
@@ -222,9 +216,8 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
     _raise_first_failure(exits, signal_count=len(received_signals))
 
 
-def _raise_first_failure(exits: Sequence[tuple[int, Failure | None]], *, signal_count: int) -> None:
-    """Raise the first failure of processes that ended with these exit codes, and recorded this; a broken connection or
-    a killed process counts only where there is no other."""
+def _raise_first_failure(exits: Sequence[tuple[int, failures.Failure | None]], *, signal_count: int) -> None:
+    # a broken connection or a killed process counts only where there is no other failure
     failed = [(code, failure) for code, failure in exits if code]
     if not failed:
         return
@@ -282,9 +275,6 @@ def train_handover(path: Path, train_stage: Callable[..., dict[str, Any]]) -> No
 
 
 def _build_prepared(handover: Handover, config: RunConfig) -> Prepared:
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(handover["tokenizer"], trust_remote_code=config.model.trust_remote_code)
     splits = {name: DataSplit(Dataset.from_file(file), _NOT_HANDED_OVER) for name, file in handover["splits"].items()}
     peft_config = LoraConfig(task_type="CAUSAL_LM", r=config.tuning.lora.r, target_modules=handover["target_modules"])
@@ -342,9 +332,15 @@ def _build_trainer(
 
 
 def _build_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> TrainingArguments:
-    """Without checkpointing: the Trainer would replace Unsloth's own with its."""
-    engine = engines.engine_arguments(plan, config, layer_class="", deepspeed=None)
-    options = training_arguments(config, plan, folder, has_eval=has_eval, engine_options=engine, arguments_class=dict)
+    options = training_arguments(
+        config,
+        plan,
+        folder,
+        has_eval=has_eval,
+        engine_options=engines.engine_arguments(plan, config, layer_class="", deepspeed=None),
+        arguments_class=dict,
+    )
+    # without checkpointing: the Trainer would replace Unsloth's own with its
     requested = {name: value for name, value in options.items() if "_checkpointing" not in name}
     arguments = TrainingArguments(**requested)
     actual = {name: getattr(getattr(arguments, name), "value", getattr(arguments, name)) for name in requested}

@@ -26,7 +26,6 @@ CARD_FILE = "README.md"
 REPOSITORY_PLACEHOLDER = "USER/NAME"
 WeightsKind = Literal["adapter", "model", "merged"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _VERSIONS = ("sft_play", "torch", "transformers", "peft", "trl", "bitsandbytes", "python")
 
 
@@ -67,9 +66,10 @@ def answer_stop_ids(config: RunConfig, tokenizer: Any, renderer: Renderer) -> li
     """Tokens that end an answer: the tokenizer's, those of the base's generation config, and the template's."""
     from transformers import GenerationConfig
 
-    location = model_location(config)
     try:
-        base_stop_ids = GenerationConfig.from_pretrained(location, revision=config.model.revision).eos_token_id
+        base_stop_ids = GenerationConfig.from_pretrained(
+            model_location(config), revision=config.model.revision
+        ).eos_token_id
     except (OSError, ValueError):  # it has none, or not on this disk and the hub cannot be asked
         base_stop_ids = None
     return collect_stop_ids(config.task_mode, tokenizer, renderer, base_stop_ids)
@@ -90,13 +90,31 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
     template_options = ""
     if kwargs := select_template_kwargs(config.data.chat_template_kwargs):
         template_options = f", **{kwargs!r}"
+    paths = [config.data.train_path, config.data.text_path, *(source.path for source in config.data.sources)]
+    datasets = sorted(
+        {path.removeprefix("hub:").partition(":")[0] for path in paths if path and path.startswith("hub:")}
+    )
+    front_matter = ModelCardData(
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        datasets=datasets or None,
+        tags=[
+            "sft_play",
+            "sft" if config.task_mode == "sft" else "continued-pretraining",
+            *{"full": [], "lora": ["lora"], "qlora": ["lora", "qlora"]}[config.tuning.mode],
+        ],
+        **base.license,
+        **({"base_model": base.name} if base.is_on_hub else {}),
+    )
+    figures = facts.summary.get("after") or facts.summary.get("before") or {"rows": 0}
+    result_rows = f"{figures['rows']:,} {str(facts.summary.get('split')).replace('val', 'validation')}"
     reports = {  # of each split; never a row, a path or a file's name
         name: entry["report"]
         for name, entry in (facts.manifest.get("data") or {}).items()
         if name.split()[-1] in ("train", "val", "test") and entry.get("report")
     }
     text = environment.get_template("card.md.jinja").render(
-        front_matter=_front_matter(facts, base).to_yaml(),
+        front_matter=front_matter.to_yaml(),
         name=facts.name,
         what={
             "adapter": f"A {method} adapter for `{base.name}`, which it needs.",
@@ -107,31 +125,11 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
         trust=trust_arguments, resize_to=facts.model_spec.resize_to, stop=list(facts.stop_ids), plan=facts.plan,
         config=config, template_options=template_options, method=method, train=config.train, lora=config.tuning.lora,
         peft_config=facts.model_spec.peft_config, steps=facts.summary.get("steps") or config.train.max_steps,
-        results=list(result_figures(facts.summary)), result_rows=_counted_rows(facts.summary), reports=reports,
+        results=list(result_figures(facts.summary)), result_rows=result_rows, reports=reports,
         licence=base.license.get("license_name") or base.license.get("license"),
         versions=", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)) or "not recorded",
     )  # fmt: skip
     return str(ModelCard(text))
-
-
-def _front_matter(facts: CardFacts, base: CardBase) -> ModelCardData:
-    config = facts.config
-    paths = [config.data.train_path, config.data.text_path, *(source.path for source in config.data.sources)]
-    datasets = sorted(
-        {path.removeprefix("hub:").partition(":")[0] for path in paths if path and path.startswith("hub:")}
-    )
-    tags = {"full": [], "lora": ["lora"], "qlora": ["lora", "qlora"]}[config.tuning.mode]
-    task = "sft" if config.task_mode == "sft" else "continued-pretraining"
-    fields = dict(base.license)
-    if base.is_on_hub:
-        fields["base_model"] = base.name
-    return ModelCardData(
-        library_name="peft" if facts.kind == "adapter" else "transformers",
-        pipeline_tag="text-generation",
-        datasets=datasets or None,
-        tags=["sft_play", task, *tags],
-        **fields,
-    )
 
 
 def describe_base(config: RunConfig) -> CardBase:
@@ -147,7 +145,7 @@ def describe_base(config: RunConfig) -> CardBase:
     if (folder / CARD_FILE).is_file():
         base_license = _read_license(str(folder / CARD_FILE)) or base_license
     hub_id = str(base_config.get("_name_or_path") or "")
-    if cached := _HUB_CACHE.search(str(folder.resolve())):
+    if cached := re.search(r"models--([\w.-]+?)--([\w.-]+)", str(folder.resolve())):
         hub_id = "/".join(cached.groups())
     if _HUB_ID.fullmatch(hub_id) and not Path(hub_id).exists():
         return CardBase(hub_id, True, base_license)
@@ -164,8 +162,11 @@ def _read_license(card: str) -> dict[str, str]:
 def _license_fields(metadata: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(metadata.get("license"), str):
         return {}
-    keys = ("license", "license_name", "license_link")
-    return {key: metadata[key] for key in keys if isinstance(metadata.get(key), str) and metadata[key]}
+    return {
+        key: metadata[key]
+        for key in ("license", "license_name", "license_link")
+        if isinstance(metadata.get(key), str) and metadata[key]
+    }
 
 
 def _loading_code(facts: CardFacts, base: CardBase, trust_arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -182,11 +183,6 @@ def _loading_code(facts: CardFacts, base: CardBase, trust_arguments: Sequence[st
         classes.append("BitsAndBytesConfig")
         options.append("quantization_config=quantization")
     return classes, options
-
-
-def _counted_rows(summary: Mapping[str, Any]) -> str:
-    figures = summary.get("after") or summary.get("before") or {"rows": 0}
-    return f"{figures['rows']:,} {str(summary.get('split')).replace('val', 'validation')}"
 
 
 def result_figures(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,8 +26,6 @@ HASH_THREADS = 8
 STAGING_NAME = ".writing"
 # Files without which training cannot be resumed exactly.
 RESUME_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
-# Suffixes of files that hold weights: whole ones, and parts of torch's distributed checkpoint.
-WEIGHT_SUFFIXES = (".safetensors", ".distcp")
 # files beside trained weights that people may change
 _EDITABLE_FILES = re.compile(r".*\.(md|jinja)|.*config.*\.json")
 
@@ -55,23 +53,16 @@ def create_staging(folder: Path) -> Path:
     return path
 
 
-def commit_checkpoint(
-    staged: Path,
-    folder: Path,
-    *,
-    required_files: Sequence[str] = RESUME_FILES,
-    on_bytes: Callable[[int], None] | None = None,
-) -> Path:
-    """Move a checkpoint that was written aside to its place, over one of the same step; returns its final path.
-    `on_bytes` is called with the bytes that were hashed. Raises TrainingError: a file that resuming needs is missing or
-    empty."""
+def commit_checkpoint(staged: Path, folder: Path, *, required_files: Sequence[str] = RESUME_FILES) -> Path:
+    """Move a checkpoint that was written aside to its place, over one of the same step; returns its final path. Raises
+    TrainingError: a file that resuming needs is missing or empty."""
     sizes = _file_sizes(staged)
     missing = [name for name in required_files if not sizes.get(name)]
-    if not any(name.endswith(WEIGHT_SUFFIXES) and size > 0 for name, size in sizes.items()):
+    if not any(name.endswith((".safetensors", ".distcp")) and size > 0 for name, size in sizes.items()):
         missing.append("weights (*.safetensors, or *.distcp where every rank writes its part)")
     if missing:
         raise TrainingError(f"the checkpoint {staged} was written without {', '.join(missing)}; is the disk full?")
-    record_digests(staged, on_bytes=on_bytes)
+    record_digests(staged)
     sync_folder(staged)  # a rename can outlive a power cut that what it names does not
     final = folder / staged.name
     atomic.move_into_place(staged, final, backup=folder / f"{STAGING_NAME}-old")
@@ -82,11 +73,11 @@ def commit_checkpoint(
     return final
 
 
-def record_digests(folder: Path, *, on_bytes: Callable[[int], None] | None = None) -> None:
-    """Write down the size and digest of each file; `on_bytes` is called with the bytes that were hashed."""
+def record_digests(folder: Path) -> None:
+    """Write down the size and digest of each file."""
     sizes = _file_sizes(folder)
-    record = {"files": sizes, "digests": _file_digests(folder, sizes, on_bytes)}
-    (folder / COMPLETE_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    text = json.dumps({"files": sizes, "digests": _file_digests(folder, sizes)}, indent=1)
+    (folder / COMPLETE_FILE).write_text(text, encoding="utf-8")
 
 
 def require_unchanged(folder: Path) -> None:
@@ -112,18 +103,14 @@ def _file_sizes(checkpoint: Path) -> dict[str, int]:
     }
 
 
-def _file_digests(
-    checkpoint: Path, sizes: Mapping[str, int], on_bytes: Callable[[int], None] | None = None
-) -> dict[str, str]:
-    """For each file the SHA-256 of the SHA-256 digests of its pieces."""
+# For each file the SHA-256 of the SHA-256 digests of its pieces.
+def _file_digests(checkpoint: Path, sizes: Mapping[str, int]) -> dict[str, str]:
     pieces = [(name, start) for name, size in sizes.items() for start in range(0, size, HASH_PIECE_BYTES)]
     hashes = {name: hashlib.sha256() for name in sizes}
     with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as pool:
         piece_digests = pool.map(lambda piece: _hash_piece(checkpoint / piece[0], piece[1]), pieces)
-        for (name, start), digest in zip(pieces, piece_digests, strict=True):
+        for (name, _), digest in zip(pieces, piece_digests, strict=True):
             hashes[name].update(digest)
-            if on_bytes is not None:
-                on_bytes(min(HASH_PIECE_BYTES, sizes[name] - start))
     return {name: digest.hexdigest() for name, digest in hashes.items()}
 
 
@@ -136,8 +123,8 @@ def _hash_piece(path: Path, start: int) -> bytes:
     return digest.digest()
 
 
+# The sizes and digests of the files by COMPLETE_FILE; empty where it is missing, damaged or was edited.
 def _read_record(checkpoint: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """Read the sizes and digests of the files from COMPLETE_FILE; empty where it is missing, damaged or was edited."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         text = (checkpoint / COMPLETE_FILE).read_text(encoding="utf-8")
         record = json.loads(text)
@@ -152,15 +139,11 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def find_damage(
-    checkpoint: Path,
-    *,
-    reads_contents: bool = True,
-    editable: re.Pattern[str] | None = None,
-    on_bytes: Callable[[int], None] | None = None,
+    checkpoint: Path, *, reads_contents: bool = True, editable: re.Pattern[str] | None = None
 ) -> str | None:
     """How a checkpoint differs from what was written, in words; None where it does not. `reads_contents`: all files are
-    read, and their digests compared; `on_bytes` is called with the bytes. With `editable`, files of such names may have
-    changed, and more of any name may be there."""
+    read, and their digests compared. With `editable`, files of such names may have changed, and more of any name may be
+    there."""
     if not (checkpoint / COMPLETE_FILE).is_file():
         return f"it was never finished (no {COMPLETE_FILE})"
     expected, digests = _read_record(checkpoint)
@@ -176,25 +159,18 @@ def find_damage(
     if len(sizes) > len(expected):
         return "it holds files that it was not written with"
     try:
-        actual_digests = _file_digests(checkpoint, sizes, on_bytes) if reads_contents else digests
+        actual_digests = _file_digests(checkpoint, sizes) if reads_contents else digests
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
     changed = [name for name in expected if actual_digests[name] != digests[name]]
     return f"{', '.join(changed[:4])}: the contents are not those that were written" if changed else None
 
 
-def skipped_line(checkpoint: Path, damage: str) -> str:
-    """The line about a checkpoint that is not used."""
-    return f"{checkpoint} is skipped: {damage}"
-
-
-def last_undamaged(
-    folder: Path, *, on_bytes: Callable[[int], None] | None = None
-) -> tuple[Path | None, dict[Path, str]]:
+def last_undamaged(folder: Path) -> tuple[Path | None, dict[Path, str]]:
     """Find the last undamaged checkpoint (None: there is none), and the later ones, each with its damage."""
     damaged: dict[Path, str] = {}
     for path in sorted(_numbered_checkpoints(folder), key=checkpoint_step, reverse=True):
-        damage = find_damage(path, on_bytes=on_bytes)
+        damage = find_damage(path)
         if damage is None:
             return path, damaged
         damaged[path] = damage
@@ -224,15 +200,13 @@ def resume_note(folder: Path) -> str:
     return "there is no checkpoint"
 
 
-def rotate_checkpoints(folder: Path, *, limit: int | None, best_checkpoint: Path | None) -> list[Path]:
-    """Remove the oldest complete checkpoints beyond `limit`, never the best one; returns what was removed."""
+def rotate_checkpoints(folder: Path, *, limit: int | None, best_checkpoint: Path | None) -> None:
+    """Remove the oldest complete checkpoints beyond `limit` (None: keep all), never the best one."""
     if limit is None:
-        return []
+        return
     candidates = [
         path for path in complete_checkpoints(folder) if best_checkpoint is None or path.name != best_checkpoint.name
     ]
-    removed = candidates[:-limit]
-    for path in removed:
+    for path in candidates[:-limit]:
         (path / COMPLETE_FILE).unlink()  # first, so that a kill in between leaves nothing that looks complete
         shutil.rmtree(path)
-    return removed

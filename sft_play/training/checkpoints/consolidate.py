@@ -34,9 +34,6 @@ from sft_play.training.prepare.tokenizer import added_token_rows
 
 logger = logging.getLogger(__name__)
 
-# Weights that are read at once: fewer would read the table of contents too often.
-_BATCH_BYTES = GIB
-
 
 def consolidate(
     run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None, is_trusted: CodeTrust = trust_none
@@ -59,7 +56,17 @@ def consolidate(
 def _write_consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, out: Path | None) -> Path:
     quiet_libraries()
     transformers_logging.disable_progress_bar()
-    source = _select_checkpoint(run, checkpoint)
+    source = checkpoint
+    if source is not None:
+        damage = checkpoints.find_damage(source)
+        if damage is not None:
+            raise RunFolderError(f"the checkpoint {source} cannot be used: {damage}")
+    else:
+        source, damaged = checkpoints.last_undamaged(run.checkpoints_path)
+        for path, damage in damaged.items():
+            logger.warning("%s is skipped: %s", path, damage)
+        if source is None:
+            raise RunFolderError(f"there is no complete checkpoint to consolidate in {run.checkpoints_path}")
     target = out or run.path / f"consolidated-{checkpoints.checkpoint_step(source)}"
     if target.exists():
         raise RunFolderError(f"{target} exists; remove it, or name another place: OUT=FOLDER")
@@ -80,27 +87,23 @@ def _write_consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | No
     if sharded_checkpoints.is_sharded(source):
         options["tensors"] = _iterate_weights(source, model)
     else:  # not below: a fault of what is read is none of OUT
-        options["state_dict"] = _read_full_weights(source, model)
+        if (source / "latest").is_file():
+            from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+            output = io.StringIO()
+            with forbid_pickled_code(source), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                weights: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(source))
+            # its tensors are views of one flat tensor, which safetensors refuses
+            weights = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
+        else:
+            weights = read_checkpoint_weights(source, model)
+        options["state_dict"] = {name: weights[name] for name in _require_weights(source, model, weights)}
     try:
         size = save_model(model, tokenizer, target, **options)
     except OSError as error:
         raise ConfigError(f"OUT={one_line(str(target))} cannot be written: {error.strerror}") from None
     logger.info("Written to: %s (%.1f MiB of weights)", target, size / MIB)
     return target
-
-
-def _select_checkpoint(run: RunFolder, checkpoint: Path | None) -> Path:
-    if checkpoint is not None:
-        damage = checkpoints.find_damage(checkpoint)
-        if damage is not None:
-            raise RunFolderError(f"the checkpoint {checkpoint} cannot be used: {damage}")
-        return checkpoint
-    source, damaged = checkpoints.last_undamaged(run.checkpoints_path)
-    for path, damage in damaged.items():
-        logger.warning("%s", checkpoints.skipped_line(path, damage))
-    if source is None:
-        raise RunFolderError(f"there is no complete checkpoint to consolidate in {run.checkpoints_path}")
-    return source
 
 
 def _iterate_weights(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,7 +114,7 @@ def _iterate_weights(source: Path, model: Any) -> Iterator[tuple[str, torch.Tens
         shape, dtype = specs[name]
         names.append(name)
         size += math.prod(shape) * dtype.itemsize
-        if size >= _BATCH_BYTES:
+        if size >= GIB:
             yield from sharded_checkpoints.read_sharded_weights(source, names).items()
             names, size = [], 0
     yield from sharded_checkpoints.read_sharded_weights(source, names).items()
@@ -125,17 +128,3 @@ def _require_weights(source: Path, model: Any, stored: Container[str]) -> list[s
     if missing:
         raise ModelError(f"the checkpoint {source} lacks {len(missing)} trained tensors, such as {missing[0]}")
     return expected
-
-
-def _read_full_weights(source: Path, model: Any) -> dict[str, torch.Tensor]:
-    if (source / "latest").is_file():
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        output = io.StringIO()
-        with forbid_pickled_code(source), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            weights: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(source))
-        # its tensors are views of one flat tensor, which safetensors refuses
-        weights = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
-    else:
-        weights = read_checkpoint_weights(source, model)
-    return {name: weights[name] for name in _require_weights(source, model, weights)}

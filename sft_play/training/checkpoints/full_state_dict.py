@@ -25,7 +25,6 @@ from sft_play.training.distributed import is_first
 from sft_play.training.model.language_model import PEFT_PREFIX, find_text_tower, names_lost_by_peft
 
 ADAPTER_FILE = "adapter_model.safetensors"
-_FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 # not strict: an adapter's checkpoint lacks the base's tensors
 _FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
 
@@ -49,11 +48,17 @@ def full_optimizer_states(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """States of an FSDP optimizer, gathered, keyed by number as in `Optimizer.state_dict`; empty on all ranks but the
     first. All ranks call it."""
     indexes = {name: index for index, name in enumerate(itertools.chain(*_names_by_group(model, optimizer)))}
-    states = get_optimizer_state_dict(model, optimizer, options=_FULL_STATE)
+    states = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if not states.get("state"):  # torch leaves it empty on the other ranks
         return {}
-    groups = [{**group, "params": [indexes[name] for name in group["params"]]} for group in states["param_groups"]]
-    return {"state": {indexes[name]: state for name, state in states["state"].items()}, "param_groups": groups}
+    return {
+        "state": {indexes[name]: state for name, state in states["state"].items()},
+        "param_groups": [
+            {**group, "params": [indexes[name] for name in group["params"]]} for group in states["param_groups"]
+        ],
+    }
 
 
 def load_optimizer_states(model: nn.Module, optimizer: Any, states: Mapping[str, Any] | None) -> None:
@@ -85,19 +90,15 @@ def read_checkpoint_weights(checkpoint: Path, model: nn.Module) -> dict[str, tor
             tensors = {text_tower.to_full_name(name): tensor for name, tensor in tensors.items()}
         return {names.get(name, name): tensor for name, tensor in tensors.items() if not is_duplicate_name(name)}
     weights: dict[str, torch.Tensor] = {}
-    for file in _model_files(checkpoint):
+    for file in sorted(checkpoint.glob("model*.safetensors")):
         weights |= load_file(file)
     return weights
-
-
-def _model_files(checkpoint: Path) -> list[Path]:
-    return sorted(checkpoint.glob("model*.safetensors"))
 
 
 def load_full_weights(model: nn.Module, checkpoint: Path) -> None:
     """Load whole weights into a model that is not divided, file by file; raises TrainingError where they differ."""
     missing, unexpected = set(model.state_dict()), list[str]()
-    for file in _model_files(checkpoint):
+    for file in sorted(checkpoint.glob("model*.safetensors")):
         weights = load_file(file)
         missing -= set(weights)
         unexpected += model.load_state_dict(weights, strict=False).unexpected_keys
@@ -107,9 +108,8 @@ def load_full_weights(model: nn.Module, checkpoint: Path) -> None:
 def require_same_names(model: Any, missing: Iterable[str], unexpected: Iterable[str]) -> None:
     """Raises TrainingError where a checkpoint lacks a tensor of the model, other than a tied one, or has another."""
     if names := [*sorted(set(missing) - tied_weight_names(model)), *unexpected]:
-        listed_names = ", ".join(names[:4])
         raise TrainingError(
-            f"the checkpoint does not match the model: {listed_names}; it was written by another version"
+            f"the checkpoint does not match the model: {', '.join(names[:4])}; it was written by another version"
         )
 
 
@@ -149,8 +149,11 @@ def load_adapter(model: Any, folder: Path) -> Any:
             text_tower.to_text_name(name): row_ids for name, row_ids in rows.items()
         } or None
         expert_modules = {name.rpartition(".")[0] for name in config.target_parameters or ()}
-        text_names = map(text_tower.to_text_name, names)
-        layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0] for name in text_names if ".lora_A." in name}
+        layers = {
+            text_tower.to_text_name(name).removeprefix(PEFT_PREFIX).partition(".lora_A.")[0]
+            for name in names
+            if ".lora_A." in name
+        }
         config.target_modules = {name for name in layers if name.removesuffix(".base_layer") not in expert_modules}
     peft_model = get_peft_model(model, config)
     load_adapter_weights(peft_model, folder)
@@ -183,8 +186,8 @@ def gather_to_cpu(tensors: Iterable[tuple[str, Any]], *, keeps_copies: bool) -> 
     return copies_by_name
 
 
+# The whole of a tensor that FSDP2 may have divided; all ranks call it.
 def _full_tensor(tensor: Any) -> torch.Tensor:
-    """The whole of a tensor that FSDP2 may have divided; all ranks call it."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach()
@@ -237,20 +240,24 @@ def gather_state_dict(trainer: Any, *, from_fp32_masters: bool = False) -> dict[
     engine = getattr(trainer, "deepspeed", None)
     state: dict[str, Any] | None
     if getattr(trainer, "is_fsdp_enabled", False):
-        gather = _gather_adapter if is_adapter else trainer.accelerator.get_state_dict
-        state = gather(trainer.model)
+        state = _gather_adapter(trainer.model) if is_adapter else trainer.accelerator.get_state_dict(trainer.model)
     elif engine is not None:
-        is_divided = int(engine.zero_optimization_stage()) == 3
         if is_adapter:
             state = _gather_adapter(engine.module)
-        elif is_divided:
+        elif int(engine.zero_optimization_stage()) == 3:
             # transformers' Trainer.save_model calls this private method of DeepSpeed's too (5.23)
             state = engine._zero3_consolidated_16bit_state_dict()
         else:
             state = engine.module.state_dict()
-        is_half = next(engine.module.parameters()).dtype != torch.float32
-        if is_half and (is_adapter or from_fp32_masters):
-            state = (state or {}) | _fp32_master_weights(engine.module)
+        if (is_adapter or from_fp32_masters) and next(engine.module.parameters()).dtype != torch.float32:
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            state = state or {}
+            for name, parameter in engine.module.named_parameters():
+                if parameter.requires_grad:
+                    master_weight = safe_get_full_fp32_param(parameter)
+                    if is_first() and master_weight is not None:
+                        state[name] = master_weight.detach().cpu()
     else:
         return None
     if is_adapter:
@@ -268,18 +275,6 @@ def full_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
         if name not in tied:
             full_tensor = _full_tensor(tensor)
             yield name, full_tensor.cpu() if is_first() else None
-
-
-def _fp32_master_weights(model: Any) -> dict[str, Any]:
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    copies: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            full_tensor = safe_get_full_fp32_param(parameter)
-            if is_first() and full_tensor is not None:
-                copies[name] = full_tensor.detach().cpu()
-    return copies
 
 
 def _gather_adapter(model: Any) -> dict[str, Any]:

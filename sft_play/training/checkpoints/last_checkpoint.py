@@ -29,16 +29,7 @@ logger = logging.getLogger(__name__)
 # Pickles in a checkpoint are read without running code, by libraries that would run it too: torch's
 # own variable overrules DeepSpeed.
 
-# The variable by which the user says that a checkpoint may run code; ranks inherit it.
-TRUST_VARIABLE = "TRUST"
 _WEIGHTS_ONLY_VARIABLES = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-# What DeepSpeed's optimizer states hold besides tensors; none of them does anything when it is built.
-_DEEPSPEED_CLASSES = (
-    ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
-    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
-    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
-    ("deepspeed.utils.tensor_fragment", "fragment_address"),
-)
 
 
 def find_last_checkpoint(folder: Path) -> Path | None:
@@ -52,9 +43,10 @@ def find_last_checkpoint(folder: Path) -> Path | None:
     distributed.barrier(distributed.long_timeout_group())  # as long as reading takes
     name, damaged = distributed.broadcast_value(name_and_damaged)
     if damaged and name is None:
+        reasons = [f"{path} is skipped: {damage}" for path, damage in damaged.items()]
         raise RunFolderError(
-            f"no checkpoint can be resumed: {'; '.join(map(checkpoints.skipped_line, damaged, damaged.values()))}. "
-            "Nothing was changed: put back a copy of one of them, or start a new run (make train)"
+            f"no checkpoint can be resumed: {'; '.join(reasons)}. Nothing was changed: put back a copy of one of them, "
+            "or start a new run (make train)"
         )
     if name is None:
         return None
@@ -70,7 +62,7 @@ def find_last_checkpoint(folder: Path) -> Path | None:
     )
     if distributed.is_first():
         for path, reason in damaged.items():
-            logger.warning("%s", checkpoints.skipped_line(path, reason))
+            logger.warning("%s is skipped: %s", path, reason)
             # retention would keep it, as the newest, in place of a good one
             (path / checkpoints.COMPLETE_FILE).unlink(missing_ok=True)
         if damaged:
@@ -83,7 +75,7 @@ def find_last_checkpoint(folder: Path) -> Path | None:
 def forbid_pickled_code(checkpoint: Path) -> Iterator[None]:
     """Within it no pickle runs code, but DeepSpeed's with TRUST=1; raises RunFolderError for one that could."""
     is_deepspeed = (checkpoint / "latest").is_file()
-    if is_deepspeed and os.environ.get(TRUST_VARIABLE, "0") not in ("", "0"):
+    if is_deepspeed and os.environ.get("TRUST", "0") not in ("", "0"):
         logger.warning("TRUST=1: what is stored in %s may run code while it is read", checkpoint)
         yield
         return
@@ -92,7 +84,13 @@ def forbid_pickled_code(checkpoint: Path) -> Iterator[None]:
     classes, advice = list[Any](), ""
     if is_deepspeed:
         advice = ": if you trust whoever wrote it, TRUST=1 reads it"
-        for module, name in _DEEPSPEED_CLASSES:
+        # what its optimizer states hold besides tensors; none of them does anything when it is built
+        for module, name in (
+            ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+            ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+            ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+            ("deepspeed.utils.tensor_fragment", "fragment_address"),
+        ):
             with contextlib.suppress(ImportError, AttributeError):  # another version has others, which it names
                 classes.append(getattr(importlib.import_module(module), name))
     try:
@@ -117,15 +115,12 @@ def forbid_pickled_code(checkpoint: Path) -> Iterator[None]:
 # `load_hp_checkpoint_state_from_checkpoint_dir_stage3`): all groups of the optimizer get those of
 # the first, and all states one tensor that counts the steps.
 
-_OPTIMIZER_FILES, _MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
-_GROUPS_FILE = "zero/optimizer_state.pt"
-
 
 @contextlib.contextmanager
 def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
     """Yield the checkpoint as this number of ranks can read it: itself, or a copy in DeepSpeed's universal form, which
     `finish_loading` removes. All ranks call it. Raises RunFolderError: there is no room for the copy."""
-    state_files, folder = sorted(checkpoint.glob(f"global_step*/{_OPTIMIZER_FILES}")), checkpoint.parent
+    state_files, folder = sorted(checkpoint.glob("global_step*/*_optim_states.pt")), checkpoint.parent
     if not trainer.is_deepspeed_enabled or len(state_files) == distributed.world_size():
         yield checkpoint
         return
@@ -133,12 +128,13 @@ def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
     trainer.heartbeat.note(checkpoints.checkpoint_step(checkpoint), "converting the checkpoint")
     # every state as pieces and whole, the first rank's again, and the weights: what is frozen is in no part
     state_sizes = [state_file.stat().st_size for state_file in state_files]
-    model_sizes = [file.stat().st_size for file in checkpoint.glob(f"*/{_MODEL_FILES}")]
-    needed_bytes = 2 * sum(state_sizes) + state_sizes[0] + sum(model_sizes)
+    needed_bytes = 2 * sum(state_sizes) + state_sizes[0]
+    needed_bytes += sum(file.stat().st_size for file in checkpoint.glob("*/*_model_states.pt"))
     try:
         available_bytes = distributed.broadcast_value(free_disk_bytes(folder))
-        purpose = f"{checkpoint.name} for another number of ranks"
-        with require_disk_space(folder, needed_bytes, purpose, available_bytes=available_bytes):
+        with require_disk_space(
+            folder, needed_bytes, f"{checkpoint.name} for another number of ranks", available_bytes=available_bytes
+        ):
             if distributed.is_first():
                 logger.info("Converting the optimizer states of %d ranks for %d: %s",
                             len(state_files), distributed.world_size(), checkpoint)  # fmt: skip
@@ -160,8 +156,9 @@ def finish_loading(trainer: Any, checkpoint: Path) -> None:
     optimizer = engines.unwrap_optimizer(trainer.optimizer)
     groups = None
     if distributed.is_first():
-        path = next(checkpoint.glob(f"*/{_GROUPS_FILE}"))
-        groups = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["param_groups"]
+        groups = torch.load(
+            next(checkpoint.glob("*/zero/optimizer_state.pt")), map_location="cpu", weights_only=True, mmap=True
+        )["param_groups"]
     for group, saved_group in zip(optimizer.param_groups, distributed.broadcast_value(groups), strict=True):
         group.update({name: value for name, value in saved_group.items() if name != "params"})
     for state in optimizer.state.values():
@@ -172,8 +169,8 @@ def finish_loading(trainer: Any, checkpoint: Path) -> None:
         shutil.rmtree(checkpoint.parent, ignore_errors=True)
 
 
+# An engine that is still to be made gets it by its config.
 def _set_universal_loading(trainer: Any, *, enabled: bool) -> None:
-    """Let the engine read the universal form or not; an engine still to be made gets it by its config."""
     trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": enabled}
     if engines.is_deepspeed(trainer.model_wrapped):
         trainer.model_wrapped._config.load_universal_checkpoint = enabled

@@ -35,7 +35,7 @@ from sft_play.training.checkpoints.full_state_dict import (
     model_names_by_saved_name,
     tied_weight_names,
 )
-from sft_play.training.model.language_model import TextTower, find_text_tower
+from sft_play.training.model.language_model import find_text_tower
 
 # The safetensors files of a model's folder, read by their headers.
 #
@@ -65,10 +65,10 @@ def open_tensors(folder: Path) -> dict[str, FileTensor]:
         archive: Any = safe_open(file, framework="pt")  # maps the file, as long as any of its tensors is held
         for name in archive.keys():  # noqa: SIM118  (safe_open is no mapping)
             tensor_slice = archive.get_slice(name)  # reads the file's header, and none of the tensor
-            read = partial(archive.get_tensor, name)
-            tensors[name] = FileTensor(file, tuple(tensor_slice.get_shape()), str(tensor_slice.get_dtype()), read)
-    config = read_json(folder / "config.json")
-    method, fields = dequantisable_method(config)
+            tensors[name] = FileTensor(
+                file, tuple(tensor_slice.get_shape()), str(tensor_slice.get_dtype()), partial(archive.get_tensor, name)
+            )
+    method, fields = dequantisable_method(read_json(folder / "config.json"))
     if method == "mxfp4":
         return dict(_mxfp4_tensors(tensors))
     if method == "fp8":
@@ -81,8 +81,7 @@ def weight_files(folder: Path) -> list[Path]:
     may hold the same weights twice (`consolidated.safetensors` beside `model-*.safetensors`)."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted({folder / name for name in files.values()})
+        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     single_file = folder / "model.safetensors"
     return [single_file] if single_file.is_file() else sorted(folder.glob("*.safetensors"))
 
@@ -107,7 +106,7 @@ def fetch_base_folder(name: str, *, revision: str | None) -> Path:
 def describe_broken_connection(error: BaseException) -> str | None:
     """Describe a download that a connection error ended, also as the cause of another error; None for any other."""
     cause: BaseException | None = error
-    while cause is not None and not type(cause).__module__.startswith(_CONNECTION_PACKAGES):
+    while cause is not None and not type(cause).__module__.startswith(("httpx", "httpcore", "requests", "urllib3")):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         return None
@@ -115,23 +114,15 @@ def describe_broken_connection(error: BaseException) -> str | None:
     return f"did not come whole ({message}); files that did are kept, and the next start fetches the others"
 
 
-# How the names of packages begin whose errors are those of a connection.
-_CONNECTION_PACKAGES = ("httpx", "httpcore", "requests", "urllib3")
-
 # --- stored quantised -------------------------------------------------------------------------------------------------
 # The values of four bits without their sign, which comes first (OCP Microscaling Formats 1.0, 5.3.3).
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Of a scale that is an exponent of two in a byte (E8M0).
-_E8M0_BIAS = 127
 # How the scales of a tensor are called: DeepSeek-V3, Qwen and MiniMax; DeepSeek-V4; Mistral; per tensor.
 _SCALE_NAMES = ("{key}_scale_inv", "{stem}.scale", "{stem}.qscale_weight", "{key}_scale")
-# Ends of the names of scales of activations, which 16 bits have no use for.
-_UNUSED_SUFFIXES = ("activation_scale", "input_scale", "qscale_act")
-_PACKED_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "I8", "U8")
 
 
+# gpt-oss: `*_blocks` (experts x rows x groups x 16 bytes) and `*_scales` (experts x rows x groups).
 def _mxfp4_tensors(tensors: Mapping[str, FileTensor]) -> Iterator[tuple[str, FileTensor]]:
-    """gpt-oss: `*_blocks` (experts x rows x groups x 16 bytes) and `*_scales` (experts x rows x groups)."""
     for key, blocks in tensors.items():
         name = key.removesuffix("_blocks")
         if name == key:
@@ -153,7 +144,7 @@ def _read_mxfp4(blocks: FileTensor, scales: FileTensor) -> Any:
 def _block_tensors(tensors: Mapping[str, FileTensor], block_size: Any) -> Iterator[tuple[str, FileTensor]]:
     scales_by_key = dict[str, str]()
     for key, tensor in tensors.items():
-        if tensor.dtype in _PACKED_DTYPES:
+        if tensor.dtype in ("F8_E4M3", "F8_E5M2", "F4", "I8", "U8"):
             names = [name.format(key=key, stem=key.removesuffix(".weight")) for name in _SCALE_NAMES]
             scales = next((name for name in names if name in tensors and name != key), None)
             if scales is not None:
@@ -165,18 +156,30 @@ def _block_tensors(tensors: Mapping[str, FileTensor], block_size: Any) -> Iterat
         if key in scales_by_key:
             numbers_per_byte = 1 if tensor.dtype.startswith("F8") else 2
             shape = (*tensor.shape[:-1], numbers_per_byte * tensor.shape[-1])
-            read = partial(_read_blocks, tensor, tensors[scales_by_key[key]], block_size)
-            yield key, FileTensor(tensor.file, shape, "BF16", read)
-        elif key not in scale_keys and not key.endswith(_UNUSED_SUFFIXES):
+            yield (
+                key,
+                FileTensor(
+                    tensor.file, shape, "BF16", partial(_read_blocks, tensor, tensors[scales_by_key[key]], block_size)
+                ),
+            )
+        # scales of activations, which 16 bits have no use for, are left out
+        elif key not in scale_keys and not key.endswith(("activation_scale", "input_scale", "qscale_act")):
             yield key, tensor
 
 
+# In bfloat16: each block times its scale, in fp32; the last blocks may be smaller than the others.
 def _read_blocks(tensor: FileTensor, scales: FileTensor, block_size: Any) -> torch.Tensor:
-    """In bfloat16: each block times its scale, in fp32; the last blocks may be smaller than the others."""
     stored, scale = tensor.read(), scales.read()
     if scale.dtype is torch.uint8:
-        scale = torch.exp2(scale.float() - _E8M0_BIAS)
-    values = stored.float() if tensor.dtype.startswith("F8") else _unpack_fp4(stored.view(torch.uint8))
+        # an exponent of two in a byte (E8M0)
+        scale = torch.exp2(scale.float() - 127)
+    if tensor.dtype.startswith("F8"):
+        values = stored.float()
+    else:  # bytes of two numbers each, the lower half first: the last side is twice as long
+        table = torch.tensor([*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)])
+        stored = stored.view(torch.uint8)
+        halves = torch.stack([stored & 15, stored >> 4], dim=-1)
+        values = table[halves.int()].reshape(*stored.shape[:-1], -1)
     if scale.numel() == 1:
         return (values * scale.float().reshape(())).bfloat16()
     sizes = block_size if isinstance(block_size, list | tuple) and len(block_size) == 2 else (1, 1)
@@ -186,18 +189,11 @@ def _read_blocks(tensor: FileTensor, scales: FileTensor, block_size: Any) -> tor
     return (values * expanded).bfloat16()
 
 
+# Elements of a block on a side of `length` with `count` blocks; the config's size where it gives this count.
 def _block_length(length: int, count: int, configured: int) -> int:
-    """Elements of a block on a side of `length` with `count` blocks; the config's size where it gives this count."""
     if math.ceil(length / configured) == count:
         return configured
     return math.ceil(length / count)
-
-
-def _unpack_fp4(stored: torch.Tensor) -> torch.Tensor:
-    """Bytes of two numbers each, the lower half first, in fp32: the last side is twice as long."""
-    table = torch.tensor([*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)])
-    halves = torch.stack([stored & 15, stored >> 4], dim=-1)
-    return table[halves.int()].reshape(*stored.shape[:-1], -1)
 
 
 def save_model(
@@ -207,22 +203,18 @@ def save_model(
     *,
     base_folder: Path | None = None,
     steps: int = 0,
-    on_bytes: Callable[[int], None] | None = None,
     **write_options: Any,
 ) -> int:
     """Save the adapter, or the whole model, with its tokenizer: written aside, read back and checked,
     then renamed; returns the bytes of its tensors. `base_folder`: the base's folder, with the rest
     of a whole class; `steps`: optimizer steps taken, after more than one of which a lora_B is not
-    zero; `on_bytes` is called with the bytes that are read back; `write_options`: those of
-    `write_weights`. Raises ModelError: what was written is empty, not finite, or not what the model
-    holds."""
+    zero; `write_options`: those of `write_weights`. Raises ModelError: what was written is empty,
+    not finite, or not what the model holds."""
     with atomic.replace_path(path, temporary=path.with_name(f".{path.name}.building")) as staging:
         write_weights(model, staging, **write_options)
         (staging / "README.md").unlink(missing_ok=True)  # PEFT's blank form, which names the base by its path
         tokenizer.save_pretrained(staging)
-        size = check_saved_weights(
-            staging, expected_shapes=saved_shapes(model), must_have_learned=steps > 1, on_bytes=on_bytes
-        )
+        size = check_saved_weights(staging, expected_shapes=saved_shapes(model), must_have_learned=steps > 1)
         if base_folder is not None:
             expand_to_full_class(model, staging, base_folder)
         return size
@@ -258,10 +250,24 @@ def write_weights(
         model.save_pretrained(folder, state_dict={}, save_original_format=False)
         write_tensors(folder, tensors, shapes=shapes, dtype_rule=dtype_rule)
     else:
-        cast_tensors = {name: tensor.to(dtype_rule(name, tensor)) for name, tensor in tensors if tensor is not None}
-        model.save_pretrained(folder, **options, state_dict=cast_tensors)
+        model.save_pretrained(
+            folder, **options,
+            state_dict={name: tensor.to(dtype_rule(name, tensor)) for name, tensor in tensors if tensor is not None},
+        )  # fmt: skip
     if text_tower is not None and has_adapter(model):
-        _use_full_names(model, text_tower, folder)
+        # names of the whole class, as PEFT and serving engines expect; a suffix alone would match image layers too
+        weights_path, config_path = folder / ADAPTER_FILE, folder / "adapter_config.json"
+        full_tensors = {text_tower.to_full_name(name): tensor for name, tensor in load_file(weights_path).items()}
+        save_file(full_tensors, weights_path, {"format": "pt"})
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+        suffixes = "|".join(re.escape(target) for target in sorted(config["target_modules"]))
+        config["target_modules"] = rf"{re.escape(text_tower.prefixes[0][1])}(?:.+\.)?(?:{suffixes})"
+        parameters, rows = config.get("target_parameters"), config.get("trainable_token_indices")
+        if parameters:
+            config["target_parameters"] = list(map(text_tower.to_full_name, parameters))
+        if rows:
+            config["trainable_token_indices"] = {text_tower.to_full_name(name): row for name, row in rows.items()}
+        config_path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors writes files that only their owner may read
     if dtype is not None:
@@ -271,25 +277,6 @@ def write_weights(
         path.write_text(json.dumps(saved_config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _use_full_names(model: Any, text_tower: TextTower, folder: Path) -> None:
-    """Use names of the whole class, as PEFT and serving engines expect; a suffix alone would match image layers too."""
-    weights_path, config_path = folder / ADAPTER_FILE, folder / "adapter_config.json"
-    save_file(
-        {text_tower.to_full_name(name): tensor for name, tensor in load_file(weights_path).items()},
-        weights_path,
-        {"format": "pt"},
-    )
-    config = json.loads(config_path.read_text(encoding="utf-8"))
-    suffixes = "|".join(re.escape(target) for target in sorted(config["target_modules"]))
-    config["target_modules"] = rf"{re.escape(text_tower.prefixes[0][1])}(?:.+\.)?(?:{suffixes})"
-    parameters, rows = config.get("target_parameters"), config.get("trainable_token_indices")
-    if parameters:
-        config["target_parameters"] = list(map(text_tower.to_full_name, parameters))
-    if rows:
-        config["trainable_token_indices"] = {text_tower.to_full_name(name): row for name, row in rows.items()}
-    config_path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-
-
 def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:
     """Make of a folder with a language model's weights one of its whole class, under the names that the base's files
     have; all else is the base's, bit by bit. A model of text stays as it is."""
@@ -297,7 +284,8 @@ def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:
     if text_tower is None or has_adapter(model):
         return
     trained, base_tensors = open_tensors(folder), open_tensors(base_folder)
-    trained_prefixes, tied_names = {_name_prefix(name) for name in trained}, tied_weight_names(model)
+    # the first two parts of a name
+    trained_prefixes, tied_names = {tuple(name.split(".")[:2]) for name in trained}, tied_weight_names(model)
     full_prefixes = tuple(full_prefix for text_prefix, full_prefix in text_tower.prefixes if full_prefix != text_prefix)
     sources, unmatched = dict[str, FileTensor](), dict(trained)
     for key, file_tensor in base_tensors.items():
@@ -306,7 +294,7 @@ def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:
             sources[key] = unmatched.pop(name, trained[name])
         elif not (
             name in tied_names
-            or _name_prefix(name) in trained_prefixes
+            or tuple(name.split(".")[:2]) in trained_prefixes
             or apply_key_mapping(key, dict(text_tower.renamings)).startswith(full_prefixes)
         ):  # a part for images or sound
             sources[key] = file_tensor
@@ -335,14 +323,21 @@ def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:
     for file in staging.iterdir():
         file.rename(folder / file.name)
     staging.rmdir()
+    # the base's config.json with what training changed, and what its class reads images with
+    config = dequantised_config(json.loads((base_folder / "config.json").read_text(encoding="utf-8")))
     saved_dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
-    write_full_config(base_folder, folder, dtype=saved_dtype, vocab_size=model.config.vocab_size)
+    if saved_dtype:
+        set_dtype(config, saved_dtype)
+    config.get("text_config", config)["vocab_size"] = model.config.vocab_size
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for file in base_folder.glob("*processor*.json"):
+        shutil.copyfile(file, folder / file.name)
 
 
+# Tensors in the names and pieces that their class saves them in, a block at a time, where there is a way.
 def _published_tensors(
     full_model: Any, tensors: Mapping[str, FileTensor], read: Callable[[FileTensor], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in the names and pieces that their class saves them in, a block at a time, where there is a way."""
     blocks: dict[str, dict[str, FileTensor]] = {}
     for name, file_tensor in tensors.items():
         prefix = "".join(re.findall(r"^.*?\.\d+\.", name))
@@ -352,17 +347,6 @@ def _published_tensors(
         with contextlib.suppress(Exception):  # there is no such class, or a conversion fails in its own way
             state = revert_weight_conversion(full_model, dict(state))
         yield from state.items()
-
-
-def write_full_config(base_folder: Path, folder: Path, *, dtype: str | None, vocab_size: int) -> None:
-    """The base's config.json with what training changed, and what its class reads images with."""
-    config = dequantised_config(json.loads((base_folder / "config.json").read_text(encoding="utf-8")))
-    if dtype:
-        set_dtype(config, dtype)
-    config.get("text_config", config)["vocab_size"] = vocab_size
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    for file in base_folder.glob("*processor*.json"):
-        shutil.copyfile(file, folder / file.name)
 
 
 def set_dtype(config: dict[str, Any], dtype: str) -> None:
@@ -379,10 +363,6 @@ def apply_key_mapping(name: str, key_mapping: Mapping[str, str]) -> str:
     for pattern, replacement in key_mapping.items():
         name = re.sub(pattern, replacement, name, count=1)
     return name
-
-
-def _name_prefix(name: str) -> str:
-    return ".".join(name.split(".")[:2])
 
 
 def set_stop_tokens(
@@ -405,8 +385,7 @@ def embeddings_to_save(model: Any) -> bool | str:
     unwrapped = [layer for layer in embedding_layers(model) if not isinstance(layer, AuxiliaryTrainingWrapper)]
     if not unwrapped:
         return False
-    has_trained = any(weight.requires_grad for layer in unwrapped for weight in layer.parameters(recurse=False))
-    return has_trained or "auto"
+    return any(weight.requires_grad for layer in unwrapped for weight in layer.parameters(recurse=False)) or "auto"
 
 
 def saved_dtype_rule(model: Any, dtype: torch.dtype | None) -> Callable[[str, torch.Tensor], torch.dtype]:
@@ -416,8 +395,9 @@ def saved_dtype_rule(model: Any, dtype: torch.dtype | None) -> Callable[[str, to
     fp32_modules = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
 
     def saved_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
-        keeps_dtype = not tensor.is_floating_point() or any(part in name for part in fp32_modules)
-        return tensor.dtype if keeps_dtype else dtype
+        if not tensor.is_floating_point() or any(part in name for part in fp32_modules):
+            return tensor.dtype
+        return dtype
 
     return saved_dtype
 
@@ -443,47 +423,37 @@ def check_saved_weights(
     *,
     expected_shapes: dict[str, tuple[int, ...]] | None = None,
     must_have_learned: bool = False,
-    on_bytes: Callable[[int], None] | None = None,
 ) -> int:
-    """Read back the tensors saved in a folder; returns their bytes, with which `on_bytes` is called. Raises ModelError:
-    there are none, one is empty, of another shape, not finite or missing, or no lora_B `must_have_learned`."""
+    """Read back the tensors saved in a folder; returns their bytes. Raises ModelError: there are none, one is empty, of
+    another shape, not finite or missing, or no lora_B `must_have_learned`."""
     shapes: dict[str, tuple[int, ...]] = {}
     size, has_learned = 0, not must_have_learned
     for name, file_tensor in open_tensors(folder).items():
         tensor = file_tensor.read()
         shapes[name] = tuple(tensor.shape)
         size += tensor.nbytes
-        if on_bytes is not None:
-            on_bytes(tensor.nbytes)
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ModelError(f"{folder}: {name} was saved with values that are not finite")
         has_learned = has_learned or ("lora_B" in name and bool(torch.count_nonzero(tensor)))
     if size == 0:
         raise ModelError(f"{folder}: no weights were saved")
     if expected_shapes is not None:
-        _compare_saved(folder, shapes, expected_shapes)
+        # by the hub's names, one tensor per expert, only the number of values can be compared
+        missing = sorted(set(expected_shapes) - set(shapes))
+        wrong = [name for name, shape in expected_shapes.items() if shapes.get(name) != shape]
+        saved_values, expected_values = (sum(map(math.prod, sizes.values())) for sizes in (shapes, expected_shapes))
+        if wrong and (not missing or saved_values != expected_values):
+            problem = f"{wrong[0]} has the shape {shapes.get(wrong[0])} and not {expected_shapes[wrong[0]]}"
+            if missing:
+                names = ", ".join(missing[:3])
+                problem = f"it holds {saved_values:,} of {expected_values:,} values; missing by name: {names}"
+            raise ModelError(
+                f"{folder}: what was saved is not the model: {problem}. The last checkpoint is kept: continue from it "
+                "with make resume, or write it out with make consolidate"
+            )
     if not has_learned and any("lora_B" in name for name in shapes):
         raise ModelError(f"{folder}: every lora_B of the adapter is zero: what was trained did not reach the file")
     return size
-
-
-def _compare_saved(
-    folder: Path, shapes: dict[str, tuple[int, ...]], expected_shapes: dict[str, tuple[int, ...]]
-) -> None:
-    """Compare saved shapes with the model's; by the hub's names, one tensor per expert, only the number of values."""
-    missing = sorted(set(expected_shapes) - set(shapes))
-    wrong = [name for name, shape in expected_shapes.items() if shapes.get(name) != shape]
-    saved_values, expected_values = (sum(map(math.prod, sizes.values())) for sizes in (shapes, expected_shapes))
-    if wrong and (not missing or saved_values != expected_values):
-        problem = f"{wrong[0]} has the shape {shapes.get(wrong[0])} and not {expected_shapes[wrong[0]]}"
-        if missing:
-            problem = (
-                f"it holds {saved_values:,} of {expected_values:,} values; missing by name: {', '.join(missing[:3])}"
-            )
-        raise ModelError(
-            f"{folder}: what was saved is not the model: {problem}. The last checkpoint is kept: continue from it with "
-            "make resume, or write it out with make consolidate"
-        )
 
 
 # Names and whole tensors, None on ranks that only help to gather them.
@@ -523,8 +493,10 @@ def write_tensors(
 
     for name, tensor in tensors:
         if tensor is None or shapes.get(name) != tuple(tensor.shape):
-            shape = getattr(tensor, "shape", None)
-            raise ModelError(f"{folder}: {name} was to be saved with shape {shapes.get(name)}, but has {shape}")
+            raise ModelError(
+                f"{folder}: {name} was to be saved with shape {shapes.get(name)}, but has "
+                f"{getattr(tensor, 'shape', None)}"
+            )
         tensor = tensor.to(dtype_rule(name, tensor)).contiguous()
         byte_counts[name] = tensor.nbytes
         if pending and sum(byte_counts[other] for other in pending) + tensor.nbytes > max_file_bytes:
@@ -547,5 +519,6 @@ def write_tensors(
         "metadata": {"total_parameters": parameter_count, "total_size": total_bytes},
         "weight_map": weight_map,
     }
-    text = json.dumps(index_json, indent=2, sort_keys=True) + "\n"
-    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index_json, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )

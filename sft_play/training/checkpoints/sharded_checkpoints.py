@@ -93,9 +93,8 @@ def save_shard(
     """Write a checkpoint's weights and optimizer states, each rank its part, into a folder that all see; all call it.
     No tensor is gathered. `group`: one that waits as long as a disk takes; `on_done` is called once all bytes of this
     rank are on the disk. Raises TrainingError: a rank could not write."""
-    writer = _PartWriter(checkpoint / SHARDS_FOLDER, on_done)
     with _explain_failure(f"the checkpoint {checkpoint} could not be written"):
-        dcp.save(shard.tensors, storage_writer=writer, process_group=group)
+        dcp.save(shard.tensors, storage_writer=_PartWriter(checkpoint / SHARDS_FOLDER, on_done), process_group=group)
     if dist.get_rank() == 0:
         torch.save(shard.groups_and_values, checkpoint / GROUPS_FILE)
 
@@ -136,13 +135,12 @@ def read_sharded_weights(checkpoint: Path, names: Iterable[str]) -> dict[str, to
     if missing:
         raise TrainingError(f"the checkpoint {checkpoint} lacks {missing[0]}")
     weights = {name: torch.empty(specs[name][0], dtype=specs[name][1]) for name in names}
-    prefixed = {f"model.{name}": tensor for name, tensor in weights.items()}
-    _load_tensors(prefixed, checkpoint, group=None)
+    _load_tensors({f"model.{name}": tensor for name, tensor in weights.items()}, checkpoint, group=None)
     return weights
 
 
+# This rank's weights by their names in a checkpoint, tied ones once; writing into them changes the model.
 def _weight_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's weights by their names in a checkpoint, tied ones once; writing into them changes the model."""
     tied = tied_weight_names(model)
     return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
 
@@ -157,15 +155,19 @@ def _state_tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _load_tensors(tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None) -> None:
-    reader = _PartReader(checkpoint / SHARDS_FOLDER)
     # without a group one process reads alone; dcp would otherwise ask for a default group
     with _explain_failure(f"the checkpoint {checkpoint} cannot be read"):
-        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+        dcp.load(
+            tensors,
+            storage_reader=_PartReader(checkpoint / SHARDS_FOLDER),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
+# torch raises a BaseException with the tracebacks of all ranks
 @contextlib.contextmanager
 def _explain_failure(failure: str) -> Iterator[None]:
-    """The failure of any rank as a TrainingError; torch raises a BaseException with the tracebacks of all."""
     try:
         yield
     except CheckpointException as error:
@@ -173,9 +175,8 @@ def _explain_failure(failure: str) -> Iterator[None]:
         raise TrainingError(f"{failure}: rank {rank}: {type(cause).__name__}: {cause}") from error
 
 
+# Calls `on_done` when this rank has nothing more to write.
 class _PartWriter(dcp.FileSystemWriter):
-    """torch's writer, which calls `on_done` when this rank has nothing more to write."""
-
     def __init__(self, path: Path, on_done: Callable[[], None]) -> None:
         super().__init__(path, overwrite=False)
         self._on_done = on_done
@@ -186,15 +187,14 @@ class _PartWriter(dcp.FileSystemWriter):
         return written
 
     def storage_meta(self) -> StorageMeta:
-        """The table's own entry: without a path, since checkpoints are renamed and moved."""
+        # without a path, since checkpoints are renamed and moved
         return StorageMeta(save_id=self.save_id)
 
 
+# Unpickles nothing but descriptions of tensors from the table of contents.
 class _PartReader(dcp.FileSystemReader):
-    """torch's reader; it unpickles nothing but descriptions of tensors from the table of contents."""
-
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """With tensors only: anything else would be unpickled by torch's planner."""
+        # with tensors only: anything else would be unpickled by torch's planner
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as file:
@@ -203,16 +203,16 @@ class _PartReader(dcp.FileSystemReader):
             raise TrainingError(f"{path}, a checkpoint's table of contents, cannot be read: {error}") from None
         if not isinstance(metadata, Metadata):
             raise TrainingError(f"{path} is not what torch's distributed checkpoint writes")
-        entries = metadata.state_dict_metadata.items()
         metadata.state_dict_metadata = {
-            name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)
+            name: entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
         }
         return metadata
 
 
+# Unpickles the objects of torch's table of contents, and none that could run code.
 class _ContentsUnpickler(pickle.Unpickler):
-    """Unpickles the objects of torch's table of contents, and none that could run code."""
-
     def find_class(self, module: str, name: str) -> Any:
         if "." not in name and f"{module}.{name}" in _ALLOWED_CLASSES:
             return super().find_class(module, name)

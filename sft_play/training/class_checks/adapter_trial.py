@@ -36,7 +36,6 @@ from sft_play.training.class_checks.small_model import (
 )
 from sft_play.training.model.fused_head import fused_head
 
-_REASONS = TypeAdapter(dict[str, str])
 # Part of the key of what is remembered: raised whenever this module would answer otherwise.
 TRIAL_VERSION = 6
 NO_GRADIENT = "it gets no gradient"
@@ -46,8 +45,6 @@ BYPASSES_ADAPTER = "the class reads its weight past the adapter"
 LOOKAHEAD_TOLERANCE = 1e-3
 # Tokens and rows of a batch, and batches until every expert should have had a token.
 _LENGTH, _ROWS, _MAX_DRAWS = 24, 2, 4
-# Tokens of rows that are too short for what reads them in groups.
-_SHORT_LENGTH = 3
 # Spread of what moves a small model's first values: those at zero would pass no gradient on.
 _NOISE_SPREAD = 0.02
 # Fields of a config that say nothing of the class's code.
@@ -85,10 +82,11 @@ def find_adapter_placement(model: Any, *, trust_remote_code: bool = False) -> tu
         if recorded_reason := no_adapter_reason(model_type, layer.rpartition(".")[2]):
             reasons[wildcard_name(layer)] = recorded_reason
     layers_without_adapter = frozenset(layer for layer in layers if wildcard_name(layer) in reasons)
-    module_names = [name for name, _ in model.named_modules() if name]
-    targets = shortest_suffixes([layer for layer in layers if layer not in layers_without_adapter], module_names)
-    lost_patterns = {wildcard_name(layer) for layer in layers_without_adapter}
-    listed_reasons = sorted((pattern, reasons[pattern]) for pattern in lost_patterns)
+    targets = shortest_suffixes(
+        [layer for layer in layers if layer not in layers_without_adapter],
+        [name for name, _ in model.named_modules() if name],
+    )
+    listed_reasons = sorted((pattern, reasons[pattern]) for pattern in set(map(wildcard_name, layers_without_adapter)))
     return AdapterPlacement(tuple(targets), tuple(listed_reasons), untried_reason), layers_without_adapter
 
 
@@ -124,11 +122,8 @@ def late_gradients(model: Any, *, trust_remote_code: bool = False) -> dict[str, 
     what sums up tokens in groups of a size that the config sets, which shorter rows pass by (the text says so), and
     what is multiplied by a tensor that the class begins at zero (Doge's `A`): a gradient of zeros (no text)."""
     untrained = parameters_without_gradient(model, trust_remote_code=trust_remote_code)
-    return {
-        name: reason
-        for name, reason in _trial_result(model.config, _try_late, trust_remote_code).items()
-        if name not in untrained
-    }
+    reasons = _trial_result(model.config, _try_late, trust_remote_code)
+    return {name: reason for name, reason in reasons.items() if name not in untrained}
 
 
 def has_custom_logits(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
@@ -143,8 +138,8 @@ def keeps_graphs(hf_config: Any, *, trust_remote_code: bool = False) -> bool:
     return bool(_trial_result(hf_config, _try_keeping, trust_remote_code))
 
 
+# Empty for classes of the table, and where no small model computes.
 def _trial_result(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
-    """Run a trial, or return its cached result; empty for classes of the table, and where no small model computes."""
     if str(hf_config.model_type) in MODEL_FAMILIES:
         return {}
     try:
@@ -184,7 +179,8 @@ def freeze_parameters(model: nn.Module, patterns: Collection[str]) -> None:
 def _try_late(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     late = dict.fromkeys(_try_in_full(config, noise_spread=0.0, trust_remote_code=trust_remote_code), "")
     if length_threshold(config):
-        late |= _try_in_full(config, length=_SHORT_LENGTH, trust_remote_code=trust_remote_code)
+        # rows that are too short for what reads tokens in groups
+        late |= _try_in_full(config, length=3, trust_remote_code=trust_remote_code)
     return late
 
 
@@ -220,11 +216,11 @@ class _TrialFailed(Exception):
     """No small model of the class computes; the text says why."""
 
 
+# A model with its own code is always tried anew.
 def _cached_trial(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
-    """Return the cached result of a trial, or run it; a model with its own code is always tried anew."""
     fields = {name: value for name, value in hf_config.to_dict().items() if name not in _IRRELEVANT_FIELDS}
-    cache_key = {"config": json.loads(json.dumps(fields, default=repr)), "version": TRIAL_VERSION}
-    cache_key["trial"] = trial.__name__
+    fields = json.loads(json.dumps(fields, default=repr))
+    cache_key = {"config": fields, "version": TRIAL_VERSION, "trial": trial.__name__}
 
     def run_trial() -> dict[str, str]:
         reasons, problem = measure_small_model(
@@ -234,7 +230,9 @@ def _cached_trial(hf_config: Any, trial: Callable[..., dict[str, str]], trust_re
             raise _TrialFailed(f"{model_type_name(hf_config)} could not be tried: {problem}")
         return reasons
 
-    return load_or_measure("adapters", cache_key, _REASONS, run_trial, cacheable=not trust_remote_code)
+    return load_or_measure(
+        "adapters", cache_key, TypeAdapter(dict[str, str]), run_trial, cacheable=not trust_remote_code
+    )
 
 
 def find_failing_layers(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
@@ -243,7 +241,18 @@ def find_failing_layers(config: Any, *, trust_remote_code: bool = False) -> dict
         warnings.simplefilter("ignore")  # what PEFT says of a choice that is only tried
         model = _random_small_model(config, trust_remote_code)
         _run_step(copy.deepcopy(model), 0)  # some keep their states, which cannot be copied
-        if (lookahead := _lookahead(copy.deepcopy(model))) > LOOKAHEAD_TOLERANCE:
+        # how far the last token of a row moves the outputs before it, over their spread
+        ids = torch.randint(3, VOCABULARY_SIZE, (1, _LENGTH), generator=torch.Generator().manual_seed(_MAX_DRAWS))
+        changed_ids = ids.clone()
+        changed_ids[0, -1] = 3 + (ids[0, -1] - 2) % (VOCABULARY_SIZE - 3)  # another one
+        causal_model = copy.deepcopy(model).eval()
+        with torch.no_grad():
+            logits, changed_logits = (
+                causal_model(input_ids=input_ids, use_cache=False).logits[0, :-1].float()
+                for input_ids in (ids, changed_ids)
+            )
+        lookahead = float((logits - changed_logits).abs().max() / logits.std())
+        if lookahead > LOOKAHEAD_TOLERANCE:
             return {_EVERY_LAYER: f"its tokens see those after them (the last one of a row moves outputs before it by "
                                   f"{lookahead:.2g} of their spread), and training would teach it to copy"}  # fmt: skip
         reasons = direct_weight_reads(model)
@@ -254,26 +263,14 @@ def find_failing_layers(config: Any, *, trust_remote_code: bool = False) -> dict
         if _try_adapters(model, groups):  # at once is quicker, and the rule
             for pattern, group in groups.items():
                 reasons |= _try_adapters(model, {pattern: group})
-            remaining = {pattern: group for pattern, group in groups.items() if pattern not in reasons}
-            reasons |= _try_adapters(model, remaining)
+            reasons |= _try_adapters(
+                model, {pattern: group for pattern, group in groups.items() if pattern not in reasons}
+            )
     return reasons
 
 
 # The name under which a trial says why a class cannot be trained at all.
 _EVERY_LAYER = ""
-
-
-def _lookahead(model: Any) -> float:
-    """How far the last token of a row moves the outputs before it, over their spread."""
-    ids = torch.randint(3, VOCABULARY_SIZE, (1, _LENGTH), generator=torch.Generator().manual_seed(_MAX_DRAWS))
-    changed_ids = ids.clone()
-    changed_ids[0, -1] = 3 + (ids[0, -1] - 2) % (VOCABULARY_SIZE - 3)  # another one
-    model.eval()
-    with torch.no_grad():
-        logits, changed_logits = (
-            model(input_ids=input_ids, use_cache=False).logits[0, :-1].float() for input_ids in (ids, changed_ids)
-        )
-    return float((logits - changed_logits).abs().max() / logits.std())
 
 
 def _random_small_model(config: Any, trust_remote_code: bool, noise_spread: float = _NOISE_SPREAD) -> Any:
@@ -294,8 +291,9 @@ def _try_adapters(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict
     model = copy.deepcopy(model)
     try:
         is_transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
-        lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=names, fan_in_fan_out=is_transposed)
-        peft_model = get_peft_model(model, lora)
+        peft_model = get_peft_model(
+            model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=names, fan_in_fan_out=is_transposed)
+        )
         untrained = {name: parameter for name, parameter in peft_model.named_parameters() if parameter.requires_grad}
         with torch.no_grad():
             for name, parameter in untrained.items():
@@ -308,10 +306,8 @@ def _try_adapters(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict
                 return {}
     except Exception as error:  # PEFT's refusal, or whatever a class does with what the adapter returns
         return dict.fromkeys(groups, f"an adapter there fails: {one_line(str(error), limit=120)}")
-    untrained_patterns = {
-        wildcard_name(name.removeprefix("base_model.model.").partition(".lora_")[0]) for name in untrained
-    }
-    return dict.fromkeys(sorted(untrained_patterns), NO_GRADIENT)
+    layers = [name.removeprefix("base_model.model.").partition(".lora_")[0] for name in untrained]
+    return dict.fromkeys(sorted(map(wildcard_name, layers)), NO_GRADIENT)
 
 
 def _run_step(model: Any, draw: int, length: int = _LENGTH) -> None:

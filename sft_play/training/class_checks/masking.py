@@ -36,12 +36,8 @@ APART_TOLERANCE = 1e-3
 PADDING_TOLERANCE = 2e-6
 # The same of logits and gradients with boundaries in place of a mask.
 BOUNDARIES_TOLERANCE = 1e-4
-# Tokens of two chats: longer than the small windows, so that windows and chunks cross the border.
-_CHAT_LENGTHS = (19, 23)
 # Tokens of two rows: the second has more padding than the small windows are long.
 _PADDED_LENGTHS = (42, 19)
-# Tokens of the chats of each row: some longer than the small windows, so that these begin inside them.
-_PACK_LENGTHS = ((19, 23), (30,), (11, 9, 5))
 _WITHOUT_PACKING = "data.packing=none: rows of similar length then share a micro-batch (train.group_by_length)"
 
 
@@ -78,7 +74,7 @@ def measure_packing_leak(config: Any, *, attention: str, trust_remote_code: bool
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = small_model(config, attention, trust_remote_code)
         generator = torch.Generator().manual_seed(1)
-        start, length = _CHAT_LENGTHS
+        start, length = 19, 23  # longer than the small windows, so that windows and chunks cross the border
         first, other_first, second = (
             torch.randint(3, VOCABULARY_SIZE, (size,), generator=generator).numpy() for size in (start, start, length)
         )
@@ -115,11 +111,6 @@ class MaskDifference:
     influence: float
     # How much of the first two is rounding.
     tolerance: float
-
-    @property
-    def is_rounding(self) -> bool:
-        """Whether it is no more than rounding; NaN is more."""
-        return self.logits <= self.tolerance and self.gradients <= self.tolerance
 
 
 def check_padding(
@@ -165,7 +156,7 @@ def _mask_requirement(
         f"on a small model of {model_type}'s class logits differ by {difference.logits:.1g} of their spread, "
         f"gradients by {difference.gradients:.1g} of their length"
     )
-    if difference.is_rounding:
+    if difference.logits <= difference.tolerance and difference.gradients <= difference.tolerance:  # nan is more
         return MaskRequirement(False, f"{freed_reason} ({figures})")
     return MaskRequirement(True, f"{kept_reason}: without one, {figures}")
 
@@ -207,7 +198,8 @@ def measure_boundaries(config: Any, *, trust_remote_code: bool = False) -> MaskD
         )
         generator = np.random.default_rng(2)
         chats = [
-            [generator.integers(3, VOCABULARY_SIZE, size=length) for length in lengths] for lengths in _PACK_LENGTHS
+            [generator.integers(3, VOCABULARY_SIZE, size=length) for length in lengths]
+            for lengths in ((19, 23), (30,), (11, 9, 5))  # some longer than the small windows: these begin inside them
         ]
         packs = [pack_row(row_chats) for row_chats in chats]
         masked, separated = run_model(sdpa_model, packs), run_model(varlen_model, packs, flat=True)

@@ -46,8 +46,6 @@ MAX_HALF_ERROR_RATIO = 1.5
 _ROWS, _LENGTH = 2, 23
 # Tokens of the chats on which a kernel is tried: one alone, and some beyond a kernel's tiles of 64 and 128.
 KERNEL_CHAT_LENGTHS = (100, 1, 27, 256, 129)
-# Longest window that is tried: shorter than most of the chats.
-LONGEST_WINDOW = 48
 # Relative error that counts as rounding in 16 bits, which give 0.004. A chat that sees another, or a window that is
 # off by one, is off by 0.09 and more.
 KERNEL_TOLERANCE = 0.02
@@ -114,8 +112,7 @@ def check_replaced_code(
             model = small_model(config, "sdpa" if packed else attention, trust_remote_code=False).to(device)
             variants = [(model, False)]
             if dtype != torch.float32:
-                half_model = small_model(config, attention, trust_remote_code=False).to(device, dtype)
-                variants.append((half_model, packed))
+                variants.append((small_model(config, attention, trust_remote_code=False).to(device, dtype), packed))
             reference, *reference_half = (compute(*variant) for variant in variants)
             with replace([model for model, _ in variants]):
                 replaced, *replaced_half = (compute(*variant) for variant in variants)
@@ -143,13 +140,11 @@ def _max_or_nan(figures: Sequence[float]) -> float:
 def _compare_on_small_models(
     check: Callable[..., ClassCheck], model: Any, plan: Plan, *, device: torch.device, problem: str
 ) -> tuple[ClassCheck, str | None]:
-    """What `check` finds for the class and the precision of a run's model, and the `problem` with its figures where
-    that is more than rounding."""
+    # what `check` finds for the class and the precision of a run's model; a problem where it is more than rounding
     attention = str(model.config._attn_implementation)
     if attention == attention_functions.ULYSSES_ATTENTION:  # whole rows here, where no ranks share them
         attention = "sdpa"
-    dtype = getattr(torch, plan.precision.compute)
-    result = check(model.config, attention=attention, device=device, dtype=dtype)
+    result = check(model.config, attention=attention, device=device, dtype=getattr(torch, plan.precision.compute))
     if result.is_rounding:
         return result, None
     return result, f"{problem}: {result.figures_text}"
@@ -208,14 +203,14 @@ def kernel_error(
     query, key, value = reference_inputs
     reference = attention_functions.attention_per_chat(query, key, value, KERNEL_CHAT_LENGTHS, **options)
     gradients = torch.autograd.grad(output, inputs, weight.to(device, dtype))
-    reference_gradients = torch.autograd.grad(reference, reference_inputs, weight)
     return relative_difference(
-        [tensor.detach().cpu().float() for tensor in (output, *gradients)], [reference.detach(), *reference_gradients]
+        [tensor.detach().cpu().float() for tensor in (output, *gradients)],
+        [reference.detach(), *torch.autograd.grad(reference, reference_inputs, weight)],
     )
 
 
+# Of all layers, where their sizes differ.
 def _kernel_cases(hf_config: Any, tensor_parallel: int) -> list[tuple[HeadShape, int | None]]:
-    """Of all layers, where their sizes differ."""
     if getattr(hf_config, "is_heterogeneous", False):
         layer_configs = [hf_config.per_layer_config[layer] for layer in range(hf_config.num_hidden_layers)]
         return sorted({case for layer in layer_configs for case in _kernel_cases(layer, tensor_parallel)}, key=str)
@@ -226,7 +221,8 @@ def _kernel_cases(hf_config: Any, tensor_parallel: int) -> list[tuple[HeadShape,
     key_counts = {keys, getattr(hf_config, "num_global_key_value_heads", None) or keys}
     windows: list[int | None] = [None]
     if window := getattr(hf_config, "sliding_window", None):
-        windows.append(min(window, LONGEST_WINDOW))
+        # shorter than most of the chats
+        windows.append(min(window, 48))
     heads = [
         (max(1, queries // tensor_parallel), max(1, key_count // tensor_parallel), head_width)
         for key_count, head_width in itertools.product(sorted(key_counts), sorted(widths))
@@ -275,8 +271,9 @@ def activate_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch
         problem = _liger_problem(plan) or _unknown_class_problem(model)
         if problem is not None:
             return None, problem
-        difference = "they differ on a small model of this class"
-        return _compare_on_small_models(check_liger_kernels, model, plan, device=device, problem=difference)
+        return _compare_on_small_models(
+            check_liger_kernels, model, plan, device=device, problem="they differ on a small model of this class"
+        )
 
     class_check, reason = all_ranks_agree(check)
     if class_check is None:
@@ -318,14 +315,13 @@ def _unknown_class_problem(model: Any) -> str | None:
 
 
 def _liger_functions() -> dict[str, Any]:
-    patches: Any = importlib.import_module(f"{LIGER_MODULE}.transformers.monkey_patch")
-    return dict(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
+    return dict(importlib.import_module(f"{LIGER_MODULE}.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
 @contextlib.contextmanager
 def _liger_kernels(models: Sequence[Any]) -> Iterator[tuple[str, ...]]:
-    """Put Liger's kernels into models of one class, and yield their names. At the end the module that the class is from
-    has its own names again: Liger replaces classes and functions there too."""
+    # yields their names; at the end the module that the class is from has its own names again, since Liger replaces
+    # classes and functions there too
     module = sys.modules[type(models[0]).__module__]
     plain_names = dict(vars(module))
     try:
@@ -413,9 +409,9 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
         return None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
 
-    difference = "a small model of this class computes something else compiled"
+    problem = "a small model of this class computes something else compiled"
     class_check, reason = all_ranks_agree(
-        lambda: _compare_on_small_models(check_compiled_blocks, base, plan, device=device, problem=difference)
+        lambda: _compare_on_small_models(check_compiled_blocks, base, plan, device=device, problem=problem)
     )
     if class_check is None:
         logger.warning("Compiled blocks: none, the plain code runs: %s", reason)
@@ -455,7 +451,7 @@ def compile_in_place(model: torch.nn.Module) -> int:
 
 
 def _dynamo_counts() -> tuple[int, int]:
-    """Dynamo's counts in this process: graphs, and breaks or functions that it gave up."""
+    # graphs, and breaks or functions that it gave up
     from torch._dynamo.utils import counters
 
     limit_breaks = sum(count for name, count in counters["unimplemented"].items() if "limit exceeded" in name)

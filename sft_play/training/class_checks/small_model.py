@@ -39,11 +39,8 @@ _NARROW_SIZES = {
     "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_state": 16, "state_size": 16, "ssm_state_size": 16,
     "mamba_chunk_size": 16, "chunk_size": 16, "time_step_rank": 4, "mamba_dt_rank": 4,
 }  # fmt: skip
-_HEAD_SIZE_FIELDS = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
 # Size of the part of a head that turns with the position, where the config has one apart.
 _ROTARY_SIZE = 8
-_EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 # Tokens from which on a class computes otherwise (it chooses among them, sums them up, weighs them by their place), by
 # their names in configs, and as many as short rows have; as those of `compress_rates`, one for each kind of layer.
 _LENGTH_THRESHOLDS = {
@@ -77,8 +74,10 @@ def measure_small_model(
     `max_row_tokens`: tokens of the longest row, where what the class does with longer ones is not asked."""
     options["trust_remote_code"] = trust_remote_code
     settings = json.dumps(hf_config.to_dict(), default=repr)  # code of a model's own may hold any object in its config
-    limits = (max_parameters, needs_all_layers, max_row_tokens)
-    key = (measure, type(hf_config), settings, *limits, *sorted(options.items()))
+    key = (
+        *(measure, type(hf_config), settings, max_parameters, needs_all_layers, max_row_tokens),
+        *sorted(options.items()),
+    )
     if key in _measurements:
         return _measurements[key]
     measurement, problem = None, "no small model of its class computes"
@@ -183,23 +182,27 @@ def run_model(
         logits = torch.cat(
             [row_logits[: len(row["input_ids"])] for row_logits, row in zip(output.logits, rows, strict=True)]
         )
-    gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
-    return ModelOutputs(logits.detach().float(), gradients)
+    return ModelOutputs(
+        logits.detach().float(),
+        [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None],
+    )
 
 
 def _shorten(hf_config: Any, *, has_all_layers: bool = False, max_row_tokens: int | None = None) -> Any:
-    """Copy a config with a small vocabulary, short windows, and all layers or the first with one of every kind."""
+    # a copy with a small vocabulary, short windows, and all layers or the first with one of every kind
     config = copy.deepcopy(hf_config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     # Inkling 2's head has the second many rows from transformers 5.24 on; a balance loss of no routers, which a
     # config.json may ask for, is an IndexError
-    vocabulary = dict.fromkeys(("vocab_size", "unpadded_vocab_size"), VOCABULARY_SIZE)
-    _set_fields(config, {**vocabulary, "output_router_logits": False, **_SPECIAL_TOKENS})
+    _set_fields(config, {
+        "vocab_size": VOCABULARY_SIZE, "unpadded_vocab_size": VOCABULARY_SIZE, "output_router_logits": False,
+        **_SPECIAL_TOKENS,
+    })  # fmt: skip
     layer_count = int(getattr(config, "num_hidden_layers", 0) or 0)
     if layer_count and not has_all_layers:
         _cut_layers(config, layer_count)
-    for name in _WINDOW_FIELDS:
+    for name in ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size"):
         if isinstance(window := config_field(config, name), int):
             setattr(config, name, min(window, _MAX_WINDOW))
     for name, size in _LENGTH_THRESHOLDS.items():
@@ -218,8 +221,8 @@ def length_threshold(hf_config: Any) -> int | None:
     return min((size for size in sizes if _is_exceeded(size, None)), default=None)
 
 
+# Whether a size of `_LENGTH_THRESHOLDS` is set, and rows are longer.
 def _is_exceeded(size: Any, max_row_tokens: int | None) -> bool:
-    """Whether a size of `_LENGTH_THRESHOLDS` is set, and rows are longer."""
     return isinstance(size, int) and size > 0 and (max_row_tokens is None or size < max_row_tokens)
 
 
@@ -235,7 +238,13 @@ def _cut_layers(config: Any, layer_count: int) -> None:
         if isinstance(value, list | tuple) and len(value) == layer_count
     }
     layer_kinds = [[str(item) for item in value] for value in lists.values()]
-    needed_layers = [_layers_until_kind(value, item) for value in layer_kinds for item in set(value)]
+    needed_layers = []
+    for kinds in layer_kinds:
+        for kind in set(kinds):
+            first = kinds.index(kind) + 1
+            if kind == "hybrid" and "linear_attention" in kinds and kind in kinds[first:]:
+                first += kinds[first:].index(kind) + 1  # two of Zamba's hybrid ones, which share their weights
+            needed_layers.append(first)
     kept_layers = min(layer_count, max(2, min(_MAX_LAYERS, max(needed_layers, default=_MAX_LAYERS))))
     if config_field(config, "num_kv_shared_layers"):  # the last layers, behind one of each kind with keys of its own
         shared = max((value.index(item) + 1 for value in layer_kinds for item in set(value)), default=1)
@@ -259,13 +268,6 @@ def _cut_layers(config: Any, layer_count: int) -> None:
         config.attention_layers = config.attention_types[0][0]
 
 
-def _layers_until_kind(kinds: list[str], kind: str) -> int:
-    """How many of the first layers show one of a kind: two of Zamba's hybrid ones, which share their weights."""
-    first = kinds.index(kind) + 1
-    is_shared = kind == "hybrid" and "linear_attention" in kinds
-    return kinds.index(kind, first) + 1 if is_shared and kind in kinds[first:] else first
-
-
 def _per_layer_sizes(config: Any) -> dict[int, dict[str, Any]]:
     if not getattr(config, "is_heterogeneous", False):
         return {}
@@ -273,7 +275,7 @@ def _per_layer_sizes(config: Any) -> dict[int, dict[str, Any]]:
 
 
 def _shrink_widths(config: Any) -> None:
-    """Narrow all sizes of a config; one, some or all key heads stay so, and absent sizes stay absent."""
+    # one, some or all key heads stay so, and absent sizes stay absent
     overrides = _per_layer_sizes(config)
     if overrides:  # which hide the config's own sizes of the same names
         config.per_layer_config = None
@@ -284,10 +286,14 @@ def _shrink_widths(config: Any) -> None:
         narrow_heads = {1: 1, heads: 4}.get(key_heads, 2)
         sizes |= {"num_key_value_heads": narrow_heads, "num_kv_heads": narrow_heads}
     rotary_size = config_field(config, "qk_rope_head_dim")
-    head_sizes = {name: config_field(config, name) for name in _HEAD_SIZE_FIELDS if rotary_size}
+    head_sizes = {
+        name: config_field(config, name)
+        for name in ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
+        if rotary_size
+    }
     head_sizes = {name: value for name, value in head_sizes.items() if isinstance(value, int)}
     sizes |= {name: _scale_head_part(value, rotary_size) for name, value in head_sizes.items()}
-    for name in _EXPERT_COUNT_FIELDS:
+    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
         value = config_field(config, name)
         if isinstance(value, int) and value:
             sizes[name] = min(value, 8 * int(getattr(config, "n_group", None) or 1))
@@ -308,28 +314,24 @@ def _shrink_widths(config: Any) -> None:
         by_kind = [parameters for parameters in rotation.values() if isinstance(parameters, dict)]  # of layers
         for parameters in by_kind or [rotation]:
             rotary_share = float(parameters.get("partial_rotary_factor", None) or 1.0)
-            _shrink_rotation(
-                config, parameters, (_ROTARY_SIZE if rotary_size else int(sizes["head_dim"] * rotary_share)) // 2
-            )
+            frequencies = (_ROTARY_SIZE if rotary_size else int(sizes["head_dim"] * rotary_share)) // 2
+            for name in ("short_factor", "long_factor"):  # longrope lists a factor per frequency of a head
+                if isinstance(parameters.get(name), list):
+                    parameters[name] = parameters[name][:frequencies]
+            if "mrope_section" in {*parameters, *getattr(config, "ignore_keys_at_rope_validation", ())}:
+                # how many frequencies turn with each of time, height and width; HunYuan's with the number of the
+                # image, too
+                equal_parts = [frequencies // 4] * (len(parameters.get("mrope_section") or "thw") - 1)
+                parameters["mrope_section"] = [*equal_parts, frequencies - sum(equal_parts)]
 
 
-def _shrink_rotation(config: Any, rotation: dict[str, Any], frequencies: int) -> None:
-    for name in ("short_factor", "long_factor"):  # longrope lists a factor per frequency of a head
-        if isinstance(rotation.get(name), list):
-            rotation[name] = rotation[name][:frequencies]
-    if "mrope_section" in {*rotation, *getattr(config, "ignore_keys_at_rope_validation", ())}:
-        # how many frequencies turn with each of time, height and width; HunYuan's with the number of the image, too
-        equal_parts = [frequencies // 4] * (len(rotation.get("mrope_section") or "thw") - 1)
-        rotation["mrope_section"] = [*equal_parts, frequencies - sum(equal_parts)]
-
-
+# Scales a part of a head like its rotary part: classes check that the parts add up, and keep the rotary share.
 def _scale_head_part(size: int, rotary_size: int) -> int:
-    """Scale a part of a head like its rotary part: classes check that the parts add up, and keep the rotary share."""
     return max(1, size * _ROTARY_SIZE // rotary_size)
 
 
+# Of a state-space model: as many heads as its inner width, a multiple of the hidden one, asks for.
 def _state_space_sizes(config: Any) -> dict[str, int]:
-    """Small sizes of a state-space model: as many heads as its inner width, a multiple of the hidden one, asks for."""
     expansion = next(
         (value for name in ("mamba_expand", "expand") if isinstance(value := config_field(config, name), int)), 2
     )

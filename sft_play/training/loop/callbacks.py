@@ -7,7 +7,7 @@ import math
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -23,7 +23,6 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.precision import find_fp16_overflow, format_fp16_overflow
 from sft_play.process import failures
 from sft_play.process.signals import StopSignals, elapsed_s, raise_interrupt, training_begun
-from sft_play.process.waiting import report_wait
 from sft_play.text import format_duration
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints
@@ -32,18 +31,16 @@ from sft_play.training.loop.rows import EpochOrder
 
 logger = logging.getLogger(__name__)
 
-# Seconds between progress lines where the output is not a terminal.
-LOG_INTERVAL_S = 15.0
 _LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
 
 
 class GradientCheck(TrainerCallback):
     """Stops a run in which a trainable tensor gets no gradient, and names it. lora_A is checked once its lora_B has
     left zero; a step that is not finite is not, since clipping by an infinite norm has set all gradients to zero. Those
-    that only longer rows or later steps give one are waited for."""
+    that only longer rows or later steps give one are waited for. `late_gradients`: names of parameters, with * for
+    numbers."""
 
     def __init__(self, late_gradients: Collection[str] = ()) -> None:
-        """`late_gradients`: names of parameters, with * for numbers."""
         self._unchecked: dict[str, nn.Parameter] | None = None
         self._late_gradients = late_gradients
 
@@ -72,8 +69,15 @@ class GradientCheck(TrainerCallback):
             if not self._unchecked:
                 raise TrainingError("no tensor of the model is trainable")
         # any_rank is a collective: all ranks walk through the same names in the same order
-        ready = [name for name in self._unchecked if not self._has_zero_lora_b(name, parameters)]
-        without_gradient = [name for name in ready if not _has_gradient(self._unchecked[name])]
+        ready, without_gradient = [], []
+        for name, parameter in self._unchecked.items():
+            if _LORA_A.search(name):
+                lora_b = parameters.get(_LORA_A.sub(lambda match: match.group().replace("A", "B"), name))
+                if lora_b is not None and not _has_nonzero(lora_b.detach()):
+                    continue
+            ready.append(name)
+            if not _has_nonzero(parameter.grad):
+                without_gradient.append(name)
         late = {name for name in without_gradient if trained_pattern(name) in self._late_gradients}
         ready, faulty = ([name for name in names if name not in late] for names in (ready, without_gradient))
         if faulty:
@@ -92,26 +96,17 @@ class GradientCheck(TrainerCallback):
                            "in longer rows, or once what it multiplies them by has left zero (%s)",
                            len(late), ", ".join(late[:3]))  # fmt: skip
 
-    @staticmethod
-    def _has_zero_lora_b(name: str, parameters: dict[str, nn.Parameter]) -> bool:
-        if not _LORA_A.search(name):
-            return False
-        lora_b = parameters.get(_LORA_A.sub(lambda match: match.group().replace("A", "B"), name))
-        return lora_b is not None and not distributed.any_rank(
-            bool(torch.count_nonzero(engines.local_shard(lora_b.detach())))
-        )
 
-
-def _has_gradient(parameter: nn.Parameter) -> bool:
-    grad = parameter.grad
-    return distributed.any_rank(grad is not None and bool(torch.count_nonzero(engines.local_shard(grad))))
+# On any rank; all ranks call it.
+def _has_nonzero(tensor: torch.Tensor | None) -> bool:
+    return distributed.any_rank(tensor is not None and bool(torch.count_nonzero(engines.local_shard(tensor))))
 
 
 class MetricsFile(TrainerCallback):
-    """Appends what is logged to `metrics.jsonl`, and stops an fp16 run whose loss is NaN or infinite."""
+    """Appends what is logged to `metrics.jsonl`, and stops an fp16 run whose loss is NaN or infinite. `start_time`:
+    seconds since 1970; `stage`: written into every line, in a run that has stages."""
 
     def __init__(self, path: Path, *, start_time: float, stage: str | None = None) -> None:
-        """`start_time`: seconds since 1970; `stage`: written into every line, in a run that has stages."""
         self._path, self._start_time = path, start_time
         self._stage = {"stage": stage} if stage is not None else {}
 
@@ -141,13 +136,10 @@ class MetricsFile(TrainerCallback):
                     )
 
 
-# What is kept free for a checkpoint at least: this share of the limit, up to so many seconds.
-_RESERVED_SHARE, _MAX_RESERVED_S = 0.05, 600.0
-
-
 class StopController(TrainerCallback):
     """Ends training with a checkpoint: after N steps of this process, in time for a limit in hours, or at the end of a
-    step after a signal."""
+    step after a signal. `pause_seconds`: seconds of the checkpoints and evaluations so far
+    (`Monitor.pause_seconds`)."""
 
     def __init__(
         self,
@@ -157,7 +149,6 @@ class StopController(TrainerCallback):
         pause_seconds: Mapping[str, Sequence[float]] = MappingProxyType({}),
         elapsed_s: Callable[[], float] = elapsed_s,
     ) -> None:
-        """`pause_seconds`: seconds of the checkpoints and evaluations so far (`Monitor.pause_seconds`)."""
         self._steps, self._hours, self._elapsed_s = steps, hours, elapsed_s
         self._pause_seconds = pause_seconds
         self._steps_done = 0
@@ -172,25 +163,22 @@ class StopController(TrainerCallback):
         training_begun.set()  # of the process, for a wait in native code; the attribute is this stage's
         self._step_start = self._elapsed_s()
 
-    def _is_time_up(self) -> bool:
-        if self._hours is None:
-            return False
-        limit_s = self._hours * 3600
-        evaluation_s, checkpoint_s = (max(self._pause_seconds.get(name) or [0.0]) for name in ("eval", "checkpoint"))
-        checkpoint_s = max(checkpoint_s, min(_MAX_RESERVED_S, _RESERVED_SHARE * limit_s))
-        return self._elapsed_s() + self._longest_step_s + evaluation_s + checkpoint_s > limit_s
-
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ask for a checkpoint and the end if it is time."""
         self._steps_done += 1
         self._longest_step_s = max(self._longest_step_s, self._elapsed_s() - self._step_start)
         if state.global_step >= state.max_steps:
             return
-        is_time_up = self._is_time_up()
-        if is_time_up:
-            logger.info("train.max_hours=%g: saving at the end of step %d, then stopping", self._hours,
-                        state.global_step)  # fmt: skip
-        should_stop = is_time_up or (self._steps is not None and self._steps_done >= self._steps)
+        should_stop = self._steps is not None and self._steps_done >= self._steps
+        if self._hours is not None:
+            limit_s = self._hours * 3600
+            reserved_s = min(600.0, 0.05 * limit_s)  # kept free for a checkpoint at least
+            evaluation_s, checkpoint_s = (max(self._pause_seconds.get(name) or [0]) for name in ("eval", "checkpoint"))
+            needed_s = self._longest_step_s + evaluation_s + max(checkpoint_s, reserved_s)
+            if self._elapsed_s() + needed_s > limit_s:
+                should_stop = True
+                logger.info("train.max_hours=%g: saving at the end of step %d, then stopping", self._hours,
+                            state.global_step)  # fmt: skip
         # a signal may reach one rank only, but all have to stop at the same step: -1 stops without one, -2 not at all
         stop_signal = distributed.max_over_ranks(self.signal or (-1 if should_stop else -2))
         if stop_signal > -2:
@@ -224,7 +212,8 @@ def stop_signals(stop_controller: StopController) -> StopSignals:
 
 
 class Progress(TrainerCallback):
-    """Loss, tokens per second, memory and time left: a line every few seconds, the same in the run's log."""
+    """Loss, tokens per second, memory and time left: a line every few seconds, the same in the run's log.
+    `estimate_remaining`: seconds of what follows besides the steps that are left, and in words what these lack."""
 
     def __init__(
         self,
@@ -232,20 +221,12 @@ class Progress(TrainerCallback):
         estimate_remaining: Callable[[], tuple[float, str]] = lambda: (0.0, ""),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`estimate_remaining`: seconds of what follows besides the steps that are left, and in words what these
-        lack."""
         self._estimate_remaining, self._clock = estimate_remaining, clock
         self.start_step = 0
         self._start_time = self._last_line_time = 0.0
         self._paused_s = self._pause_start = 0.0
-        self._start_wait = contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def announce_start(self, message: str) -> Iterator[None]:
-        """While open, log that `message` is waited for if the first step takes long."""
-        with contextlib.ExitStack() as self._start_wait:
-            self._start_wait.enter_context(report_wait(message))
-            yield
+        # Closed with the first step.
+        self.start_wait = contextlib.ExitStack()
 
     @property
     def training_s(self) -> float:
@@ -265,13 +246,13 @@ class Progress(TrainerCallback):
         """Write a line about this step, if it is time for one."""
         if logs and "loss" in logs:
             step, steps = state.global_step, state.max_steps
-            if step in (self.start_step + 1, steps) or self._clock() - self._last_line_time >= LOG_INTERVAL_S:
+            if step in (self.start_step + 1, steps) or self._clock() - self._last_line_time >= 15:
                 self._last_line_time = self._clock()
                 logger.info("step %d/%d  %s", step, steps, self.format_line(step, steps, logs))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop the clock: evaluation and saving follow."""
-        self._start_wait.close()
+        self.start_wait.close()
         self._pause_start = self._clock()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -285,9 +266,10 @@ class Progress(TrainerCallback):
         steps_done = max(1, step - self.start_step)
         pauses_s, caveat = self._estimate_remaining()
         remaining_s = self.training_s / steps_done * (steps - step) + pauses_s
-        memory = f"peak {logs['memory_peak_gib']:.2f} GiB  " if "memory_peak_gib" in logs else ""
-        figures = f"loss {logs['loss']:.4f}  {logs['tokens_per_s']:,.0f} tokens/s  {memory}"
-        return f"{figures}{format_duration(remaining_s)} left{caveat}"
+        line = f"loss {logs['loss']:.4f}  {logs['tokens_per_s']:,.0f} tokens/s  "
+        if "memory_peak_gib" in logs:
+            line += f"peak {logs['memory_peak_gib']:.2f} GiB  "
+        return f"{line}{format_duration(remaining_s)} left{caveat}"
 
 
 class RowsAndSeeds(TrainerCallback):
@@ -300,7 +282,7 @@ class RowsAndSeeds(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Seed this rank; a resumed run restores its states later. The first one of a new run keeps the
         numbers of one process; ranks of a tensor-parallel group drop alike."""
-        rank = distributed.batch_rank(self._layout)
+        rank = distributed.rank() // self._layout.tensor_parallel
         if rank or state.global_step:  # 100,003: above any number of ranks, so that no two steps share a seed
             set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
 
@@ -312,8 +294,7 @@ class RowsAndSeeds(TrainerCallback):
 # --------------------------------------------------------------------------------------------------
 # Values that are not finite: a step that has them changes nothing, and no checkpoint holds them.
 
-# Steps that loss scaling leaves out one after the other at most: 65,536 / 2^17 is one half.
-MAX_SCALING_SKIPS = 17
+
 # Steps that `train.on_nan: skip` leaves out one after the other at most. A bad row is in one step; where every step is
 # bad, the weights or the settings are at fault, and the rows that are left out meanwhile are lost.
 MAX_SKIPPED_STEPS = 5
@@ -345,7 +326,12 @@ class NonFiniteStepGuard(TrainerCallback):
         """Called once a step's gradients are whole, before the update; waits for the device once, and for the other
         ranks. `norm`: None where an engine keeps it. Raises TrainingError: the run is to stop for this step."""
         trainer = self._trainer
-        norm, loss = _read_numbers(norm, trainer._tr_loss)
+        if isinstance(norm, torch.Tensor):  # one wait for the device for both; DeepSpeed's norm is a number, or None
+            full_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            values = torch.stack([full_norm.to(trainer._tr_loss.device).float(), trainer._tr_loss.float()])
+            norm, loss = values.tolist()
+        else:
+            loss = trainer._tr_loss.item()
         if trainer.args.fp16:
             self._count_scaling_skip(norm)
             return
@@ -368,7 +354,21 @@ class NonFiniteStepGuard(TrainerCallback):
             problem = f"the loss is {_format_value(loss)}"
             trainer._tr_loss.copy_(self._loss_at_step_start)
             self.steps_without_loss += 1
-        self._stop_or_skip(problem, was_step_taken=was_step_taken)
+        step = int(trainer.state.global_step) + 1
+        advice = (
+            f"{checkpoints.resume_note(Path(trainer.args.output_dir))}; look at the data of this step, or "
+            "start a new run with a lower train.learning_rate"
+        )
+        if was_step_taken:  # bf16.check_grad_overflow: false
+            raise TrainingError(f"step {step}: {problem}, and DeepSpeed has updated the weights with it; {advice}")
+        if self._on_nan == "stop":
+            raise TrainingError(f"step {step}: {problem}, so the step was not taken: nothing was changed. A resumed "
+                                f"run leaves such steps out with SET='train.on_nan=skip'; {advice}")  # fmt: skip
+        if self._consecutive_skips >= MAX_SKIPPED_STEPS:
+            raise TrainingError(f"step {step}: {problem}, and the {self._consecutive_skips - 1} steps before it were "
+                                f"skipped for the same; {advice}")  # fmt: skip
+        if distributed.is_first():
+            logger.warning("Step %d skipped: %s; weights, optimizer and learning rate stay as they were", step, problem)
 
     def _count_scaling_skip(self, norm: float | None) -> None:
         trainer, is_skipped = self._trainer, norm is not None and not math.isfinite(norm)
@@ -379,7 +379,7 @@ class NonFiniteStepGuard(TrainerCallback):
             return
         self._consecutive_skips += 1
         step = trainer.state.global_step + 1
-        if self._consecutive_skips >= MAX_SCALING_SKIPS:
+        if self._consecutive_skips >= 17:  # loss scaling halves: 65,536 / 2^17 is one half
             raise TrainingError(f"step {step}: this step and the {self._consecutive_skips - 1} before it were skipped, "
                                 "because gradients are not finite at any loss scale: "
                                 f"{describe_fp16_overflow(trainer.model)}")  # fmt: skip
@@ -408,42 +408,15 @@ class NonFiniteStepGuard(TrainerCallback):
             return {**logs, "loss": logs["loss"] * steps / (steps - skipped)}
         return {name: value for name, value in logs.items() if name != "loss"}
 
-    def _stop_or_skip(self, problem: str, *, was_step_taken: bool) -> None:
-        step = int(self._trainer.state.global_step) + 1
-        advice = (
-            f"{checkpoints.resume_note(Path(self._trainer.args.output_dir))}; look at the data of this step, or "
-            "start a new run with a lower train.learning_rate"
-        )
-        if was_step_taken:  # bf16.check_grad_overflow: false
-            raise TrainingError(f"step {step}: {problem}, and DeepSpeed has updated the weights with it; {advice}")
-        if self._on_nan == "stop":
-            raise TrainingError(f"step {step}: {problem}, so the step was not taken: nothing was changed. A resumed "
-                                f"run leaves such steps out with SET='train.on_nan=skip'; {advice}")  # fmt: skip
-        if self._consecutive_skips >= MAX_SKIPPED_STEPS:
-            raise TrainingError(f"step {step}: {problem}, and the {self._consecutive_skips - 1} steps before it were "
-                                f"skipped for the same; {advice}")  # fmt: skip
-        if distributed.is_first():
-            logger.warning("Step %d skipped: %s; weights, optimizer and learning rate stay as they were", step, problem)
-
 
 def describe_fp16_overflow(model: Any) -> str:
     """Say what overflows in a model that leaves fp16's range, and what to do about it."""
     text_config = model.config.get_text_config()
-    is_eager = getattr(text_config, "_attn_implementation", None) == "eager"
-    dropout = getattr(text_config, "attention_dropout", None) or 0.0
-    return format_fp16_overflow(
-        text_config.model_type, find_fp16_overflow(text_config.model_type, is_eager=is_eager, attention_dropout=dropout)
-    )
-
-
-def _read_numbers(norm: Any, loss: torch.Tensor) -> tuple[float | None, float]:
-    """Read norm and loss as numbers with one wait for the device; DeepSpeed's norm is already a number, or None."""
-    if not isinstance(norm, torch.Tensor):
-        return norm, loss.item()
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    values: list[float] = torch.stack([norm.to(loss.device).float(), loss.float()]).tolist()
-    return values[0], values[1]
+    overflow = find_fp16_overflow(
+        text_config.model_type, is_eager=getattr(text_config, "_attn_implementation", None) == "eager",
+        attention_dropout=getattr(text_config, "attention_dropout", None) or 0.0,
+    )  # fmt: skip
+    return format_fp16_overflow(text_config.model_type, overflow)
 
 
 def _format_value(value: float | None) -> str:
@@ -452,7 +425,17 @@ def _format_value(value: float | None) -> str:
 
 def require_finite(trainer: Any) -> None:
     """Raises TrainingError on every rank where a weight that trains or a state is not finite on one of them."""
-    local_name = next((name for name, tensor in _trained_tensors(trainer) if not is_finite(tensor)), None)
+    wrapped, tensors = trainer.model_wrapped, list[tuple[str, torch.Tensor]]()
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad:
+            tensors.append((name, engines.local_shard(parameter.detach())))
+    if engines.is_deepspeed(wrapped):
+        tensors += [("the fp32 copy of the weights", tensor) for tensor in engines.fp32_partitions(wrapped)]
+    for state in engines.unwrap_optimizer(trainer.optimizer).state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                tensors.append((f"the optimizer's {name}", engines.local_shard(value)))
+    local_name = next((name for name, tensor in tensors if not is_finite(tensor)), None)
     faulty_name = next((name for name in distributed.gather_values(local_name) if name), None)
     if faulty_name is not None:
         raise TrainingError(
@@ -464,17 +447,3 @@ def require_finite(trainer: Any) -> None:
 def is_finite(tensor: torch.Tensor) -> bool:
     """True if all values are finite; read from the minimum and maximum, which need no copy of the tensor."""
     return not tensor.numel() or all(map(math.isfinite, torch.stack(tensor.aminmax()).tolist()))
-
-
-def _trained_tensors(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    wrapped = trainer.model_wrapped
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.requires_grad:
-            yield name, engines.local_shard(parameter.detach())
-    if engines.is_deepspeed(wrapped):
-        for tensor in engines.fp32_partitions(wrapped):
-            yield "the fp32 copy of the weights", tensor
-    for state in engines.unwrap_optimizer(trainer.optimizer).state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                yield f"the optimizer's {name}", engines.local_shard(value)

@@ -31,7 +31,8 @@ STOPPED = "stopped"
 
 
 class StageSequence:
-    """The stages of a job, to be trained one after the other."""
+    """The stages of a job, to be trained one after the other. `train_stage`: trains one stage, as `run.train_stage`
+    does."""
 
     def __init__(
         self,
@@ -40,7 +41,6 @@ class StageSequence:
         monitors: RunMonitors,
         train_stage: Callable[..., dict[str, Any]],
     ) -> None:
-        """`train_stage`: trains one stage, as `run.train_stage` does."""
         self._job, self._prepared_stages = job, prepared_stages
         self._monitors, self._train_stage = monitors, train_stage
         self._summaries: list[dict[str, Any]] = []
@@ -66,18 +66,33 @@ class StageSequence:
             if distributed.broadcast_value(stage.folder.has_finished(is_adapter=is_adapter)):
                 logger.info("Stage %d of %d, %s, is finished", stage_number, stage_count, name)
                 summary = distributed.broadcast_value(read_summary(stage.folder.path))
-                self._summaries.append({"name": name, **_EMPTY_SUMMARY, **summary})
+                self._summaries.append({  # figures of a stage whose summary is damaged come first
+                    "name": name, "before": None, "wall_s": 0.0, "peak_bytes": {}, "tokens_per_s": 0.0, "steps": 0,
+                    **summary,
+                })  # fmt: skip
             elif self._remaining_steps() == 0:
                 status = STOPPED
                 break
             else:
-                self._log_stage(stage_number, stage)
+                train, batch = stage.loaded.config.train, stage.plan.batch
+                length = f"{train.max_steps:,} steps" if train.max_steps else f"{train.epochs:g} epochs"
+                logger.info("Stage %d of %d, %s: %s, learning rate %g, rows of at most %d tokens, micro %d x accum %d",
+                            stage_number, stage_count, name, length, stage.loaded.config.learning_rate,
+                            stage.plan.max_seq_len, batch.micro_batch, batch.grad_accum)  # fmt: skip
                 log_rows(stage, prepared)
                 status = self._train_prepared_stage(stage, prepared, begins_from)
                 if status != "finished":
                     break
             begins_from = stage.folder.model_path(is_adapter=is_adapter)
-        return self._finish(status)
+        summary = self._write_summary(status, exit_code=0)
+        if distributed.is_first():
+            logger.info("Written to: %s", self._job.folder.path)
+            if status == STOPPED:
+                logger.info("Stopped early; resume with: %s", resume_command(self._job))
+            else:
+                logger.info("Trained weights: %s", summary["model_path"])
+        distributed.barrier()
+        return summary
 
     def _remaining_steps(self) -> int | None:
         max_steps = self._job.loaded.config.train.stop_after_steps
@@ -97,9 +112,10 @@ class StageSequence:
         train_config = config.train.model_copy(update={"stop_after_steps": self._remaining_steps()})
         loaded = replace(stage.loaded, config=config.model_copy(update={"train": train_config}))
         stage_job = replace(stage, resume=bool(has_begun), loaded=loaded)
-        monitors = replace(self._monitors, start_time=time.time())
         try:
-            summary = self._train_stage(stage_job, prepared, monitors, begins_from=begins_from)
+            summary = self._train_stage(
+                stage_job, prepared, replace(self._monitors, start_time=time.time()), begins_from=begins_from
+            )
         except Interrupted:
             self._write_summary(STOPPED, exit_code=Interrupted.exit_code)
             raise
@@ -107,25 +123,6 @@ class StageSequence:
         self._steps_trained += summary["steps"] - resumed_step
         free_memory()  # model, optimizer and engine of this stage are in reference cycles
         return str(summary["status"])
-
-    def _log_stage(self, stage_number: int, stage: RunJob) -> None:
-        train_config = stage.loaded.config.train
-        length = f"{train_config.max_steps:,} steps" if train_config.max_steps else f"{train_config.epochs:g} epochs"
-        logger.info("Stage %d of %d, %s: %s, learning rate %g, rows of at most %d tokens, micro %d x accum %d",
-                    stage_number, len(self._job.stages), stage.folder.stage_name, length,
-                    stage.loaded.config.learning_rate,
-                    stage.plan.max_seq_len, stage.plan.batch.micro_batch, stage.plan.batch.grad_accum)  # fmt: skip
-
-    def _finish(self, status: str) -> dict[str, Any]:
-        summary = self._write_summary(status, exit_code=0)
-        if distributed.is_first():
-            logger.info("Written to: %s", self._job.folder.path)
-            if status == STOPPED:
-                logger.info("Stopped early; resume with: %s", resume_command(self._job))
-            else:
-                logger.info("Trained weights: %s", summary["model_path"])
-        distributed.barrier()
-        return summary
 
     def _write_summary(self, status: str, *, exit_code: int) -> dict[str, Any]:
         job = self._job
@@ -137,19 +134,16 @@ class StageSequence:
         return summary
 
 
-# Figures of a stage whose summary is damaged.
-_EMPTY_SUMMARY: dict[str, Any] = {"before": None, "wall_s": 0.0, "peak_bytes": {}, "tokens_per_s": 0.0, "steps": 0}
-
-
 def _merge_summaries(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> dict[str, Any]:
-    """`before` is the first stage's if the last is evaluated on the same rows; speed is weighted by time."""
+    # `before` is the first stage's if the last is evaluated on the same rows; speed is weighted by time
     last_stage = stages[-1] if stages else {}
     result = last_stage if len(stages) == len(configs) else {}
     is_same_split = _eval_data(configs[0]) == _eval_data(configs[-1])
-    highest = max(stages, key=_highest_peak, default={})
+    peaks = [stage["peak_bytes"] for stage in stages]
+    peak_sizes = [max(peak.get("measured_reserved") or 0, peak.get("measured_rss") or 0) for peak in peaks]
+    highest = stages[peak_sizes.index(max(peak_sizes))] if stages else {}
     wall_s = sum(stage["wall_s"] for stage in stages)
     tokens = sum(stage["tokens_per_s"] * stage["wall_s"] for stage in stages)
-    own_fields = ("evaluations", "samples")
     return {
         "split": last_stage.get("split"),
         "before": stages[0]["before"] if stages and is_same_split else None,
@@ -164,13 +158,10 @@ def _merge_summaries(stages: Sequence[dict[str, Any]], configs: Sequence[RunConf
             {"stage": stage["name"], **entry} for stage in stages for entry in stage.get("evaluations", ())
         ],
         "model_path": result.get("model_path"),
-        "stages": [{key: value for key, value in stage.items() if key not in own_fields} for stage in stages],
+        "stages": [
+            {key: value for key, value in stage.items() if key not in ("evaluations", "samples")} for stage in stages
+        ],
     }
-
-
-def _highest_peak(summary: dict[str, Any]) -> int:
-    peaks = summary["peak_bytes"]
-    return max(peaks.get("measured_reserved") or 0, peaks.get("measured_rss") or 0)
 
 
 def _eval_data(config: RunConfig) -> tuple[Any, ...]:

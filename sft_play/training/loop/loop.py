@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,13 @@ from sft_play.training.loop.upstream import require_upstream_names
 from sft_play.training.measure.monitor import count_tokens
 from sft_play.training.model import attention_functions
 
-logger = logging.getLogger(__name__)
-
 
 class PlannedLoop(EvaluatedLoop):
-    """A Trainer that trains on every row once, on a mean over tokens, whatever the number of ranks."""
+    """A Trainer that trains on every row once, on a mean over tokens, whatever the number of ranks. `packs`: chats that
+    share a training row; `sorts_by_length`: the rows of a step are sorted by length; `adds_sources`: report the loss of
+    each of the monitor's sources; `adds_masks`: padded rows get a mask; `mix`: what an epoch has of each;
+    `loraplus_lr_ratio`: lora_B's learning rate over the others'. The other options are those of `EvaluatedLoop` and the
+    Trainer."""
 
     # The library's class that the loop refines.
     upstream: type[Trainer] = Trainer
@@ -59,10 +60,6 @@ class PlannedLoop(EvaluatedLoop):
         loraplus_lr_ratio: float = 1.0,
         **options: Any,
     ) -> None:
-        """`packs`: chats that share a training row; `sorts_by_length`: the rows of a step are sorted by length;
-        `adds_sources`: report the loss of each of the monitor's sources; `adds_masks`: padded rows get a mask; `mix`:
-        what an epoch has of each; `loraplus_lr_ratio`: lora_B's learning rate over the others'. The other options are
-        those of `EvaluatedLoop` and the Trainer."""
         require_upstream_names(self.upstream)
         self._early_stopping = None if patience is None else EarlyStoppingCallback(early_stopping_patience=patience)
         self._loraplus_lr_ratio = loraplus_lr_ratio
@@ -79,12 +76,14 @@ class PlannedLoop(EvaluatedLoop):
         has_boundaries = "flash" in attention or attention == attention_functions.VARLEN_ATTENTION
         # packs of one shape for cuDNN
         min_tokens = plan.choice.step.seq_len if packs is not None and plan.choice.step.cudnn else 0
-        sorted_lengths = lengths if sorts_by_length else None
         self.epoch_order = EpochOrder(
-            len(lengths), seed=self.args.seed, lengths=sorted_lengths, effective_batch=effective_batch, mix=mix
-        )
+            len(lengths), seed=self.args.seed, lengths=lengths if sorts_by_length else None,
+            effective_batch=effective_batch, mix=mix,
+        )  # fmt: skip
         context_parallel = self._layout.context_parallel
-        data_parallel_rank, context_parallel_rank = divmod(distributed.batch_rank(self._layout), context_parallel)
+        # ranks of a tensor-parallel group get the same rows
+        row_rank = distributed.rank() // self._layout.tensor_parallel
+        data_parallel_rank, context_parallel_rank = divmod(row_rank, context_parallel)
         self._step_batches = StepBatches(
             self.epoch_order, lengths, micro_batches, effective_batch=effective_batch,
             rank=data_parallel_rank, ranks=self._layout.data_parallel,
@@ -187,12 +186,9 @@ class PlannedLoop(EvaluatedLoop):
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
         # resumed after its last step the Trainer would train one more: it looks only after each
-        early_stopping = self._early_stopping
-        has_stopped_early = (
-            early_stopping is not None
-            and early_stopping.early_stopping_patience_counter >= early_stopping.early_stopping_patience
-        )
-        if has_stopped_early or self.state.global_step >= self.state.max_steps:
+        stopping = self._early_stopping
+        has_stopped = stopping and stopping.early_stopping_patience_counter >= stopping.early_stopping_patience
+        if has_stopped or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **options)
@@ -233,7 +229,7 @@ class PlannedLoop(EvaluatedLoop):
         if step_tokens is not None:
             # the loss was scaled up for DDP's mean over ranks; tensor-parallel ranks are not among those
             ranks = self.args.world_size // self._layout.tensor_parallel
-            self._monitor.add_loss(loss, step_tokens=step_tokens, ranks=ranks)
+            self._monitor.add(loss=loss.detach() * step_tokens / ranks)
         return loss
 
     def compute_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:

@@ -33,11 +33,6 @@ logger = logging.getLogger(__name__)
 LOGGING_STATE = "logging_state.json"
 
 
-# What a checkpoint in parts cannot be resumed without.
-SHARDED_FILES = (
-    *("trainer_state.json", "scheduler.pt", sharded_checkpoints.CONTENTS_FILE),
-    sharded_checkpoints.GROUPS_FILE,
-)
 # How long a run that fails waits for a checkpoint that was begun: other ranks may never write their parts.
 FINAL_SAVE_TIMEOUT_S = 300.0
 
@@ -52,9 +47,8 @@ class RestoredCounters(TrainerCallback):
         if early_stopping is not None:
             # the Trainer saves it, and restores it only together with all other callbacks
             state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-            saved = state["stateful_callbacks"].get(EarlyStoppingCallback.__name__, {})
-            counter = saved.get("attributes", {}).get("early_stopping_patience_counter", 0)
-            early_stopping.early_stopping_patience_counter = int(counter)
+            saved = state["stateful_callbacks"].get(EarlyStoppingCallback.__name__, {}).get("attributes", {})
+            early_stopping.early_stopping_patience_counter = int(saved.get("early_stopping_patience_counter", 0))
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Read the sums from the checkpoint."""
@@ -63,15 +57,17 @@ class RestoredCounters(TrainerCallback):
         self._trainer._globalstep_last_logged = state["last_logged"]
         self._trainer._total_loss_scalar = state["total_loss"]
         self._trainer.non_finite_guard.steps_without_loss = state["left_out"]
-        self._trainer._monitor.continue_from(state["seen"])
+        monitor = self._trainer._monitor
+        monitor.samples_seen, monitor.tokens_seen = state["seen"]["samples"], state["seen"]["tokens"]
+        monitor.tokens_before_start = monitor.tokens_seen
 
 
 class CheckpointWriter:
     """A checkpoint that is written while training goes on, by a thread that also makes it whole and renames it: the
-    thread of torch's `async_save` is one that an exit waits for, and the rest would wait for the next step."""
+    thread of torch's `async_save` is one that an exit waits for, and the rest would wait for the next step. `step`,
+    `needed_bytes`: of the checkpoint, and the bytes that it takes at least."""
 
     def __init__(self, write: Callable[[], None], *, step: int, needed_bytes: int) -> None:
-        """`step`, `needed_bytes`: of the checkpoint, and the bytes that it takes at least."""
         self.step, self.needed_bytes = step, needed_bytes
         self._write, self._start_time, self._duration_s = write, time.monotonic(), 0.0
         self._error: BaseException | None = None
@@ -98,7 +94,10 @@ class CheckpointWriter:
 
 
 class CheckpointedLoop(Trainer):
-    """A Trainer whose checkpoints are whole or absent, and do not depend on the layout that wrote them."""
+    """A Trainer whose checkpoints are whole or absent, and do not depend on the layout that wrote them.
+    `checkpoint_limit`: how many are kept, None for all; `saves_shards`: every rank writes its own part (FSDP only);
+    `async_save`: while training goes on; `on_nan`: what a step that is not finite does. The other options are the
+    Trainer's."""
 
     def __init__(
         self,
@@ -111,9 +110,6 @@ class CheckpointedLoop(Trainer):
         monitor: Monitor | None = None,
         **options: Any,
     ) -> None:
-        """`checkpoint_limit`: how many are kept, None for all; `saves_shards`: every rank writes its own part (FSDP
-        only); `async_save`: while training goes on; `on_nan`: what a step that is not finite does. The other options
-        are the Trainer's."""
         self._checkpoint_limit = checkpoint_limit
         self.saves_shards, self._saves_async = saves_shards, async_save
         self._shard: sharded_checkpoints.CheckpointShard | None = None  # of the checkpoint that is about to be written
@@ -127,7 +123,7 @@ class CheckpointedLoop(Trainer):
 
     # --- writing ------------------------------------------------------------------------------------------------------
     def _mean_loss_sum(self) -> float:
-        """Sum of losses since the last log, the mean over ranks; all ranks call it."""
+        # of losses since the last log, the mean over ranks; all ranks call it
         return float(self.accelerator.gather(self._tr_loss.detach().reshape(1)).mean().item())
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -156,13 +152,9 @@ class CheckpointedLoop(Trainer):
     @contextlib.contextmanager
     def _require_room(self, step: int, needed_bytes: int, *, free_space: int | None = None) -> Iterator[None]:
         folder = Path(self.args.output_dir)
+        purpose = f"{checkpoints.resume_note(folder)}; that of step {step}"
         try:
-            with require_disk_space(
-                folder,
-                needed_bytes,
-                f"{checkpoints.resume_note(folder)}; that of step {step}",
-                available_bytes=free_space,
-            ):
+            with require_disk_space(folder, needed_bytes, purpose, available_bytes=free_space):
                 yield
         except SftPlayError:
             shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # it would keep the disk full
@@ -210,7 +202,10 @@ class CheckpointedLoop(Trainer):
         if self.is_deepspeed_enabled:
             required_files = ("trainer_state.json", "latest")
         elif self.saves_shards:
-            required_files = SHARDED_FILES
+            required_files = (
+                *("trainer_state.json", "scheduler.pt", sharded_checkpoints.CONTENTS_FILE),
+                sharded_checkpoints.GROUPS_FILE,
+            )
 
         def commit() -> None:
             if distributed.is_first():
@@ -237,31 +232,24 @@ class CheckpointedLoop(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights; over ranks an adapter without its base, weights in parts with the optimizer's states."""
-        with self._save_under_memory_names():
+        if self._staging is not None:
+            # under their names in memory: the Trainer resumes by plain `load_state_dict`, which silently skips others,
+            # and the hub's differ for some classes. PEFT would write whole embeddings wherever they were resized
+            options: dict[str, Any] = {"save_original_format": False}
+            if is_peft_model(self.model):
+                options = {"save_embedding_layers": embeddings_to_save(self.model)}
+            self.model.save_pretrained = functools.partial(self.model.save_pretrained, **options)
+        try:
             if self.saves_shards and self._staging is not None:
                 self._save(output_dir, state_dict={})  # config and tokenizer only
             elif is_peft_model(self.model) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
                 self._save(output_dir, state_dict=full_state_dict.gather_state_dict(self))
             else:
                 super().save_model(output_dir, _internal_call)
-        self.wait_for_disk()
-
-    @contextlib.contextmanager
-    def _save_under_memory_names(self) -> Iterator[None]:
-        """Weights are written under their names in memory: the Trainer resumes by plain `load_state_dict`, which
-        silently skips others, and the hub's differ for some classes. PEFT would write whole embeddings wherever they
-        were resized."""
-        if self._staging is None:
-            yield
-            return
-        options: dict[str, Any] = {"save_original_format": False}
-        if is_peft_model(self.model):
-            options = {"save_embedding_layers": embeddings_to_save(self.model)}
-        self.model.save_pretrained = functools.partial(self.model.save_pretrained, **options)
-        try:
-            yield
         finally:
-            del self.model.save_pretrained
+            if self._staging is not None:
+                del self.model.save_pretrained
+        self.wait_for_disk()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # the Trainer's own for FSDP writes the model once more, and states by name that only FSDP reads back
@@ -270,7 +258,19 @@ class CheckpointedLoop(Trainer):
             return
         path = Path(output_dir)
         if self.saves_shards:
-            self._save_shards(path, saved_bytes=engines.checkpoint_bytes(self))
+            saved_bytes, start_time = engines.checkpoint_bytes(self), time.monotonic()
+            step, note = self.state.global_step, self.heartbeat.note
+            note(step, "writing its part of a checkpoint", saved_bytes=saved_bytes)
+            shard = sharded_checkpoints.collect_shard(self.model, self.optimizer.optimizer)
+            if self._saves_async:
+                self._shard = shard.copy_to_host()
+            else:
+                on_done = functools.partial(
+                    note, step, "waiting for the parts of a checkpoint", saved_bytes=saved_bytes
+                )
+                sharded_checkpoints.save_shard(shard, path, group=distributed.long_timeout_group(), on_done=on_done)
+                shard_count, seconds = distributed.world_size(), time.monotonic() - start_time
+                logger.info("Checkpoint of step %d: %d parts in %.0f s", step, shard_count, seconds)
         else:
             states = full_state_dict.full_optimizer_states(self.model, self.optimizer.optimizer)
             if distributed.is_first():
@@ -279,23 +279,8 @@ class CheckpointedLoop(Trainer):
             torch.save(self.lr_scheduler.state_dict(), path / "scheduler.pt")
         self.wait_for_disk()
 
-    def _save_shards(self, path: Path, *, saved_bytes: int) -> None:
-        step, start_time = self.state.global_step, time.monotonic()
-        self.heartbeat.note(step, "writing its part of a checkpoint", saved_bytes=saved_bytes)
-        shard = sharded_checkpoints.collect_shard(self.model, self.optimizer.optimizer)
-        if self._saves_async:
-            self._shard = shard.copy_to_host()
-            return
-        note_end = functools.partial(
-            self.heartbeat.note, step, "waiting for the parts of a checkpoint", saved_bytes=saved_bytes
-        )
-        group = distributed.long_timeout_group()
-        sharded_checkpoints.save_shard(shard, path, group=group, on_done=note_end)
-        shard_count, seconds = distributed.world_size(), time.monotonic() - start_time
-        logger.info("Checkpoint of step %d: %d parts in %.0f s", step, shard_count, seconds)
-
     def _save_rng_state(self, output_dir: str) -> None:
-        """Write the random states of all ranks where the first rank writes: other nodes may have another disk."""
+        # all ranks' states are written where the first rank writes: other nodes may have another disk
         if self.args.world_size <= 1:
             super()._save_rng_state(output_dir)
             return
@@ -312,9 +297,13 @@ class CheckpointedLoop(Trainer):
         # what `_save_optimizer_and_scheduler` wrote, under any layout: the Trainer reads only its own layout's form
         path = Path(checkpoint) if checkpoint is not None else None
         if path is not None and sharded_checkpoints.is_sharded(path):
-            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's wrapper
-            group = distributed.long_timeout_group()
-            sharded_checkpoints.load_sharded_optimizer(self.model, optimizer, path, group=group)
+            # inside accelerate's wrapper
+            sharded_checkpoints.load_sharded_optimizer(
+                self.model,
+                getattr(self.optimizer, "optimizer", self.optimizer),
+                path,
+                group=distributed.long_timeout_group(),
+            )
         elif path is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             if path is not None and self.is_deepspeed_enabled:
@@ -331,8 +320,7 @@ class CheckpointedLoop(Trainer):
         # config.json as one of any class, which refuses words of some classes (DeepSeek-V4's kinds of layers)
         path = Path(resume_from_checkpoint)
         if sharded_checkpoints.is_sharded(path):
-            group = distributed.long_timeout_group()
-            sharded_checkpoints.load_sharded_weights(self.model, path, group=group)
+            sharded_checkpoints.load_sharded_weights(self.model, path, group=distributed.long_timeout_group())
         elif not self.is_fsdp_enabled and full_state_dict.has_adapter(self.model):
             full_state_dict.load_adapter_weights(self.model, path)
         elif not self.is_fsdp_enabled:

@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluatedLoop(CheckpointedLoop):
-    """A Trainer that evaluates every row once, as a mean over trained tokens, whatever the number of ranks."""
+    """A Trainer that evaluates every row once, as a mean over trained tokens, whatever the number of ranks.
+    `questions`: those that are asked while training; `evaluates_blocks`: held-out rows have one length. The other
+    options are those of `CheckpointedLoop` and the Trainer."""
 
     # Of compiled blocks; None for plain ones.
     compile_monitor: CompileMonitor | None = None
@@ -45,8 +47,6 @@ class EvaluatedLoop(CheckpointedLoop):
         evaluates_blocks: bool = False,
         **options: Any,
     ) -> None:
-        """`questions`: those that are asked while training; `evaluates_blocks`: held-out rows have one length. The
-        other options are those of `CheckpointedLoop` and the Trainer."""
         self.plan, self._layout = plan, plan.choice.layout
         self._questions, self._stop_ids, self._max_new_tokens = list(questions), list(stop_ids), max_new_tokens
         self._evaluates_blocks = evaluates_blocks
@@ -63,10 +63,10 @@ class EvaluatedLoop(CheckpointedLoop):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The batches of an evaluation, the longest rows first."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
         order = longest_first_order(
             dataset, batch_size=self.args.per_device_eval_batch_size, repeats=self._layout.context_parallel
         )
-        # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
         return super().get_eval_dataloader(dataset.select(order))
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
@@ -79,11 +79,9 @@ class EvaluatedLoop(CheckpointedLoop):
         self.heartbeat.note(self.state.global_step, "evaluating")
         rows = len(inputs["labels"])
         if self._max_eval_rows is not None and rows > self._max_eval_rows:
-            smaller_batches = split_batch(inputs, self._max_eval_rows)
-            # each part's loss counts for as many rows as it has
-            losses = [
+            losses = [  # each part's loss counts for as many rows as it has
                 self.prediction_step(model, batch, *args, **options)[0] * len(batch["labels"])
-                for batch in smaller_batches
+                for batch in split_batch(inputs, self._max_eval_rows)
             ]
             return torch.stack(losses).sum() / rows, None, None
         predict = super().prediction_step
@@ -148,7 +146,7 @@ class EvaluatedLoop(CheckpointedLoop):
     def _measure_exact_match(self, questions: Sequence[Question], *, prefix: str) -> dict[str, float]:
         with (
             attention_functions.full_rows_attention(self.model),
-            self._monitor.generating(),
+            self._monitor.peaks.during("generation"),
             report_wait("Generating answers", unit="answers", count_total=lambda: len(questions)) as progress,
         ):
             self.last_answers = generate_answers(
@@ -157,14 +155,18 @@ class EvaluatedLoop(CheckpointedLoop):
                 try_batch=self.step_memory.try_batch, on_batch_end=progress.add,
                 on_batch_start=lambda: self.heartbeat.note(self.state.global_step, "generating answers"),
             )  # fmt: skip
-        share = sum(answer.is_correct for answer in self.last_answers) / len(self.last_answers)
-        metrics = {f"{prefix}_exact_match": share, f"{prefix}_generated_rows": len(self.last_answers)}
+        metrics = {
+            f"{prefix}_exact_match": sum(answer.is_correct for answer in self.last_answers) / len(self.last_answers),
+            f"{prefix}_generated_rows": len(self.last_answers),
+        }
         self.log(metrics)
         return metrics
 
     def _add_scores(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
         if self.model.training:
-            self._monitor.add_scores(head, sources)
+            self._monitor.add(head=head)
+            if sources is not None:
+                self._monitor.add(sources=sources)
             return
         self._eval_head_sums = head if self._eval_head_sums is None else self._eval_head_sums + head
         if sources is not None:

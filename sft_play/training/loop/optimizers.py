@@ -49,12 +49,11 @@ class MuonWithAdamW(Optimizer):
         # torch's optimizers refuse an empty list
         self._muon = Muon(parts[True], **options, adjust_lr_fn="match_rms_adamw") if parts[True] else None
         self._adamw = AdamW(parts[False], **options, **{"fused": True, **adamw}) if parts[False] else None
-        optimizers = [optimizer for optimizer in (self._muon, self._adamw) if optimizer is not None]
         groups = [
             {**group, _IS_MUON_KEY: optimizer is self._muon}
-            for optimizer in optimizers
+            for optimizer in (self._muon, self._adamw) if optimizer is not None
             for group in optimizer.param_groups
-        ]
+        ]  # fmt: skip
         super().__init__(groups, options)
 
     @torch.no_grad()
@@ -78,8 +77,8 @@ def loraplus_groups(groups: list[dict[str, Any]], model: Any, *, ratio: float) -
     times its learning rate."""
     fast_ids, parts = set(), []
     for name, parameter in model.named_parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # the whole one under ZeRO-3
-        if "lora_B" in name or len(shape) == 1:
+        # ds_shape: the whole one under ZeRO-3
+        if "lora_B" in name or len(getattr(parameter, "ds_shape", parameter.shape)) == 1:
             fast_ids.add(id(parameter))
     for group in groups:
         for is_fast, factor in ((False, 1.0), (True, ratio)):
@@ -96,9 +95,8 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
     return values.to(torch.bfloat16)
 
 
+# A mixin that lets an optimizer step one parameter after the other, bf16 ones as fp32 copies.
 class _StochasticRounding(Optimizer):
-    """A mixin that lets an optimizer step one parameter after the other, bf16 ones as fp32 copies."""
-
     param_groups: list[dict[str, Any]]
 
     def __init__(self, params: Any, *args: Any, rounding_seed: int = 0, **options: Any) -> None:
@@ -126,8 +124,8 @@ class _StochasticRounding(Optimizer):
             super().step()
             return
         # the dtypes of data and gradient have to agree at every assignment: so the gradient goes first and comes last
-        rounded, gradient = parameter.data, parameter.grad
-        assert gradient is not None
+        rounded = parameter.data
+        gradient: Any = parameter.grad
         parameter.grad = None
         parameter.data = rounded.float()
         parameter.grad = gradient.float()
@@ -143,7 +141,7 @@ class _StochasticRounding(Optimizer):
         rounded.copy_(round_stochastically(exact, generator))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as the library does, but keep the dtypes of the saved moments, which it casts to the weights' dtype."""
+        # keep the dtypes of the saved moments, which the library casts to the weights' dtype
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]

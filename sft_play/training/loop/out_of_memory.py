@@ -31,24 +31,16 @@ T = TypeVar("T")
 # What a rank does in a step.
 TRAINING, UPDATING = "training", "updating the weights"
 
-# What may fit with smaller micro-batches, and is done again by ranks that start again.
-_RETRIED_ACTIVITIES = (
-    TRAINING,
-    "evaluating",
-    "generating answers",
-    "saving a checkpoint",
-    "writing its part of a checkpoint",
-)
 
 # Bytes of a tensor that stands for the optimizer's states, which are of many sizes.
 _STAND_IN_BYTES = 32 << 20
 
 
 class StepMemory(TrainerCallback):
-    """Repeats a step of the trainer that ran out of memory, and tries the longest rows before the first one."""
+    """Repeats a step of the trainer that ran out of memory, and tries the longest rows before the first one.
+    `micro_batches`: how steps are divided, as planned."""
 
     def __init__(self, trainer: Any, micro_batches: MicroBatches) -> None:
-        """`micro_batches`: how steps are divided, as planned."""
         ranks = trainer._layout.data_parallel
         micro_steps = max(1, -(-trainer.plan.batch.effective_batch // (micro_batches.rows * ranks)))
         self._trainer, self.micro_batches = trainer, micro_batches
@@ -102,10 +94,9 @@ class StepMemory(TrainerCallback):
         trainer._micro_steps, trainer._micro_step = len(micro_steps), 0
         return [self._collate(rows_by_rank[0]) for rows_by_rank in micro_steps]
 
-    def _collate(self, rows: list[int]) -> dict[str, Any]:
+    def _collate(self, rows: list[int]) -> Any:
         trainer = self._trainer
-        batch: dict[str, Any] = trainer.data_collator(trainer.train_dataset.__getitems__(rows or [FILLER_INDEX]))
-        return batch
+        return trainer.data_collator(trainer.train_dataset.__getitems__(rows or [FILLER_INDEX]))
 
     def _restore_step_start(self) -> None:
         trainer, start = self._trainer, self._step_start
@@ -152,7 +143,13 @@ class StepMemory(TrainerCallback):
                 raise
             halved_plan = self.batch_plan.halved
             message = out_of_memory_message(self._trainer.plan, error, self.batch_plan)
-            is_retried_activity = self._trainer.heartbeat.last_note[1] in _RETRIED_ACTIVITIES
+            is_retried_activity = self._trainer.heartbeat.last_note[1] in (
+                TRAINING,
+                "evaluating",
+                "generating answers",
+                "saving a checkpoint",
+                "writing its part of a checkpoint",
+            )
             if halved_plan is None or not is_retried_activity or self.is_single_process:
                 self._report_oom(str(error), retry=None, retry_rows=0)
                 raise OutOfMemory(message, batch=self.batch_plan) from error
@@ -173,13 +170,13 @@ class StepMemory(TrainerCallback):
         self._restore_step_start()
 
     def _compute_longest_rows(self) -> None:
-        """Train on the longest rows, with stand-ins for optimizer states and for gradients of other micro-steps."""
+        # with stand-ins for optimizer states and for gradients of other micro-steps
         trainer = self._trainer
         rows_by_rank, rank = trainer._step_batches.largest_micro_step(self.micro_batches), trainer._step_batches.rank
-        device, has_no_state = trainer.args.device, not getattr(trainer.optimizer, "state", None)
-        optimizer_bytes = trainer.plan.memory.terms.get("optimizer", 0) if has_no_state else 0
-        stand_in_count = -(-optimizer_bytes // _STAND_IN_BYTES)
-        stand_ins = [torch.empty(_STAND_IN_BYTES, dtype=torch.uint8, device=device) for _ in range(stand_in_count)]
+        device, stand_ins = trainer.args.device, []
+        if not getattr(trainer.optimizer, "state", None):
+            for _ in range(-(-trainer.plan.memory.terms.get("optimizer", 0) // _STAND_IN_BYTES)):
+                stand_ins.append(torch.empty(_STAND_IN_BYTES, dtype=torch.uint8, device=device))
         if self.is_single_process and self.batch_plan.grad_accum > 1:
             for parameter in trainer.model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

@@ -29,12 +29,10 @@ FILLER_INDEX = -1
 FILLER_TOKENS = 2
 # Names of the numbers in column `source`, unless the run names its own sources.
 DEFAULT_SOURCES = ("chat", "text")
-# Rows of a table that are read at once.
-_READ_BATCH_ROWS = 50_000
 
 
 def _iter_column_chunks(dataset: Dataset, column: str) -> Iterator[Any]:
-    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=_READ_BATCH_ROWS):
+    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=50_000):
         yield table[column]
 
 
@@ -132,7 +130,7 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
         return rows
 
     def _row_indices(self, index: int) -> npt.NDArray[np.int64]:
-        """The rows of the data set in a row or pack; the first stands for a masked one."""
+        # the rows of the data set in a row or pack; the first stands for a masked one
         if index == FILLER_INDEX:
             return np.zeros(1, dtype=np.int64)
         if not 0 <= index < self._count:
@@ -176,7 +174,9 @@ class EpochOrder(torch.utils.data.Sampler[int]):
 
 class StepBatches(torch.utils.data.Sampler[list[int]]):
     """The rows of this rank's micro-batches: `slots` to an optimizer step, of which the first are empty where it needs
-    fewer. The Trainer counts a fixed number, and synchronises gradients in the last."""
+    fewer. The Trainer counts a fixed number, and synchronises gradients in the last. `epoch_order`: of rows, the
+    longest of each `effective_batch` (a step's) first where `micro_batches` is by tokens; `lengths`: tokens of each
+    row."""
 
     # accelerate divides the number of rows by it to find rows that it has repeated; there are none.
     batch_size = 1
@@ -191,8 +191,6 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
         rank: int,
         ranks: int,
     ) -> None:
-        """`epoch_order`: of rows, the longest of each `effective_batch` (a step's) first where
-        `micro_batches` is by tokens; `lengths`: tokens of each row."""
         self._epoch_order, self._lengths, self._micro_batches = epoch_order, lengths, micro_batches
         self._effective_batch, self.rank, self._ranks = effective_batch, rank, ranks
         self.slots = micro_batches.max_micro_steps(-(-effective_batch // ranks))
@@ -293,20 +291,25 @@ class Collator:
             mask_rows = [{"attention_mask": np.ones(len(row["input_ids"]), dtype=np.int64)} for row in rows]
             batch |= self._tensors({"attention_mask": 0}, mask_rows, flat=False)
         if self.adds_sources:
-            source_rows = [{SOURCE: _token_sources(row)} for row in rows]
+            source_rows = []
+            for row in rows:  # by token, or one for the whole row; 0 (chat) where the data set has none
+                sources = row.get("sources")
+                if sources is None:
+                    sources = np.full(len(row["input_ids"]), int(row.get(SOURCE) or 0))
+                source_rows.append({SOURCE: sources})
             batch |= self._tensors({SOURCE: 0}, source_rows, flat=flat, min_tokens=min_tokens)
         return batch if self.context_parallel_size == 1 else self._context_parallel_slice(batch)
 
     def _context_parallel_slice(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """This rank's tokens [B, T / parts] of a batch of rows. A part's last token predicts the first of the next."""
+        # this rank's tokens [B, T / parts] of a batch of rows; a part's last token predicts the first of the next
         rows, tokens = batch["input_ids"].shape
         padding = -tokens % self.context_parallel_size
         length = (tokens + padding) // self.context_parallel_size
         token_slice = slice(self.context_parallel_rank * length, (self.context_parallel_rank + 1) * length)
         # shifted before the cut: transformers would shift inside each part, and lose the label at its end
-        batch["shift_labels"] = _shift_left(batch["labels"], IGNORED)
+        batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
         if SOURCE in batch:
-            batch[SOURCE] = _shift_left(batch[SOURCE], 0)
+            batch[SOURCE] = torch.nn.functional.pad(batch[SOURCE][:, 1:], (0, 1), value=0)
         pad_values = {"input_ids": self.pad_id, "labels": IGNORED, "shift_labels": IGNORED}
         tensors = {}
         for name, table in batch.items():
@@ -320,7 +323,7 @@ class Collator:
         return tensors | dict(zip(COUNT_KEYS, counts, strict=True))
 
     def _pack_tensors(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Where chats begin, for the model, and the counts of `COUNT_KEYS`, for the figures."""
+        # where chats begin, for the model, and the counts of `COUNT_KEYS`, for the figures
         positions = [{"position_ids": np.concatenate(list(map(np.arange, row[CHAT_LENGTHS])))} for row in rows]
         tensors = self._tensors({"position_ids": 0}, positions, flat=self.flat, min_tokens=self.min_tokens)
         lengths = np.concatenate([row[CHAT_LENGTHS] for row in rows])
@@ -337,13 +340,15 @@ class Collator:
                 tensors[CHAT_LENGTHS] = tuple(lengths.tolist())
         labels = np.concatenate([row["labels"] for row in rows])
         trained_tokens = np.add.reduceat(labels != IGNORED, np.cumsum(lengths) - lengths)
-        counts = (int(lengths.sum()), int((trained_tokens > 0).sum()))
-        return tensors | {name: torch.tensor(count) for name, count in zip(COUNT_KEYS, counts, strict=True)}
+        return tensors | {
+            "token_count": torch.tensor(int(lengths.sum())),
+            "sample_count": torch.tensor(int((trained_tokens > 0).sum())),
+        }
 
     def _tensors(
         self, pad_values: dict[str, int], rows: Sequence[dict[str, Any]], *, flat: bool, min_tokens: int = 0
     ) -> dict[str, Any]:
-        """Columns of rows as tensors: padded at the end to [B, T], T not below `min_tokens`, or joined to [1, N]."""
+        # columns of rows: padded at the end to [B, T], T not below `min_tokens`, or joined to [1, N]
         tensors: dict[str, Any] = {}
         for name, pad_value in pad_values.items():
             values = [np.asarray(row[name], dtype=np.int64) for row in rows]
@@ -369,15 +374,3 @@ def split_batch(batch: dict[str, Any], max_rows: int) -> list[dict[str, Any]]:
         batch | {name: value[start : start + max_rows] for name, value in by_row.items()}
         for start in range(0, count, max_rows)
     ]
-
-
-def _shift_left(table: torch.Tensor, fill: int) -> torch.Tensor:
-    """Shift values [B, T] left by one position; the last position gets `fill`."""
-    return torch.nn.functional.pad(table[:, 1:], (0, 1), value=fill)
-
-
-def _token_sources(row: dict[str, Any]) -> Any:
-    """The source of each token: by token, or one for the whole row; 0 (chat) where the data set has none."""
-    if "sources" in row:
-        return row["sources"]
-    return np.full(len(row["input_ids"]), int(row.get(SOURCE) or 0))

@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
 from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.packing import Packs, concatenate_packs, is_packing_enabled, pack_best_fit
+from sft_play.data.build.packing import concatenate_packs, is_packing_enabled, pack_best_fit
 from sft_play.data.build.splits import DataSplit, MixedSources
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.plan import Plan
@@ -38,7 +40,6 @@ from sft_play.training.measure.exact_match import collect_stop_ids, configured_e
 from sft_play.training.measure.monitor import Monitor, RunMonitors, head_sums, source_sums
 from sft_play.training.measure.profile import build_profile_window
 from sft_play.training.model import adapters, attention_functions, tensor_parallel
-from sft_play.training.model.adapters import cast_outside_autocast
 from sft_play.training.model.fused_head import set_backbone_prefix, use_class_logits
 from sft_play.training.model.model_loading import SourceWeights, load_for_sharding, load_model, read_model, shard_model
 from sft_play.training.prepare.lora_config import freeze_unmatched
@@ -60,6 +61,18 @@ def training_arguments(
     """The arguments of TRL's trainer, or of what `arguments_class` makes; `engine_options`: those that turn on its
     layout."""
     train = config.train
+    eval_strategy, eval_steps = ("epoch", None) if config.eval.steps is None else ("steps", config.eval.steps)
+    if not has_eval or eval_steps == 0:
+        eval_strategy, eval_steps = "no", None
+    save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", None)
+    loads_best = train.load_best_model_at_end and eval_strategy != "no"
+    if loads_best:  # the best model is one of the checkpoints: each evaluation needs one
+        save_strategy, save_steps = eval_strategy, eval_steps
+    optimizer_arguments: dict[str, Any] = {}
+    if train.optim == "muon":
+        optimizer_arguments["optim"] = "adamw_torch_fused"  # `build_trainer` makes it, transformers knows no such name
+    elif train.optim.startswith("lion_"):
+        optimizer_arguments["adam_beta2"] = 0.99  # Lion's own, under the name of AdamW's
     # rows are tokenised and cut already, so TRL must not do either
     trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if arguments_class is None else {}
     checkpointing_kwargs = {"use_reentrant": False} | ({"offload": True} if plan.choice.step.offloads else {})
@@ -71,8 +84,7 @@ def training_arguments(
         gradient_accumulation_steps=plan.trainer_batch.grad_accum,
         num_train_epochs=train.epochs,
         max_steps=train.max_steps or -1,  # -1: num_train_epochs decides
-        **{option.external_names.trainer: option.value(config) for option in optimizer_options()}
-        | _OPTIMIZER_ARGUMENTS.get(train.optim, {}),
+        **{option.external_names.trainer: option.value(config) for option in optimizer_options()} | optimizer_arguments,
         bf16=plan.precision.compute == "bfloat16",
         fp16=plan.precision.compute == "float16",
         activation_checkpointing=plan.choice.checkpointed_layers > 0,
@@ -81,7 +93,11 @@ def training_arguments(
         logging_steps=train.logging_steps,
         logging_first_step=True,
         logging_nan_inf_filter=False,  # it would hide a loss of nan from MetricsFile, which stops the run
-        **_eval_and_save_schedule(config, has_eval=has_eval),
+        eval_strategy=eval_strategy,
+        eval_steps=eval_steps,
+        save_strategy=save_strategy,
+        save_steps=save_steps or 1,
+        load_best_model_at_end=loads_best,
         metric_for_best_model=f"eval_{train.metric_for_best_model}",
         greater_is_better=train.metric_for_best_model == "exact_match",
         report_to=[name for name in train.report_to if name != "tensorboard"],  # that is in plan_callbacks
@@ -97,30 +113,6 @@ def training_arguments(
         **trl_only,
         **{"use_cpu": plan.hardware.device == "cpu", **(engine_options or {})},
     )
-
-
-# Arguments of optimizers that differ from the options.
-_OPTIMIZER_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "muon": {"optim": "adamw_torch_fused"},  # `_optimizer_options` makes it; transformers does not know the name
-    # Lion's own, under the name of AdamW's
-    "lion_32bit": {"adam_beta2": 0.99},
-    "lion_8bit": {"adam_beta2": 0.99},
-}
-
-
-def _eval_and_save_schedule(config: RunConfig, *, has_eval: bool) -> dict[str, Any]:
-    train = config.train
-    eval_strategy, eval_steps = ("epoch", None) if config.eval.steps is None else ("steps", config.eval.steps)
-    if not has_eval or eval_steps == 0:
-        eval_strategy, eval_steps = "no", None
-    save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", None)
-    loads_best = train.load_best_model_at_end and eval_strategy != "no"
-    if loads_best:  # the best model is one of the checkpoints: each evaluation needs one
-        save_strategy, save_steps = eval_strategy, eval_steps
-    return {
-        "eval_strategy": eval_strategy, "eval_steps": eval_steps, "save_strategy": save_strategy,
-        "save_steps": save_steps or 1, "load_best_model_at_end": loads_best,
-    }  # fmt: skip
 
 
 class PlannedTrainer(PlannedLoop, SFTTrainer):
@@ -158,9 +150,8 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
+# Turns checkpointing off in the layers after the first `count`: the Trainer can only turn on all of them.
 class _SelectiveCheckpointing(TrainerCallback):
-    """Turns checkpointing off in the layers after the first `count`: the Trainer can only turn on all of them."""
-
     def __init__(self, count: int) -> None:
         self._count = count
 
@@ -207,8 +198,26 @@ def build_trainer(
     in an epoch."""
     arguments = arguments or training_arguments(config, plan, folder, has_eval=eval_split is not None)
     rows = train_split.rows
-    packs, packed_sizes = _pack_rows(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))
-    mix = sources.mix(seed=config.train.seed, sizes=packed_sizes) if sources else None
+    packs, sizes = None, tuple(sources.sizes) if sources else (len(rows),)
+    if is_packing_enabled(config):
+        lengths = np.split(row_lengths(rows), np.cumsum(sizes)[:-1])
+        packs_by_source = [pack_best_fit(source_lengths, plan.max_seq_len) for source_lengths in lengths]
+        packs, sizes = concatenate_packs(packs_by_source), tuple(map(len, packs_by_source))
+        logger.debug("Packing: %d chats in %d rows, %.1f a row", len(rows), len(packs), len(rows) / len(packs))
+        if len(packs) < plan.batch.effective_batch and distributed.is_first():
+            logger.warning("Packing: %d rows are fewer than one effective batch of %d, so each step sees every chat; "
+                           "set a smaller %s", len(packs), plan.batch.effective_batch,
+                           config.train.effective_batch_options)  # fmt: skip
+    mix = sources.mix(seed=config.train.seed, sizes=sizes) if sources else None
+    is_muon, rounds_stochastically = config.train.optim == "muon", plan.precision.updates == "stochastic"
+    if is_muon or rounds_stochastically:
+        optimizer, optimizer_kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+        if is_muon:
+            optimizer, optimizer_kwargs = MuonWithAdamW, optimizer_kwargs | {"matrices": muon_matrices(model)}
+        if rounds_stochastically:
+            optimizer = stochastic_rounding_class(optimizer)
+            optimizer_kwargs = optimizer_kwargs | {"rounding_seed": arguments.seed}
+        options["optimizer_cls_and_kwargs"] = optimizer, optimizer_kwargs
     trainer = (trainer_class or PlannedTrainer)(
         model=model,
         args=arguments,
@@ -228,31 +237,17 @@ def build_trainer(
         evaluates_blocks=config.task_mode == "cpt",
         on_nan=config.train.on_nan,
         loraplus_lr_ratio=1.0 if config.tuning.mode == "full" else config.tuning.lora.loraplus_lr_ratio,
-        **_optimizer_options(config, plan, arguments, model),
         **options,
     )
     if peft_config is not None:
         set_adapter_dtype(trainer.model, config, plan)
-        cast_outside_autocast(trainer.model)
+        adapters.cast_outside_autocast(trainer.model)
         set_backbone_prefix(trainer.model.get_base_model())
     if trainer_class is None and plan.choice.step.loss == "logits":
         use_class_logits(trainer.model if peft_config is None else trainer.model.get_base_model())
     engines.set_gradient_reduction(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
-
-
-def _optimizer_options(config: RunConfig, plan: Plan, arguments: SFTConfig, model: Any) -> dict[str, Any]:
-    is_muon, rounds_stochastically = config.train.optim == "muon", plan.precision.updates == "stochastic"
-    if not is_muon and not rounds_stochastically:
-        return {}
-    optimizer, optimizer_kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-    if is_muon:
-        optimizer, optimizer_kwargs = MuonWithAdamW, optimizer_kwargs | {"matrices": muon_matrices(model)}
-    if rounds_stochastically:
-        optimizer = stochastic_rounding_class(optimizer)
-        optimizer_kwargs = optimizer_kwargs | {"rounding_seed": arguments.seed}
-    return {"optimizer_cls_and_kwargs": (optimizer, optimizer_kwargs)}
 
 
 def build_plan_callbacks(
@@ -278,22 +273,6 @@ def build_plan_callbacks(
         trainer.step_memory.on_oom.append(board.write_oom)
     profile_window = build_profile_window(config, plan, folder.path / "profile", trainer)
     return [*callbacks, profile_window] if profile_window is not None else callbacks
-
-
-def _pack_rows(
-    rows: Any, config: RunConfig, plan: Plan, *, sizes: Sequence[int]
-) -> tuple[Packs | None, tuple[int, ...]]:
-    if not is_packing_enabled(config):
-        return None, tuple(sizes)
-    lengths = np.split(row_lengths(rows), np.cumsum(sizes)[:-1])
-    packs_by_source = [pack_best_fit(source_lengths, plan.max_seq_len) for source_lengths in lengths]
-    packs = concatenate_packs(packs_by_source)
-    effective_batch = plan.batch.effective_batch
-    logger.debug("Packing: %d chats in %d rows, %.1f a row", len(rows), len(packs), len(rows) / len(packs))
-    if len(packs) < effective_batch and distributed.is_first():
-        logger.warning("Packing: %d rows are fewer than one effective batch of %d, so each step sees every chat; set a "
-                       "smaller %s", len(packs), effective_batch, config.train.effective_batch_options)  # fmt: skip
-    return packs, tuple(map(len, packs_by_source))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -325,7 +304,9 @@ def load_trainer(
             has_late_gradients=any(model_spec.late_gradients.values()),
         ),
     )
-    engines.allow_fsdp_on_cpu(plan)  # after the arguments, which create accelerate's state, before the trainer reads it
+    if plan.choice.layout.is_fsdp and plan.hardware.device == "cpu":
+        # accelerate would choose DDP for CPU ranks; its state comes with the arguments, and the trainer reads it
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     attention_functions.join_context_parallel_group(plan.choice.layout, arguments.device)
     model, source = _load_model(job, model_spec, begins_from)
     set_backbone_prefix(model)
@@ -364,11 +345,10 @@ def load_trainer(
     # sharding comes last: only whole tensors can be filled
     needs_fp32_masters = plan.precision.compute != "float32"
     if model_spec.tensor_parallel_plan:
-        mesh = trainer.accelerator.torch_device_mesh["tp"]
         tensor_parallel.divide_model(
             trainer.model,
             model_spec.tensor_parallel_plan,
-            mesh,
+            trainer.accelerator.torch_device_mesh["tp"],
             device=trainer.args.device,
             fp32_master_weights=needs_fp32_masters,
         )

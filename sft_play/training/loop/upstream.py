@@ -49,17 +49,14 @@ def require_upstream_names(upstream: type) -> None:
     checks += [(upstream, "trl", TRL_MEMBERS)] if upstream is not Trainer else []
     for trainer_class, library, names in checks:
         for name, method in ((name, method) for name, methods in names.items() for method in methods):
-            if not _method_uses(trainer_class, method, name):
+            function: Any = getattr(trainer_class, method, None)
+            # Unsloth replaces some, and what those use is not checked
+            is_library = str(getattr(function, "__module__", "")).startswith(("transformers.", "trl."))
+            # `co_names` has the attributes that a function's own code reads or calls, not those of functions inside it
+            used_names = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())
+            if (function is None or is_library) and name not in used_names:
                 raise BackendError(
                     f"this training loop does not support {library} {importlib.metadata.version(library)}: "
                     f"{trainer_class.__name__}.{method} no longer uses {name}; install the version of "
                     "requirements.lock (make setup)"
                 )
-
-
-def _method_uses(trainer_class: Any, method_name: str, name: str) -> bool:
-    method = getattr(trainer_class, method_name, None)
-    if method is not None and not str(getattr(method, "__module__", "")).startswith(("transformers.", "trl.")):
-        return True  # Unsloth replaces some, and what those use is not checked
-    # `co_names` has the attributes that a function's own code reads or calls, not those of functions inside it
-    return name in getattr(getattr(inspect.unwrap(method), "__code__", None), "co_names", ()) if method else False

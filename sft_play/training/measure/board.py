@@ -3,7 +3,7 @@ folder of event files for a run: the run's own `tb/` has what was trained on, a 
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
@@ -16,7 +16,6 @@ from sft_play.planner.plan import Plan
 from sft_play.runs.folder import OOM_ENTRY, OomEvent, RunFolder, read_oom_events
 from sft_play.training.measure.exact_match import GeneratedAnswer
 
-MAX_LOGGED_ANSWERS = 5
 # First part of a held-out split's tags: its folder in `tb/`.
 SPLIT_FOLDERS = {"eval": "validation", "test": "test"}
 # The page of custom scalars: first how the run goes, then how the machine does. Each chart with its tags' patterns,
@@ -45,14 +44,13 @@ CHARTS = {
 }
 
 
-def scalar_layout(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+def scalar_layout(tags: Collection[str]) -> dict[str, dict[str, list[Any]]]:
     """The charts that have at least one of these tags to show, as torch's SummaryWriter takes a layout."""
-    known_tags = set(tags)
     pages = {
         page: {
             title: ["Multiline", patterns]
             for title, patterns in charts.items()
-            if any(re.match(pattern, tag) for pattern in patterns for tag in known_tags)
+            if any(re.match(pattern, tag) for pattern in patterns for tag in tags)
         }
         for page, charts in CHARTS.items()
     }
@@ -79,7 +77,9 @@ def build_hparams(config: RunConfig, plan: Plan) -> dict[str, str | int | float 
 
 
 class TensorBoardWriter(TrainerCallback):
-    """Writes what is logged, one value of a tag a step, texts, hparams, answers, and the layout of what there is."""
+    """Writes what is logged, one value of a tag a step, texts, hparams, answers, and the layout of what there is.
+    `metric_tags`: tags of the held-out figures that this run measures, for the table of hparams. `resume_step`: the
+    step that the run continues after (None: its first step); what was written after it is not shown."""
 
     def __init__(
         self,
@@ -90,8 +90,6 @@ class TensorBoardWriter(TrainerCallback):
         answers: Callable[[], Sequence[GeneratedAnswer]],
         resume_step: int | None = None,
     ) -> None:
-        """`metric_tags`: tags of the held-out figures that this run measures, for the table of hparams. `resume_step`:
-        the step that the run continues after (None: its first step); what was written after it is not shown."""
         self._folder, self._hparams, self._metric_tags = folder, dict(hparams), tuple(metric_tags)
         self._answers, self._purge_step = answers, None
         self._writers: dict[str, Any] = {}
@@ -115,7 +113,18 @@ class TensorBoardWriter(TrainerCallback):
                 writer.add_text(path.stem, f"```{language}\n{text}\n```", state.global_step)
         for event in read_oom_events(self._folder):  # ranks that started again for it could not write it before
             self.write_oom(event)
-        for summary in _hparams_table(self._hparams, ("train/loss", *self._metric_tags, "train/tokens_per_s")):
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+        from torch.utils.tensorboard.summary import hparams as build_table
+
+        experiment, start, end = build_table(
+            self._hparams, dict.fromkeys(("train/loss", *self._metric_tags, "train/tokens_per_s"), 0.0)
+        )
+        metadata = experiment.value[0].metadata.plugin_data
+        content = HParamsPluginData.FromString(metadata.content)
+        for info in content.experiment.metric_infos:
+            info.name.group = SPLIT_FOLDERS.get(info.name.tag.partition("/")[0], "")
+        metadata.content = content.SerializeToString()
+        for summary in (experiment, start, end):
             # into this run's own file: `SummaryWriter.add_hparams` would make a second run for them
             writer.file_writer.add_summary(summary)
 
@@ -129,7 +138,7 @@ class TensorBoardWriter(TrainerCallback):
             self._steps[tag] = step
             writer = self._get_writer(tag)
             writer.add_scalar(tag, value, step)
-            if tag.endswith("/exact_match") and (answers := list(self._answers())[:MAX_LOGGED_ANSWERS]):
+            if tag.endswith("/exact_match") and (answers := list(self._answers())[:5]):
                 writer.add_text("answers", format_answers(answers), step)
         layout = scalar_layout(self._steps)
         if layout != self._layout:
@@ -156,22 +165,10 @@ class TensorBoardWriter(TrainerCallback):
 
         name = SPLIT_FOLDERS.get(tag.partition("/")[0], "")
         if name not in self._writers:
-            log_dir = str(self._folder.tensorboard_path / name)
-            self._writers[name] = SummaryWriter(log_dir=log_dir, purge_step=self._purge_step)
+            self._writers[name] = SummaryWriter(
+                log_dir=str(self._folder.tensorboard_path / name), purge_step=self._purge_step
+            )
         return self._writers[name]
-
-
-def _hparams_table(hparams: Mapping[str, Any], metric_tags: Sequence[str]) -> tuple[Any, Any, Any]:
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-    from torch.utils.tensorboard.summary import hparams as table
-
-    experiment, start, end = table(dict(hparams), dict.fromkeys(metric_tags, 0.0))
-    metadata = experiment.value[0].metadata.plugin_data
-    content = HParamsPluginData.FromString(metadata.content)
-    for info in content.experiment.metric_infos:
-        info.name.group = SPLIT_FOLDERS.get(info.name.tag.partition("/")[0], "")
-    metadata.content = content.SerializeToString()
-    return experiment, start, end
 
 
 def format_answers(answers: Sequence[GeneratedAnswer]) -> str:

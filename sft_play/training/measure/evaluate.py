@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerState
 
 from sft_play.data.build.splits import DataSplit
 from sft_play.training import distributed
-from sft_play.training.engines import EngineCheck, check_engine, single_process_check
+from sft_play.training.engines import EngineCheck, check_engine
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.measure.exact_match import GeneratedAnswer, Question, select_questions
@@ -147,13 +147,16 @@ class InitialEvaluation(TrainerCallback):
     ) -> None:
         self._job, self._trainer, self.eval_set, self._peaks = job, trainer, eval_set, peaks
         self._is_resumed = is_resumed
-        self._engine_check: EngineCheck | None = None
+        # What each rank holds; None without an engine.
+        self.engine_check: EngineCheck | None = None
         self.metrics: EvalMetrics | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Check the engine, then measure; raises TrainingError if it is not what the plan says."""
-        self._engine_check = check_engine(self._trainer, self._job.plan)
-        logger.debug("%s", self._engine_check.line)
+        self.engine_check = check = check_engine(self._trainer, self._job.plan)
+        logger.debug(
+            "Engine: %s proved: the model is a %s over %d ranks", check.layout, check.wrapped_class, check.ranks
+        )
         self.measure()
 
     def measure(self) -> None:
@@ -170,8 +173,3 @@ class InitialEvaluation(TrainerCallback):
         self.metrics = evaluate(self._trainer, self.eval_set)
         if is_first and self.metrics is not None:
             folder.update_manifest(before=self.metrics.as_json())
-
-    @property
-    def engine_check(self) -> EngineCheck:
-        """What each rank holds; without an engine, what the one process holds now."""
-        return self._engine_check or single_process_check(self._trainer)

@@ -76,17 +76,12 @@ def decode_answer(tokenizer: Any, ids: Sequence[int], stop_ids: Sequence[int]) -
     return str(tokenizer.decode([*answer_ids], skip_special_tokens=False))
 
 
-# The end tokens of a generation config.
-EosTokenIds = int | list[int] | None
+def configured_eos_token_ids(model: Any) -> Any:
+    """The end tokens of a loaded model's generation config: a number, several, or None."""
+    return getattr(getattr(model, "generation_config", None), "eos_token_id", None)
 
 
-def configured_eos_token_ids(model: Any) -> EosTokenIds:
-    """The end tokens of a loaded model's generation config."""
-    eos_token_ids: EosTokenIds = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return eos_token_ids
-
-
-def collect_stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, eos_token_ids: EosTokenIds) -> list[int]:
+def collect_stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, eos_token_ids: Any) -> list[int]:
     """Tokens that end an answer: the tokenizer's and the generation config's, and the template's ends of turn."""
     stop_ids = {tokenizer.eos_token_id, *(eos_token_ids if isinstance(eos_token_ids, list) else [eos_token_ids])}
     if task_mode != "cpt":
@@ -137,8 +132,10 @@ def generate_answers(
         model.train(was_training)
         if router_logits:
             text_config.output_router_logits = router_logits
-    texts = [decode_answer(tokenizer, generated_ids[index], stop_ids) for index in range(len(questions))]
-    return [GeneratedAnswer(question, texts[index], generated_ids[index]) for index, question in enumerate(questions)]
+    return [
+        GeneratedAnswer(question, decode_answer(tokenizer, generated_ids[index], stop_ids), generated_ids[index])
+        for index, question in enumerate(questions)
+    ]
 
 
 def batch_by_tokens(order: Sequence[int], tokens: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

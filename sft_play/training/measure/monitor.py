@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +36,14 @@ from sft_play.training.loop.rows import DEFAULT_SOURCES
 SAMPLE_INTERVAL_S = 0.01
 
 
+# The highest of samples of this process's resident memory, until it is told to end.
 class _ResidentSampler(threading.Thread):
-    """The highest of samples of this process's resident memory, until it is told to end."""
-
     def __init__(self) -> None:
         super().__init__(name="resident memory", daemon=True)
         self.stop_event, self.highest = threading.Event(), _resident_bytes()
         self.start()
 
     def run(self) -> None:
-        """Take samples."""
         while not self.stop_event.wait(SAMPLE_INTERVAL_S):
             self.highest = max(self.highest, _resident_bytes())
 
@@ -102,15 +100,13 @@ class MemoryPeaks:
     def by_phase(self) -> dict[RunPhase, tuple[int, int]]:
         """The peaks of all phases so far."""
         if self._phase is not None:
-            (allocated, reserved), earlier_peak = self._current_peak(), self._peaks.get(self._phase, (0, 0))
-            self._peaks[self._phase] = max(allocated, earlier_peak[0]), max(reserved, earlier_peak[1])
+            if self._sampler is None:
+                allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            else:
+                allocated = reserved = max(self._sampler.highest, _resident_bytes()) - self.baseline_bytes
+            earlier_allocated, earlier_reserved = self._peaks.get(self._phase, (0, 0))
+            self._peaks[self._phase] = max(allocated, earlier_allocated), max(reserved, earlier_reserved)
         return dict(self._peaks)
-
-    def _current_peak(self) -> tuple[int, int]:
-        if self._sampler is None:
-            return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        highest = max(self._sampler.highest, _resident_bytes())
-        return (max(0, highest - self.baseline_bytes),) * 2
 
     def summary_fields(self, plan: Plan) -> dict[str, Any]:
         """`peak_bytes_by_moment` of the summary, predicted and measured, and `peak_bytes`: those of the highest."""
@@ -121,8 +117,9 @@ class MemoryPeaks:
             measured: dict[str, Any] = {"measured_allocated": allocated, "measured_reserved": reserved}
             if not self.on_gpu:
                 measured = dict.fromkeys(measured) | {"measured_rss": reserved, "level_rss": self.baseline_bytes}
-            predicted = {"predicted_allocated": predicted_allocated, "predicted_reserved": predicted_reserved}
-            by_moment[phase] = predicted | measured
+            by_moment[phase] = {
+                "predicted_allocated": predicted_allocated, "predicted_reserved": predicted_reserved, **measured,
+            }  # fmt: skip
         highest = max(peaks, key=lambda phase: peaks[phase][1])
         return {"peak_bytes": {"moment": highest, **by_moment[highest]}, "peak_bytes_by_moment": by_moment}
 
@@ -161,37 +158,11 @@ PAUSES: dict[str, RunPhase | None] = {"checkpoint": "saving", "evaluation": "eva
 _SUM_DTYPE = torch.float64
 
 
-class _Clock:
-    """Seconds spent in each part since they were last read."""
-
-    def __init__(self, *, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
-        self._spans: list[tuple[str, Any, Any]] = []
-
-    def now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def add(self, name: str, start: Any) -> None:
-        self._spans.append((name, start, self.now()))
-
-    def take_totals(self) -> dict[str, float]:
-        """Return seconds by part and start again from zero; waits for the device."""
-        if self._on_gpu and self._spans:
-            self._spans[-1][2].synchronize()  # all are recorded on one stream, so the others are over too
-        totals: dict[str, float] = {}
-        for name, start, end in self._spans:
-            seconds = start.elapsed_time(end) / 1000 if self._on_gpu else end - start
-            totals[name] = totals.get(name, 0.0) + seconds
-        self._spans = []
-        return totals
-
-
 class Monitor(TrainerCallback):
-    """Measures this rank between two logs, and combines the figures of all ranks into what is logged."""
+    """Measures this rank between two logs, and combines the figures of all ranks into what is logged. `plan`: what the
+    measured figures are compared with; `tensor_parallel`: consecutive ranks that see the same rows and are counted
+    once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by phase, which this starts and
+    ends."""
 
     def __init__(
         self,
@@ -201,12 +172,10 @@ class Monitor(TrainerCallback):
         sources: Sequence[str] = DEFAULT_SOURCES,
         peaks: MemoryPeaks | None = None,
     ) -> None:
-        """`plan`: what the measured figures are compared with; `tensor_parallel`: consecutive ranks that see the same
-        rows and are counted once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by
-        phase, which this starts and ends."""
-        self._peaks, self._tensor_parallel, self.sources = peaks or MemoryPeaks(), tensor_parallel, tuple(sources)
-        self._plan, self._on_gpu = plan, self._peaks.on_gpu
-        self._clock = _Clock(on_gpu=self._on_gpu)
+        self.peaks, self._tensor_parallel, self.sources = peaks or MemoryPeaks(), tensor_parallel, tuple(sources)
+        self._plan, self._on_gpu = plan, self.peaks.on_gpu
+        # Names of parts with their start and end, since they were last read.
+        self._spans: list[tuple[str, Any, Any]] = []
         self._optimizer_start: Any = None
         # Rows with a trained token (chats of packs), and tokens without padding, that all ranks have seen in the run,
         # as of the last log.
@@ -225,34 +194,30 @@ class Monitor(TrainerCallback):
         )
         return {"samples": self.samples_seen + samples, "tokens": self.tokens_seen + tokens}
 
-    def continue_from(self, seen_counts: Mapping[str, float]) -> None:
-        """Count on from what a checkpoint says."""
-        self.samples_seen, self.tokens_seen = seen_counts["samples"], seen_counts["tokens"]
-        self.tokens_before_start = self.tokens_seen
-
     def _start_window(self) -> None:
         # what micro-steps add to, on this rank since the last log; the head's and the sources' are vectors. It is never
         # changed in place: a step that is repeated begins with an earlier one again
         self.sums: dict[str, Any] = dict.fromkeys(("loss", "trained_tokens", "tokens", "places", "samples"), 0)
         self._paused_s, self._compile_s, self._window_start = 0.0, 0.0, time.perf_counter()
 
-    def _add(self, **values: Any) -> None:
+    def add(self, **values: Any) -> None:
+        """Add to the sums of this window: a micro-step's loss times its trained tokens, `head_sums`, `source_sums`."""
         self.sums = self.sums | {name: self.sums.get(name, 0) + value for name, value in values.items()}
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Start measuring: what loading and the evaluation before training took is not counted."""
-        self._peaks.start("training")
-        self._clock.take_totals()
+        self.peaks.start("training")
+        self._spans = []
         self._start_window()
 
     @contextlib.contextmanager
     def timed_part(self, name: str, *, label: str | None = None) -> Iterator[None]:
         """Time the body as one of STEP_PARTS or of PAUSES; each pause has its own peak memory. `label`: its name in
         `pause_seconds`."""
-        start, start_time, phase = self._clock.now(), time.perf_counter(), PAUSES.get(name)
-        with self._peaks.during(phase) if phase else contextlib.nullcontext():
+        start, start_time, phase = self._now(), time.perf_counter(), PAUSES.get(name)
+        with self.peaks.during(phase) if phase else contextlib.nullcontext():
             yield
-        self._clock.add(name, start)
+        self._spans.append((name, start, self._now()))
         if name in PAUSES:
             seconds = time.perf_counter() - start_time
             self._paused_s += seconds
@@ -263,46 +228,51 @@ class Monitor(TrainerCallback):
         self._paused_s += seconds
         self._compile_s += seconds
 
-    def generating(self) -> contextlib.AbstractContextManager[None]:
-        """While open, answers are generated: their memory is not counted as the evaluation's."""
-        return self._peaks.during("generation")
-
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Start the optimizer's time."""
-        self._optimizer_start = self._clock.now()
+        self._optimizer_start = self._now()
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Add the optimizer's time."""
-        self._clock.add("optimizer", self._optimizer_start)
+        self._spans.append(("optimizer", self._optimizer_start, self._now()))
 
     def count_batch(self, inputs: Any, *, ignored_label: int) -> None:
         """Count a batch that is about to be trained on; `ignored_label` is the label of tokens that are not."""
         trained = scored_labels(inputs) != ignored_label
-        self._add(
+        self.add(
             tokens=count_tokens(inputs),
             trained_tokens=trained.sum(),
             samples=inputs["sample_count"] if "sample_count" in inputs else trained.any(1).sum(),
             places=inputs["labels"].numel(),
         )
 
-    def add_loss(self, loss: torch.Tensor, *, step_tokens: Any, ranks: int) -> None:
-        """Count the loss of a micro-step, which was scaled by `ranks` / `step_tokens` (trained tokens of the step)."""
-        self._add(loss=loss.detach() * step_tokens / ranks)
-
-    def add_scores(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
-        """Count a micro-step: the sums of `head_sums`, and of `source_sums` where sources are reported."""
-        self._add(head=head)
-        if sources is not None:
-            self._add(sources=sources)
-
     def take_metrics(self, *, steps: int, device: torch.device) -> dict[str, float]:
         """The figures since the last log, `steps` optimizer steps ago, then start again; all ranks call it."""
-        seconds = self._clock.take_totals()
+        if self._on_gpu and self._spans:
+            self._spans[-1][2].synchronize()  # all are recorded on one stream, so the others are over too
+        seconds: dict[str, float] = {}
+        for name, start, end in self._spans:
+            span_s = start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+            seconds[name] = seconds.get(name, 0.0) + span_s
+        self._spans = []
         if self._compile_s:
             seconds["compile"] = self._compile_s
             seconds["forward_backward"] = max(0.0, seconds.get("forward_backward", 0.0) - self._compile_s)
         elapsed = max(1e-9, time.perf_counter() - self._window_start - self._paused_s)
-        sums_by_rank = _gather_sums(self.sums | {"memory": self._read_memory()}, device)
+        # the sums of every rank by name, each as a list: one vector and one collective, whatever is measured
+        # in GiB: allocated and reserved memory of this rank now (on a CPU resident), and the highest since loading
+        present = [max(0, _resident_bytes() - self.peaks.baseline_bytes)]
+        if self._on_gpu:
+            present = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
+        peaks = [allocated for name, (allocated, _) in self.peaks.by_phase().items() if name != "loading"]
+        memory_sizes = [size / GIB for size in (*present, max([present[0], *peaks]))]
+        sums, sums_by_rank = self.sums | {"memory": memory_sizes}, []
+        parts = [torch.as_tensor(value, dtype=_SUM_DTYPE, device=device).flatten() for value in sums.values()]
+        for numbers in distributed.gather_values(torch.cat(parts).tolist()):
+            remaining = iter(numbers)
+            sums_by_rank.append({
+                name: list(itertools.islice(remaining, part.numel())) for name, part in zip(sums, parts, strict=True)
+            })  # fmt: skip
         counted_ranks = sums_by_rank[:: self._tensor_parallel]  # one of each tensor-parallel group
         tokens, places, samples = (
             sum(sums[name][0] for sums in counted_ranks) for name in ("tokens", "places", "samples")
@@ -340,46 +310,31 @@ class Monitor(TrainerCallback):
                 metrics["mfu"] = self._plan.mfu * speed / self._plan.speed.tokens_per_s
         return metrics
 
-    def _read_memory(self) -> list[float]:
-        """Allocated and reserved memory of this rank now in GiB (on a CPU resident), and the highest since loading."""
-        if self._on_gpu:
-            present = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
-        else:
-            present = [max(0, _resident_bytes() - self._peaks.baseline_bytes)]
-        peaks = [allocated for name, (allocated, _) in self._peaks.by_phase().items() if name != "loading"]
-        return [size / GIB for size in (*present, max([present[0], *peaks]))]
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
-def _gather_sums(sums: Mapping[str, Any], device: torch.device) -> list[dict[str, list[float]]]:
-    """The sums of every rank by name, each as a list: one vector and one collective, whatever is measured."""
-    parts = [torch.as_tensor(value, dtype=_SUM_DTYPE, device=device).flatten() for value in sums.values()]
-    sums_by_rank = []
-    for numbers in distributed.gather_numbers(torch.cat(parts)):
-        remaining = iter(numbers)
-        sums_by_rank.append({
-            name: list(itertools.islice(remaining, part.numel())) for name, part in zip(sums, parts, strict=True)
-        })  # fmt: skip
-    return sums_by_rank
-
-
-def scored_labels(inputs: Any) -> torch.Tensor:
+def scored_labels(inputs: Any) -> Any:
     """The labels that are predicted: `shift_labels` where the batch has them, else those from the second token on."""
-    labels: torch.Tensor = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
-    return labels
+    return inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
 
 
-def count_tokens(inputs: Any) -> torch.Tensor:
+def count_tokens(inputs: Any) -> Any:
     """Tokens of a batch, without padding."""
-    token_count: torch.Tensor = inputs["token_count"] if "token_count" in inputs else inputs["attention_mask"].sum()
-    return token_count
+    return inputs["token_count"] if "token_count" in inputs else inputs["attention_mask"].sum()
 
 
 def head_sums(outputs: Any) -> torch.Tensor:
     """Sums of entropy, right predictions, scored tokens and routers' balance loss, and 1 if it has one: [5]."""
     sums = [part.detach().sum(dtype=_SUM_DTYPE) for part in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
     none = torch.zeros_like(sums[0])  # filled on the device: a number that is copied there would be waited for
-    has_balance = outputs.aux_loss is not None
-    balance = [outputs.aux_loss.detach().to(none), none + 1] if has_balance else [none, none]
+    balance = [none, none]
+    if outputs.aux_loss is not None:
+        balance = [outputs.aux_loss.detach().to(none), none + 1]
     return torch.stack([*sums, *balance])
 
 
@@ -399,8 +354,7 @@ def source_sums(
     or of each next token [B, T]."""
     device = log_probs.device
     source_ids = torch.arange(count, device=device)[:, None, None]
-    scored_sources = sources[:, -log_probs.shape[1] :].to(device)
-    is_source = (scored_sources == source_ids) & scored  # [sources, B, T - 1]
+    is_source = (sources[:, -log_probs.shape[1] :].to(device) == source_ids) & scored  # [sources, B, T - 1]
     losses = -torch.where(is_source, log_probs.detach().float(), 0.0).sum(dim=(1, 2), dtype=_SUM_DTYPE)
     return torch.stack([losses, is_source.sum(dim=(1, 2)).to(_SUM_DTYPE)], dim=1)
 

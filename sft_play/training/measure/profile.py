@@ -30,11 +30,7 @@ logger = logging.getLogger(__name__)
 # The steps before it are warm-up: buffers are allocated, kernels chosen, buckets built.
 FIRST_STEP = 3
 TRACE_FILE = "trace.json.gz"
-COMMUNICATION_FILE = "communication.json"
-# Steps of `distributed.profile_communication: true`.
-DEFAULT_COUNTED_STEPS = 3
 _COMMUNICATION_PREFIXES = ("nccl", "gloo:")
-_COPY_PREFIXES = ("Memcpy", "Memset")
 
 TimeSpan = tuple[float, float]
 
@@ -59,7 +55,7 @@ def split_spans(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[TimeSpan],
     if on_gpu:
         recorded = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
         computing = [
-            event for event in recorded if not event.name.startswith((*_COMMUNICATION_PREFIXES, *_COPY_PREFIXES))
+            event for event in recorded if not event.name.startswith((*_COMMUNICATION_PREFIXES, "Memcpy", "Memset"))
         ]
     else:
         recorded = [event for event in events if event.device_type != DeviceType.CUDA]
@@ -128,37 +124,42 @@ class ProfileWindow(TrainerCallback):
                 )
                 control.should_log = is_due
             if self._plan is not None:
-                self._write_communication(self._plan, steps, seconds=seconds, busy_s=busy_s, exposed_s=exposed_s)
+                plan, events = self._plan, self._profile.events()
+                collectives = list_collectives(self._profile.profiler.kineto_results.experimental_event_tree())
+                spans = [(event.name, event.time_range.start, event.time_range.end) for event in events]
+                communication_by_rank = gather_values(
+                    RankCommunication(
+                        rank(),
+                        socket.gethostname(),
+                        seconds,
+                        busy_s,
+                        exposed_s,
+                        collectives,
+                        collective_times(spans, collectives),
+                    )
+                )
+                if is_first():
+                    report = communication_report(
+                        communication_by_rank,
+                        plan.choice.layout,
+                        steps=steps,
+                        planned_bytes=plan.speed.collectives,
+                        planned_sent_bytes=plan.speed.moved_bytes,
+                    )
+                    path = self._folder / "communication.json"
+                    path.write_text(json.dumps(report | {"trace": TRACE_FILE}, indent=1) + "\n", encoding="utf-8")
+                    verdict = "agree" if report["agrees"] else f"are not within {report['tolerance']:.0%}"
+                    logger.info("Communication: a rank sends %s bytes a step, %s predicted: they %s; by kind and rank: "
+                                "%s", f"{report['sent_bytes']:,}", f"{report['planned_sent_bytes']:,}", verdict,
+                                path)  # fmt: skip
         self._profile, self._has_ended = None, True
-
-    def _write_communication(self, plan: Plan, steps: int, *, seconds: float, busy_s: float, exposed_s: float) -> None:
-        collectives = list_collectives(self._profile.profiler.kineto_results.experimental_event_tree())
-        spans = [(event.name, event.time_range.start, event.time_range.end) for event in self._profile.events()]
-        work_times = collective_times(spans, collectives)
-        communication_by_rank = gather_values(
-            RankCommunication(rank(), socket.gethostname(), seconds, busy_s, exposed_s, collectives, work_times)
-        )
-        if not is_first():
-            return
-        report = communication_report(
-            communication_by_rank,
-            plan.choice.layout,
-            steps=steps,
-            planned_bytes=plan.speed.collectives,
-            planned_sent_bytes=plan.speed.moved_bytes,
-        )
-        path = self._folder / COMMUNICATION_FILE
-        path.write_text(json.dumps(report | {"trace": TRACE_FILE}, indent=1) + "\n", encoding="utf-8")
-        verdict = "agree" if report["agrees"] else f"are not within {report['tolerance']:.0%}"
-        logger.info("Communication: a rank sends %s bytes a step, %s predicted: they %s; by kind and rank: %s",
-                    f"{report['sent_bytes']:,}", f"{report['planned_sent_bytes']:,}", verdict, path)  # fmt: skip
 
 
 def build_profile_window(config: RunConfig, plan: Plan, folder: Path, trainer: Any) -> ProfileWindow | None:
     """The window that a run asks for: on all ranks where communication is counted, else on the first."""
     profile_setting, steps = config.distributed.profile_communication, config.train.profile_steps or 0
     if profile_setting is not False and plan.layout != "single":
-        counted_steps = DEFAULT_COUNTED_STEPS if profile_setting is True else int(profile_setting)
+        counted_steps = 3 if profile_setting is True else int(profile_setting)
         return ProfileWindow(folder, max(steps, counted_steps), trainer, plan=plan)
     return ProfileWindow(folder, steps, trainer) if steps and is_first() else None
 
@@ -182,7 +183,6 @@ OPERATORS: Mapping[str, tuple[str, int, bool]] = {
 # How far counted and predicted bytes may be apart: FSDP2 pads tensors, ZeRO-3 keeps small ones whole, and logged
 # numbers are reduced too. Measured with a model of 94,000 weights on two CPU ranks: 2% at most (docs/launch.md).
 TOLERANCE = 0.05
-_NCCL = re.compile(r"nccl\w*Kernel_(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce|SendRecv)")
 _KINDS_BY_NAME = {
     "AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter", "Broadcast": "broadcast",
     "Reduce": "reduce", "SendRecv": "send", "alltoall": "all_to_all", "all_to_all": "all_to_all",
@@ -225,7 +225,12 @@ def communication_report(
             "sent_bytes": int(sent_bytes(kind, sum(sizes) / steps, ranks_of_kind)),
             "seconds": sum(work_s) / (len(communication_by_rank) * steps),
         }  # fmt: skip
-    waiting_s = waiting_times([entry.work_times for entry in communication_by_rank])
+    # a collective ends on all ranks together, so it is shortest on the rank that enters it last; what it takes longer
+    # on the others is waiting. None where ranks did not run the same ones
+    work_by_rank, waiting_s = [entry.work_times for entry in communication_by_rank], None
+    if len({tuple(kind for kind, _ in work_times) for work_times in work_by_rank}) == 1:
+        shortest_s = sum(min(seconds for _, seconds in collective) for collective in zip(*work_by_rank, strict=True))
+        waiting_s = [sum(seconds for _, seconds in work_times) - shortest_s for work_times in work_by_rank]
     ranks: list[dict[str, Any]] = [
         {
             "rank": entry.rank, "host": entry.host, "step_s": entry.window_s / steps,
@@ -258,15 +263,6 @@ def group_size(kind: str, layout: Layout) -> int:
     return layout.gradient_ranks // layout.shard if kind == "all_reduce" else layout.shard
 
 
-def waiting_times(work_by_rank: Sequence[Sequence[tuple[str, float]]]) -> list[float] | None:
-    """Seconds that each rank waits: a collective ends on all ranks together, so it is shortest on the rank that enters
-    it last; what it takes longer on the others is waiting. None where ranks did not run the same ones."""
-    if len({tuple(kind for kind, _ in work_times) for work_times in work_by_rank}) != 1:
-        return None
-    shortest_s = sum(min(seconds for _, seconds in collective) for collective in zip(*work_by_rank, strict=True))
-    return [sum(seconds for _, seconds in work_times) - shortest_s for work_times in work_by_rank]
-
-
 def list_collectives(tree: Iterable[Any]) -> list[tuple[str, int, bool]]:
     """Kind, bytes and whether they are the whole message, of each collective in the profiler's tree, in order."""
     stack, nodes = list(tree), []
@@ -294,7 +290,8 @@ def _tensor_bytes(tensors: Any) -> int:
 
 def work_kind(name: str) -> str | None:
     """The kind of a backend's work by its name: NCCL's kernels, gloo's calls; None for anything else."""
-    match = _NCCL.match(name) or re.match(r"gloo:(.*)", name)
+    nccl_kernel = r"nccl\w*Kernel_(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce|SendRecv)"
+    match = re.match(nccl_kernel, name) or re.match(r"gloo:(.*)", name)
     if match is None:
         return None
     return _KINDS_BY_NAME.get(match[1], match[1])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from sft_play.training.checkpoints.card import CardFacts, answer_stop_ids, resul
 from sft_play.training.checkpoints.checkpoints import record_digests
 from sft_play.training.checkpoints.model_saving import fetch_base_folder, save_model, set_stop_tokens
 from sft_play.training.job import RunJob, resume_command
-from sft_play.training.loop.callbacks import Progress, StopController
+from sft_play.training.loop.callbacks import StopController
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.measure.evaluate import EvalMetrics, InitialEvaluation
 from sft_play.training.measure.monitor import MemoryPeaks, RunMonitors
@@ -31,33 +31,24 @@ from sft_play.training.prepare.prepare import Prepared
 
 logger = logging.getLogger(__name__)
 
-# Questions that the last lines of a run show.
-MAX_SHOWN_SAMPLES = 3
 # Questions whose answers are kept in the summary, and the longest text of each.
 MAX_KEPT_SAMPLES, _MAX_SAMPLE_CHARACTERS = 12, 2_000
-
-
-class TrainingSummary(NamedTuple):
-    """What watched the optimizer steps since this process started, and tokens per second of all ranks in them."""
-
-    stop_controller: StopController
-    progress: Progress
-    update_check: UpdateCheck
-    tokens_per_s: float
 
 
 def build_summary(
     job: RunJob,
     trainer: PlannedLoop,
-    training: TrainingSummary,
+    stop_controller: StopController,
+    update_check: UpdateCheck,
     initial_evaluation: InitialEvaluation,
     metrics_after: EvalMetrics | None,
     monitors: RunMonitors,
+    *,
+    tokens_per_s: float,
 ) -> dict[str, Any]:
-    """`summary.json`; `finish_run` adds `model_path` once the weights are saved."""
-    stop_controller, compile_monitor = training.stop_controller, trainer.compile_monitor
-    is_stopped = stop_controller.has_stopped_early
-    metrics_before, updates = initial_evaluation.metrics, training.update_check.facts
+    """`summary.json`; `finish_run` adds `model_path` once the weights are saved. `tokens_per_s`: of all ranks."""
+    is_stopped, compile_monitor = stop_controller.has_stopped_early, trainer.compile_monitor
+    metrics_before, updates = initial_evaluation.metrics, update_check.facts
     evaluations = []
     if distributed.is_first():
         evaluations = read_evaluations(job.folder.metrics_path, stage_name=job.folder.stage_name)
@@ -68,13 +59,13 @@ def build_summary(
         "after": metrics_after.as_json() if metrics_after else None,
         "samples": sample_answers(metrics_before, metrics_after),
         **monitors.peaks.summary_fields(job.plan),
-        "tokens_per_s": round(training.tokens_per_s, 2),
+        "tokens_per_s": round(tokens_per_s, 2),
         "steps": trainer.state.global_step,
         "skipped_steps": trainer.non_finite_guard.skipped_steps,
         "ran_out": trainer.step_memory.has_halved,
         "wall_s": round(time.time() - monitors.start_time, 2),
         "exit": Interrupted.exit_code if is_stopped and stop_controller.signal is not None else 0,
-        "engine_proof": plain_data(initial_evaluation.engine_check),
+        "engine_proof": plain_data(initial_evaluation.engine_check or engines.single_process_check(trainer)),
         "updates": updates.as_json() if updates else None,
         "compile": compile_monitor.figures() if compile_monitor else None,
         "evaluations": evaluations,
@@ -99,7 +90,7 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, start_step: int) -
     rows = (summary["after"] or summary["before"] or {}).get("rows")
     for name, before, after in result_figures(summary):
         lines.append(f"Held-out {name} ({summary['split']}, {rows} rows): {before} before, {after} after")
-    for sample in summary["samples"][:MAX_SHOWN_SAMPLES]:
+    for sample in summary["samples"][:3]:
         verdict = "right" if sample["right"] else f"expected: {one_line(sample['expected'])}"
         lines.append(f"Asked: {one_line(sample['asked'])}")
         if sample["before"] is not None:
@@ -142,8 +133,10 @@ def format_peak(peak: Mapping[str, Any]) -> str:
     if "measured_rss" in peak:
         scope, measured = "above the libraries' own", peak["measured_rss"]
     predicted = peak["predicted_reserved"] or 0  # plans of earlier versions know no phases
-    figures = f"{predicted / GIB:.2f} GiB predicted, {measured / GIB:.2f} GiB measured"
-    return f"Peak memory {scope}, in {peak['moment']}: {figures}"
+    return (
+        f"Peak memory {scope}, in {peak['moment']}: {predicted / GIB:.2f} GiB predicted, {measured / GIB:.2f} GiB "
+        "measured"
+    )
 
 
 def _next_step_lines(job: RunJob) -> list[str]:
@@ -161,7 +154,7 @@ def finish_run(
     peaks: MemoryPeaks,
     *,
     start_step: int,
-) -> dict[str, Any]:
+) -> None:
     """Save what was trained, write and log the summary; raises Interrupted if the user stopped the run."""
     steps, is_finished = summary["steps"], summary["status"] == "finished"
     if is_finished:
@@ -180,7 +173,6 @@ def finish_run(
     if summary["exit"]:
         hint = f"resume with: {resume_command(job)}" if distributed.is_first() else "by rank 0"
         raise Interrupted(f"stopped at step {steps}, state saved; {hint}")
-    return summary
 
 
 def write_model_card(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
@@ -230,8 +222,9 @@ def _save_trained_weights(job: RunJob, prepared: Prepared, trainer: PlannedLoop,
                 steps=steps if has_trained_lora_b else 0,
             )  # fmt: skip
             if not prepared.trains_adapter:  # whoever loads it ends answers where training did
-                stop_ids = answer_stop_ids(job.loaded.config, tokenizer, prepared.renderer)
-                set_stop_tokens(path, stop_ids, tokenizer.pad_token_id)
+                set_stop_tokens(
+                    path, answer_stop_ids(job.loaded.config, tokenizer, prepared.renderer), tokenizer.pad_token_id
+                )
             record_digests(path)
         else:
             for _ in tensors or ():  # gathering is collective: every rank has to walk through all tensors

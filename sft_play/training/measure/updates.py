@@ -19,8 +19,7 @@ logger = logging.getLogger(__name__)
 # Steps that are compared, counted from the start of this process: at the first, lora_A has no gradient yet, since
 # lora_B begins at zero.
 COMPARED_STEPS = range(2, 5)
-# Elements of a tensor that are compared, evenly spaced.
-SAMPLED_ELEMENTS = 4096
+
 # Share of moved elements below which updates count as lost. In fp32 nearly all that have a gradient move.
 LOST_SHARE = 0.5
 
@@ -49,10 +48,9 @@ class UpdateFacts:
     def warning(self) -> str:
         """The warning for lost updates, with what to set."""
         stepped_dtypes, setting = self.masters or self.adapters or self.weights, "a higher train.learning_rate"
-        if stepped_dtypes != ("float32",) and self.adapters:
-            setting = f"tuning.lora.dtype=auto, or {setting}"
-        elif stepped_dtypes != ("float32",):
-            setting = f"train.weight_updates=auto, or {setting}"
+        if stepped_dtypes != ("float32",):
+            option = "tuning.lora.dtype" if self.adapters else "train.weight_updates"
+            setting = f"{option}=auto, or {setting}"
         return (
             f"Most updates are lost: a step moves {self.moved_share or 0.0:.1%} of what trains, since "
             f"{' and '.join(stepped_dtypes)} has too few digits for them; set {setting}"
@@ -113,7 +111,7 @@ class UpdateCheck(TrainerCallback):
 
 def _sample_elements(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // SAMPLED_ELEMENTS))]
+    return flat[:: max(1, -(-flat.numel() // 4096))]  # at most 4,096, evenly spaced
 
 
 def _trainable_parameters(trainer: Any) -> list[nn.Parameter]:

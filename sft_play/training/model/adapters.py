@@ -3,7 +3,7 @@ inputs that are held once.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,9 +38,8 @@ from sft_play.training.prepare.model_spec import ModelSpec, build_meta_model, re
 # the same (tests/test_adapter_inputs.py).
 
 
+# True while autocast is off: nothing else casts then, as in generation, which PEFT runs on the base model.
 class _OutsideAutocast:
-    """True while autocast is off: nothing else casts then, as in generation, which PEFT runs on the base model."""
-
     def __bool__(self) -> bool:
         return not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
 
@@ -72,8 +71,6 @@ def _is_plain_lora(module: Any) -> bool:
 # (https://huggingface.co/papers/2310.08659), one iteration as PEFT's, leaves the NF4 base too;
 # PEFT's divides by no scale: at 2 it adds as much error as it takes off.
 
-# The base's weights by their names in it.
-BaseWeights = Mapping[str, torch.Tensor]
 
 # Of the randomised SVD: power iterations (PiSSA's own fastest comparison has 16), and directions that are dropped.
 SVD_ITERATIONS, SVD_EXTRA_RANK = 16, 8
@@ -86,7 +83,7 @@ def initialize_adapters(
     *,
     seed: int,
     device: torch.device,
-    read_base_weights: Callable[[], BaseWeights | None],
+    read_base_weights: Callable[[], Mapping[str, torch.Tensor] | None],
 ) -> None:
     """Put a model's adapters where `tuning.lora.init` says; the same numbers on every rank. `read_base_weights`
     returns the base's own, where the model holds none or only what NF4 makes of them; None: the model's. Raises
@@ -96,35 +93,29 @@ def initialize_adapters(
     base_weights = read_base_weights()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        for path, layer in _layers_to_initialize(model, lora.init):
-            base = layer.get_base_layer()
+        for path, layer in model.named_modules():
+            if not isinstance(layer, LoraLayer) or "default" not in layer.lora_A:
+                continue
+            base: Any = layer.get_base_layer()
+            if lora.init != "pissa" and type(base).__name__ != "Linear4bit":
+                continue  # what NF4 left alone has lost nothing
             name = base_parameter_name(f"{path}.weight")
             with gather_zero3_parameter(base.weight):
                 weight = dequantize_module_weight(base) if base_weights is None else base_weights[name]
-                matrix = weight.T if getattr(layer, "fan_in_fan_out", False) else weight  # GPT-2's are transposed
-                b, a = _initial_factors(matrix.to(device), name, layer, lora)
+                if not weight.is_floating_point():
+                    raise ModelError(
+                        f"tuning.lora.init={lora.init}: {name} is stored as {weight.dtype}, and 16 bits are needed"
+                    )
+                if getattr(layer, "fan_in_fan_out", False):  # GPT-2's are transposed
+                    weight = weight.T
+                weight = weight.to(device)
+                target = weight.float() if lora.init == "pissa" else nf4_roundtrip(weight).neg_().add_(weight)
+                b, a = low_rank_factors(target, lora.r, scale=layer.scaling["default"])
+                if lora.init == "pissa":
+                    b, a = torch.cat([b, -b], dim=1), torch.cat([a, a])
             for factor, value in ((layer.lora_A, a), (layer.lora_B, b)):
                 with gather_zero3_parameter(factor["default"].weight, writer=0):
                     factor["default"].weight.copy_(value)
-
-
-def _layers_to_initialize(model: Any, init: str) -> Iterator[tuple[str, Any]]:
-    """The LoRA layers that start elsewhere; those that NF4 left alone have lost nothing."""
-    for path, module in model.named_modules():
-        if not isinstance(module, LoraLayer) or "default" not in module.lora_A:
-            continue
-        if init == "pissa" or type(module.get_base_layer()).__name__ == "Linear4bit":
-            yield path, module
-
-
-def _initial_factors(
-    weight: torch.Tensor, name: str, layer: Any, lora: LoraConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if not weight.is_floating_point():
-        raise ModelError(f"tuning.lora.init={lora.init}: {name} is stored as {weight.dtype}, and 16 bits are needed")
-    target = weight.float() if lora.init == "pissa" else nf4_roundtrip(weight).neg_().add_(weight)
-    b, a = low_rank_factors(target, lora.r, scale=layer.scaling["default"])
-    return (torch.cat([b, -b], dim=1), torch.cat([a, a])) if lora.init == "pissa" else (b, a)
 
 
 def low_rank_factors(matrix: torch.Tensor, rank: int, *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,15 +132,20 @@ def freeze_pissa_half(model: nn.Module, lora: LoraConfig, *, is_sharded_later: b
     if lora.init != "pissa":
         return
     if is_sharded_later:
-        reason = "under FSDP this base is divided only when training begins, where half of an adapter cannot be frozen"
-        raise ModelError(f"tuning.lora.init=pissa: {reason}; use STRATEGY=ddp or zero3")
+        raise ModelError(
+            "tuning.lora.init=pissa: under FSDP this base is divided only when training begins, where half of an "
+            "adapter cannot be frozen; use STRATEGY=ddp or zero3"
+        )
     for name, weight in model.named_parameters():
         is_lora_a = ".lora_A." in name
         if not weight.requires_grad or not (is_lora_a or ".lora_B." in name):
             continue
         dim: Literal[0, 1] = 0 if is_lora_a else 1
         if isinstance(weight, DTensor):  # FSDP2 calls these with the reduced gradient, and no others
-            weight.register_post_accumulate_grad_hook(partial(_zero_local_half, frozen_mask=_frozen_mask(weight, dim)))
+            is_frozen = torch.arange(weight.shape[dim], device=weight.device) >= weight.shape[dim] // 2
+            full_mask = (is_frozen[:, None] if dim == 0 else is_frozen).expand(weight.shape).contiguous()
+            mask = distribute_tensor(full_mask, weight.device_mesh, weight.placements, src_data_rank=None)
+            weight.register_post_accumulate_grad_hook(partial(_zero_local_half, frozen_mask=mask.to_local()))
         else:  # before DDP and DeepSpeed see it
             weight.register_hook(partial(_zero_half, dim=dim))
 
@@ -158,12 +154,6 @@ def _zero_half(gradient: torch.Tensor, *, dim: Literal[0, 1]) -> torch.Tensor:
     halved = gradient.clone()
     halved.narrow(dim, halved.shape[dim] // 2, halved.shape[dim] // 2).zero_()
     return halved
-
-
-def _frozen_mask(weight: DTensor, dim: Literal[0, 1]) -> torch.Tensor:
-    is_frozen = torch.arange(weight.shape[dim], device=weight.device) >= weight.shape[dim] // 2
-    full_mask = (is_frozen[:, None] if dim == 0 else is_frozen).expand(weight.shape).contiguous()
-    return distribute_tensor(full_mask, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
 
 
 def _zero_local_half(weight: torch.Tensor, *, frozen_mask: torch.Tensor) -> None:
@@ -188,10 +178,6 @@ class BaseAdapter:
     run: str | None
     note: str
 
-    def manifest_facts(self) -> dict[str, Any]:
-        """For `data` of the manifest."""
-        return {"path": str(self.folder), "sha256": self.sha256, "run": self.run}
-
 
 def read_base_adapter(config: RunConfig, model_spec: ModelSpec) -> BaseAdapter | None:
     """The adapter that a run continues; None where it starts a new one. Raises ModelError: its
@@ -201,15 +187,25 @@ def read_base_adapter(config: RunConfig, model_spec: ModelSpec) -> BaseAdapter |
     folder = Path(config.model.adapter)
     run = find_adapter_run(folder)
     manifest_data = (run[1].get("data") if run else None) or {}
-    _require_base(config, model_spec, folder, manifest_data.get("weights") or {})
+    # the adapter's base has to be the model: by digest where both are files here, else by name
+    recorded_weights = manifest_data.get("weights") or {}
+    name, sha256 = config.model.name, base_weights_identity(config.model.name, model_spec.hf_config)["sha256"]
+    config_base = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    adapter_base = str(recorded_weights.get("path") or config_base or "")
+    recorded_sha256, is_local = recorded_weights.get("sha256"), find_model_folder(name) is not None
+    if not recorded_weights and is_local and Path(adapter_base).is_dir():
+        recorded_sha256 = base_weights_identity(adapter_base, None)["sha256"]
+    # a digest of files has 64 digits, a commit of the hub 40
+    if is_local and recorded_sha256 is not None and len(str(recorded_sha256)) == len(str(sha256)):
+        if recorded_sha256 != sha256:
+            raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on other weights ({one_line(adapter_base)}) than "
+                             f"those of model.name={one_line(name)}")  # fmt: skip
+    elif adapter_base and _short_name(adapter_base) != _short_name(name):
+        raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is "
+                         f"{one_line(name)}: give the adapter's own base, or correct its "
+                         f"{ADAPTER_CONFIG_FILE}")  # fmt: skip
     require_unchanged(folder)
-    tensors = _require_tensors(folder / ADAPTER_WEIGHTS_FILE, config, model_spec)
-    digest = file_digest(folder / ADAPTER_WEIGHTS_FILE)
-    note = f"Adapter: continues {folder} ({tensors} tensors, digest {digest[:12]}), with a new optimizer and schedule"
-    return BaseAdapter(folder, digest, run[0].name if run else None, note)
-
-
-def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> int:
+    file = folder / ADAPTER_WEIGHTS_FILE
     model = build_meta_model(resized_spec(model_spec), trust_remote_code=config.model.trust_remote_code)
     state = model.state_dict()
     expected_shapes = {
@@ -234,30 +230,14 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
             problem = f"{one_line(name)} has values that are not finite"
         if problem:
             raise ModelError(f"{ADAPTER_KEY}: {file} does not fit {one_line(config.model.name)}: {problem}")
-    return len(saved)
+    digest = file_digest(file)
+    note = (
+        f"Adapter: continues {folder} ({len(saved)} tensors, digest {digest[:12]}), with a new optimizer and schedule"
+    )
+    return BaseAdapter(folder, digest, run[0].name if run else None, note)
 
 
-def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, recorded_weights: dict[str, Any]) -> None:
-    """Require the adapter's base to be the model: by digest where both are files here, else by name."""
-    name, sha256 = config.model.name, base_weights_identity(config.model.name, model_spec.hf_config)["sha256"]
-    config_base = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    adapter_base = str(recorded_weights.get("path") or config_base or "")
-    recorded_sha256, is_local = recorded_weights.get("sha256"), find_model_folder(name) is not None
-    if not recorded_weights and is_local and Path(adapter_base).is_dir():
-        recorded_sha256 = base_weights_identity(adapter_base, None)["sha256"]
-    # a digest of files has 64 digits, a commit of the hub 40
-    if is_local and recorded_sha256 is not None and len(str(recorded_sha256)) == len(str(sha256)):
-        if recorded_sha256 != sha256:
-            raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on other weights ({one_line(adapter_base)}) than "
-            f"those of "
-                             f"model.name={one_line(name)}")  # fmt: skip
-    elif adapter_base and _short_name(adapter_base) != _short_name(name):
-        raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is "
-                         f"{one_line(name)}: give the adapter's own base, or correct its "
-                         f"{ADAPTER_CONFIG_FILE}")  # fmt: skip
-
-
+# `owner/name`, a folder of that name and its snapshot in the hub's cache are equal.
 def _short_name(name: str) -> str:
-    """`owner/name`, a folder of that name and its snapshot in the hub's cache are equal."""
     cached = [part for part in Path(name).parts if part.startswith("models--")]
     return (cached[-1].rpartition("--")[2] if cached else Path(name).name).lower()

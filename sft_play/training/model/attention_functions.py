@@ -5,7 +5,7 @@ parallelism.
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +54,7 @@ def sdpa_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> Any:
     """sdpa's attention, without grouped heads wherever transformers would leave them to PyTorch: query [B, H, S, D];
     key and value [B, G, S, D] with H a multiple of G; returns [B, S, H, D]."""
     repeats = getattr(module, "num_key_value_groups", 1)
@@ -63,8 +63,7 @@ def sdpa_attention(
         key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
         # without `num_key_value_groups`, by which sdpa's function would repeat them once more
         module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
-    output: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    return output
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def set_kv_repetition(*, enabled: bool) -> None:
@@ -136,19 +135,25 @@ def varlen_attention(
     max_length_q: int | None = None,
     chat_lengths: Sequence[int] | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> Any:
     """Causal attention inside each chat, as [B, S, H, D]: query [B, H, S, D]; key and value [B, G, S, D] with H a
     multiple of G. `sliding_window`: tokens that a query sees, itself included; `cu_seq_lens_q`: where chats begin among
     the T tokens of the only row, and the end (None: each row is one chat); `chat_lengths`: on the host, else read from
     it. Raises ValueError: what no fused kernel does was asked for: capped scores, sinks, dropout, bidirectional."""
-    _refuse_unsupported(module, dropout, options)
+    is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
+    is_needed = {
+        "softcap": options.get("softcap") is not None, "s_aux": options.get("s_aux") is not None,
+        "dropout": dropout and module.training, "is_causal=False": not is_causal,
+    }  # fmt: skip
+    unsupported = [name for name, needed in is_needed.items() if needed]
+    if unsupported:
+        raise ValueError(f"varlen attention has no {', '.join(unsupported)}")
     rows, _, length, _ = query.shape
     uses_window = sliding_window is not None and sliding_window < length and length == key.shape[2]
     if cu_seq_lens_q is None and not (uses_window and attention_mask is None):
-        output: tuple[torch.Tensor, None] = AttentionInterface._global_mapping["sdpa"](
+        return AttentionInterface._global_mapping["sdpa"](
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
-        return output
     if cu_seq_lens_q is None:
         max_length_q, chat_lengths = length, (length,) * rows
         cu_seq_lens_q = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
@@ -161,17 +166,6 @@ def varlen_attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window if uses_window else None,
     )  # fmt: skip
     return output_THD.unflatten(0, (rows, length)), None
-
-
-def _refuse_unsupported(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
-    is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
-    is_needed = {
-        "softcap": options.get("softcap") is not None, "s_aux": options.get("s_aux") is not None,
-        "dropout": dropout and module.training, "is_causal=False": not is_causal,
-    }  # fmt: skip
-    unsupported = [name for name, needed in is_needed.items() if needed]
-    if unsupported:
-        raise ValueError(f"varlen attention has no {', '.join(unsupported)}")
 
 
 def packed_attention(
@@ -247,13 +241,9 @@ _groups: dict[str, DeviceMesh] = {}
 
 def join_context_parallel_group(layout: Layout, device: torch.device) -> None:
     """Create the context-parallel groups of a layout that has some; all ranks call it, once there is a group."""
-    context_parallel = layout.context_parallel
-    if context_parallel == 1:
-        return
-    mesh = init_device_mesh(
-        device.type, (layout.ranks // context_parallel, context_parallel), mesh_dim_names=("rows", "cp")
-    )
-    _groups[ULYSSES_ATTENTION] = mesh["cp"]
+    if layout.context_parallel > 1:
+        sizes = layout.ranks // layout.context_parallel, layout.context_parallel
+        _groups[ULYSSES_ATTENTION] = init_device_mesh(device.type, sizes, mesh_dim_names=("rows", "cp"))["cp"]
 
 
 def ulysses_attention(

@@ -56,8 +56,11 @@ class TextTower:
     @property
     def key_mapping(self) -> dict[str, str]:
         """What `from_pretrained` of the language model needs to find its weights in files of the whole class."""
-        prefixes = {rf"^{re.escape(full_prefix)}": text_prefix for text_prefix, full_prefix in self.prefixes}
-        return {**dict(self.renamings), **LEGACY_KEY_MAPPING, **prefixes}
+        return {
+            **dict(self.renamings),
+            **LEGACY_KEY_MAPPING,
+            **{rf"^{re.escape(full_prefix)}": text_prefix for text_prefix, full_prefix in self.prefixes},
+        }
 
     def build_full_model(self) -> Any:
         """The whole class without weights; None where it is none of images and text, or lacks a package."""
@@ -72,8 +75,9 @@ class TextTower:
         there already the same."""
         if name.startswith(PEFT_PREFIX):
             return PEFT_PREFIX + self.to_full_name(name.removeprefix(PEFT_PREFIX))
-        replacements = [(full_prefix, full_prefix) for _, full_prefix in self.prefixes]
-        return _replace_prefix(name, [*replacements, *self.prefixes])
+        return _replace_prefix(
+            name, [*((full_prefix, full_prefix) for _, full_prefix in self.prefixes), *self.prefixes]
+        )
 
     def to_text_name(self, name: str) -> str:
         """Its name in the language model."""
@@ -82,8 +86,8 @@ class TextTower:
         return _replace_prefix(name, [(full_prefix, text_prefix) for text_prefix, full_prefix in self.prefixes])
 
 
+# Replaces the first of the prefixes that the name begins with.
 def _replace_prefix(name: str, replacements: Iterable[tuple[str, str]]) -> str:
-    """Replace the first of the prefixes that the name begins with."""
     for old, new in replacements:
         if name.startswith(old):
             return new + name.removeprefix(old)
@@ -182,22 +186,14 @@ def _causal_lm_class(text_config: Any) -> type | None:
     full_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(config_class, None)
     if full_class is not None:  # the config of a whole class, which may be a text model all the same (Mistral 4)
         return full_class if full_class.__name__.endswith("ForCausalLM") else None
-    decoder = _decoder_class(config_class)
-    built_class = None if decoder is None else _build_causal_lm(decoder, config_class)
-    return next(iter(_sibling_classes(config_class, "ForCausalLM")), built_class)
-
-
-def _decoder_class(config_class: type) -> Any:
+    causal_classes = _sibling_classes(config_class, "ForCausalLM")
+    if causal_classes:
+        return causal_classes[0]
     registered: Any = MODEL_MAPPING.get(config_class, None) or _sibling_classes(config_class, "TextModel")
-    classes = registered if isinstance(registered, list | tuple) else [registered]
-    return next(
-        (
-            candidate
-            for candidate in classes
-            if "input_ids" in list(inspect.signature(candidate.forward).parameters)[1:2]
-        ),
-        None,
-    )
+    for decoder in registered if isinstance(registered, list | tuple) else [registered]:
+        if "input_ids" in list(inspect.signature(decoder.forward).parameters)[1:2]:
+            return _build_causal_lm(decoder, config_class)
+    return None
 
 
 def _sibling_classes(config_class: type, suffix: str) -> list[type]:
@@ -206,14 +202,6 @@ def _sibling_classes(config_class: type, suffix: str) -> list[type]:
         member for _, member in inspect.getmembers(module, inspect.isclass) if issubclass(member, PreTrainedModel)
     ]
     return [member for member in classes if member.config_class is config_class and member.__name__.endswith(suffix)]
-
-
-def _scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """As the whole classes scale and cap their logits (transformers 5.23: Granite Docling, Mistral Large 4, Muse)."""
-    factor, divisor = getattr(config, "output_multiplier", None), getattr(config, "logits_scaling", None)
-    cap = getattr(config, "final_logit_softcapping", None)
-    logits = logits * (factor or 1.0) / (divisor or 1.0)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def _build_causal_lm(decoder: Any, config_class_of_text: type) -> type:
@@ -238,11 +226,17 @@ def _build_causal_lm(decoder: Any, config_class_of_text: type) -> type:
             logits_to_keep: int | torch.Tensor = 0,
             **options: Any,
         ) -> CausalLMOutputWithPast:
-            """Logits [B, T, V], and the loss where labels are given; `options` are those of the decoder."""
+            # logits [B, T, V], and the loss where labels are given; `options` are those of the decoder
             options.pop("return_dict", None)
             output = self.model(input_ids=input_ids, attention_mask=attention_mask, **options)
             positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = _scale_logits(self.lm_head(output.last_hidden_state[:, positions, :]), self.config)
+            logits = self.lm_head(output.last_hidden_state[:, positions, :])
+            # as the whole classes scale and cap theirs (transformers 5.23: Granite Docling, Mistral Large 4, Muse)
+            factor, divisor = (getattr(self.config, name, None) for name in ("output_multiplier", "logits_scaling"))
+            logits = logits * (factor or 1.0) / (divisor or 1.0)
+            cap = getattr(self.config, "final_logit_softcapping", None)
+            if cap is not None:
+                logits = cap * torch.tanh(logits / cap)
             loss = None
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)

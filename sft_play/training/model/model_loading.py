@@ -3,7 +3,7 @@
 import contextlib
 import datetime
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
@@ -91,7 +92,12 @@ def read_model(
     source: str | None = model_location(config)
     if model_spec.is_dequantised:  # of a class of transformers' own, which alone takes tensors in place of a folder
         model_class, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_spec.hf_config)], None
-        load_kwargs["state_dict"] = dequantised_tensors(config, reads_now="device_map" not in load_kwargs)
+        tensors: dict[str, Any] = dict(
+            open_tensors(fetch_base_folder(config.model.name, revision=config.model.revision))
+        )
+        if "device_map" not in load_kwargs and is_deepspeed_zero3_enabled():  # which reads no tensors later
+            tensors = {name: tensor.read() for name, tensor in tensors.items()}
+        load_kwargs["state_dict"] = tensors
         del load_kwargs["trust_remote_code"]
     try:
         with silence_load_report(), report_wait(f"Loading the weights of {one_line(config.model.name)}"):
@@ -99,12 +105,12 @@ def read_model(
     except torch.OutOfMemoryError:  # a RuntimeError that `explain_out_of_memory` words
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        folder = find_model_folder(config.model.name)
+        local_folder = find_model_folder(config.model.name)
         problem = describe_broken_connection(error) or f"cannot be loaded: {one_line(str(error), limit=300)}"
-        if folder is not None and not any(folder.glob("*.safetensors")):
+        if local_folder is not None and not any(local_folder.glob("*.safetensors")):
             problem = (
-                f"are no safetensors ({folder}); pickled weights can run code and are not read: convert them where "
-                "that is safe (save_pretrained of transformers)"
+                f"are no safetensors ({local_folder}); pickled weights can run code and are not read: convert them "
+                "where that is safe (save_pretrained of transformers)"
             )
         raise ModelError(f"the weights of {config.model.name} {problem}") from error
     model.sft_tower = model_spec.text_tower
@@ -122,29 +128,14 @@ def read_model(
         # new rows from the mean and covariance of the old ones (the default), where they have none of their own
         has_unset_rows = model_spec.resize_to - model_spec.vocab_size > len(model_spec.new_rows)
         model.resize_token_embeddings(model_spec.resize_to, mean_resizing=has_unset_rows)
-    initialize_new_rows(model, model_spec.new_rows)
-    return model
-
-
-@torch.no_grad()
-def initialize_new_rows(model: Any, new_rows: Mapping[int, Sequence[int]]) -> None:
-    """Let the rows of added tokens begin as the mean of their pieces', so that a model begins near what the text meant
-    to it before (https://nlp.stanford.edu/~johnhew/vocab-expansion.html)."""
+    # rows of added tokens begin as the mean of their pieces', so that a model begins near what the text meant to it
+    # before (https://nlp.stanford.edu/~johnhew/vocab-expansion.html)
     tables = {id(layer.weight): layer.weight for layer in embedding_layers(model)}.values()
-    for table in tables if any(new_rows.values()) else ():
-        with gather_zero3_parameter(table, writer=0):
-            for row, piece_ids in new_rows.items() if table.numel() else ():
+    for table in tables if any(model_spec.new_rows.values()) else ():
+        with gather_zero3_parameter(table, writer=0), torch.no_grad():
+            for row, piece_ids in model_spec.new_rows.items() if table.numel() else ():
                 table[row] = table[list(piece_ids)].float().mean(dim=0)
-
-
-def dequantised_tensors(config: RunConfig, *, reads_now: bool) -> dict[str, Any]:
-    """The base's tensors by name, dequantised when read; `reads_now`: now, for DeepSpeed."""
-    from transformers.integrations import is_deepspeed_zero3_enabled
-
-    folder = fetch_base_folder(config.model.name, revision=config.model.revision)
-    tensors = open_tensors(folder)
-    is_read_at_once = reads_now and is_deepspeed_zero3_enabled()
-    return {name: tensor.read() for name, tensor in tensors.items()} if is_read_at_once else dict(tensors)
+    return model
 
 
 @contextlib.contextmanager
@@ -199,10 +190,6 @@ def keep_4bit_trainable(model: nn.Module) -> None:
 # model with its adapters and buffers, and parameters of the right shape and dtype but without
 # memory. NF4 weights are quantised as they arrive.
 
-# How long the other ranks wait for the first: it may have to download the weights.
-_READ_TIMEOUT = datetime.timedelta(days=1)
-# What PEFT inserts into the names of the base's weights.
-_PEFT_NAME_PARTS = ("base_layer", "original_module", "modules_to_save", "default")
 
 # The weights by their names in the base; empty on all ranks but the first.
 SourceWeights = Mapping[str, torch.Tensor]
@@ -235,7 +222,8 @@ def load_for_sharding(
             payload = [(dtypes, other_tensors, source_model.generation_config)]
         except SftPlayError as error:
             payload = [str(error)]
-    group = dist.new_group(backend="gloo", timeout=_READ_TIMEOUT)
+    # the first may have to download the weights
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
     dist.broadcast_object_list(payload, src=0, group=group)
     dist.destroy_process_group(group)
     if isinstance(payload[0], str):
@@ -243,7 +231,16 @@ def load_for_sharding(
     dtypes, other_tensors, generation_config = payload[0]
     model = _build_empty_model(config, precision, resized_spec(model_spec), quant_storage)
     _put_placeholders(model, dtypes, TORCH_DTYPES[precision.load])
-    _put_non_parameter_tensors(model, other_tensors)
+    for path, tensors in other_tensors.items():
+        module = model.get_submodule(path)
+        for name, tensor in tensors.items():
+            if name in module._buffers:
+                module._buffers[name] = tensor
+            else:
+                setattr(module, name, tensor)
+    for path, module in model.named_modules():
+        if any(tensor.is_meta for _, tensor in _non_parameter_tensors(module)):
+            raise ModelError(f"{path} keeps a tensor that its weights do not have; use STRATEGY=ddp or zero3 for it")
     model.generation_config = generation_config
     model.config.use_cache = False
     keep_4bit_trainable(model)
@@ -280,8 +277,8 @@ def _build_empty_model(
     return model.eval()
 
 
+# Parameters with one element's memory: PEFT creates adapters on the base's device, where they need memory.
 def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load_dtype: torch.dtype) -> None:
-    """Set parameters with one element's memory: PEFT creates adapters on the base's device, where they need memory."""
     placeholders: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -290,27 +287,12 @@ def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load_
             if id(parameter) not in placeholders:  # tied ones stay one
                 dtype = dtypes.get(f"{path}.{name}" if path else name, load_dtype)
                 data = torch.empty((), dtype=dtype).expand(parameter.shape)
-                placeholders[id(parameter)] = (
-                    type(parameter)(data, requires_grad=False, **vars(parameter))
-                    if _is_4bit(parameter)
-                    else nn.Parameter(data, requires_grad=parameter.requires_grad)
-                )
+                if _is_4bit(parameter):
+                    placeholder = type(parameter)(data, requires_grad=False, **vars(parameter))
+                else:
+                    placeholder = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                placeholders[id(parameter)] = placeholder
             module._parameters[name] = placeholders[id(parameter)]
-
-
-def _put_non_parameter_tensors(model: nn.Module, other_tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    for path, tensors in other_tensors.items():
-        module = model.get_submodule(path)
-        for name, tensor in tensors.items():
-            if name in module._buffers:
-                module._buffers[name] = tensor
-            else:
-                setattr(module, name, tensor)
-    missing = [
-        path for path, module in model.named_modules() for _, tensor in _non_parameter_tensors(module) if tensor.is_meta
-    ]
-    if missing:
-        raise ModelError(f"{missing[0]} keeps a tensor that its weights do not have; use STRATEGY=ddp or zero3 for it")
 
 
 def _is_4bit(parameter: Any) -> bool:
@@ -365,15 +347,14 @@ def _shard_units(model: Any, layer_class: str) -> Iterator[tuple[list[nn.Module]
     yield [model], {"reshard_after_forward": None}
 
 
+# Gives each parameter its value once, in every module that holds it.
 class _ParameterFiller:
-    """Gives each parameter its value once, in every module that holds it."""
-
     def __init__(
         self, model: nn.Module, source: SourceWeights, device: torch.device, *, fp32_master_weights: bool
     ) -> None:
         self._source, self._device, self._fp32_master_weights = source, device, fp32_master_weights
-        packed_parameters = (parameter for parameter in model.parameters() if _is_4bit(parameter))
-        self._quant_storage = next((parameter.quant_storage for parameter in packed_parameters), torch.uint8)
+        storages = [parameter.quant_storage for parameter in model.parameters() if _is_4bit(parameter)]
+        self._quant_storage = storages[0] if storages else torch.uint8
         self._holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for path, module in model.named_modules():
             for name, parameter in module._parameters.items():
@@ -393,19 +374,18 @@ class _ParameterFiller:
     def _fill_parameter(self, parameter: nn.Parameter, module: nn.Module) -> None:
         holders = self._holders[id(parameter)]
         if _is_4bit(parameter):
-            is_transposed = issubclass(getattr(module, "source_cls", nn.Linear), Conv1D)
-            shape = parameter.shape[::-1] if is_transposed else parameter.shape
-            value = self._receive(holders[0][0], parameter, shape)
-            value = value.T if is_transposed else value
+            if issubclass(getattr(module, "source_cls", nn.Linear), Conv1D):  # transposed
+                value = self._receive(holders[0][0], parameter, parameter.shape[::-1]).T
+            else:
+                value = self._receive(holders[0][0], parameter, parameter.shape)
             filled = type(parameter)(value, requires_grad=False, **vars(parameter)).to(self._device)  # quantises
         else:
             value = self._receive(holders[0][0], parameter, parameter.shape)
-            should_widen = self._fp32_master_weights and parameter.requires_grad
-            packed_parameter = nf4_experts.fill_packed(module, holders[0][2], value, self._quant_storage)
-            plain_parameter = nn.Parameter(
-                value.float() if should_widen else value, requires_grad=parameter.requires_grad
-            )
-            filled = plain_parameter if packed_parameter is None else packed_parameter
+            filled = nf4_experts.fill_packed(module, holders[0][2], value, self._quant_storage)
+            if filled is None:
+                if self._fp32_master_weights and parameter.requires_grad:
+                    value = value.float()
+                filled = nn.Parameter(value, requires_grad=parameter.requires_grad)
         for _, owner, name in holders:
             owner._parameters[name] = filled
 
@@ -423,4 +403,8 @@ class _ParameterFiller:
 
 def base_parameter_name(name: str) -> str:
     """A parameter's name in the base, from its name in a model with adapters."""
-    return ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part not in _PEFT_NAME_PARTS)
+    return ".".join(
+        part
+        for part in name.removeprefix("base_model.model.").split(".")
+        if part not in ("base_layer", "original_module", "modules_to_save", "default")
+    )

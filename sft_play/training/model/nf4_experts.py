@@ -40,14 +40,14 @@ class PackedWeight:
             return packed
         return torch.empty((), dtype=self.nf4_state.dtype, device=packed.device).expand(self.nf4_state.shape)
 
-    def dequantise(self, packed: torch.Tensor) -> torch.Tensor:
+    def dequantise(self, packed: torch.Tensor) -> Any:
         """The weight, experts x rows x columns."""
         if self.nf4_state is None:
             return packed
         with torch.no_grad():
             return unpack_nf4(packed, self.nf4_state)
 
-    def read(self, packed: torch.Tensor) -> torch.Tensor:
+    def read(self, packed: torch.Tensor) -> Any:
         """The weight with its adapters, in its own dtype."""
         weight = self.dequantise(packed)
         for left, right, scale in self.adapters:
@@ -64,13 +64,7 @@ def install_packed_weight(module: nn.Module, name: str, weight: PackedWeight) ->
         module.register_forward_hook(_drop_cache, always_call=True)
     vars(module)[PACKED_ATTRIBUTE][name] = weight
     module_class = type(module)
-    # under the class's own name: others look for experts by it
-    module.__class__ = type(
-        module_class.__name__, (module_class,), {name: _packed_property(name), "__module__": module_class.__module__}
-    )
 
-
-def _packed_property(name: str) -> property:
     def read(module: nn.Module) -> Any:
         packed, cache = module._parameters[name], vars(module).get("_sft_read")
         if cache is None:  # outside of a pass the parameter itself is asked for, by FSDP and others
@@ -79,7 +73,9 @@ def _packed_property(name: str) -> property:
             cache[name] = vars(module)[PACKED_ATTRIBUTE][name].read(packed)
         return cache[name]
 
-    return property(read)
+    # under the class's own name: others look for experts by it
+    members = {name: property(read), "__module__": module_class.__module__}
+    module.__class__ = type(module_class.__name__, (module_class,), members)
 
 
 def _open_cache(module: nn.Module, inputs: Any) -> None:
@@ -112,16 +108,14 @@ def pack_nf4(weight: torch.Tensor, quant_storage: torch.dtype = torch.uint8) -> 
         for part in weight.split(max(1, MAX_PACKED_ELEMENTS // weight[0].numel()))
     ]
     data = parts[0][0] if len(parts) == 1 else torch.cat([packed for packed, _ in parts])
-    return nn.Parameter(data, requires_grad=False), NF4State(
-        tuple(state for _, state in parts), weight.shape, weight.dtype
-    )
+    nf4_state = NF4State(tuple(state for _, state in parts), weight.shape, weight.dtype)
+    return nn.Parameter(data, requires_grad=False), nf4_state
 
 
-def unpack_nf4(packed: torch.Tensor, nf4_state: NF4State) -> torch.Tensor:
+def unpack_nf4(packed: torch.Tensor, nf4_state: NF4State) -> Any:
     """The weight, experts x rows x columns."""
     if len(nf4_state.states) == 1:
-        weight: torch.Tensor = functional.dequantize_4bit(packed, nf4_state.states[0]).view(nf4_state.shape)
-        return weight
+        return functional.dequantize_4bit(packed, nf4_state.states[0]).view(nf4_state.shape)
     weight = torch.empty(nf4_state.shape, dtype=nf4_state.dtype, device=packed.device)
     element_counts = [state.shape.numel() for state in nf4_state.states]
     packed_counts = [count // 2 // packed.element_size() for count in element_counts]
@@ -132,15 +126,14 @@ def unpack_nf4(packed: torch.Tensor, nf4_state: NF4State) -> torch.Tensor:
     return weight
 
 
-def nf4_roundtrip(weight: torch.Tensor) -> torch.Tensor:
+def nf4_roundtrip(weight: torch.Tensor) -> Any:
     """The values that a weight, of one layer or of all experts, has in NF4 with double quantisation, in fp32."""
     if weight.dim() == 3:
         packed, nf4_state = pack_nf4(weight)
         return unpack_nf4(packed.data, nf4_state).float()
     # `to` is what quantises, on the device that the weight is on already too (bitsandbytes 0.50)
     quantized = Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4").to(weight.device)
-    values: torch.Tensor = functional.dequantize_4bit(quantized.data, quantized.quant_state)
-    return values.float().reshape(weight.shape)
+    return functional.dequantize_4bit(quantized.data, quantized.quant_state).float().reshape(weight.shape)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -150,16 +143,18 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
     @staticmethod
     def get_modules_to_not_convert(model: Any, *args: Any, **options: Any) -> list[str]:
         """What stays as it is: the head, what a class excludes, weights that its code reads itself."""
-        excluded = Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *args, **options)
-        return [*excluded, *direct_weight_reads(model)]
+        return [*Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *args, **options), *direct_weight_reads(model)]
 
-    def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
+    def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> Any:
         """Whether a tensor of this name is packed when it is read."""
         module, name = get_module_from_name(model, param_name)
-        if name in _stacked_names(model, module):
+        stacked: set[tuple[int, str]] | None = vars(model).get("_sft_stacked")
+        if stacked is None:
+            stacked = {(id(owner), weight_name) for _, owner, weight_name in stacked_experts(model)}
+            vars(model)["_sft_stacked"] = stacked
+        if (id(module), name) in stacked:
             return not getattr(self.quantization_config, "leaves_experts", False)
-        needs: bool = super().param_needs_quantization(model, param_name, **options)
-        return needs
+        return super().param_needs_quantization(model, param_name, **options)
 
     def get_quantize_ops(self) -> Bnb4bitQuantize:
         """What packs a tensor."""
@@ -204,16 +199,6 @@ def fill_packed(module: nn.Module, name: str, weight: torch.Tensor, quant_storag
     return packed
 
 
-def _stacked_names(model: nn.Module, module: nn.Module) -> frozenset[str]:
-    names_by_id: dict[int, frozenset[str]] | None = vars(model).get("_sft_stacked")
-    if names_by_id is None:
-        by_module: dict[int, set[str]] = {}
-        for _, owner, name in stacked_experts(model):
-            by_module.setdefault(id(owner), set()).add(name)
-        names_by_id = vars(model)["_sft_stacked"] = {key: frozenset(names) for key, names in by_module.items()}
-    return names_by_id.get(id(module), frozenset())
-
-
 # --- adapters ---------------------------------------------------------------------------------------------------------
 def register_expert_quantizer() -> None:
     """Make transformers quantise experts too wherever it quantises to 4 bits, and PEFT adapt such experts."""
@@ -225,19 +210,15 @@ def register_expert_quantizer() -> None:
 _PEFT_GET_PARAM, _PEFT_ACTIVATE_LORA = ParamWrapper.get_param, ParamWrapper._activate_lora
 
 
-def _find_packed_weight(wrapper: ParamWrapper) -> PackedWeight | None:
-    packed_weight: PackedWeight | None = (
-        vars(wrapper.get_base_layer()).get(PACKED_ATTRIBUTE, {}).get(wrapper.parameter_name)
-    )
-    return packed_weight
+def _find_packed_weight(wrapper: ParamWrapper) -> Any:
+    return vars(wrapper.get_base_layer()).get(PACKED_ATTRIBUTE, {}).get(wrapper.parameter_name)
 
 
-def _get_param(wrapper: ParamWrapper) -> torch.Tensor:
-    """The weight that PEFT adapts; of a packed one PEFT (0.21) asks for shape, dtype and device alone."""
+# The weight that PEFT adapts; of a packed one PEFT (0.21) asks for shape, dtype and device alone.
+def _get_param(wrapper: ParamWrapper) -> Any:
     packed_weight = _find_packed_weight(wrapper)
     if packed_weight is None:
-        parameter: torch.Tensor = _PEFT_GET_PARAM(wrapper)
-        return parameter
+        return _PEFT_GET_PARAM(wrapper)
     packed = wrapper.get_base_layer()._parameters[wrapper.parameter_name]
     assert packed is not None
     return packed_weight.placeholder(packed)
@@ -245,7 +226,7 @@ def _get_param(wrapper: ParamWrapper) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _activate_lora(wrapper: ParamWrapper, adapters: list[str]) -> Iterator[None]:
-    """The block's experts with their adapter, in place of PEFT's, which registers a parametrisation of a parameter."""
+    # in place of PEFT's, which registers a parametrisation of a parameter
     packed_weight = _find_packed_weight(wrapper)
     if packed_weight is None:
         with _PEFT_ACTIVATE_LORA(wrapper, adapters):

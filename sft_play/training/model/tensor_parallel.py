@@ -5,10 +5,9 @@ DTensors to gradient norms, FSDP2 and checkpoints; modules compute on local tens
 direction (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3). Embedding, norms and head are whole on every rank.
 """
 
-import contextlib
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -27,7 +26,6 @@ _TRANSFORMERS_STYLES: Mapping[str, ParallelStyle] = {
 }  # fmt: skip
 _WHOLE_LAYERS = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte")
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_ADAPTER_NAME = re.compile(r"^(.+)\.(base_layer|lora_A|lora_B)(?:\..+)?$")
 _PEFT_PREFIX = "base_model.model."
 
 
@@ -42,7 +40,15 @@ def tensor_parallel_plan(model: Any) -> dict[str, ParallelStyle]:
     problem = f"it has layers of the style {', '.join(sorted(unknown_styles))}" if unknown_styles else ""
     if not {"colwise", "rowwise"} <= set(plan.values()):
         problem = problem or "it has none"
-    omitted = sorted(_required_names(model, plan) - set(plan))
+    # linear layers of the blocks, and what has parameters beside a divided one
+    parents = {name.rpartition(".")[0] for name, style in plan.items() if style in ("colwise", "rowwise")}
+    required = set()
+    for name, module in model.named_modules():
+        generic = _LAYER_NUMBER.sub(".*", name)
+        is_inner = isinstance(module, nn.Linear) and generic != name
+        if is_inner or (generic.rpartition(".")[0] in parents and any(True for _ in module.parameters())):
+            required.add(generic)
+    omitted = sorted(required - set(plan))
     if not problem and omitted:
         problem = f"it leaves {omitted[0]} out"
     if problem:
@@ -51,18 +57,6 @@ def tensor_parallel_plan(model: Any) -> dict[str, ParallelStyle]:
             f"{problem}; use a layout without tp (model.mesh_shape=null lets the plan choose)"
         )
     return {name: _TRANSFORMERS_STYLES[style] for name, style in plan.items()}
-
-
-def _required_names(model: Any, plan: Mapping[str, str]) -> set[str]:
-    """What a plan has to name: linear layers of the blocks, and what has parameters beside a divided one."""
-    parents = {name.rpartition(".")[0] for name, style in plan.items() if style in ("colwise", "rowwise")}
-    names = set()
-    for name, module in model.named_modules():
-        generic = _LAYER_NUMBER.sub(".*", name)
-        is_inner = isinstance(module, nn.Linear) and generic != name
-        if is_inner or (generic.rpartition(".")[0] in parents and any(True for _ in module.parameters())):
-            names.add(generic)
-    return names
 
 
 def divide_model(
@@ -82,17 +76,20 @@ def divide_model(
             for attribute, parameter in parameters.items():
                 if id(parameter) not in divided:  # tied ones stay one
                     dtype = torch.float32 if fp32_master_weights and parameter.requires_grad else parameter.dtype
-                    local_tensor = _local_part(
-                        parameter.detach(), _placement(attribute, style), mesh, name=f"{name}.{attribute}"
-                    )
+                    local_tensor, placement = parameter.detach(), _placement(attribute, style)
+                    if isinstance(placement, Shard):
+                        size = local_tensor.shape[placement.dim]
+                        if size % mesh.size():
+                            raise ModelError(
+                                f"{name}.{attribute} has {size} features, which do not split over {mesh.size()} ranks"
+                            )
+                        local_tensor = local_tensor.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
+                    local_tensor = local_tensor.to(device, dtype, copy=True).contiguous()
                     # run_check would broadcast every tensor; all ranks have read the same file
-                    divided_tensor = DTensor.from_local(
-                        local_tensor.to(device, dtype, copy=True).contiguous(),
-                        mesh,
-                        [_placement(attribute, style)],
-                        run_check=False,
+                    divided[id(parameter)] = nn.Parameter(
+                        DTensor.from_local(local_tensor, mesh, [placement], run_check=False),
+                        requires_grad=parameter.requires_grad,
                     )
-                    divided[id(parameter)] = nn.Parameter(divided_tensor, requires_grad=parameter.requires_grad)
                 module._parameters[attribute] = divided[id(parameter)]
             if parameters:
                 _compute_locally(module, style, gradient_sum)
@@ -100,7 +97,7 @@ def divide_model(
 
 def layer_style(name: str, plan: Mapping[str, ParallelStyle]) -> ParallelStyle:
     """How a module is divided: as its layer is; of an adapter only the factor at the divided side."""
-    adapter = _ADAPTER_NAME.match(name.removeprefix(_PEFT_PREFIX))
+    adapter = re.match(r"^(.+)\.(base_layer|lora_A|lora_B)(?:\..+)?$", name.removeprefix(_PEFT_PREFIX))
     layer, part = adapter.groups() if adapter else (name.removeprefix(_PEFT_PREFIX), "base_layer")
     style = plan.get(_LAYER_NUMBER.sub(".*", layer), "whole")
     if part == "base_layer" or (part, style) in (("lora_A", "rows"), ("lora_B", "columns")):
@@ -114,18 +111,8 @@ def _placement(parameter: str, style: ParallelStyle) -> Placement:
     return Shard(1) if style == "rows" and parameter == "weight" else Replicate()
 
 
-def _local_part(tensor: torch.Tensor, placement: Placement, mesh: Any, *, name: str) -> torch.Tensor:
-    if not isinstance(placement, Shard):
-        return tensor
-    size, ranks = tensor.shape[placement.dim], mesh.size()
-    if size % ranks:
-        raise ModelError(f"{name} has {size} features, which do not split over {ranks} ranks")
-    return tensor.chunk(ranks, dim=placement.dim)[mesh.get_local_rank()]
-
-
+# Backward adds up all ranks' gradients, once for layers that share an input (q, k, v; gate and up).
 class _InputGradientSum:
-    """Backward adds up all ranks' gradients, once for layers that share an input (q, k, v; gate and up)."""
-
     def __init__(self, mesh: Any) -> None:
         self.mesh = mesh
         self._last_input: tuple[Any, torch.Tensor] | None = None
@@ -148,30 +135,23 @@ def _compute_locally(module: nn.Module, style: ParallelStyle, gradient_sum: _Inp
     def forward(*args: Any, **options: Any) -> Any:
         if style == "columns":
             args = (gradient_sum(args[0]), *args[1:])
-        with _local_parameters(module, style) as bias:
+        parts = dict(module._parameters)
+        grad_placements = [Partial()] if style == "heads" else None
+        local_tensors = {
+            name: part.to_local(grad_placements=grad_placements) if isinstance(part, DTensor) else part
+            for name, part in parts.items()
+        }
+        bias = local_tensors.get("bias") if style == "rows" else None
+        if bias is not None:  # it is added once, after the sum
+            local_tensors["bias"] = None
+        module._parameters.update(local_tensors)
+        try:
             output = class_forward(*args, **options)
+        finally:
+            module._parameters.update(parts)
         if style != "rows":
             return output
         summed = DTensor.from_local(output, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
         return summed.to_local() if bias is None else summed.to_local() + bias
 
     module.forward = forward
-
-
-@contextlib.contextmanager
-def _local_parameters(module: nn.Module, style: ParallelStyle) -> Iterator[torch.Tensor | None]:
-    """Yields the bias of a layer divided by rows, which is added once, after the sum."""
-    parts = dict(module._parameters)
-    grad_placements = [Partial()] if style == "heads" else None
-    local_tensors = {
-        name: part.to_local(grad_placements=grad_placements) if isinstance(part, DTensor) else part
-        for name, part in parts.items()
-    }
-    bias = local_tensors.get("bias") if style == "rows" else None
-    if bias is not None:
-        local_tensors["bias"] = None
-    module._parameters.update(local_tensors)
-    try:
-        yield bias
-    finally:
-        module._parameters.update(parts)

@@ -35,9 +35,9 @@ def check_device(plan: Plan, config: RunConfig) -> None:
     if device == "cuda" and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if device == "cpu" and config.train.device == "auto" and torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
         raise HardwareError(
-            f"torch sees an accelerator ({accelerator}) that no run is planned for (make gpu-info): {CPU_HINT}"
+            f"torch sees an accelerator ({torch.accelerator.current_accelerator()}) that no run is planned for "
+            f"(make gpu-info): {CPU_HINT}"
         )
 
 
@@ -46,7 +46,24 @@ def check_gpu(plan: Plan, config: RunConfig) -> None:
     bitsandbytes has no kernels for it; DoesNotFit: less is free than planned, and the batch was the plan's."""
     if plan.hardware.device != "cuda":
         return
-    _require_kernels(plan, config)
+    try:
+        torch.zeros(1, device="cuda").add_(1).item()  # creates the CUDA context too
+    except torch.OutOfMemoryError:
+        pass  # what is free says it
+    except RuntimeError as error:  # torch.AcceleratorError: no kernel image is available for execution on the device
+        raise HardwareError(
+            f"torch {torch.__version__} cannot compute on {plan.hardware.gpus[0].name}: "
+            f"{one_line(str(error), limit=200)} It was built for {' '.join(torch.cuda.get_arch_list()) or 'no GPU'}; "
+            "install a build for this GPU (make doctor)"
+        ) from error
+    if config.uses_bitsandbytes:
+        from bitsandbytes import cextension
+
+        if isinstance(cextension.lib, cextension.ErrorHandlerMockBNBNativeLibrary):  # every call of it would raise
+            raise HardwareError(
+                f"bitsandbytes has no library that works with torch for CUDA {torch.version.cuda}: install another "
+                "version of it (make doctor), or use tuning.mode=lora with train.optim=adamw_torch_fused"
+            )
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     needed_bytes = plan.memory.reserved + plan.memory.margin
     logger.debug("GPU memory: %.1f GiB free after the CUDA context, %.1f planned", free_bytes / GIB, needed_bytes / GIB)
@@ -71,28 +88,6 @@ def check_gpu(plan: Plan, config: RunConfig) -> None:
     if config.train.batch_size == "auto" and config.train.grad_accum == "auto":
         raise DoesNotFit(message)
     logger.warning("%s; continuing because the batch was given", message)
-
-
-def _require_kernels(plan: Plan, config: RunConfig) -> None:
-    name = plan.hardware.gpus[0].name
-    try:
-        torch.zeros(1, device="cuda").add_(1).item()  # creates the CUDA context too
-    except torch.OutOfMemoryError:
-        return  # what is free says it
-    except RuntimeError as error:  # torch.AcceleratorError: no kernel image is available for execution on the device
-        raise HardwareError(
-            f"torch {torch.__version__} cannot compute on {name}: {one_line(str(error), limit=200)} It was built for "
-            f"{' '.join(torch.cuda.get_arch_list()) or 'no GPU'}; install a build for this GPU (make doctor)"
-        ) from error
-    if not config.uses_bitsandbytes:
-        return
-    from bitsandbytes import cextension
-
-    if isinstance(cextension.lib, cextension.ErrorHandlerMockBNBNativeLibrary):  # every call of it would raise
-        raise HardwareError(
-            f"bitsandbytes has no library that works with torch for CUDA {torch.version.cuda}: install another version "
-            "of it (make doctor), or use tuning.mode=lora with train.optim=adamw_torch_fused"
-        )
 
 
 # What torch, its libraries, bitsandbytes and NCCL say where memory lacks, without a type of its own for it.
@@ -132,8 +127,9 @@ def out_of_memory_message(plan: Plan, error: BaseException, batch: BatchPlan | N
     halved_words = "" if batch == plan.batch else f", and it ran out with {batch.micro_batch} too"
     hint = "more GPUs, or a new run with a shorter model.max_seq_len"
     if (halved := batch.halved) is not None:
-        setting = f"train.batch_size={halved.micro_batch} train.grad_accum={halved.grad_accum}"
-        hint = f"SET='{setting}', which resume takes too"
+        hint = (
+            f"SET='train.batch_size={halved.micro_batch} train.grad_accum={halved.grad_accum}', which resume takes too"
+        )
     elif plan.choice.checkpointing is not True:
         hint = "SET=train.gradient_checkpointing=true, which resume takes too"
     return (

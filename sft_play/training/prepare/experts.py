@@ -21,19 +21,16 @@ CASTING_GROUPED_MM = "sft_play_grouped_mm"
 # The attribute of a module with those of its weights that are kept in 4 bits, by name.
 PACKED_ATTRIBUTE = "sft_packed"
 
-_EXPERT_LIST = re.compile(r"(^|\.)experts$")
-
 
 def grouped_mm_in_autocast(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+) -> Any:
     """transformers' grouped products in autocast's dtype, which autocast leaves alone: fp32 weights would be multiplied
     in fp32. Tokens x hidden in and out, the other two tokens x experts."""
     device = hidden_states.device.type
     if torch.is_autocast_enabled(device):
         self = _CastExperts(self, torch.get_autocast_dtype(device))
-    result: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    return result
+    return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
 class _CastExperts:
@@ -45,9 +42,7 @@ class _CastExperts:
         return value.to(self._dtype) if isinstance(value, torch.Tensor) else value
 
 
-def register_grouped_mm() -> None:
-    """Make `CASTING_GROUPED_MM` known to transformers."""
-    ALL_EXPERTS_FUNCTIONS.register(CASTING_GROUPED_MM, grouped_mm_in_autocast)
+ALL_EXPERTS_FUNCTIONS.register(CASTING_GROUPED_MM, grouped_mm_in_autocast)
 
 
 def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision) -> ExpertsImplementation | None:
@@ -72,8 +67,10 @@ def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list
         if getattr(hf_config, "output_router_logits", False):  # TRL's head would compute one nevertheless
             hf_config.output_router_logits = False
         return []
-    per_token_fields = FIELD_ALIASES["num_experts_per_tok"]
-    for name, aliases in (("num_experts", EXPERT_COUNT_FIELDS), ("num_experts_per_tok", per_token_fields)):
+    for name, aliases in (
+        ("num_experts", EXPERT_COUNT_FIELDS),
+        ("num_experts_per_tok", FIELD_ALIASES["num_experts_per_tok"]),
+    ):
         alias = next((candidate for candidate in aliases if isinstance(getattr(hf_config, candidate, None), int)), None)
         if not hasattr(hf_config, name) and alias is not None:
             names = config_class.attribute_map
@@ -95,7 +92,7 @@ def balance_coefficient(hf_config: Any) -> float:
 
 
 def _no_balance_loss_reason(small_config: Any, *, trust_remote_code: bool = False) -> str:
-    """Why TRL has no balance loss to add for a model: empty where its class computes one of its routers' logits."""
+    # empty where the class computes a balance loss of its routers' logits
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = small_model(small_config, "eager", trust_remote_code)
         inputs = {"input_ids": torch.arange(3, 19)[None], "output_router_logits": True, "use_cache": False}
@@ -111,18 +108,18 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for path, module in model.named_modules():
         if holds_routed_experts(path, module):
             packed_names = vars(module).get(PACKED_ATTRIBUTE, ())
-            names = [
-                name
-                for name, parameter in module.named_parameters(recurse=False)
-                if parameter.dim() == 3 or name in packed_names
-            ]
-            yield from ((path, module, name) for name in names)
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.dim() == 3 or name in packed_names:
+                    yield path, module, name
 
 
 def select_stacked_experts(model: nn.Module, targets: Literal["auto"] | Sequence[str]) -> list[str]:
     """Full names of the stacked weights that names of `tuning.lora.target_parameters` mean: by the ends of theirs."""
-    names = [f"{path}.{name}" for path, _, name in stacked_experts(model)]
-    return [name for name in names if targets == "auto" or any(f".{name}".endswith(f".{target}") for target in targets)]
+    return [
+        f"{path}.{name}"
+        for path, _, name in stacked_experts(model)
+        if targets == "auto" or any(f".{path}.{name}".endswith(f".{target}") for target in targets)
+    ]
 
 
 def holds_routed_experts(path: str, module: nn.Module) -> bool:
@@ -134,7 +131,7 @@ def holds_routed_experts(path: str, module: nn.Module) -> bool:
 def has_custom_experts(skeleton: nn.Module) -> bool:
     """Whether a class has experts that transformers does not run: a list of MLPs, or stacked weights of its own."""
     return any(
-        _EXPERT_LIST.search(name)
+        re.search(r"(^|\.)experts$", name)
         and (isinstance(module, nn.ModuleList) or any(weight.dim() == 3 for weight in module.parameters()))
         for name, module in skeleton.named_modules()
     )

@@ -18,10 +18,6 @@ from sft_play.spelling import did_you_mean
 from sft_play.training.class_checks.adapter_trial import find_adapter_placement, linear_layers, output_head
 from sft_play.training.prepare.experts import select_stacked_experts
 
-# Pieces that stand for a glob.
-_PIECE_ALIASES = {"lora": "lora_*", "norm": "*norm*"}
-_NUMBER_RANGE = re.compile(r"(\d+)-(\d+)")
-
 
 def build_peft_config(
     config: RunConfig, skeleton: Any, *, new_rows: Sequence[int] = ()
@@ -36,7 +32,18 @@ def build_peft_config(
     targets = placement.resolve_targets(lora.target_modules)
     if not targets:
         raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
-    _check_modules_to_save(config, skeleton)
+    module_names = [
+        name for name, module in skeleton.named_modules() if name and any(True for _ in module.parameters())
+    ]
+    for target in lora.modules_to_save:
+        if not any(_matches_any([target], name) for name in module_names):
+            names = one_line(", ".join(sorted({name.rpartition(".")[2] for name in module_names})), limit=400)
+            raise ModelError(f"tuning.lora.modules_to_save: {one_line(target)} matches nothing"
+                             f"{_suggestion(target, module_names)}. The modules are: {names}")  # fmt: skip
+        adapted_layers = [layer for layer in linear_layers(skeleton) if f".{target}." in f".{layer}."]
+        if adapted_layers:
+            raise ModelError(f"tuning.lora.modules_to_save: {one_line(target)} holds linear layers that get adapters "
+                             f"or are quantised, such as {adapted_layers[0]}")  # fmt: skip
     init_note = "" if lora.init == "default" else _checked_init_note(lora, targets, layers)
     notes = [f"Adapters: r {lora.r}, alpha {lora.alpha}{init_note} on {', '.join(sorted(targets))}"]
     expert_names = select_stacked_experts(skeleton, lora.adapted_parameters) if lora.adapted_parameters else []
@@ -63,8 +70,8 @@ def _checked_init_note(lora: LoraConfig, targets: Iterable[str], layers: dict[st
     max_ranks = {name: min(layer.weight.shape) for name, layer in layers.items() if _matches_any(targets, name)}
     name = min(max_ranks, key=lambda layer_name: max_ranks[layer_name])
     if max_ranks[name] < lora.r:
-        problem = f"{name} has {max_ranks[name]} singular directions"
-        raise ModelError(f"tuning.lora.init={lora.init}: {problem}, and tuning.lora.r is {lora.r}; use a smaller rank")
+        raise ModelError(f"tuning.lora.init={lora.init}: {name} has {max_ranks[name]} singular directions, and "
+                         f"tuning.lora.r is {lora.r}; use a smaller rank")  # fmt: skip
     if lora.init == "pissa":
         return f", started by pissa (a frozen half makes it r {lora.stored_rank})"
     return f", started by {lora.init}"
@@ -86,19 +93,6 @@ def trainable_rows(model: Any, rows: Sequence[int], *, saved_modules: Sequence[s
     return {table_names[table]: list(rows) for table in tables} or None
 
 
-def _check_modules_to_save(config: RunConfig, model: nn.Module) -> None:
-    module_names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
-    for target in config.tuning.lora.modules_to_save:
-        if not any(_matches_any([target], name) for name in module_names):
-            names = one_line(", ".join(sorted({name.rpartition(".")[2] for name in module_names})), limit=400)
-            raise ModelError(f"tuning.lora.modules_to_save: {one_line(target)} matches nothing"
-                             f"{_suggestion(target, module_names)}. The modules are: {names}")  # fmt: skip
-        adapted_layers = [layer for layer in linear_layers(model) if f".{target}." in f".{layer}."]
-        if adapted_layers:
-            raise ModelError(f"tuning.lora.modules_to_save: {one_line(target)} holds linear layers that get adapters "
-                             f"or are quantised, such as {adapted_layers[0]}")  # fmt: skip
-
-
 def _matches_any(targets: Iterable[str], name: str) -> bool:
     return any(f".{name}".endswith(f".{target}") for target in targets)
 
@@ -114,12 +108,14 @@ def matches_pattern(pattern: str, name: str) -> bool:
     pieces, parts = pattern.split("."), name.split(".")
 
     def matches_piece(piece: str, part: str) -> bool:
-        if (span := _NUMBER_RANGE.fullmatch(piece)) is not None:
+        if (span := re.fullmatch(r"(\d+)-(\d+)", piece)) is not None:
             return part.isdigit() and int(span[1]) <= int(part) <= int(span[2])
-        return fnmatch.fnmatchcase(part, _PIECE_ALIASES.get(piece, piece))
+        return fnmatch.fnmatchcase(part, {"lora": "lora_*", "norm": "*norm*"}.get(piece, piece))
 
-    starts = range(len(parts) - len(pieces) + 1)
-    return any(all(map(matches_piece, pieces, parts[start : start + len(pieces)])) for start in starts)
+    return any(
+        all(map(matches_piece, pieces, parts[start : start + len(pieces)]))
+        for start in range(len(parts) - len(pieces) + 1)
+    )
 
 
 def select_names(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
@@ -134,10 +130,9 @@ def trainable_note(config: RunConfig, model: nn.Module) -> str:
     for pattern in patterns:
         if not select_names([pattern], sizes):
             parts = {part for name in sizes for part in name.split(".") if not part.isdigit()}
-            suggestion = _suggestion(pattern.rpartition(".")[2], parts)
             raise ModelError(f"tuning.trainable: {one_line(pattern)} names no weight that tuning.mode="
-                             f"{config.tuning.mode} trains{suggestion}; one of them is "
-                             f"{next(iter(sizes))}")  # fmt: skip
+                             f"{config.tuning.mode} trains{_suggestion(pattern.rpartition('.')[2], parts)}; one of "
+                             f"them is {next(iter(sizes))}")  # fmt: skip
     selected = select_names(patterns, sizes)
     share = sum(sizes[name] for name in selected) / sum(sizes.values())
     return (

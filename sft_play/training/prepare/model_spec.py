@@ -40,7 +40,6 @@ from sft_play.training.model.language_model import (
     names_lost_by_peft,
     prepare_text_config,
 )
-from sft_play.training.model.tensor_parallel import ParallelStyle
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import build_peft_config, trainable_note
 
@@ -71,7 +70,7 @@ class ModelSpec:
     # Whether padded rows come with an attention mask.
     uses_masks: bool = True
     # How modules are divided over tensor-parallel ranks; empty without tensor parallelism.
-    tensor_parallel_plan: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    tensor_parallel_plan: Mapping[str, tensor_parallel.ParallelStyle] = field(default_factory=dict)
     # The base's dtype by its config.json, in which whole weights are saved; None saves them as they
     # trained.
     dtype: torch.dtype | None = None
@@ -118,16 +117,25 @@ def build_model_spec(
     is_dequantised = bool(notes)
     hf_config = prepare_text_config(full_config)
     fit_tied_embeddings(full_config, hf_config, lambda: _saved_tensor_names(config))
-    model_class = _find_model_class(hf_config, config, is_dequantised=is_dequantised)
-    attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
+    attention = choose_attention(
+        config,
+        _find_model_class(hf_config, config, is_dequantised=is_dequantised),
+        shares_rows=layout.context_parallel > 1,
+    )
     if repeats_kv and attention.name in ("sdpa", attention_functions.ULYSSES_ATTENTION):
         reason = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
         attention = replace(attention, reason=f"{attention.reason}; {reason}", repeats_kv=True)
     notes += experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
-    skeleton = _build_skeleton(hf_config, config)
+    try:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.model.trust_remote_code)
+    except Exception as error:  # each model class checks its config in its own way
+        class_name, message = type(hf_config).__name__, one_line(str(error), limit=300)
+        raise ModelError(
+            f"{config.model.name}: transformers cannot build a {class_name} from its config.json: {message}"
+        ) from error
     chosen_experts = experts.choose_experts(config, skeleton, precision)
     if chosen_experts is not None:  # the config says it to whatever builds or loads the model
-        experts.register_grouped_mm()
         hf_config._experts_implementation = (
             experts.CASTING_GROUPED_MM if chosen_experts.casts_weights else chosen_experts.name
         )
@@ -135,8 +143,15 @@ def build_model_spec(
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     new_rows = new_rows or {}
     resize_to = _resized_vocab_size(config, vocab_size, tokenizer_size, added_rows=set(new_rows))
-    peft_config, untrained_parameters, training_notes = _choose_trained_parameters(config, skeleton, list(new_rows))
-    notes += training_notes
+    peft_config, untrained_parameters = None, frozenset[str]()
+    if config.tuning.mode != "full":
+        peft_config, adapter_notes = build_peft_config(config, skeleton, new_rows=list(new_rows))
+        notes += adapter_notes
+    else:
+        untrained_parameters = parameters_without_gradient(skeleton, trust_remote_code=config.model.trust_remote_code)
+        if untrained_parameters:
+            names = one_line(", ".join(sorted(untrained_parameters)), limit=200)
+            notes.append(f"Trainable: all but {names}, which get no gradient by their class")
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
@@ -173,18 +188,6 @@ def _drop_quantization_config(full_config: Any, config: RunConfig) -> list[str]:
     return [f"Model: {quantised_storage_note(fields, config.tuning.mode)}"]
 
 
-def _choose_trained_parameters(
-    config: RunConfig, skeleton: Any, new_rows: list[int]
-) -> tuple[PeftLoraConfig | None, frozenset[str], list[str]]:
-    if config.tuning.mode != "full":
-        peft_config, notes = build_peft_config(config, skeleton, new_rows=new_rows)
-        return peft_config, frozenset(), notes
-    untrained_parameters = parameters_without_gradient(skeleton, trust_remote_code=config.model.trust_remote_code)
-    names = one_line(", ".join(sorted(untrained_parameters)), limit=200)
-    notes = [f"Trainable: all but {names}, which get no gradient by their class"] * bool(untrained_parameters)
-    return None, untrained_parameters, notes
-
-
 def _measure_attention(
     config: RunConfig,
     hf_config: Any,
@@ -218,17 +221,6 @@ def _measure_attention(
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers of a model in their order: what transformers checkpoints one by one."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def _build_skeleton(hf_config: Any, config: RunConfig) -> Any:
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.model.trust_remote_code)
-    except Exception as error:  # each model class checks its config in its own way
-        class_name, message = type(hf_config).__name__, one_line(str(error), limit=300)
-        raise ModelError(
-            f"{config.model.name}: transformers cannot build a {class_name} from its config.json: {message}"
-        ) from error
 
 
 def build_meta_model(model_spec: ModelSpec, *, trust_remote_code: bool) -> Any:
@@ -270,7 +262,7 @@ def _load_full_config(config: RunConfig) -> Any:
 
 
 def _saved_tensor_names(config: RunConfig) -> set[str]:
-    """Names of the tensors in the base's files; empty where they cannot be read, which loading words."""
+    # empty where they cannot be read, which loading words
     folder = find_model_folder(config.model.name)
     try:
         if folder is not None:
@@ -283,7 +275,7 @@ def _saved_tensor_names(config: RunConfig) -> set[str]:
 
 
 def _find_model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> Any:
-    """Find the causal language model class of a config; `nn.Module` for code that comes with the model."""
+    # `nn.Module` for code that comes with the model
     for name in hf_config.architectures or ():
         if name.endswith(("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")):
             raise ModelError(f"{config.model.name} is a {name}, not a causal language model; take the language model")

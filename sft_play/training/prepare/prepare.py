@@ -20,7 +20,6 @@ from sft_play.log import one_line
 from sft_play.machine.software import COMPUTE_PACKAGES
 from sft_play.models.config_json import base_weights_identity, require_available_model
 from sft_play.planner.backend import Backend, check_trackers, choose_backend, unsloth_model_problem
-from sft_play.planner.precision import Precision
 from sft_play.runs.folder import installed_versions
 from sft_play.text import GIB
 from sft_play.training import distributed
@@ -93,9 +92,34 @@ def prepare(job: RunJob) -> Prepared:
         require_available_model(config.model.name, revision=config.model.revision)
         # before the rows: tokenizing may take long, and each of these may refuse the run in seconds
         tokenizer = load_tokenizer(config)
-        model_spec = _build_model_spec(job, tokenizer)
-        if backend.name == "unsloth" and (problem := _unsloth_problem(model_spec, job.plan.precision)):
-            raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
+        step, plan = job.plan.choice.step, job.plan
+        model_spec = build_model_spec(
+            config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), new_rows=tokenizer.new_rows,
+            layout=plan.choice.layout,
+            repeats_kv=plan.repeats_kv, uses_masks=step.masks, uses_boundaries=step.varlen,
+        )  # fmt: skip
+        attention = model_spec.attention.name
+        needs_masks = (step.varlen and attention == "sdpa") or (model_spec.uses_masks and not step.masks)
+        if needs_masks and plan.masked_bytes is not None:
+            logger.warning(
+                "Attention: the plan left out masks that a small model of the class needs; with them this run needs "
+                "%.2f GiB, where %.2f were planned and %.2f are there",
+                plan.masked_bytes / GIB, plan.memory.required / GIB, plan.budget_bytes / GIB,
+            )  # fmt: skip
+        if attention in ("sdpa", "eager") and attention != step.attention:
+            logger.warning("Attention: the model's class runs %s, but the plan assumed %s: memory and speed will "
+                           "differ from the plan", attention, step.attention)  # fmt: skip
+        if backend.name == "unsloth":
+            # the plan has judged the class by its shapes, which code of a model's own may belie
+            problem = unsloth_model_problem(
+                job.plan.precision,
+                is_text_tower=model_spec.text_tower is not None,
+                is_transposed=model_spec.peft_config is not None and model_spec.peft_config.fan_in_fan_out,
+            )
+            if model_spec.resize_to is not None:
+                problem = "the tokenizer is larger than the model's embeddings"
+            if problem:
+                raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
         if backend.name == "bnb":
             check_trackers(config)
             check_kernels(config, job.plan)
@@ -107,47 +131,14 @@ def prepare(job: RunJob) -> Prepared:
             logger.debug("%s", note)
         if peft_warning := peft_loading_warning(model_spec, trust_remote_code=config.model.trust_remote_code):
             logger.warning("Adapter: %s", peft_warning)
-        renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)
-        prepared = Prepared(backend, tokenizer, splits, model_spec, renderer, base_adapter)
+        prepared = Prepared(
+            backend, tokenizer, splits, model_spec,
+            Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today),
+            base_adapter,
+        )  # fmt: skip
         if job.folder.stage_name is None:
             log_rows(job, prepared)
         return prepared
-
-
-def _unsloth_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
-    """Why Unsloth cannot train this very model; None where it can. The plan has judged its class by the shapes
-    (`planner.backend.require_unsloth_model`), which code of a model's own may belie."""
-    if model_spec.resize_to is not None:
-        return "the tokenizer is larger than the model's embeddings"
-    return unsloth_model_problem(
-        precision,
-        is_text_tower=model_spec.text_tower is not None,
-        is_transposed=model_spec.peft_config is not None and model_spec.peft_config.fan_in_fan_out,
-    )
-
-
-def _build_model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
-    """The model's spec, with warnings where it needs more memory than was planned, or another attention."""
-    config, plan, step = job.loaded.config, job.plan, job.plan.choice.step
-    model_spec = build_model_spec(
-        config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), new_rows=tokenizer.new_rows,
-        layout=plan.choice.layout,
-        repeats_kv=plan.repeats_kv, uses_masks=step.masks, uses_boundaries=step.varlen,
-    )  # fmt: skip
-    attention = model_spec.attention.name
-    needs_masks = (step.varlen and attention == "sdpa") or (model_spec.uses_masks and not step.masks)
-    if needs_masks and plan.masked_bytes is not None:
-        logger.warning(
-            "Attention: the plan left out masks that a small model of the class needs; with them this run needs %.2f "
-            "GiB, where %.2f were planned and %.2f are there",
-            plan.masked_bytes / GIB, plan.memory.required / GIB, plan.budget_bytes / GIB,
-        )  # fmt: skip
-    if attention in ("sdpa", "eager") and attention != step.attention:
-        logger.warning(
-            "Attention: the model's class runs %s, but the plan assumed %s: memory and speed will differ from the plan",
-            attention, step.attention,
-        )  # fmt: skip
-    return model_spec
 
 
 def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> DataSplits:
@@ -209,7 +200,8 @@ def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]
         facts["weights"] = base_weights_identity(job.loaded.config.model.name, prepared.model_spec.hf_config)
         facts["tokenizer"] = {"path": "tokenizer", "sha256": prepared.tokenizer.sha256}
         if prepared.base_adapter is not None:
-            facts["adapter"] = prepared.base_adapter.manifest_facts()
+            adapter = prepared.base_adapter
+            facts["adapter"] = {"path": str(adapter.folder), "sha256": adapter.sha256, "run": adapter.run}
     return facts
 
 

@@ -44,9 +44,20 @@ def open_run_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Map
                     f"{job.folder.path} was removed or renamed while the run trained in it, so it ends here; under "
                     "another name it can be resumed (make resume RUN=PATH)"
                 ) from error
-            cause = error.__cause__
+            failure = error
+            if isinstance(error, OutOfMemory) and error.__cause__ is not None:
+                failure = error.__cause__
+            # only for the user's mistakes: a fault of ours keeps its folder and log for a report
+            is_unused = not job.resume and isinstance(failure, SftPlayError) and not job.folder.metrics_path.exists()
             try:
-                _record_failure(job, cause if isinstance(error, OutOfMemory) and cause else error)
+                if isinstance(failure, Interrupted):
+                    pass  # its state was saved, and `finish_run` has written so
+                elif is_unused:
+                    discard_run(job.folder)
+                else:
+                    status = "stopped" if isinstance(failure, KeyboardInterrupt) else "failed"
+                    message = escape_control(f"{type(failure).__name__}: {failure}")
+                    job.folder.update_manifest(status=status, error=message)
             except OSError as write_error:  # it must not hide what went wrong
                 logger.warning("The manifest could not be written: %s", write_error.strerror or write_error)
             raise
@@ -64,8 +75,13 @@ def log_start(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
     precision = DTYPE_SHORT_NAMES[job.plan.precision.compute]
     backend = f"{prepared.backend.name}{' distributed' * (ranks > 1)}"
     if checkpoint is not None:
-        step = checkpoints.checkpoint_step(checkpoint)
-        logger.info("Resuming %s run from step %d with %s precision on %s", backend, step, precision, device)
+        logger.info(
+            "Resuming %s run from step %d with %s precision on %s",
+            backend,
+            checkpoints.checkpoint_step(checkpoint),
+            precision,
+            device,
+        )
     elif job.resume:
         logger.info("%s has no checkpoint: starting again from the first step", job.folder.path)
     else:
@@ -77,12 +93,16 @@ def log_start(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
 def layout_facts(plan: Plan) -> dict[str, Any]:
     """How a run is spread, for the manifest: the batch arithmetic that a resumed run must share, and `processes`, which
     are more than `ranks` where some share rows."""
-    batch = {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks}
-    return {"batch": batch, "layout": plan.layout, "processes": plan.choice.layout.ranks}
+    return {
+        "batch": {
+            "micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks
+        },
+        "layout": plan.layout,
+        "processes": plan.choice.layout.ranks,
+    }  # fmt: skip
 
 
 def _claim_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
-    """Create the folder, or check the one to resume; returns its lock."""
     if job.resume:
         run_lock = job.lock or lock_run(job.folder, role=job.lock_role)
         if job.folder.has_trained:
@@ -94,21 +114,6 @@ def _claim_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mappi
             job.folder.update_manifest(status="running", resumed=resume_times, **dict.fromkeys(END_ENTRIES), **spread)
             return run_lock
         logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
-    manifest = _build_manifest(job, prepared_stages, facts)
-    if job.resume:
-        write_initial_files(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
-    elif job.folder_exists:
-        run_lock = lock_run(job.folder, role=job.lock_role)
-        job.folder.update_manifest(**manifest)
-        return run_lock
-    else:
-        run_lock = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
-    if job.deepspeed is not None:
-        job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
-    return run_lock
-
-
-def _build_manifest(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
     manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
     manifest |= layout_facts(job.plan)
     # what sums on a CPU are rounded by
@@ -123,16 +128,14 @@ def _build_manifest(job: RunJob, prepared_stages: Sequence[Prepared], facts: Map
         manifest["choices"] += [*prepared.tokenizer.notes, *prepared.splits.notes, *prepared.model_spec.notes]
     if prepared_stages[0].renderer.tokenizer_parts.writes_date:
         manifest["template_date"] = str(prepared_stages[0].renderer.today)
-    return manifest
-
-
-def _record_failure(job: RunJob, error: BaseException) -> None:
-    if isinstance(error, Interrupted):  # its state was saved, and `finish_run` has written so
-        return
-    # only for the user's mistakes: a fault of ours keeps its folder and log for a report
-    is_unused = not job.resume and isinstance(error, SftPlayError) and not job.folder.metrics_path.exists()
-    if is_unused:
-        discard_run(job.folder)
-        return
-    status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-    job.folder.update_manifest(status=status, error=escape_control(f"{type(error).__name__}: {error}"))
+    if job.resume:
+        write_initial_files(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+    elif job.folder_exists:
+        run_lock = lock_run(job.folder, role=job.lock_role)
+        job.folder.update_manifest(**manifest)
+        return run_lock
+    else:
+        run_lock = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+    if job.deepspeed is not None:
+        job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
+    return run_lock

@@ -31,6 +31,11 @@ TEMPLATE_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}
 # Tokens of real vocabularies that may pad, in the order in which they are tried; eos is the last resort.
 PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|vision_pad|>", "<|endoftext|>", "<unk>")
 
+# Files of which a folder with a tokenizer has one.
+_TOKENIZER_FILES = (
+    "merges.txt", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
+
 # The name in data.chat_template for TRL's training variant of the tokenizer's own template.
 TRAINING_TEMPLATE = "training"
 
@@ -51,44 +56,35 @@ class LoadedTokenizer:
 def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
     """The tokenizer of the run's model, with a pad token and, for chats, a chat template. Raises TokenizerError: it
     cannot be loaded, has a token that should be added, or has no template for chats."""
-    tokenizer = _load_tokenizer(config)
+    model = config.model
+    folder = find_model_folder(model.name)
+    if folder is not None and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        raise TokenizerError(f"{folder} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})")
+    with importing():
+        from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder) if folder else model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:  # a damaged file raises almost anything
+        reason = one_line(str(error), limit=300)
+        raise TokenizerError(f"the tokenizer of {model.name} cannot be loaded: {reason}") from error
     new_rows = _add_tokens(tokenizer, config)
     original_template = tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None
     added_notes = [f"Tokens: {len(new_rows)} added, {min(new_rows)} to {max(new_rows)}"] if new_rows else []
     notes = [*added_notes, *_set_pad_token(tokenizer), *_set_template(tokenizer, config)]
     # for training, and saved with the weights; generated answers are padded on the left by hand (`exact_match`)
     tokenizer.padding_side = "right"
-    return LoadedTokenizer(tokenizer, tuple(notes), tokenizer_digest(tokenizer), original_template, new_rows)
-
-
-def _load_tokenizer(config: RunConfig) -> Any:
-    model = config.model
-    folder = find_model_folder(model.name)
-    tokenizer_files = {
-        "tokenizer.json",
-        "tokenizer.model",
-        "vocab.json",
-        "vocab.txt",
-        "tokenizer_config.json",
-        "merges.txt",
-    }
-    if folder is not None and not tokenizer_files & {item.name for item in folder.iterdir()}:
-        raise TokenizerError(f"{folder} holds no tokenizer (looked for {', '.join(sorted(tokenizer_files))})")
-    with importing():
-        from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(folder) if folder else model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-    except Exception as error:  # a damaged file raises almost anything
-        raise TokenizerError(
-            f"the tokenizer of {model.name} cannot be loaded: {one_line(str(error), limit=300)}"
-        ) from error
+    # of what determines a text's tokens: the tokenizer's own state and its chat template
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
+    digest = hashlib.sha256(f"{state}\0{tokenizer.chat_template}".encode()).hexdigest()
+    return LoadedTokenizer(tokenizer, tuple(notes), digest, original_template, new_rows)
 
 
 def _add_tokens(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]:
-    """Ids of `model.add_tokens` with the pieces of each before. No special tokens: a text that spells one has it."""
+    # ids with the pieces of each before; no special tokens: a text that spells one has it
     tokens, vocabulary = config.model.add_tokens, tokenizer.get_vocab()
     if not tokens:
         return {}
@@ -119,7 +115,7 @@ def added_token_rows(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, 
 
 
 def _set_pad_token(tokenizer: Any) -> list[str]:
-    """Choose a pad token where there is none. Padding is masked by length, never by id, so eos may pad too."""
+    # padding is masked by length, never by id, so eos may pad too
     if tokenizer.pad_token is not None:
         if tokenizer.pad_token_id == tokenizer.eos_token_id:
             return [f"Pad token: {tokenizer.pad_token}, which is also the end token; padding is masked by length"]
@@ -133,7 +129,6 @@ def _set_pad_token(tokenizer: Any) -> list[str]:
 
 
 def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
-    """Give the tokenizer the template of `data.chat_template`; returns what was chosen."""
     template, vocabulary = config.data.chat_template, tokenizer.get_vocab()
     lacking = {name: [token for token in tokens if token not in vocabulary] for name, tokens in TEMPLATE_TOKENS.items()}
     if template is None:
@@ -146,7 +141,22 @@ def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
             f"built-in name that fits this vocabulary ({', '.join(fitting)}), or train plain text with task_mode=cpt"
         )
     if template == TRAINING_TEMPLATE:
-        return [_set_training_template(tokenizer)]
+        from trl.chat_template_utils import get_training_chat_template
+
+        own_template = tokenizer.chat_template
+        if own_template is None:
+            raise TokenizerError("data.chat_template=training: the tokenizer has no template of its own")
+        try:
+            variant = get_training_chat_template(tokenizer)
+        except ValueError:
+            raise TokenizerError(
+                "data.chat_template=training: TRL has no training variant of this tokenizer's chat template; give "
+                "data.chat_template a Jinja file, or see docs/masks.md for what to do with an inexact one"
+            ) from None
+        if variant in (None, own_template):  # None: the template needs none
+            return ["Chat template: the tokenizer's own, which needs no training variant"]
+        tokenizer.chat_template = str(variant)
+        return ["Chat template: TRL's training variant of the tokenizer's own, which is saved with the weights"]
     path = Path(template).expanduser()
     if path.is_file():
         try:
@@ -164,29 +174,3 @@ def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
                              "vocabulary; use data.chat_template=plain or a Jinja file")  # fmt: skip
     tokenizer.chat_template = BUILT_IN_TEMPLATES[template]
     return [f"Chat template: the built-in {template}"]
-
-
-def _set_training_template(tokenizer: Any) -> str:
-    from trl.chat_template_utils import get_training_chat_template
-
-    own_template = tokenizer.chat_template
-    if own_template is None:
-        raise TokenizerError("data.chat_template=training: the tokenizer has no template of its own")
-    try:
-        variant = get_training_chat_template(tokenizer)
-    except ValueError:
-        raise TokenizerError(
-            "data.chat_template=training: TRL has no training variant of this tokenizer's chat template; give "
-            "data.chat_template a Jinja file, or see docs/masks.md for what to do with an inexact one"
-        ) from None
-    if variant in (None, own_template):  # None: the template needs none
-        return "Chat template: the tokenizer's own, which needs no training variant"
-    tokenizer.chat_template = str(variant)
-    return "Chat template: TRL's training variant of the tokenizer's own, which is saved with the weights"
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Digest of what determines a text's tokens: the tokenizer's own state and its chat template."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    serialized = backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(f"{serialized}\0{tokenizer.chat_template}".encode()).hexdigest()
