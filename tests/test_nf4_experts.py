@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from pathlib import Path
@@ -112,6 +113,29 @@ def test_every_stacked_weight_is_packed_and_computes_what_its_rounded_values_do(
 
 def stack(kind) -> list[int]:
     return [one.weights for one in kind.expert_weights] * kind.count
+
+
+def whole_stacks() -> set[int]:
+    """Where the floats of every three-dimensional tensor of this process stand."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]  # no fake ones
+    floats = [one for one in tensors if one.dim() == 3 and one.is_floating_point() and not one.is_meta]
+    return {one.untyped_storage().data_ptr() for one in floats}
+
+
+@pytest.mark.build
+def test_no_two_stacks_are_whole_at_once_while_loading(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "base", "qwen3_moe", num_hidden_layers=4)
+    counts, plain, before = [], nf4_experts.pack_nf4, whole_stacks()  # of other tests of this process
+
+    def watched(weight, storage):
+        counts.append(len(whole_stacks() - before))
+        return plain(weight, storage)
+
+    monkeypatch.setattr(nf4_experts, "pack_nf4", watched)
+    model, _ = loaded(folder)
+    assert len(counts) == sum(1 for _ in stacked_experts(model)) > 4
+    assert max(counts) <= 2  # itself, and its contiguous copy
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
