@@ -19,6 +19,7 @@ from benchmarks.registry import REQUIRED_FIELDS, model_types
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
+from sft_play.machine import software
 from sft_play.models.config_json import load_config_json
 from sft_play.models.families import PEFT_MOVED_NAMES, PEFT_MOVED_TYPES
 from sft_play.planner.memory.structure import check_adapter_targets
@@ -332,6 +333,11 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
     on_cpu = plan_of(run, shape, "cpu", frozenset({LINEAR_ATTENTION_PACKAGE}))
     assert LINEAR_ATTENTION_PART not in on_cpu.speed.parts
     assert not any("not installed" in line for line in on_cpu.reasons)
+
+
+def test_packages_with_kernels_that_are_not_installed_are_known(monkeypatch):
+    monkeypatch.setattr(software, "installed_version", lambda name: "1.0" if name == "causal-conv1d" else None)
+    assert software.missing_kernel_packages() == {"flash-linear-attention", "mamba-ssm", "liger-kernel"}
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

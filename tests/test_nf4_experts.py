@@ -19,6 +19,7 @@ from sft_play.finished.export.merge import merge_run
 from sft_play.finished.run import find_finished_run
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
+from sft_play.planner.advice import find_largest_fit
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.memory.estimate import STACKING_COPIES, loading_terms
 from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weight_bytes
@@ -399,3 +400,15 @@ def test_a_plan_refuses_what_is_asked_of_experts_that_are_not_there(model, tunin
     else:
         with pytest.raises(ConfigError, match=words):
             make_plan(request)
+
+
+def test_the_largest_model_is_asked_with_the_experts_that_the_run_has():
+    """In 4 bits a mixture of 30 billion parameters fits where it does not in 16."""
+    found = {}
+    for quantize in ("auto", False):
+        text = {"model": {"name": QWEN, "max_seq_len": 1024}, "tuning": {"quantize_experts": quantize}}
+        config = config_from_text(json.dumps(text), name="run")
+        name = find_largest_fit("model", PlanRequest(config, load_model_shape(QWEN), parse_hardware("1xRTX5090"))).value
+        found[quantize] = load_model_shape(str(name))
+    assert found["auto"].num_experts
+    assert found["auto"].params > found[False].params
