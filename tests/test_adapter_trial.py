@@ -239,6 +239,35 @@ def test_what_the_table_says_of_adapters_is_what_a_trial_shows(kind):
     assert not failed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
+def test_what_is_not_tried_of_the_table_s_classes_would_find_nothing(kind):
+    """Parameters without a gradient, ever or at first, logits that TRL's head does not compute, and kept graphs."""
+    config = AutoConfig.for_model(**file_of(kind))
+    trials = (adapter_trial._try_in_full, adapter_trial._try_late, adapter_trial._try_head, adapter_trial._try_keeping)
+    for trial in trials:
+        assert small_model.measure_small_model(config, trial, needs_all_layers=True) == ({}, ""), trial
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["flint", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_moe", "recurrent_gemma", "zamba2"))],
+)
+def test_classes_of_other_sizes_and_with_router_logits_that_no_block_gives_are_tried_too(kind):
+    """Sizes under names of their own, states that a model keeps; and where config.json asks for router logits of dense
+    blocks the class's own balance loss is an IndexError."""
+    places = []
+    is_dense = {"flint": {}, "qwen2_moe": {"mlp_only_layers": [0, 1]}}.get(kind)
+    for wish in (False, True) if is_dense is not None else (False,):
+        changes = {} if is_dense is None else {"num_hidden_layers": 2, "output_router_logits": wish, **is_dense}
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes))
+        places.append(adapter_trial.find_adapter_placement(model))
+    assert places[0] == places[-1]
+    assert places[0][0].untried_reason == ""
+    assert len(places[0][1]) < len(adapter_trial.linear_layers(model))
+
+
 def test_a_plan_never_says_that_adapters_fit_which_peft_refuses(command: Command, tmp_path, monkeypatch):
     small_of("falcon_h1").save_pretrained(tmp_path)
     words = ["plan", "--config", str(ROOT / "configs" / "run_lora.yaml"), "--hardware", "1xH100", "data.packing=none"]

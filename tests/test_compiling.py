@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sft_play.config.load import config_from_text
 from sft_play.training.class_checks import replaced_code
 from sft_play.training.model import adapters, attention_functions
+from sft_play.training.prepare import model_spec
 from tests.test_adapter_inputs import adapted
 
 pytestmark = pytest.mark.build
@@ -152,6 +153,33 @@ def packed(model: Any, lengths: tuple[int, ...]) -> torch.Tensor:
         max_length_k=longest, use_cache=False,
     ).logits  # fmt: skip
     return logits
+
+
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_compiled_block_keeps_less_for_its_backward_pass_than_the_plain_one_that_the_plan_counts(tiny_llama, kind):
+    model = model_of(tiny_llama, kind, checkpointing=False)
+    block = model_spec.decoder_layers(model)[1]
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    ids, states = torch.arange(64)[None], torch.randn(1, 64, 64, requires_grad=True)
+    angles = next(one for name, one in model.named_modules() if name.endswith("rotary_emb"))(states, ids)
+    kept = []
+    for is_compiled in (False, True):
+        if is_compiled:
+            block.compile(backend=replaced_code.COMPILE_BACKEND, dynamic=True)
+        held: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "lora"):
+            output = block(states + 0, position_embeddings=angles, attention_mask=None, position_ids=ids)
+        kept.append(sum(held.values()))
+        output.float().sum().backward()
+    assert 0.5 * kept[0] < kept[1] < 0.9 * kept[0]
 
 
 def test_generation_and_evaluation_run_the_plain_code(monkeypatch):

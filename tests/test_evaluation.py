@@ -219,6 +219,7 @@ def test_batches_of_the_evaluation_hold_rows_of_like_length(tmp_path, tiny_llama
         seen.append(inputs["attention_mask"].sum(1).tolist())
         return step(model, inputs, *args, **options)
 
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]  # to the last bit
     trainer.prediction_step = watched
     trainer.evaluate()
     assert [len(batch) for batch in seen] == [4, 4, 3]

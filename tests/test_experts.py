@@ -15,19 +15,21 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks.registry import REQUIRED_FIELDS
+from benchmarks.registry import REQUIRED_FIELDS, model_types
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
+from sft_play.machine import software
 from sft_play.models.config_json import load_config_json
 from sft_play.models.families import PEFT_MOVED_NAMES, PEFT_MOVED_TYPES
 from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.precision import Precision
 from sft_play.trace.confirm import load_planned_shape
 from sft_play.trace.meta_shape import measure_shape_on_meta
-from sft_play.training.class_checks.small_model import small_config
-from sft_play.training.model.fused_head import fused_head
+from sft_play.training.class_checks.small_model import measure_small_model, small_config, small_model
+from sft_play.training.model.fused_head import fused_head, set_backbone_prefix
 from sft_play.training.model.model_loading import load_model
+from sft_play.training.prepare import experts
 from sft_play.training.prepare.experts import CASTING_GROUPED_MM, balance_coefficient, choose_experts, fit_balance_loss
 from sft_play.training.prepare.model_spec import build_model_spec
 from tests.test_every_class import some_bytes
@@ -164,6 +166,12 @@ def test_fp32_weights_are_multiplied_in_autocast_s_dtype_as_eager_ones_are(tmp_p
     assert {one.dtype for one in model.parameters()} == {torch.float32}
     assert other == pytest.approx(loss, rel=2**-6)
     assert distance(gradients, mine) <= 2**-6
+
+
+def test_a_saved_model_says_nothing_of_the_implementation(tmp_path):
+    _, _, model = step(saved(tmp_path / "m", "mixtral", 0), "auto", MASTERS)
+    model.save_pretrained(tmp_path / "out")
+    assert "experts_implementation" not in (tmp_path / "out" / "config.json").read_text()
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
@@ -327,6 +335,11 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
     assert not any("not installed" in line for line in on_cpu.reasons)
 
 
+def test_packages_with_kernels_that_are_not_installed_are_known(monkeypatch):
+    monkeypatch.setattr(software, "installed_version", lambda name: "1.0" if name == "causal-conv1d" else None)
+    assert software.missing_kernel_packages() == {"flash-linear-attention", "mamba-ssm", "liger-kernel"}
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("choice", ["auto", "eager", "masters"])
@@ -461,3 +474,50 @@ def test_router_logits_that_a_config_asks_for_without_a_weight_are_not_computed(
         found = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True)
     assert found.aux_loss is None
     found.loss.backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [None, 1])
+def test_no_class_ends_in_a_balance_loss_of_nothing(layers):
+    """Every class whose config has a weight for one, of its usual blocks and of its first alone."""
+
+    def computes(small, *, trust_remote_code):
+        model, ids = small_model(small, "eager", trust_remote_code), torch.arange(3, 35).reshape(2, 16)
+        options = {"output_router_logits": True} if balance_coefficient(small) else {}
+        with torch.no_grad(), fused_head(model):
+            return float(model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True, **options).loss)
+
+    tried = 0
+    for kind in model_types():
+        try:
+            config = CONFIG_MAPPING[kind](**REQUIRED_FIELDS.get(kind, {})).get_text_config()
+            for name in ("layer_types", "mlp_layer_types") if layers else ():
+                if isinstance(getattr(config, name, None), list):
+                    setattr(config, name, getattr(config, name)[:layers])
+            config.num_hidden_layers = layers or config.num_hidden_layers
+        except Exception:  # each class checks its sizes in its own way
+            continue
+        if balance_coefficient(config):
+            fit_balance_loss(config)
+            found, problem = measure_small_model(config, computes, needs_all_layers=layers is not None)
+            assert found is not None or "IndexError" not in problem, (kind, problem)
+            tried += found is not None
+    assert tried > 20
+
+
+def test_a_class_that_cannot_be_tried_keeps_the_weight_of_its_config(monkeypatch):
+    config = AutoConfig.for_model("mixtral")
+    monkeypatch.setattr(experts, "measure_small_model", lambda *args, **options: (None, "too large"))
+    assert fit_balance_loss(config) == []
+    assert balance_coefficient(config) == config.router_aux_loss_coef > 0
+
+
+def test_llama_4_is_saved_and_read_again_after_its_head_was_fused(tmp_path):
+    model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama4_text"))).eval()
+    assert model.base_model is model
+    set_backbone_prefix(model)
+    assert model.base_model is model.model
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)

@@ -26,6 +26,7 @@ from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.precision import FP16_OVERFLOWS, choose_precision, find_fp16_overflow, format_fp16_overflow
 from sft_play.trace.confirm import load_planned_shape
 from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, NonFiniteStepGuard
+from sft_play.training.model.model_loading import quantization_config
 from tests.bundled import ORIGINS, model_configs
 from tests.conftest import ROOT
 
@@ -140,6 +141,7 @@ def test_the_plan_counts_fp32_and_says_why(mode):
     run = config(f"tuning: {{mode: {mode}}}", name)
     plan = make_plan(PlanRequest(run, load_model_shape(name), machine("1xT4")))
     assert plan.precision.compute == "float32"
+    assert quantization_config(plan.precision).bnb_4bit_compute_dtype == torch.float32
     assert any("gemma3_text models activations reach 800,000" in reason for reason in plan.reasons)
     twin = make_plan(PlanRequest(run, replace(load_model_shape(name), model_type="llama"), machine("1xT4")))
     assert twin.precision.compute == "float16"

@@ -13,12 +13,14 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.launch.deepspeed import translate_deepspeed_keys
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import build_candidate
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
-from sft_play.planner.layout import LAYOUT_NAMES, Layout
+from sft_play.planner.layout import LAYOUT_NAMES, Layout, find_layouts
 from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.precision import (
@@ -102,6 +104,21 @@ def test_whatever_is_asked_a_layout_does_it_or_says_what_to_write():
         if layout == "ddp":
             assert DTYPE_BYTES[chosen.reduced_dtype] <= DTYPE_BYTES[chosen.computed_dtype]
     assert min(honoured, refused) > 80
+
+
+def test_the_plan_takes_a_layout_that_can_do_what_is_asked_and_says_so_where_none_can():
+    shape, hardware = load_model_shape(MODEL), parse_hardware("4xA100-80GB")
+    for wish, wanted in (("step", {"ddp", "fsdp", "zero1"}), ("micro_batch", {"ddp", "fsdp", "zero2", "zero3"})):
+        possible, refused = find_layouts(run_of(sync_gradients_every=wish), shape, hardware)
+        assert wanted <= {layout.name for layout in possible}
+        because = {item.name: item.because for item in refused}
+        assert not wanted & set(because)
+        assert "sync_gradients_every" in because["zero2" if wish == "step" else "zero1"]
+    config = run_of("lora", mixed_precision={"buffer": "bfloat16"})
+    assert make_plan(PlanRequest(config, shape, hardware)).layout.startswith("zero")
+    config = run_of(sync_gradients_every="step", mixed_precision={"buffer": "bfloat16", "param": "float32"})
+    with pytest.raises(ConfigError, match=r"no layout over 2 ranks can run this job: ddp: .*; fsdp: .*; zero1: "):
+        make_plan(PlanRequest(config, shape, parse_hardware("2xA100-80GB")))
 
 
 def test_one_process_runs_the_same_file_and_says_what_has_no_effect():
@@ -243,6 +260,15 @@ def test_the_trace_runs_what_the_keys_say():
 
 
 # --- DeepSpeed's file -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [({"communication_data_type": "fp32"}, "reduce"), ({"data_types": {"buffer_dtype": "bf16"}}, "buffer")],
+)
+def test_dtypes_in_a_deepspeed_file_are_the_run_yamls(given, field):
+    with pytest.raises(ConfigError, match=f"distributed.mixed_precision.{field} of the run YAML"):
+        translate_deepspeed_keys(given)
+
+
 # --- what is counted --------------------------------------------------------------------------------------------------
 def test_the_backends_work_is_told_by_its_name():
     """gloo reduces and scatters by an all-reduce that is called so."""
@@ -262,7 +288,7 @@ def test_the_backends_work_is_told_by_its_name():
 
 
 def test_a_report_of_four_ranks_by_hand():
-    from sft_play.training.measure.profile import RankCommunication, communication_report
+    from sft_play.training.measure.profile import RankCommunication, communication_report, waiting_times
 
     def counted(rank: int, seconds: float) -> RankCommunication:
         collectives = (("all_reduce", 100, True), ("all_gather", 10, False), ("barrier", 0, True))
@@ -280,6 +306,7 @@ def test_a_report_of_four_ranks_by_hand():
     assert found["sent_bytes"] == 90
     assert found["agrees"]
     assert [rank["waiting_s"] for rank in found["ranks"]] == pytest.approx([0.1, 0.1, 0.0, 0.1])
+    assert waiting_times([[("all_reduce", 0.5)], [("all_gather", 0.5)]]) is None  # not the same ones
     other = communication_report(ranks, Layout("ddp", 4), steps=2, planned_bytes=planned, planned_sent_bytes=80)
     assert not other["agrees"]
     for layout in (Layout("fsdp_hybrid", 4, 2), Layout("fsdp_tp", 2, 2, tensor_parallel=2)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -15,7 +16,8 @@ from sft_play.training.measure.board import format_answers
 from sft_play.training.measure.exact_match import GeneratedAnswer, Question
 from sft_play.training.measure.monitor import Monitor
 from sft_play.training.measure.profile import exposed_time, split_spans
-from tests.conftest import chat
+from tests import warm
+from tests.conftest import ROOT, chat, clean_environment
 
 pytestmark = pytest.mark.build
 
@@ -242,3 +244,17 @@ def test_no_pass_waits_for_the_device_or_for_other_ranks(trainer, monkeypatch):
     of_trl = found(lambda batch: SFTTrainer.compute_loss(trainer, trainer.model.train(), dict(batch)))
     assert of_trl.count("gather_for_metrics") >= 4
     assert of_trl.count("item") >= 3
+
+
+def test_the_profilers_library_writes_no_lines_of_its_own():
+    """To standard error (`USDT:...`), unless it was told not to before torch is imported."""
+    profiles = "import torch\nwith torch.profiler.profile():\n    torch.ones(3)\n"
+    told = (
+        "from sft_play.launch import run_hardware\nfrom sft_play.machine.hardware import parse_hardware\n"
+        "run_hardware.prepare_libraries('m', parse_hardware('cpu'))\n"
+    )
+    done = [
+        subprocess.run([warm.python(), "-c", code], capture_output=True, text=True, cwd=ROOT, env=clean_environment())
+        for code in (profiles, told + profiles)
+    ]
+    assert [(one.returncode, bool(one.stderr), one.stdout) for one in done] == [(0, True, ""), (0, False, "")], done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from pathlib import Path
@@ -18,6 +19,7 @@ from sft_play.finished.export.merge import merge_run
 from sft_play.finished.run import find_finished_run
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
+from sft_play.planner.advice import find_largest_fit
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.memory.estimate import STACKING_COPIES, loading_terms
 from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weight_bytes
@@ -112,6 +114,29 @@ def test_every_stacked_weight_is_packed_and_computes_what_its_rounded_values_do(
 
 def stack(kind) -> list[int]:
     return [one.weights for one in kind.expert_weights] * kind.count
+
+
+def whole_stacks() -> set[int]:
+    """Where the floats of every three-dimensional tensor of this process stand."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]  # no fake ones
+    floats = [one for one in tensors if one.dim() == 3 and one.is_floating_point() and not one.is_meta]
+    return {one.untyped_storage().data_ptr() for one in floats}
+
+
+@pytest.mark.build
+def test_no_two_stacks_are_whole_at_once_while_loading(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "base", "qwen3_moe", num_hidden_layers=4)
+    counts, plain, before = [], nf4_experts.pack_nf4, whole_stacks()  # of other tests of this process
+
+    def watched(weight, storage):
+        counts.append(len(whole_stacks() - before))
+        return plain(weight, storage)
+
+    monkeypatch.setattr(nf4_experts, "pack_nf4", watched)
+    model, _ = loaded(folder)
+    assert len(counts) == sum(1 for _ in stacked_experts(model)) > 4
+    assert max(counts) <= 2  # itself, and its contiguous copy
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
@@ -375,3 +400,15 @@ def test_a_plan_refuses_what_is_asked_of_experts_that_are_not_there(model, tunin
     else:
         with pytest.raises(ConfigError, match=words):
             make_plan(request)
+
+
+def test_the_largest_model_is_asked_with_the_experts_that_the_run_has():
+    """In 4 bits a mixture of 30 billion parameters fits where it does not in 16."""
+    found = {}
+    for quantize in ("auto", False):
+        text = {"model": {"name": QWEN, "max_seq_len": 1024}, "tuning": {"quantize_experts": quantize}}
+        config = config_from_text(json.dumps(text), name="run")
+        name = find_largest_fit("model", PlanRequest(config, load_model_shape(QWEN), parse_hardware("1xRTX5090"))).value
+        found[quantize] = load_model_shape(str(name))
+    assert found["auto"].num_experts
+    assert found["auto"].params > found[False].params

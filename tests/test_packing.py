@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GptOssConfig, LlamaConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sft_play.config.load import config_from_text
@@ -20,6 +21,7 @@ from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.training.class_checks import masking
 from sft_play.training.class_checks.masking import require_packable
 from sft_play.training.loop.rows import COUNT_KEYS, FILLER_INDEX, Collator, TrainingRows
 from tests.conftest import chat
@@ -278,6 +280,20 @@ def test_a_class_of_any_size_is_measured_on_a_small_one(kind):
     assert torch.equal(torch.random.get_rng_state(), state)  # the run's random numbers are its own
 
 
+def test_a_class_that_cannot_be_measured_is_refused_and_why_is_said(monkeypatch):
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("heads\x1b[31m and tails")
+
+    for found, why in (
+        (refuse, "RuntimeError: heads"), (lambda *_, **__: (0.0, 0.001), "hardly depends on those before it"),
+        (lambda *_, **__: (float("nan"), 1.0), "numbers that are not finite"),
+    ):  # fmt: skip
+        monkeypatch.setattr(masking, "measure_packing_leak", found)
+        with pytest.raises(ConfigError, match=rf"whether llama keeps .* cannot be measured \(.*{why}") as error:
+            require_packable(LlamaConfig(), attention="sdpa")
+        assert "\x1b" not in str(error.value)
+
+
 # --- the plan ---------------------------------------------------------------------------------------------------------
 def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one():
     machine = Hardware((Gpu(0, "GPU", 40 * 2**30, None, (9, 0)),), "CPU", 2, 24 * 2**30, 24 * 2**30)
@@ -360,3 +376,16 @@ def test_a_run_on_packs_goes_on_as_if_it_had_not_stopped(tmp_path, tiny_llama, c
     whole, parts = ([line["loss"] for line in metrics(tmp_path, name) if "loss" in line] for name in ("whole", "parts"))
     assert len(whole) == 4
     assert parts == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_run_on_packs_is_refused_before_weights_are_read_where_the_class_cannot(tmp_path, tiny_llama, command):
+    model = tmp_path / "gpt_oss"
+    shutil.copytree(tiny_llama, model)  # the weights of another class: reading them would fail otherwise
+    GptOssConfig(
+        vocab_size=400, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, num_local_experts=4, bos_token_id=1, eos_token_id=2, pad_token_id=None,
+    ).save_pretrained(model)  # fmt: skip
+    path = run_yaml(tmp_path, model)
+    code, said = command("train", "--config", str(path), "output.name=no", "data.packing=best_fit")
+    assert (code, "data.packing=best_fit: gpt_oss does not keep the chats of a row apart" in said) == (2, True), said
+    assert not (tmp_path / "outputs" / "no").exists()

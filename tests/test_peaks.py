@@ -82,6 +82,33 @@ def test_each_moment_has_the_highest_of_its_own_parts(card, seed):
     assert {name: allocated for name, (allocated, _) in found.by_phase().items()} == {"training": 0} | wanted
 
 
+def test_what_generated_answers_left_is_not_the_trainings_peak_and_nothing_counts_after_the_end(card):
+    """10 stay, a step passes 5, an evaluation 20, generation within it 40: steps go on with nothing of it reserved."""
+    found = MemoryPeaks(on_gpu=True)
+    card.take(10)
+    with found.during("generation"):  # before training
+        card.take(90)
+        card.give(90)
+    found.start("training")
+    card.take(5)
+    card.give(5)
+    with found.during("evaluation"):
+        card.take(20)
+        card.give(20)
+        with found.during("generation"):
+            card.take(40)
+            card.give(40)
+        card.take(1)
+        card.give(1)
+    card.take(3)
+    card.give(3)
+    found.close()
+    card.take(200)
+    assert found.by_phase() == {"generation": (100, 100), "training": (15, 15), "evaluation": (30, 30)}
+    found.clear()  # another stage begins
+    assert found.by_phase() == {}
+
+
 def test_the_one_figure_of_a_gpu_is_reserved_in_its_highest_moment(card):
     memory = MemoryEstimate(reserved=70, by_moment={"training": (40, 50), "evaluation": (60, 70)})
     plan: Any = SimpleNamespace(hardware=SimpleNamespace(device="cuda"), memory=memory)

@@ -12,13 +12,21 @@ import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, List, Value, load_from_disk
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
+from sft_play.data.build.packing import pack_best_fit
 from sft_play.planner.batching import MicroBatches
-from sft_play.training.loop.rows import EpochOrder, StepBatches, pad_to_multiple, row_lengths, trained_tokens
+from sft_play.training.loop.rows import (
+    EpochOrder,
+    StepBatches,
+    TrainingRows,
+    pad_to_multiple,
+    row_lengths,
+    trained_tokens,
+)
 from sft_play.training.measure.monitor import source_losses
 from tests.conftest import chat
 from tests.models import uneven_run
@@ -105,6 +113,16 @@ def test_the_tokens_of_a_data_set_are_counted():
     assert row_lengths(made).tolist() == [3, 2]
     assert trained_tokens(made) == 2  # the first token of a row is never predicted
     assert trained_tokens(made.select([])) == 0
+
+
+def test_a_selection_of_a_mapped_file_is_read_in_its_own_order(tmp_path):
+    ids = [[100 * (n + 1) + place for place in range(length)] for n, length in enumerate([3, 2, 4, 5])]
+    Dataset.from_dict({"input_ids": ids, "labels": ids}).save_to_disk(str(tmp_path / "rows"))
+    loaded = load_from_disk(str(tmp_path / "rows")).select([3, 0, 2])
+    assert row_lengths(loaded).tolist() == [5, 3, 4]
+    assert trained_tokens(loaded) == 4 + 2 + 3
+    rows = TrainingRows(loaded, packs=pack_best_fit(row_lengths(loaded), 8))
+    assert [row["input_ids"].tolist() for row in rows] == [ids[3] + ids[0], ids[2]]
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

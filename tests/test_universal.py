@@ -213,3 +213,19 @@ def test_a_kill_while_it_is_converted_leaves_the_checkpoint_and_the_next_resume_
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert losses(folder) == pytest.approx(unbroken("zero2", *words), rel=1e-5)
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"checkpoint-2", "checkpoint-5"}
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_may_be_of_another_number_of_ranks(world):
+    """A learning rate that makes every step worse: the first checkpoint stays the best."""
+    words = ["tuning.mode=full", "train.learning_rate=1.0", "eval.steps=1", "train.save_steps=1", DECAY]
+    words += ["train.load_best_model_at_end=true", "train.warmup_steps=0"]
+    begun = run(world, "train-distributed", *words, "output.name=best", "train.stop_after_steps=2",
+                STRATEGY="zero3", NPROC="2")  # fmt: skip
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    ended = run(world, "resume", *words, RUN="best", NPROC="1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = [json.loads(line) for line in (world / "outputs" / "best" / "metrics.jsonl").read_text().splitlines()]
+    found = [line["eval_loss"] for line in lines if "eval_loss" in line][1:]
+    assert min(found[:5]) == found[0]
+    assert found[5] == pytest.approx(found[0], rel=1e-5)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ from sft_play.training import unsloth_run, unsloth_worker
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.model_saving import saved_shapes
 from sft_play.training.loop.trainer import PlannedTrainer
+from sft_play.training.prepare import prepare
 from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec
 from tests import warm
 from tests.conftest import ROOT
@@ -149,6 +151,22 @@ def test_what_is_missing_is_named_and_how_to_get_it(no_unsloth, monkeypatch, tmp
     assert "there is none here" not in on_gpu
     monkeypatch.setenv("UNSLOTH_VENV", str(tmp_path / "nothing"))
     assert f"UNSLOTH_VENV={tmp_path}/nothing" in str(problem(config()))
+    python = tmp_path / ".venv-unsloth" / "bin" / "python"  # in the present folder it is found
+    python.parent.mkdir(parents=True)
+    python.touch(0o755)
+    assert software.find_unsloth_python({}) == python
+    assert software.find_unsloth_python({"UNSLOTH_VENV": str(tmp_path / ".venv-unsloth")}) == python
+
+
+def test_its_process_gets_no_packages_and_no_place_of_this_one():
+    given = {
+        "PYTHONPATH": "/ours", "VIRTUAL_ENV": "/ours", "RANK": "1", "WORLD_SIZE": "2", "HF_TOKEN": "kept",
+        "UNSLOTH_COMPILE_LOCATION": "/mine",
+    }  # fmt: skip
+    told = software.worker_environment(given)
+    assert not {"PYTHONPATH", "VIRTUAL_ENV", "RANK", "WORLD_SIZE"} & set(told)
+    assert (told["HF_TOKEN"], told["UNSLOTH_COMPILE_LOCATION"]) == ("kept", "/mine")
+    assert told["UNSLOTH_DISABLE_STATISTICS"] == "1"
 
 
 UNSUPPORTED = (
@@ -168,12 +186,14 @@ def test_what_is_not_supported_is_named_before_anything_loads(standin):
 
 def test_every_option_is_carried_or_made_here_or_refused_when_it_is_set(monkeypatch):
     """Whoever adds an option that only training looks at has it refused on Unsloth, not lost."""
-    monkeypatch.setattr(backend, "_changed_options", lambda _: dict.fromkeys(all_options(), "set"))
+    options = {path: dataclasses.replace(option, default="another") for path, option in all_options().items()}
+    options["train.new"] = dataclasses.replace(options["train.seed"], path="train.new", owner="training.model.new")
+    monkeypatch.setattr(backend, "all_options", lambda: options)
     refused = {item.partition("=")[0] for item in backend.unsupported_options(config())}
     told = {path for path in all_options() if path not in refused}
     owners = (*backend._PARENT_OWNERS, *backend._WORKER_OWNERS)
     assert not {path for path in told - backend._SUPPORTED_OPTIONS if not all_options()[path].owner.startswith(owners)}
-    assert refused >= {"data.packing", "tuning.lora.use_dora", "tuning.lora.modules_to_save"}
+    assert refused >= {"data.packing", "tuning.lora.use_dora", "tuning.lora.modules_to_save", "train.new"}
     assert set(all_options()) >= backend._SUPPORTED_OPTIONS
 
 
@@ -209,8 +229,19 @@ def test_models_that_it_cannot_train_as_the_run_says_are_named():
     assert said(llama) is None
     assert "image-text" in str(said(dataclasses.replace(llama, text_only_note="only the language model is trained")))
     assert "Conv1D" in str(said(dataclasses.replace(llama, model_type="gpt2")))
-    stored = said(dataclasses.replace(llama, stored_dtype="float32"), "train.bf16=true")
-    assert stored is None or "loads float32 and computes in bfloat16" in stored
+    assert "loads float32 and computes in bfloat16" in str(said(llama, "model.dtype=float32", "train.bf16=true"))
+
+
+def test_a_model_that_its_shapes_belie_is_found_before_its_weights_are_loaded():
+    def said(**changes: Any) -> str:
+        plain = {"text_tower": None, "peft_config": SimpleNamespace(fan_in_fan_out=False), "resize_to": None}
+        spec: Any = SimpleNamespace(**{**plain, **changes})
+        return str(prepare._unsloth_problem(spec, Precision("bfloat16", "bfloat16", "")))
+
+    assert said() == "None"
+    assert "image-text" in said(text_tower=object())
+    assert "Conv1D" in said(peft_config=SimpleNamespace(fan_in_fan_out=True))
+    assert "embeddings" in said(resize_to=7)
 
 
 def test_the_types_with_transposed_layers_are_those_whose_code_has_them():

@@ -383,7 +383,8 @@ def test_every_layout_steps_fp32_and_saves_in_the_dtype_of_the_base(world, strat
 def test_the_warning_names_what_is_stepped_and_a_setting_that_would_help(weights, adapters, masters, named, way):
     facts = UpdateFacts(weights, adapters, masters, (), 0.1, "float32")
     assert facts.is_lost
-    assert not dataclasses.replace(facts, moved_share=0.51).is_lost
+    for changes in ({"moved_share": 0.51}, {"moved_share": None}, {"rounding": "stochastic"}):
+        assert not dataclasses.replace(facts, **changes).is_lost, changes
     warning = facts.warning
     assert f"since {named} has too few digits" in warning
     assert way in warning
