@@ -14,11 +14,11 @@ import pytest
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources import examples
 from sft_play.data.sources.files import find_data_paths
-from sft_play.errors import DataError
+from sft_play.errors import DataError, RunFolderError
 from sft_play.process import waiting
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
-from sft_play.runs.lookup import lock_run
+from sft_play.runs.lookup import lock_run, require_writable_output_dir
 from tests.conftest import ROOT, chat
 
 HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "pandas")
@@ -149,6 +149,14 @@ def test_the_parent_of_ranks_starts_them_without_a_library(refused):
     assert said.index("Launch:") < said.index("the ranks were started")
 
 
+def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
+    require_writable_output_dir(RunFolder(tmp_path / "outputs" / "deep" / "run"))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="cannot be written: Not a directory"):
+        require_writable_output_dir(RunFolder(tmp_path / "file" / "run"))
+
+
 # --- the first look ---------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +272,3 @@ def test_a_second_plan_of_a_class_that_the_tables_lack_loads_no_library(tmp_path
         return [line.rpartition(" of ")[0] for line in lines]
 
     assert choice(first[1]) == choice(second[1]) != []
-
-
-# --- weights ----------------------------------------------------------------------------------------------------------
