@@ -231,6 +231,22 @@ def test_what_imports_made_is_left_out_of_collections(watched):
     assert frozen > 300_000  # about a million; Python's own are a few hundred at most
 
 
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_a_process_that_has_torch_or_collects_nothing_is_left_as_it_is(has_torch, monkeypatch):
+    """A trace runs without collections, and decides itself when they are on again."""
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    if not has_torch:
+        monkeypatch.delitem(sys.modules, "torch")
+        gc.disable()
+    monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("frozen"))
+    try:
+        with waiting.importing():
+            assert gc.isenabled() == has_torch
+        assert gc.isenabled() == has_torch
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_collections_are_on_again_however_imports_end(is_interrupted, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
