@@ -237,6 +237,7 @@ def assert_halves_stayed(folder) -> None:
         ("init=loftq tuning.mode=lora", "loftq starts at what NF4 lost, and tuning.mode is lora"),
         ("init=loftq use_dora=true", "loftq changes what DoRA's magnitudes were taken from"),
         ("init=loftq target_parameters=auto", "target_parameters adapts experts"),
+        ("init=pissa use_rslora=true", "set tuning.lora.alpha instead"),
         ("init=pissa r=65", "has 32 singular directions, and tuning.lora.r is 65"),
     ],
 )

@@ -116,7 +116,13 @@ def test_a_prompt_has_what_a_row_of_training_has_before_its_answer(tmp_path):
     [prompt] = read_prompts(path, DataConfig(columns={"context": "passage", "reasoning": "cot"}))
     assert [message["content"] for message in prompt.messages] == ["q\np"]
     assert prompt.extra_columns == {"id": 1, "cot": "think"}
+    parts = [{"type": "text", "text": "Be terse."}]  # which stand in the output without their author's own form
+    path.write_text(json.dumps({"messages": [{"role": "developer", "content": parts}, *question("q")]}) + "\n")
+    terse = [{"role": "system", "content": "Be terse."}, *question("q")]
+    assert read_prompts(path)[0].output_fields == {"messages": terse}
     table = tmp_path / "prompts.csv"
+    table.write_text("id,question,answer\n1,q,NaN\n")
+    assert (read_prompts(table)[0].reference, read_prompts(table)[0].extra_columns) == (None, {"id": "1"})
     table.write_text("id,question\n1,q\n2,NaN\n")
     with pytest.raises(DataError, match=r"prompts\.csv:3: no column is a prompt"):
         read_prompts(table)
@@ -212,6 +218,12 @@ def test_a_chat_keeps_its_history_and_takes_its_commands(responder):
     chat.handle_line("hello")
     terse = [{"role": "system", "content": "you are terse"}, {"role": "user", "content": "hello"}]
     assert chat.messages[1]["content"] == responder.answer_texts([responder.prompt_ids(terse)], max_new_tokens=6)[0]
+    chat.handle_line("/reset")
+    chat.handle_line("/base")
+    chat.handle_line("hello")
+    with responder.model.disable_adapter():
+        expected = responder.answer_texts([responder.prompt_ids(terse)], max_new_tokens=6)[0]
+    assert chat.messages[1]["content"] == expected
     chat.handle_line("/nonsense")
     assert "/reset forgets" in shown[-1]
     chat.handle_line("/exit")

@@ -20,6 +20,7 @@ from sft_play import commands
 from sft_play.commands.request import read_request
 from sft_play.errors import DoesNotFit, Interrupted, RunFolderError, SftPlayError
 from sft_play.launch import planning
+from sft_play.launch.run_hardware import use_one_gpu
 from sft_play.machine.hardware import parse_hardware
 from sft_play.planner import calibration
 from sft_play.runs.folder import MANIFEST_FORMAT
@@ -91,6 +92,17 @@ def test_what_does_not_fit_has_exit_code_3(command, monkeypatch):
     code, printed = command("plan", "--config", "configs/run_llama70b.yaml", "--hardware", "1xRTX3060", "--json")
     assert code == 3
     assert json.loads(printed)["fits"] is False
+
+
+def test_of_several_gpus_one_is_used_and_the_others_said_to_stay_idle(monkeypatch, caplog):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
+    gpus = tuple(dataclasses.replace(gpu, index=n) for n, gpu in enumerate(parse_hardware("2xH200").gpus, start=2))
+    with caplog.at_level("INFO"):
+        used = use_one_gpu(dataclasses.replace(parse_hardware("2xH200"), gpus=gpus))
+    assert [gpu.index for gpu in used.gpus] == [2]
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == ("2", "PCI_BUS_ID")
+    assert "Using GPU 2; 1 other GPU stays idle (make train-distributed uses them all)" in caplog.text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

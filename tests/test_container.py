@@ -96,3 +96,6 @@ def test_jobs_and_devcontainer_find_the_project_where_the_image_has_it():
     assert container["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"].startswith(place)
     for schema in container["customizations"]["vscode"]["settings"]["yaml.schemas"]:
         assert (ROOT / schema).is_file()
+    page = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
+    for line in ("docker build -t sft-play .", "docker run --rm --gpus all --ipc=host"):
+        assert (line in TEXT, line in page) == (True, True)

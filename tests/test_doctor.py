@@ -29,6 +29,7 @@ from sft_play.diagnose.doctor import (
     DoctorReport,
     PlannedRun,
     _select_gpus,
+    all_reduce_launch,
     check_node_meeting,
     judge_all_reduce,
     run_all_reduce,
@@ -178,6 +179,25 @@ def test_a_known_bad_pair_is_found_and_its_neighbour_is_not(words, bad, good):
     assert found[0].verdict in ("FAIL", "WARN")
     assert found[0].sources
     assert words not in " ".join(item.found for item in known(**{**bad, **good}))
+
+
+def test_the_neighbours_of_a_known_pair_are_not_accused():
+    """Other GPUs, layouts, models and numbers of ranks, of the same versions."""
+    old_peft = {"versions": {"transformers": "5.25.1", "peft": "0.20.1"}}
+    for bad, good in (
+        ({**V100, "torch_cuda": "13.0"}, {"capability": (7, 5)}),
+        ({**TWO_4090, "driver": "560.35.03"}, {"rank_count": 1}),
+        ({**GB200, "nccl": "2.28.9"}, {"cpu_architecture": "x86_64"}),
+        ({"layout": "zero2", "versions": {"deepspeed": "0.17.6"}}, {"layout": "zero3"}),
+        (H100_FLA, {"packages": ("mamba-ssm",)}),
+        (H100_FLA, {"capability": (8, 0)}),
+        (B200, {"packages": ("causal-conv1d",)}),
+        ({**B200, "versions": {FLA: "0.5.0"}}, {"capability": (9, 0)}),
+        (old_peft, {"versions": {**old_peft["versions"], "transformers": "5.23.0"}}),
+    ):
+        accused, spared = ({item.found for item in known(**facts)} for facts in (bad, {**bad, **good}))
+        assert not accused & spared
+        assert verdicts(known(**{**bad, **good})) == ["PASS"]
 
 
 def test_every_known_pair_is_tested_says_what_to_do_and_accuses_no_unknown_version():
@@ -380,6 +400,19 @@ def test_a_sum_that_is_wrong_or_hangs_names_who_waits_for_whom(notes, options, a
     found = judge_all_reduce(outcome(*notes, seconds=seconds, **options), around, NodeSetup())
     assert (found.verdict, words in found.found) == ("FAIL", True), found.found
     assert remedy in str(found.remedy)
+
+
+def test_the_ranks_are_started_as_those_of_a_run():
+    made = all_reduce_launch(
+        machine(gpu(0), gpu(1)), LaunchOptions(gpus=(0, 1)), reports_folder=Path("/x"), timeout_s=35.0
+    )
+    module = "--module sft_play.diagnose.collective_check --out /x --device cuda --timeout 35.0"
+    assert f"--nproc-per-node 2 {module}" in made.shell_line
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    nodes = LaunchOptions(nodes=NodeSetup(2, 1, "head", 29501))
+    made = all_reduce_launch(CPU, nodes, reports_folder=Path("/x"), timeout_s=1.0)
+    assert "--nnodes 2 --node-rank 1 --master-addr head --master-port 29501" in made.shell_line
+    assert made.environment["OMP_NUM_THREADS"] == "1"
 
 
 # --- nodes that meet --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import shlex
@@ -187,6 +188,46 @@ def test_copies_and_repeated_paragraphs_are_left_out_and_counted(folder, tmp_pat
     assert "4 paragraphs repeated, left out" in said
 
 
+def test_text_that_repeats_stays_where_it_is_wanted_and_validation_never_takes_all_of_it(folder, tmp_path):
+    (folder / "a.txt").write_text(f"First.\n\n{LONG}")
+    (folder / "b.txt").write_text(f"Second.\n\n{LONG}")
+    report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.0001, drop_repeated=False))
+    assert [row["text"] for row in rows(tmp_path / "out")] == [f"First.\n\n{LONG}", f"Second.\n\n{LONG}"]
+    assert (report.repeated_paragraphs, "no document has a hash in the share" in report.val_note) == (1, True)
+    (folder / "b.txt").unlink()
+    text = next(t for t in map("Text {}.".format, range(99)) if hashlib.sha256(t.encode()).hexdigest() < "7")
+    (folder / "a.txt").write_text(text)
+    report = convert_documents(config(folder, tmp_path / "all", val_fraction=0.5))
+    assert [row["text"] for row in rows(tmp_path / "all")] == [text]
+    assert "by their hashes all documents would be in it" in report.val_note
+    assert [(tmp_path / out / "val.jsonl").exists() for out in ("out", "all")] == [False, False]
+
+
+def test_files_that_somebody_edited_are_not_overwritten_and_what_was_written_is_no_document(folder):
+    (folder / "a.txt").write_text("Text.")
+    out = folder / "out"
+    for _ in range(2):
+        report = convert_documents(config(folder, out))
+        assert (len(report.documents), report.other_files) == (1, {})
+    (out / "train.jsonl").write_text("mine")
+    with pytest.raises(DataError, match="FORCE=1"):
+        convert_documents(config(folder, out))
+    assert (out / "train.jsonl").read_text() == "mine"
+    convert_documents(config(folder, out), force=True)
+    assert rows(out) == [{"text": "Text.", "source": "a.txt", "part": 1}]
+
+
+def test_no_documents_says_where_it_looked_and_what_is_there(folder, tmp_path):
+    (folder / "a.csv").write_text("x")
+    for path, message in (
+        (folder, r"no documents there .*there are 1 \.csv"),
+        (tmp_path / "nowhere", "nowhere does not exist"),
+        (folder / "*.pdf", r"no file matches .*\*\.pdf"),
+    ):
+        with pytest.raises(DataError, match=message):
+            convert_documents(config(path, tmp_path / "out"))
+
+
 def test_a_name_with_control_characters_is_shown_safely(folder, tmp_path):
     (folder / "a.txt").write_text("Text.")
     (folder / "b\x1b[31m\n.txt").write_bytes(b"\xff")
@@ -319,6 +360,22 @@ def test_a_page_keeps_its_main_part_and_all_of_it_where_that_is_wanted(tmp_path)
     assert "evil" not in main + whole
 
 
+@pytest.mark.parametrize("encoding", ["iso-8859-1", "utf-8", "gb18030"])
+def test_a_page_is_read_in_the_encoding_that_it_declares(tmp_path, encoding):
+    page = f'<html><head><meta charset="{encoding}"></head><body><p>Grüße an die Welt</p></body></html>'
+    (tmp_path / "a.html").write_bytes(page.encode(encoding))
+    assert read(tmp_path / "a.html") == "Grüße an die Welt"
+
+
+def test_text_is_taken_as_it_is_and_long_runs_of_spaces_take_no_time(tmp_path):
+    text = "# Title\n\n- *one*\n    - two\n\n```\ncode\n\n\nmore\n```\n\n.. note:: `x`_\n\n    indented"
+    for name, encoding in (("a.md", "utf-8"), ("a.rst", "utf-8-sig"), ("a.txt", "utf-8")):
+        (tmp_path / name).write_bytes(text.encode(encoding))
+        assert read(tmp_path / name) == text
+    (tmp_path / "a.txt").write_text("a" + " " * 1_000_000 + "b" + "\n" * 1_000_000 + "c")
+    assert [len(paragraph) for paragraph in split_paragraphs(read(tmp_path / "a.txt"))] == [1_000_002, 1]
+
+
 @pytest.mark.parametrize(("origin", "count", "without_text"), there([("bundled", 4, 1), ("shared", 39, 4)]))
 def test_word_files_of_others_are_read(origin, count, without_text):
     whys = [why_not(path) for path in word_files(origin)]
@@ -371,11 +428,13 @@ def test_files_with_bytes_changed_end_in_a_reason(tmp_path):
             why_not(bad)
 
 
-def test_an_archive_that_unpacks_to_gigabytes_is_not_opened(tmp_path, monkeypatch):
+def test_what_is_too_large_is_not_opened(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "MAX_DOCUMENT_UNPACKED_BYTES", 30 << 20)
     with zipfile.ZipFile(tmp_path / "a.docx", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("word/document.xml", b" " * (31 << 20))
     assert "unpacks to more than the 30 MiB" in refusal(tmp_path / "a.docx")
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 10)
+    assert "that are read; split it" in refusal(tmp_path / "a.docx")
 
 
 def test_a_reader_that_is_too_slow_or_dies_is_named_and_the_next_document_is_read(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sft_play import entry
+from sft_play.log import start_log_file
 from tests import warm
 from tests.conftest import ROOT, VARIABLES
 
@@ -81,6 +84,22 @@ def test_a_full_disk_is_one_message():
     )
 
 
+def test_streams_that_were_closed_before_the_start_are_no_fault():
+    words = ["/bin/sh", "-c", 'exec "$0" -m sft_play "$@" >&- 2>&- <&-', sys.executable, "plan", "--help"]
+    assert subprocess.run(words, cwd=ROOT, env=environment(), timeout=120).returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_log_file_on_a_full_disk_is_said_once(capfd):
+    handler = start_log_file(Path("/dev/full"))
+    for _ in range(3):
+        logging.getLogger("sft_play.x").warning("a line")
+    logging.getLogger().removeHandler(handler)
+    with contextlib.suppress(OSError):  # of what could not be written
+        handler.close()
+    assert capfd.readouterr().err.count("/dev/full cannot be written: No space left on device") == 1
+
+
 def run_yaml(folder: Path, model: Path, rows: Path, *, steps: int) -> Path:
     config = folder / "run.yaml"
     config.write_text(
@@ -110,6 +129,18 @@ def test_a_training_whose_pipe_closes_trains_on_logs_and_saves(tmp_path, tiny_ll
     assert "Base model: " in log.splitlines()[0]
     assert "step 3/3" in log
     assert "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_ranks_whose_pipe_closes_train_on(tmp_path, tiny_llama, sums):
+    config = run_yaml(tmp_path, tiny_llama, sums, steps=3)
+    words = [warm.python(), "-m", "sft_play", "train-distributed", "--config", str(config), "--nproc", "2"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(words, cwd=ROOT, env=environment(), **streams) as process:
+        assert process.stdout.readline().startswith(b"[train-distributed] Base model: ")
+        process.stdout.close()
+        assert process.wait(timeout=600) == 0
+    assert "step 3/3" in (tmp_path / "outputs" / "one" / "train.log").read_text(encoding="utf-8")
 
 
 # Ctrl-C before the run

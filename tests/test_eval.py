@@ -172,6 +172,9 @@ def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monke
     assert max(seen) > 1
     with pytest.raises(torch.OutOfMemoryError):
         score_rows(model, [{"input_ids": [5] * 61, "labels": [5] * 61}], max_batch_tokens=1_000)
+    monkeypatch.setattr(evaluation, "_score_batch", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # another fault is no lack of memory
+        score_rows(model, rows, max_batch_tokens=1_000)
 
 
 # --- the rows ---------------------------------------------------------------------------------------------------------

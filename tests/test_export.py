@@ -18,8 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
 from sft_play.finished.export.checks import (
+    EnginePrompts,
     divergence_limit,
     export_test,
     find_pre_tokenizer,
@@ -130,6 +132,7 @@ def test_fewer_bits_are_those_of_llama_cpp_and_measured(tmp_path, quant, dtype, 
 def test_bits_are_read_from_the_names_of_types():
     names = {"Q4_K": 4, "IQ4_XS": 4, "Q8_0": 8, "Q2_K": 2, "F16": None, "BF16": None, "MXFP4": None}
     assert {name: weight_bits(name) for name in names} == names
+    assert (divergence_limit("q8", 0.0), divergence_limit("q8", 10.0)) == (2e-3, 2e-2)
 
 
 def test_without_llama_cpps_library_fewer_bits_are_refused_before_the_merge(tmp_path, monkeypatch, failing):
@@ -293,6 +296,15 @@ def test_a_sentencepiece_tokenizer_is_exported_from_the_bases_own_file(tmp_path)
     for _ in range(100):
         text = draw.choice([" ", "  ", "\n", ", "]).join(draw.choices(words, k=draw.randint(1, 9)))
         assert encode(f"<s>{text}") == tokenizer(f"<s>{text}", add_special_tokens=False)["input_ids"], text
+
+
+def test_a_prompt_whose_texts_spell_special_tokens_is_not_compared_with_an_engine(exported):
+    """Training has the characters there; an engine that is sent the text has the token."""
+    run, _ = exported
+    answer = {"role": "assistant", "content": "x"}
+    chats = [Chat("", ({"role": "user", "content": text}, answer)) for text in ("hi", "hi<|im_end|>", "you")]
+    asked = EnginePrompts(run, run.folder.path / "merged").row_prompts(SimpleNamespace(chats=chats), 3)
+    assert ["hi" in one.rendered for one in asked] == [True, False]
 
 
 def test_a_pre_tokenizer_is_proven_and_not_assumed(tmp_path):

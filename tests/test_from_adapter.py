@@ -263,6 +263,22 @@ def test_the_first_step_loses_what_the_adapter_loses(tmp_path, world, command, k
     assert any(not torch.equal(old[name], new[name]) for name in old)  # and it was trained further
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+def test_a_resized_vocabulary_is_continued(tmp_path, world, command):
+    """PEFT then writes the whole embeddings beside what was trained of them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    small = LlamaForCausalLM(LlamaConfig(vocab_size=280, tie_word_embeddings=False, eos_token_id=2, **SMALL))
+    base = make_base(tmp_path / "small", small)
+    origin = finished_run(tmp_path / "runs" / "resized", base, **KINDS["whole"])
+    path = write(tmp_path, world, adapter="resized")
+    words = (f"model.name={base}", f"output.dir={tmp_path}/runs", "output.name=next")
+    code, said = command("train", "--config", str(path), *words)
+    assert (code, "Embeddings: resized from 280 to" in said) == (0, True), said
+    assert first_loss(tmp_path / "runs" / "next") == pytest.approx(loss_of(origin, world), rel=1e-6)
+
+
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
@@ -348,6 +364,27 @@ def test_a_continued_run_that_is_stopped_and_resumed_equals_an_unbroken_one(tmp_
     assert command("train", *words, "output.name=third", "train.stop_after_steps=1")[0] == 0
     code, said = command("resume", *words, "--run", "third", f"model.adapter={other}")
     assert (code, "model.adapter: the run has" in said, "data adapter: the content" in said) == (2, True, True), said
+
+
+def test_the_plan_of_a_continued_run_is_that_of_a_new_adapter_of_its_shape(tmp_path, world, command):
+    def planned(path: Path) -> Any:
+        code, text = command("plan", "--config", str(path), "--json", "--hardware", "1xH100")
+        assert code == 0, text
+        return json.loads(text[text.index("{") :].splitlines()[0])["peak_bytes"]
+
+    continued = planned(write(tmp_path, world, adapter="rslora"))
+    saved = json.loads((world / "outputs" / "rslora" / "adapter" / "adapter_config.json").read_text())
+    shape = f"{{mode: lora, lora: {{r: {saved['r']}, alpha: {saved['lora_alpha']}, use_rslora: true}}}}"
+    assert continued == planned(write(tmp_path, world, tuning=shape))
+    assert continued != planned(write(tmp_path, world, tuning="{mode: lora, lora: {r: 32}}"))
+
+
+def test_a_launch_refuses_an_adapter_that_does_not_fit_before_ranks_are_started(tmp_path, world, command):
+    path = write(tmp_path, world, adapter=str(spoiled(tmp_path, world, "shape")), tuning="{mode: lora}")
+    words = ("--nproc", "2", f"output.dir={tmp_path}/runs", "train.batch_size=4")
+    code, said = command("train-distributed", "--config", str(path), *words)
+    assert (code, "has the shape (" in said) == (2, True), said
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
 def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_path, world, command):

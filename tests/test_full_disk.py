@@ -147,6 +147,22 @@ def _raise() -> None:
     raise OSError(errno.ENOSPC, FULL)
 
 
+def test_weights_that_find_no_place_leave_the_earlier_merge(outputs, tmp_path, command, monkeypatch):
+    run = tmp_path / "first"
+    shutil.copytree(outputs / "first", run)
+    assert command("merge", "--run", str(run))[0] == 0
+    before = state(run)
+
+    def no_place(tensors: Any, path: Path, **_: Any) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError(f"Error while serializing: I/O error: {FULL} (os error {errno.ENOSPC})")
+
+    monkeypatch.setattr("sft_play.training.checkpoints.model_saving.save_file", no_place)
+    code, said = command("merge", "--run", str(run), "--force")
+    assert (code, f"merged cannot be written: {FULL}" in said, "Traceback" in said) == (2, True, False), said
+    assert state(run) == before
+
+
 def test_a_run_whose_lock_finds_no_place_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda *_: _raise())
     with pytest.raises(RunFolderError, match=f"cannot be written: {FULL}"):
@@ -170,6 +186,10 @@ def test_errors_of_reading_elsewhere_are_not_taken_for_those_of_writing(tmp_path
         translate_write_errors(path),
     ):
         path.write_text("")
+    (tmp_path / "file").write_text("")
+    for target in ("file/below/merged", "file/merged"):
+        with pytest.raises(ConfigError, match="merged cannot be written: "), staged_folder(tmp_path / target):
+            raise AssertionError
 
 
 def test_a_folder_that_cannot_take_its_place_leaves_the_one_that_has_it(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from sft_play.machine.gpu_catalog import (
     CATALOG_BY_KEY,
     CATALOG_ENTRIES,
     catalog_key,
+    driver_reserve_bytes,
     find_catalog_entries,
     nearest_gpu_names,
     suggested_gpus,
@@ -370,6 +371,9 @@ def test_memory_is_what_torch_reports():
     for name, gib in (("H200", 139.80), ("H100", 79.18), ("B200", 178.35), ("MI300X", 191.69)):
         assert CATALOG_BY_KEY[catalog_key(name)].memory_bytes / GIB == pytest.approx(gib, abs=0.006)
     assert parse_hardware("2xH200").gpus[0].total_bytes == CATALOG_BY_KEY["h200"].memory_bytes
+    # of nvidia-smi's and torch's totals in MiB, of cards that are not the rule's only source
+    for total, torch in ((8188, 7806), (16303, 15840), (23034, 22563), (49140, 48539)):
+        assert abs(total * MIB - driver_reserve_bytes(total * MIB) - torch * MIB) < 40 * MIB
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,12 @@ def test_files_of_uv_that_name_an_index_are_found(text, is_told, environ, tmp_pa
     assert installer.uv_indexes({**environ, "UV_INDEX": "x", "UV_FIND_LINKS": "/w"}) == "UV_INDEX, UV_FIND_LINKS"
 
 
+def test_pips_real_settings_are_asked_for_with_the_users_variables():
+    environ = {"PATH": os.environ["PATH"], "PIP_INDEX_URL": "https://m.example"}
+    assert ":env:.index-url='https://m.example'" in installer.pip_settings(sys.executable, environ)
+    assert installer.pip_settings("/no/python", {}) == ""
+
+
 # What it is told
 
 

@@ -58,6 +58,16 @@ def test_a_run_is_listed_with_its_status_step_best_figure_and_age(tmp_path):
     assert json.loads(json.dumps(listed.as_json()))["runs"][3]["best_value"] == 1.5
 
 
+def test_the_best_figure_is_that_of_all_evaluations_and_of_the_one_after_training(tmp_path):
+    folder = make_run(tmp_path, "run")
+    lines = [json.dumps({"step": step, "eval_loss": loss}) + "\n" for step, loss in enumerate((3.0, 2.0, 4.0))]
+    folder.metrics_path.write_text("".join(lines))
+    for after, best in ((2.5, 2.0), (1.0, 1.0)):
+        write_json(folder.path / "summary.json", {"after": {"loss": after, "exact_match": None}})
+        (run,) = list_runs(tmp_path).runs
+        assert (run.best_metric, run.best_value) == ("loss", best)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_best_checkpoint_is_that_of_the_best_evaluation(seed, tmp_path):
     """Against another implementation: the first of the evaluations in the order of the metric that was asked for."""

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.generate import with_variables
 from sft_play import variables
 from sft_play.cli import main
 
@@ -208,6 +210,41 @@ def test_every_target_that_launches_or_trains_executes_a_script_of_its_name():
     assert not [target for target in recipes if re.match(r"train|resume|launch", target)]
 
 
+def test_what_measures_the_project_is_called_from_the_checkout(copy, fake):
+    names = sorted({*re.findall(r"^([a-z-]+):", MAINTAINING, re.MULTILINE)} - {"help", "setup"})
+    dry = make("-C", "benchmarks", *names, "-n", f"VENV={fake.folder}", cwd=copy)
+    assert (dry.returncode, dry.stderr) == (0, "")
+    modules = re.findall(r"-m benchmarks\.(\w+)", dry.stdout)
+    assert len(modules) >= 6
+    assert all((ROOT / "benchmarks" / module).is_dir() or (ROOT / f"benchmarks/{module}.py").is_file()
+               for module in modules)  # fmt: skip
+    assert make("-C", "benchmarks", "bench-data", f"VENV={fake.folder}", "ROWS=10", cwd=copy).returncode == 0
+    start = fake.only_start()
+    assert (start["argv"], start["environ"]["ROWS"]) == (["-m", "benchmarks.data"], "10")
+    assert Path(start["cwd"]).samefile(copy)
+
+
+def test_the_help_of_the_variables_is_that_of_their_table():
+    for text, maintaining in ((MAKEFILE, False), (MAINTAINING, True)):
+        assert with_variables(text, maintaining=maintaining) == text, "run make -C benchmarks generate"
+
+
+def test_setup_hears_of_the_targets_that_were_asked_for(copy):
+    """It knows which of them add an extra."""
+    for goals, words in (("setup plan", "setup plan"), ("setup-unsloth", "unsloth"), ("dapt-docx", "dapt-docx")):
+        shown = make("-n", *goals.split(), cwd=copy).stdout
+        assert set(re.findall(r"scripts/setup_env\.py ?([a-z -]*);", shown)) == {words}, goals
+
+
+def test_a_scripts_folder_is_not_on_the_path(monkeypatch):
+    """There `train` or `plan` would be found for a module of somebody else's. All scripts are links to one."""
+    folder = str(ROOT / "scripts")
+    monkeypatch.setattr(sys, "path", [folder, *sys.path])
+    runpy.run_path(f"{folder}/plan.py", run_name="imported")
+    assert (sys.path[0], folder in sys.path) == (str(ROOT), False)
+    assert {(ROOT / name).resolve().name for name in SCRIPTS.values()} == {"train.py"}
+
+
 @pytest.mark.parametrize("script", ["scripts/train_distributed.py", "scripts/plan.py"])
 def test_a_script_is_its_command_from_any_folder(script, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
@@ -305,6 +342,15 @@ def test_venv_may_have_any_path(name, tmp_path):
     fake = FakeVenv(tmp_path / name, tmp_path / "the notes")
     assert make("train", f"VENV={fake.folder}").returncode == 0
     assert fake.only_start()["environ"]["VENV"] == str(fake.folder)
+
+
+def test_a_relative_venv_is_of_the_checkout_and_parallel_targets_check_it_once(copy):
+    fake = FakeVenv(copy / "mine", copy / "notes")
+    ended = make("-j4", "-C", str(copy), "train", "resume", "plan", "VENV=mine", cwd="/")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert sorted(start["argv"][0] for start in fake.starts()) == [
+        f"scripts/{name}.py" for name in ("plan", "resume", "train")
+    ]
 
 
 def test_a_venv_without_a_python_is_refused(copy):

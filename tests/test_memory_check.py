@@ -301,6 +301,15 @@ def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
     lock_run(folder).close()
 
 
+def test_a_writer_that_is_not_of_this_machine_is_said(machine, monkeypatch, tmp_path):
+    folder = run_folder(tmp_path, "far")
+    output = machine(hardware=CPU)
+    monkeypatch.setattr(machine_pages, "lock_holder_pid", lambda folder: 0)
+    check = read_memory_snapshot(output, {})
+    assert (check.running, check.prediction is None) == (True, False)
+    assert f"Run {folder.path} is being written, by a process that cannot be seen from here" in check.said[0]
+
+
 def test_the_newest_of_several_runs_is_shown_and_the_others_named(training, tmp_path):
     older = run_folder(tmp_path / "out", "b", started="2026-11-20T10:00:00")
     newer = run_folder(tmp_path / "out", "a", started="2026-11-21T10:00:00")
@@ -335,8 +344,15 @@ def test_the_command_shows_the_machine_and_answers_0(command, config, monkeypatc
     code, printed = command("memory-check", "--config", str(config), "--run", "none")
     assert code == 2
     assert "there is no run none in" in json.loads(printed.splitlines()[0])["error"]
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
     # renewed until Ctrl-C, one object a line
-    pauses = iter([None, None])
-    monkeypatch.setattr(machine_pages.watch_memory, "__kwdefaults__", {"pause": lambda seconds: next(pauses)})
-    with pytest.raises(StopIteration):
-        command("memory-check", "--config", str(config), "--watch")
+    monkeypatch.setattr(machine_pages.watch_memory, "__kwdefaults__", {"pause": pause})
+    code, printed = command("memory-check", "--config", str(config), "--watch")
+    assert (code, pauses) == (0, [machine_pages.REFRESH_S] * 3)
+    assert [json.loads(line)["running"] for line in printed.splitlines() if line.startswith("{")] == [False] * 3

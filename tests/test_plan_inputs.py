@@ -330,7 +330,7 @@ def small_run(tmp_path, monkeypatch, tiny_llama, sums) -> Path:
 REFUSED = {
     "output.name=../esc": "one word without separators",
     "output.name=taken": "outputs/taken exists",
-    "output.dir=pipe": "it is a file",
+    "output.dir=pipe": "output.dir=pipe cannot be a folder: it is a file",
     "data.train_path=broken.parquet": "broken.parquet is Parquet that cannot be read",
     "data.train_path=late.jsonl": "late.jsonl:129",
     "train.report_to=[trackio]": "trackio is not installed",

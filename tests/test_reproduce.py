@@ -187,6 +187,16 @@ def test_other_code_than_the_runs_is_refused(checkout):
             describe_code(manifest, package=package)
 
 
+def test_the_digest_of_the_code_is_of_names_and_contents(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    first = code_state(tmp_path)
+    assert first["git"] is None  # no repository tracks it
+    (tmp_path / "a.txt").write_text("no code")
+    assert code_state(tmp_path) == first
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    assert code_state(tmp_path) != first
+
+
 # --- compared ---------------------------------------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ def make(tmp_path, name="one", **changes):
     return folder
 
 
-@pytest.mark.parametrize("name", ["../x", "/tmp/x", ".hidden", "~x", "a\\b", "a\nb", " a", "-rf", "a..b"])
+@pytest.mark.parametrize("name", ["../x", "..", "a/b", "/tmp/x", ".hidden", "~x", "a\\b", "a\nb", " a", "-rf", "a..b"])
 def test_a_name_that_could_leave_the_folder_is_refused(tmp_path, name):
     job = loaded(tmp_path)
     folder = new_run_folder(job.config.output, config_path=job.path, now=NOW)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.errors import BackendError
+from sft_play.errors import BackendError, DataError
 from sft_play.finished import serve
 from sft_play.finished.run import find_finished_run
 from sft_play.machine.network import is_local
@@ -133,6 +133,10 @@ def test_requests_that_cannot_be_answered_say_why(world):
         assert post(endpoint, {**CHAT, "max_tokens": 10_000})[1]["usage"]["total_tokens"] <= 256
         for path in ("completions", "responses", "audio/transcriptions"):
             assert post(endpoint, {}, path)[0] == 404
+        for path in ("load_model", "reset"):  # with which transformers' own server takes another model
+            request = urllib.request.Request(endpoint.url.removesuffix("v1") + path, data=b"{}", method="POST")
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(request, timeout=10)
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
@@ -365,6 +369,8 @@ def test_prompt_ids_are_those_of_training_rows(world, settings):
     assert request_prompt_ids(responder, turns) == trained.input_ids[:before]
     parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
     assert request_prompt_ids(responder, parts) == trained.input_ids[:before]
+    with pytest.raises(DataError, match="image"):
+        request_prompt_ids(responder, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
 def test_the_lines_are_commands_that_can_be_pasted_and_say_the_models_positions(world):

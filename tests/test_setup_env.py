@@ -209,6 +209,40 @@ def test_the_environment_of_another_checkout_is_never_built_through_a_link(ready
     setup_env.ensure(other, {"VENV": str(other / ".venv")}, never)  # which uses it, unchanged
 
 
+def test_another_python_rebuilds_on_the_disk_that_a_link_names_and_is_then_kept(ready, monkeypatch):
+    venv, disk = ready / ".venv", ready.with_name("big disk")
+    venv.rename(disk)
+    venv.symlink_to(disk)
+    monkeypatch.setattr(setup_env, "named_python", lambda name: Python("/other/python", (3, 99), True))
+    fake = FakeBuild()
+    setup_env.ensure(ready, {"PYTHON": "other"}, fake)
+    assert (fake.commands[0][0], fake.builds) == ("/other/python", 1)
+    assert venv.is_symlink()
+    assert (disk / STAMP).read_text("utf-8").startswith("ready ")
+    monkeypatch.setattr(setup_env, "live_version", lambda venv: (3, 99))
+    setup_env.ensure(ready, {"PYTHON": "other"}, never)
+    setup_env.ensure(ready, {}, never)
+    monkeypatch.setattr(setup_env, "live_version", lambda venv: (3, 98))  # a system upgrade
+    fake = FakeBuild()
+    setup_env.ensure(ready, {}, fake)
+    assert fake.builds == 1
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied", "/closed/.venv"), FileNotFoundError("pins")]
+)
+def test_a_checkout_without_permission_is_one_message_and_a_fault_of_ours_a_traceback(
+    error, checkout, monkeypatch, capfd
+):
+    monkeypatch.setattr(setup_env.ensure, "__defaults__", (FakeBuild(fail_at=1, error=error),))
+    if isinstance(error, PermissionError):
+        assert setup_env.main(checkout) == 2
+        assert "/closed/.venv: Permission denied: .venv cannot be read or built there" in capfd.readouterr().err
+    else:
+        with pytest.raises(FileNotFoundError):
+            setup_env.main(checkout)
+
+
 def test_two_makes_at_once_build_once_and_the_second_says_that_it_waits(checkout, capfd):
     fake, begun, go_on = FakeBuild(), threading.Event(), threading.Event()
 
@@ -361,6 +395,32 @@ def test_uv_installs_the_same_pins_into_the_same_environment(checkout, tmp_path,
     log = (checkout / ".venv.log").read_text("utf-8")
     assert log.count("Resolved 3 packages") == 2
     assert f"$ {program} pip install" in log
+
+
+def test_with_an_index_in_pips_settings_no_other_is_named(checkout, monkeypatch):
+    monkeypatch.setattr(installer, "pip_settings", lambda python, environ: "global.index-url='https://m.example'")
+    monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64"))
+    fake = FakeBuild()
+    setup_env.ensure(checkout, {}, fake)
+    assert told(fake.commands) == [["setuptools"], ["--no-build-isolation", "--editable", ".[dev]"]]
+
+
+def test_a_failed_install_shows_the_end_of_its_log_and_where_it_is(checkout, tmp_path, monkeypatch, capfd):
+    program = tmp_path / "bin" / "uv"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nseq 40 | sed "s/^/line /"\necho "error: no network" >&2\nexit 2\n', "utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    python = tmp_path / "python"  # its last word is the folder of the environment
+    made = f'mkdir -p "$last/bin" && ln -s "{BASE}" "$last/bin/python"'
+    python.write_text(f"#!/bin/sh\nfor last; do :; done; {made}\n", "utf-8")
+    python.chmod(0o755)
+    monkeypatch.setattr(setup_env, "search_python", lambda: Python(str(python), HERE, True))
+    assert setup_env.main(checkout) == 2
+    message = capfd.readouterr().err
+    assert f"ended with exit code 2; the last lines of {checkout / '.venv.log'}:\n" in message
+    assert "    line 40\n    error: no network\n" in message
+    assert "line 20\n" not in message
 
 
 def publish(index, name, version, *needs):

@@ -14,11 +14,11 @@ import pytest
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources import examples
 from sft_play.data.sources.files import find_data_paths
-from sft_play.errors import DataError
+from sft_play.errors import DataError, RunFolderError
 from sft_play.process import waiting
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
-from sft_play.runs.lookup import lock_run
+from sft_play.runs.lookup import lock_run, require_writable_output_dir
 from tests.conftest import ROOT, chat
 
 HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "pandas")
@@ -149,6 +149,14 @@ def test_the_parent_of_ranks_starts_them_without_a_library(refused):
     assert said.index("Launch:") < said.index("the ranks were started")
 
 
+def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
+    require_writable_output_dir(RunFolder(tmp_path / "outputs" / "deep" / "run"))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="cannot be written: Not a directory"):
+        require_writable_output_dir(RunFolder(tmp_path / "file" / "run"))
+
+
 # --- the first look ---------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +231,22 @@ def test_what_imports_made_is_left_out_of_collections(watched):
     assert frozen > 300_000  # about a million; Python's own are a few hundred at most
 
 
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_a_process_that_has_torch_or_collects_nothing_is_left_as_it_is(has_torch, monkeypatch):
+    """A trace runs without collections, and decides itself when they are on again."""
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    if not has_torch:
+        monkeypatch.delitem(sys.modules, "torch")
+        gc.disable()
+    monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("frozen"))
+    try:
+        with waiting.importing():
+            assert gc.isenabled() == has_torch
+        assert gc.isenabled() == has_torch
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_collections_are_on_again_however_imports_end(is_interrupted, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
@@ -264,6 +288,3 @@ def test_a_second_plan_of_a_class_that_the_tables_lack_loads_no_library(tmp_path
         return [line.rpartition(" of ")[0] for line in lines]
 
     assert choice(first[1]) == choice(second[1]) != []
-
-
-# --- weights ----------------------------------------------------------------------------------------------------------

@@ -98,6 +98,13 @@ def test_what_can_be_refused_is_refused_at_once(world, monkeypatch, capsys):
     assert "without a launcher" in capsys.readouterr().err
 
 
+def test_the_starter_takes_no_other_model(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sweep, "plan_cells", lambda found: pytest.fail("planned"))
+    assert main(["sweep", "model.name=some/model,other/model"]) == 2
+    assert "without CONFIG sweep uses the starter" in capsys.readouterr().err
+
+
 # --- planned ----------------------------------------------------------------------------------------------------------
 
 

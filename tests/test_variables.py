@@ -121,6 +121,7 @@ def test_a_variable_of_another_target_is_refused_and_its_targets_are_named():
 def test_a_section_of_the_run_yaml_that_has_a_variables_name_is_still_a_setting():
     both = {name.partition(".")[0].upper() for name in all_options()} & set(variables.VARIABLES)
     assert both == {"DATA", "MODEL", "OUTPUT"}
+    assert set(variables.SETTING_BY_VARIABLE.values()) <= set(all_options())  # which a refusal names
     refuse_make_variables(["output={dir: elsewhere}"])
     with pytest.raises(ConfigError, match="variable of make"):
         refuse_make_variables(["OUTPUT=answers.jsonl"])
@@ -162,6 +163,11 @@ def test_make_refuses_before_anything_runs(words, message, tmp_path):
     assert message in answer.stderr
     assert answer.stderr.count("***") == (2 if "-C" in words else 1)  # the outer make says that the inner failed
     assert not (tmp_path / "ran").exists()
+
+
+def test_what_the_environment_holds_is_not_judged():
+    answer = make("-n", "train", CONFIG="x", ROW="5", RUN="", config="y")
+    assert (answer.returncode, answer.stderr) == (0, "")
 
 
 # flags of the program
@@ -242,6 +248,8 @@ def test_without_a_config_the_starter_gets_nothing_of_the_users(name, monkeypatc
     with pytest.raises(ConfigError, match=r"data\.train_path=mine/ is given without"):
         read_request([name, "--train-dataset", "mine/"], {})
     assert read_request([name, *HARMLESS], {}).overrides == HARMLESS
+    request = read_request([name, "--config", STARTER, "--train-dataset", "/a b/c"], {})
+    assert request.overrides == ('data.train_path="/a b/c"',)
 
 
 # the base model comes first

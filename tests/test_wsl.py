@@ -67,6 +67,9 @@ def test_a_plan_under_wsl_leaves_a_gib_more_and_says_for_what():
     assert shared.memory.allocated == plain.memory.allocated
     assert "1.0 GiB of it for the desktop beside WSL" in shared.memory.margin_reason
     assert plan_from_json(json.loads(json.dumps(shared.as_json()))) == shared
+    for machine, is_said in ((paging("RTX4090"), True), (parse_hardware("RTX4090"), False)):
+        _, offloaded = plan_on(machine, "train.gradient_checkpointing=offload")
+        assert any("WSL has been seen to give only" in reason for reason in offloaded.reasons) == is_said
     on_cpu = dataclasses.replace(parse_hardware("cpu"), pages=True)
     assert not plan_on(on_cpu, "tuning.mode=lora")[1].choice.step.pages
 
