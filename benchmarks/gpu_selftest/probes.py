@@ -159,11 +159,7 @@ def _free_by_driver() -> int:
     return free
 
 
-PROBES: dict[str, Callable[[], Any]] = {
-    "nf4": nf4,
-    "attention": attention,
-    "nvml": nvml,
-}
+PROBES: dict[str, Callable[[], Any]] = {"nf4": nf4, "attention": attention, "nvml": nvml}
 
 
 def main(words: Sequence[str]) -> int:

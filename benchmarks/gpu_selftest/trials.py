@@ -240,7 +240,7 @@ def judge_run_folder(name: str, folder: Path, result: ProcessResult, *, mode: st
         return Part(name, "fail", result.message, **result.figures)
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    predicted, measured = _predicted(plan), _measured(summary) | {"tokens_per_s": steady_speed(folder)}
+    predicted, measured = predicted_figures(plan), measured_figures(summary, folder)
     problems = find_problems(predicted, measured, rows=rows) + update_problems(measured["updates"], mode=mode)
     speed = f"{predicted['tokens_per_s']:,.0f}" if predicted["tokens_per_s"] else "none"
     reason = (
@@ -250,7 +250,8 @@ def judge_run_folder(name: str, folder: Path, result: ProcessResult, *, mode: st
     return judged_part(name, problems, reason, predicted=predicted, measured=measured, **result.figures)
 
 
-def _predicted(plan: dict[str, Any]) -> dict[str, Any]:
+def predicted_figures(plan: dict[str, Any]) -> dict[str, Any]:
+    """The bytes and the speed that a run's plan.json promises."""
     peak = plan["peak_bytes"]
     allocated, reserved = peak["by_moment"]["training"]
     moments = {
@@ -268,7 +269,8 @@ def _predicted(plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _measured(summary: dict[str, Any]) -> dict[str, Any]:
+def measured_figures(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What a run's summary.json measured, and the speed of its steady steps."""
     by_moment = summary["peak_bytes_by_moment"]
     peak = by_moment["training"]
     return {
@@ -279,6 +281,7 @@ def _measured(summary: dict[str, Any]) -> dict[str, Any]:
         },
         "updates": summary["updates"],
         "evaluations": len(summary["evaluations"]),
+        "tokens_per_s": steady_speed(folder),
     }
 
 
@@ -333,12 +336,7 @@ def run_out_of_memory(bench: TrialBench, hardware: Hardware) -> Part:
     result = run_module(["sft_play", "train", "--config", str(config)], bench.logs / f"{OUT_OF_MEMORY}.log", bench)
     free_after = _reclaimed_bytes(free_before)
     predicted = {"required": plan.memory.required, "budget": plan.budget_bytes, "micro_batch": micro}
-    measured = {
-        "exit_code": result.code,
-        "said": result.message,
-        "free_before": free_before,
-        "free_after": free_after,
-    }
+    measured = {"exit_code": result.code, "said": result.message, "free_before": free_before, "free_after": free_after}
     problems = out_of_memory_problems(
         result.message, exit_code=result.code, free_before=free_before, free_after=free_after, **predicted
     )
@@ -348,12 +346,7 @@ def run_out_of_memory(bench: TrialBench, hardware: Hardware) -> Part:
 
 def oversized_config(bench: TrialBench, micro: int) -> Path:
     """Write the run YAML of a step of this many full rows."""
-    train = {
-        "batch_size": micro,
-        "effective_batch_size": micro,
-        "max_steps": 2,
-        "gradient_checkpointing": False,
-    }
+    train = {"batch_size": micro, "effective_batch_size": micro, "max_steps": 2, "gradient_checkpointing": False}
     return bench.write_config("full", OUT_OF_MEMORY, data={"val_path": None}, train=train, eval={"steps": 0})
 
 
