@@ -28,13 +28,13 @@ def bench(request: Request, progress: Progress) -> CommandResult:
 
 
 def memory_model_score(request: Request, progress: Progress) -> CommandResult:
-    """The errors of every measured peak; OUT is written as they come."""
+    """The errors of every measured peak."""
     if request.peaks is None:
         raise ConfigError("PEAKS= names no file; give the CSV of measured peaks: make memory-model-score PEAKS=FILE")
     from benchmarks.memory_model.score import score
 
-    report = score(request.peaks, out=request.out, progress=progress)
-    return CommandResult(report.as_json(), report.table_lines(), is_written_to_out=False)
+    report = score(request.peaks, progress=progress)
+    return CommandResult(report.as_json(), report.table_lines())
 
 
 def verify_layouts(request: Request, progress: Progress) -> CommandResult:

@@ -165,7 +165,7 @@ OWN_TESTS = {
     "planner": "decisions recorded_plans plan plan_truth plan_inputs promise memory",
     "launch": "decisions launch_files nodes tensorboard",
     "data": "data_decisions masks tool_calls ends mask_score template preview check rows splits files formats "
-    "process data data_story documents other_kinds default_paths row_limit packing recorded_data options bad_inputs "
+    "process data_files data_story documents default_paths row_limit packing recorded_data options bad_inputs "
     "own_messages tokenizer",
 }
 """The test files of each package: its mutants are run against those that execute the mutant's line."""

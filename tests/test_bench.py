@@ -333,15 +333,6 @@ def test_a_gpu_script_begins_with_trials_in_which_every_setting_occurs():
     assert {one.mode for one in every[:6]} == {"qlora", "lora", "full"}
 
 
-def test_trials_of_a_gpu_script_are_chosen_by_name():
-    gpu = importlib.import_module("benchmarks.gpu_bench")
-    assert gpu.select_trials(None) == gpu.trials()
-    names = "4b-full-2048-mixed,8b-lora-2048-mixed-compiled"
-    assert [trial.name for trial in gpu.select_trials(names)] == names.split(",")
-    with pytest.raises(ConfigError, match="there is no trial 4b-lora-2048-mixd; did you mean 4b-lora-2048-mixed"):
-        gpu.select_trials("4b-lora-2048-mixd")
-
-
 def test_a_gpu_script_begins_no_trial_that_its_time_does_not_reach(tmp_path, monkeypatch):
     from sft_play.machine.hardware import parse_hardware
 
@@ -359,18 +350,20 @@ def test_a_gpu_script_begins_no_trial_that_its_time_does_not_reach(tmp_path, mon
     monkeypatch.setenv("SFT_PLAY_CACHE", "set back at the end")
     names = [trial.name for trial in gpu.trials()][:3]
     out = tmp_path / "out.json"
-    words = ["gpu_bench", "--out", str(out), "--only", ",".join(names), "--folder", str(tmp_path)]
 
-    def statuses(*more: str) -> list[str]:
-        monkeypatch.setattr(sys, "argv", [*words, *more])
+    def statuses(minutes: str) -> list[str]:
+        words = ["gpu_bench", "--out", str(out), "--only", ",".join(names), "--minutes", minutes]
+        monkeypatch.setattr(sys, "argv", words)
         assert gpu.main() == 0
         return [one["status"] for one in json.loads(out.read_text())["trials"].values()]
 
-    assert statuses("--minutes", "3") == ["not reached"] * 3  # the first is taken to need four
-    # 70 s of 180 left after the second, which is what one took
-    assert statuses("--minutes", "3", "--longest", "60") == ["measured", "measured", "not reached"]
-    assert statuses("--minutes", "3", "--longest", "60", "--again") == ["measured"] * 3
+    assert statuses("3") == ["not reached"] * 3  # the first is taken to need four
+    assert statuses("4") == ["measured", "measured", "measured"]
+    assert statuses("9") == ["measured"] * 3
     assert measured == names
+    monkeypatch.setattr(sys, "argv", ["gpu_bench", "--only", "4b-lora-2048-mixd"])
+    with pytest.raises(SystemExit):
+        gpu.main()
 
 
 def test_a_model_that_cannot_be_made_ends_its_trial_and_not_the_gpu_bench(monkeypatch, tmp_path):
@@ -378,24 +371,24 @@ def test_a_model_that_cannot_be_made_ends_its_trial_and_not_the_gpu_bench(monkey
 
     gpu = importlib.import_module("benchmarks.gpu_bench")
 
-    def fails(place, name):
+    def fails(name, folder):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(gpu, "write_model", fails)
-    result = gpu.measured(gpu.trials()[0], tmp_path, tries=False)
+    monkeypatch.setattr(gpu, "ensure_published_shape", fails)
+    result = gpu.measured(gpu.trials()[0], tmp_path)
     assert (result["status"], result["reason"]) == ("failed", "CUDA out of memory")
 
 
 def test_weights_are_made_on_the_cpu_where_the_gpu_does_not_hold_them(monkeypatch, tmp_path):
     import torch
 
-    gpu = importlib.import_module("benchmarks.gpu_bench")
+    from benchmarks import random_model
+
     shape = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}  # fmt: skip
-    monkeypatch.setitem(gpu.KNOWN_MODELS, "small", SimpleNamespace(config=shape))
+    monkeypatch.setitem(random_model.KNOWN_MODELS, "small", SimpleNamespace(config=shape))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gpu.ROOM, 2 * gpu.ROOM))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    gpu.write_model(tmp_path / "model", "small")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (random_model.ROOM, 2 * random_model.ROOM))
+    random_model.write_published_shape("small", tmp_path / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     assert (tmp_path / "model" / "model.safetensors").is_file()

@@ -14,7 +14,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,14 +47,10 @@ class CaseResult:
     reason: str = ""
 
 
-def open_case_runner(part: str) -> AbstractContextManager[CaseRunner]:
-    """What makes and tries the cases of a part; open while they run."""
-    return importlib.import_module(f"benchmarks.fuzz.{PART_MODULES[part]}").case_runner()  # type: ignore[no-any-return]
-
-
 def run_cases(part: str, numbers: range, *, seed: int) -> Iterator[CaseResult]:
     """The cases, one after the other, in this process."""
-    with open_case_runner(part) as judge:
+    module = importlib.import_module(f"benchmarks.fuzz.{PART_MODULES[part]}")
+    with module.case_runner() as judge:
         for number in numbers:
             with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
                 yield _run_case(judge, part, number, random.Random(f"{seed}/{part}/{number}"), Path(folder))
@@ -92,16 +87,8 @@ def run_cases_isolated(part: str, numbers: range, *, seed: int) -> Iterator[Case
     """The same in processes of their own: a case that hangs or crashes its process is wrong, and the rest is tried."""
     next_case = numbers.start
     while next_case < numbers.stop:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.fuzz",
-            "--worker",
-            part,
-            str(seed),
-            str(next_case),
-            str(numbers.stop),
-        ]
+        command = [sys.executable, "-m", "benchmarks.fuzz", "--worker", part]
+        command += map(str, (seed, next_case, numbers.stop))
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             for result in _read_results(process):
                 next_case = result.number + 1
@@ -130,8 +117,7 @@ def _read_results(process: subprocess.Popen[bytes]) -> Iterator[CaseResult]:
 def run_worker(part: str, seed: int, start: int, stop: int) -> None:
     """Try cases and write one line about each; nothing else reaches standard output."""
     out = os.fdopen(os.dup(1), "w")
-    null_device = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null_device, 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     for result in run_cases(part, range(start, stop), seed=seed):
         out.write(json.dumps(asdict(result)) + "\n")
         out.flush()

@@ -27,7 +27,7 @@ from sft_play.variables import COMMANDS, VARIABLES
 
 _QUICK = ("plan", "gpu-info", "runs", "report", "compare", "prune", "process", "style", "tb-stop", "tb-clean", "check")
 """Commands that end soon by themselves, whatever the config."""
-_READ_ONLY = [
+_READ_ONLY = (
     "gpu-selftest",
     "mask-score",
     "memory-model-score",
@@ -35,25 +35,10 @@ _READ_ONLY = [
     "doctor",
     "run-notebook",
     "setup-accelerate",
-]
+)
 """Commands that work without a config, or on the machine: their words are read, and nothing is run."""
 _GOOD = "model: {name: Qwen/Qwen2.5-0.5B}\ndata: {train_path: rows.jsonl}\n"
-_VALUES = [
-    "run.yaml",
-    "none.yaml",
-    ".",
-    "last",
-    "2xH100",
-    "1",
-    "0",
-    "2",
-    "ddp",
-    "zero3",
-    "x=1",
-    "a.b=1",
-    "rows.jsonl",
-    "out",
-]
+_VALUES = ("run.yaml", "none.yaml", ".", "last", "2xH100", "1", "0", "2", "ddp", "zero3", "x=1", "a.b=1", "rows.jsonl")
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.memory_model.published_columns import RUN_STATE
 from benchmarks.memory_model.script_settings import ScriptSettings
 from benchmarks.memory_model.streams import ScriptLog, replay
 from sft_play.planner.memory.step_memory import cublas_workspace_bytes
@@ -373,17 +374,17 @@ def expanding(original: Any, state: TraceState) -> Any:
 
 
 # --- methods of PEFT --------------------------------------------------------------------------------------------------
-_NOT_SETTINGS = ("auto_mapping", "peft_type", "revision", "base_model_name_or_path", "inference_mode", "peft_version")
+_PEFT_MAPPING = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
+PEFT_CONFIGS = {str(getattr(key, "value", key)): value for key, value in _PEFT_MAPPING.items()}
 
 
 def script_adapters(kind: str, given: dict[str, Any]) -> Any:
     """PEFT's config of a published one; `DORA` is LoRA with `use_dora`."""
-    mapping = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
     if kind == "DORA":
         kind, given["use_dora"] = "LORA", True
-    made = {str(getattr(key, "value", key)): value for key, value in mapping.items()}[kind]
+    made = PEFT_CONFIGS[kind]
     names = set(inspect.signature(made.__init__).parameters)
-    options = {key: value for key, value in given.items() if key in names and key not in _NOT_SETTINGS}
+    options = {key: value for key, value in given.items() if key in names and key not in (*RUN_STATE, "peft_type")}
     if "task_type" in names and "task_type" not in given:
         options["task_type"] = "CAUSAL_LM"
     if options.get("layers_to_transform") == []:
@@ -392,11 +393,6 @@ def script_adapters(kind: str, given: dict[str, Any]) -> Any:
         options["rank_pattern"] = None
         options.setdefault("total_step", 1000)
     return made(**options)
-
-
-def _kinds() -> list[str]:
-    mapping = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
-    return ["DORA", *(str(getattr(key, "value", key)) for key in mapping)]
 
 
 # --- what CUDA did ----------------------------------------------------------------------------------------------------
@@ -430,7 +426,7 @@ def cuda_softmax(original: Any, _: TraceState) -> Any:
     return softmax
 
 
-build.PEFT_CONFIGS |= {kind: functools.partial(script_adapters, kind) for kind in _kinds()}
+build.PEFT_CONFIGS |= {kind: functools.partial(script_adapters, kind) for kind in ("DORA", *PEFT_CONFIGS)}
 build.LOADED_MODEL_CHANGES.append(upcast)
 LOOP_CLASSES[ScriptSettings] = ScriptLoop
 SHARDING_FUNCTIONS["fsdp1"] = flat_sharded
