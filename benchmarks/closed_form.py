@@ -47,7 +47,6 @@ class SampleSetting:
 
 
 def sample_settings() -> dict[str, SampleSetting]:
-    """The sample by its own words."""
     lines = SAMPLE.read_text(encoding="utf-8").splitlines()
     return {line: parse_setting(line) for line in lines if not line.startswith("#")}
 
@@ -96,7 +95,6 @@ def _layout(options: Mapping[str, str]) -> Layout:
 
 
 def predict_memory(setting: SampleSetting, model: Mapping[str, Any]) -> MemoryEstimate:
-    """The estimate's answer for a model's config.json."""
     return estimate_memory(
         setting.config, parse_model_shape(dict(model), name=setting.model), setting.precision, setting.step
     )
@@ -171,7 +169,6 @@ def summarize_ratios(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Do what is missing, writing after each row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--configs", type=Path, required=True, help="folder of folders with a config.json")
     parser.add_argument("--out", type=Path, default=Path("closed_form.json"))

@@ -32,15 +32,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, date, datetime
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report_header import report_header
 from benchmarks.resident import Sampler
-from sft_play.machine.hardware import detect_hardware
 from sft_play.process.signals import child_environment, watch_parent
 from sft_play.runs.files import write_json
-from sft_play.runs.folder import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
@@ -79,28 +78,27 @@ class Job:
 
 
 def real_rows() -> tuple[str, list[Messages]]:
-    """Where rows come from, and those rows as conversations."""
     path = SHARED / "sft" / "gsm8k" / "train.jsonl"
     if path.is_file():
         rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        return "GSM8K", [_pair(row["question"], row["answer"]) for row in rows]
+        return "GSM8K", [
+            [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+            for row in rows
+        ]
     path = ROOT / "sft_play" / "starter" / "data" / "train.jsonl"
     return "the starter's data", [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
-
-
-def _pair(question: str, answer: str) -> Messages:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def changed_rows(rows: Sequence[Messages], count: int) -> Iterator[Messages]:
     """`count` conversations, no two alike: the rows over and over, each time with another number in every text."""
     for number, messages in enumerate(itertools.islice(itertools.cycle(rows), count)):
-        yield [
-            {**message, "content": f"{message['content']}\n(No. {number} {message['role']})"}
-            if message["role"] == "assistant"
-            else {**message, "content": f"No. {number}: {message['content']}"}
-            for message in messages
-        ]
+        changed = []
+        for message in messages:
+            text = f"No. {number}: {message['content']}"
+            if message["role"] == "assistant":
+                text = f"{message['content']}\n(No. {number} {message['role']})"
+            changed.append({**message, "content": text})
+        yield changed
 
 
 def write_rows(path: Path, rows: Iterator[Messages], form: str) -> None:
@@ -140,12 +138,10 @@ class Clock:
         self._wall, self._cpu = time.perf_counter(), _cpu_s()
 
     def spent(self) -> dict[str, float]:
-        """Both, by the names that they have in a run."""
         return {"prepare_s": time.perf_counter() - self._wall, "cpu_s": _cpu_s() - self._cpu}
 
     @staticmethod
     def zero() -> dict[str, float]:
-        """No time at all."""
         return {"prepare_s": 0.0, "cpu_s": 0.0}
 
 
@@ -192,7 +188,7 @@ def _tokenizer(job: Job) -> dict[str, Any]:
 def _trl(job: Job) -> dict[str, Any]:
     os.environ["HF_DATASETS_CACHE"] = job.cache
     from datasets import load_dataset
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
 
     spent: dict[str, float] = {}
@@ -212,17 +208,10 @@ def _trl(job: Job) -> dict[str, Any]:
         output_dir=str(Path(job.cache) / "out"), max_length=MAX_LENGTH, assistant_only_loss=job.form == "messages",
         dataset_num_proc=job.processes if job.processes > 1 else None, report_to=[], use_cpu=True, bf16=False,
     )  # fmt: skip
-    trainer = Timed(_tiny_model(len(tokenizer)), arguments, train_dataset=rows, processing_class=tokenizer)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    trainer = Timed(model, arguments, train_dataset=rows, processing_class=tokenizer)
     return {"run": {**spent, "read_s": read_s}, "made": trainer.train_dataset}
-
-
-def _tiny_model(vocabulary: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    return LlamaForCausalLM(shape)
 
 
 def _counted(dataset: Any) -> Run:
@@ -231,9 +220,8 @@ def _counted(dataset: Any) -> Run:
 
     digest, tokens, trained = hashlib.sha256(), 0, 0
     for batch in dataset.with_format("arrow").iter(BATCH_ROWS):
-        ids, labels = (
-            np.concatenate([chunk.flatten() for chunk in batch[name].chunks]) for name in ("input_ids", "labels")
-        )
+        columns = (batch[name].chunks for name in ("input_ids", "labels"))
+        ids, labels = (np.concatenate([chunk.flatten() for chunk in chunks]) for chunks in columns)
         digest.update(ids.astype(np.int32).tobytes())
         tokens, trained = tokens + len(ids), trained + int((labels != -100).sum())
     return {"tokens": tokens, "trained_tokens": trained, "ids_digest": digest.hexdigest()[:16]}
@@ -243,16 +231,14 @@ def _counted(dataset: Any) -> Run:
 
 
 def measure(job: Job) -> Run:
-    """Run one job in a process of its own; an error is a result."""
     command = [sys.executable, str(Path(__file__).resolve()), "--stage", json.dumps(asdict(job))]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "SFT_PLAY_CACHE": job.cache, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     run: Run = {"tool": job.tool, "rows": job.rows, "of": job.of, "processes": job.processes, "form": job.form}
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, env=child_environment(environment), stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        environment = child_environment(environment)
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None
         with process.stdout, Sampler(process.pid, every_s=SAMPLE_S) as sampler:
             for line in process.stdout:
@@ -269,14 +255,12 @@ def measure(job: Job) -> Run:
 
 
 def jobs_of(rows: int, trl_rows: int) -> list[Job]:
-    """Every tool on both cores, TRL with either form of rows."""
     trl_limit = min(rows, trl_rows)
     trl = [Job("trl", trl_limit, rows, CORES, form) for form in ("messages", "prompt_completion")]
     return [Job("ours", rows, rows, CORES), Job("tokenizer", min(rows, TOKENIZER_ROWS), rows, CORES), *trl]
 
 
 def best(runs: Sequence[Run], tool: str, of: int | None = None) -> Run | None:
-    """The run of a tool with the most rows a second."""
     candidates = [run for run in runs if run["tool"] == tool and "error" not in run and of in (None, run["of"])]
     return max(candidates, key=lambda run: run["rows_per_s"], default=None)
 
@@ -305,7 +289,6 @@ def ratios(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _memory_ratios(runs: Sequence[Run], sizes: Sequence[int]) -> dict[str, float]:
-    """Memory of ours at the most rows over that at the fewest."""
     first, last = best(runs, "ours", sizes[0]), best(runs, "ours", sizes[-1])
     if first is None or last is None or first is last:
         return {}
@@ -324,7 +307,6 @@ def _short(count: int) -> str:
 
 
 def bench(sizes: Sequence[int], tokenizer: str, out: Path, *, trl_rows: int, rounds: int) -> dict[str, Any]:
-    """Measure everything; OUT is written after every run."""
     source, rows = real_rows()
     runs: list[Run] = []
     answer: dict[str, Any] = {}
@@ -341,7 +323,6 @@ def bench(sizes: Sequence[int], tokenizer: str, out: Path, *, trl_rows: int, rou
 
 
 def _measured(job: Job, rows: Sequence[Messages], scratch: Path, turn: int) -> Iterator[Run]:
-    """The run of a job, and of a second start behind ours."""
     file = scratch / f"{job.rows}.{job.form}.jsonl"
     if not file.is_file():
         write_rows(file, changed_rows(rows, job.rows), job.form)
@@ -356,20 +337,11 @@ def _measured(job: Job, rows: Sequence[Messages], scratch: Path, turn: int) -> I
 
 
 def _answer(source: str, tokenizer: str, runs: Sequence[Run]) -> dict[str, Any]:
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": detect_hardware().as_json(),
-        "versions": installed_versions(),
-        "rows_from": source,
-        "tokenizer": Path(tokenizer).name,
-        "cores": CORES,
-        "runs": list(runs),
-        "ratios": ratios(runs),
-    }
+    answer = {"rows_from": source, "tokenizer": Path(tokenizer).name, "cores": CORES}
+    return {**report_header(), **answer, "runs": list(runs), "ratios": ratios(runs)}
 
 
 def row_counts(text: str) -> list[int]:
-    """The numbers of `10000,1000000`; exits where they are none."""
     try:
         counts = [int(word) for word in text.split(",") if word.strip()]
     except ValueError:
@@ -380,13 +352,11 @@ def row_counts(text: str) -> list[int]:
 
 
 def main() -> None:
-    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.environ.get("OUT") or "data.json")
     parser.add_argument("--rows", default=os.environ.get("ROWS") or "10000,1000000")
     parser.add_argument("--tokenizer", default=os.environ.get("TOKENIZER") or None, help="folder with a chat template")
     parser.add_argument("--trl-rows", type=int, default=int(os.environ.get("TRL_ROWS") or TRL_ROWS))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.stage:
@@ -397,7 +367,7 @@ def main() -> None:
     if not Path(tokenizer).is_dir():
         raise SystemExit(f"no tokenizer at {tokenizer}; give TOKENIZER=FOLDER, one with a chat template")
     sizes = row_counts(options.rows)
-    answer = bench(sizes, tokenizer, Path(options.out), trl_rows=options.trl_rows, rounds=options.rounds)
+    answer = bench(sizes, tokenizer, Path(options.out), trl_rows=options.trl_rows, rounds=ROUNDS)
     sys.stdout.write(f"{json.dumps(answer['ratios'], indent=2)}\n")
 
 

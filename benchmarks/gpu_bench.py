@@ -52,7 +52,6 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """As in the file."""
         return f"{self.model}-{self.mode}-{self.length}-{self.kind}{'-compiled' if self.compiled else ''}"
 
 
@@ -82,7 +81,6 @@ def config_of(trial: Trial, folder: Path) -> Path:
 
 
 def measured(trial: Trial, folder: Path) -> dict[str, Any]:
-    """A trial's figures, or why it has none."""
     began = time.monotonic()
     try:
         ensure_published_shape(MODELS[trial.model], folder / trial.model)

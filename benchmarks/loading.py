@@ -40,7 +40,6 @@ class LoadingSetting:
 
     @property
     def name(self) -> str:
-        """Its row's name."""
         return f"{self.mode} x{self.ranks} {self.stored}{' experts' if self.experts else ''}"
 
 
@@ -94,7 +93,6 @@ LOADING_SETTINGS = (
 
 
 def make_run(folder: Path, setting: LoadingSetting) -> Path:
-    """The small run's rows with a larger model; returns its YAML."""
     path = make_small_run(folder)
     config: dict[str, Any] = {
         "model_type": "qwen2", "vocab_size": 16_000, "hidden_size": 1024, "intermediate_size": 4096,
@@ -137,7 +135,6 @@ def measure_loading(folder: Path, setting: LoadingSetting) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run every setting and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out

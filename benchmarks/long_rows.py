@@ -34,7 +34,6 @@ class LongRow:
 
     @property
     def name(self) -> str:
-        """What it is, in one line."""
         return f"{self.model} full, one row of {self.millions}M tokens on {self.nodes} x 8 H100"
 
 

@@ -79,7 +79,6 @@ class Mutant:
         return f"{self.path}:{self.line} {self.kind}: {before} -> {after}"
 
     def apply(self, source: bytes) -> bytes:
-        """The file with this decision changed."""
         return source[: self.start] + self.after.encode() + source[self.end :]
 
 
@@ -125,7 +124,6 @@ def _is_talk(node: ast.AST) -> bool:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """(kind, new text) of every change of one node."""
     match node:
         case ast.Compare(ops=[operator], left=left, comparators=[right]):
             for other in OTHER_COMPARISON[type(operator)]:
@@ -172,7 +170,6 @@ OWN_TESTS = {
 
 
 def own_tests(path: str) -> list[str]:
-    """The test files of a module's package."""
     return [f"test_{name}.py" for name in OWN_TESTS[path.split("/")[1]].split()]
 
 
@@ -260,7 +257,6 @@ def _pytest_and_exit(tree: Path, tests: Sequence[str], coverage_file: Path | Non
 
 
 def _preload() -> None:
-    """The large libraries, once for all forks."""
     for name in ("torch", "transformers", "trl", "peft", "datasets", "pyarrow", "hypothesis", "pydantic"):
         with contextlib.suppress(ImportError):
             __import__(name)
@@ -369,7 +365,6 @@ def all_mutants() -> list[Mutant]:
 
 
 def _is_code(mutant: Mutant) -> bool:
-    """Whether the changed file can be read at all."""
     try:
         ast.parse(mutant.apply((ROOT / mutant.path).read_bytes()))
     except SyntaxError:
@@ -378,8 +373,6 @@ def _is_code(mutant: Mutant) -> bool:
 
 
 def score(verdicts: Sequence[MutantVerdict]) -> dict[str, Any]:
-    """Counts and the share that was killed, in all and by package."""
-
     def share(some: Sequence[MutantVerdict]) -> dict[str, Any]:
         killed = sum(verdict.verdict == "killed" for verdict in some)
         return {"mutants": len(some), "killed": killed, "share": round(killed / len(some), 4) if some else None}
@@ -401,7 +394,6 @@ def report(verdicts: Sequence[MutantVerdict]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Draw, run and write the verdicts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=int(os.environ.get("MUTANTS", "200")))
     parser.add_argument("--seed", type=int, default=int(os.environ.get("SEED", "0")))

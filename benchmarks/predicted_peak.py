@@ -49,13 +49,11 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The row's name in the results."""
         size = {0: "auto", -1: "twice-auto"}.get(self.micro_batch, str(self.micro_batch))
         return f"{self.model} {self.mode} {size}x{self.seq_len} checkpointing={self.checkpointing}"
 
 
 def grid(small: bool) -> list[Row]:
-    """The fixed list of rows."""
     if small:
         rows = [Row(SMALL, mode, 128, 4, on) for mode, on in itertools.product(MODES, (True, False))]
         return [*rows, Row(SMALL, "qlora", 128, 0, "auto")]
@@ -118,7 +116,6 @@ def ratios(runs: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run what is missing, writing after each row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", default=os.environ.get("SMALL", "") not in ("", "0"))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "predicted_peak.json"))

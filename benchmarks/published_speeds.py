@@ -35,7 +35,6 @@ TARGET_PARAMETERS = (6.5e9, 73e9)
 
 
 def _mpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
-    """MosaicML's MPT."""
     sizes = {"d_model": hidden, "n_layers": layers, "n_heads": heads, "max_seq_len": 65_536, "vocab_size": 50_368}
     return {"model_type": "mpt", **sizes}
 
@@ -62,7 +61,6 @@ OTHER_MODELS = {
 
 @functools.cache
 def shape(name: str) -> ModelShape:
-    """The shapes of a row's model."""
     return load_planned_shape(OTHER_MODELS.get(name) or load_config_json(name), name=name)
 
 
@@ -76,13 +74,11 @@ def _config(mode: str, rank: str, compiled: bool) -> RunConfig:
 
 
 def read_speed_rows() -> list[dict[str, str]]:
-    """Every published row, as its columns."""
     with SPEEDS_FILE.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def row_hardware(row: Mapping[str, str]) -> Hardware:
-    """The machine of a row."""
     return _named_hardware(row["machine"])
 
 
@@ -90,7 +86,6 @@ PRECISION = Precision("bfloat16", "bfloat16", "")
 
 
 def row_step(row: Mapping[str, str]) -> Step:
-    """The step of a row's settings."""
     machine, model = row_hardware(row), shape(row["model"])
     gpus, tensor, context = len(machine.gpus), int(row["tensor_parallel"]), int(row["context_parallel"])
     data = gpus // (tensor * context)
@@ -110,16 +105,12 @@ def row_step(row: Mapping[str, str]) -> Step:
 
 
 def predict_row_speed(row: Mapping[str, str]) -> Speed:
-    """The plan's speed of a row's settings."""
-    rates, config = (
-        find_rates(row_hardware(row), PRECISION),
-        _config(row["mode"], row["lora_r"], row["kernels"] == "compiled"),
-    )
+    rates = find_rates(row_hardware(row), PRECISION)
+    config = _config(row["mode"], row["lora_r"], row["kernels"] == "compiled")
     return predict_speed(config, shape(row["model"]), PRECISION, row_step(row), rates)
 
 
 def predict_error(row: Mapping[str, str]) -> SpeedError:
-    """What the plan would say of the error of a row's speed."""
     return find_speed_error(shape(row["model"]), PRECISION, row_hardware(row), row_step(row))
 
 
@@ -128,12 +119,8 @@ def compare_speed(row: Mapping[str, str]) -> dict[str, Any]:
     machine, published = row_hardware(row), float(row["tokens_per_s_gpu"])
     predicted = predict_row_speed(row).tokens_per_s / len(machine.gpus)
     return {
-        "source": row["source"],
-        "date": row["date"],
-        "split": row["split"],
-        "kernels": row["kernels"],
+        **{name: row[name] for name in ("source", "date", "split", "kernels", "mode")},
         "gpus": len(machine.gpus),
-        "mode": row["mode"],
         "class": predict_error(row).of,
         "published": published,
         "predicted": round(predicted, 1),
@@ -142,12 +129,10 @@ def compare_speed(row: Mapping[str, str]) -> dict[str, Any]:
 
 
 def is_target_size(row: Mapping[str, str]) -> bool:
-    """Whether it is a model of 7B to 70B."""
     return TARGET_PARAMETERS[0] < shape(row["model"]).params < TARGET_PARAMETERS[1]
 
 
 def compare_published() -> dict[str, dict[str, Any]]:
-    """Every row by its id."""
     return {row["id"]: compare_speed(row) for row in read_speed_rows()}
 
 

@@ -342,7 +342,6 @@ PAGE_TEMPLATE = Path(__file__).with_name("registry_page.md")
 
 
 def format_page(book: Mapping[str, Any]) -> str:
-    """docs/models.md of what was found."""
     notes: dict[str, int] = {}
 
     def cell(found: Any) -> str:
@@ -376,7 +375,6 @@ def _reason_text(reason: str) -> str:
 
 
 def walk_class(kind: str, folder: Path) -> dict[str, Any]:
-    """All that is found of a class."""
     row: dict[str, Any] = {}
     _write_rows(folder / "rows.jsonl")
     try:
@@ -419,7 +417,6 @@ def _error_line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Walk, and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REGISTRY_FILE)
     parser.add_argument("--kinds", help="these classes, those too that are in the file; default: all others")

@@ -23,7 +23,6 @@ class Sampler:
         self.stop()
 
     def stop(self) -> None:
-        """Take no more samples."""
         self._stop.set()
         self._thread.join()
 

@@ -51,7 +51,6 @@ class ScalingPoint:
 
     @property
     def name(self) -> str:
-        """What it is, in one line."""
         few = f"{self.few} {self.few_layout}" if self.few_layout else str(self.few)
         machine = self.machine.replace("{n}x", "", 1)
         return f"{self.model} {self.mode} {self.layout} {self.micro}x{self.length} {machine} {few} -> {self.more}"
@@ -130,5 +129,4 @@ def compare_scaling(point: ScalingPoint) -> dict[str, Any]:
 
 
 def compare_scaling_points() -> dict[str, dict[str, Any]]:
-    """Every point by its name."""
     return {point.name: compare_scaling(point) for point in SCALING_POINTS}

@@ -32,7 +32,6 @@ _HEADERS = (
 
 @contextlib.contextmanager
 def case_runner() -> Iterator[CaseRunner]:
-    """Cases of requests to one server with a tiny model."""
     from transformers import LlamaForCausalLM
 
     from sft_play.finished import serve

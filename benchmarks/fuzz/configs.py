@@ -29,7 +29,6 @@ _MACHINES = ("1xH100", "2xH200", "8xA100-80GB", "1xRTX4090", "4xL40S", "1xT4")
 
 @contextlib.contextmanager
 def case_runner() -> Iterator[CaseRunner]:
-    """Cases of run YAMLs."""
     seeds = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.yaml"))]
     parsed_seeds = [parse_yaml(seed.decode(), name="seed").data for seed in seeds]
     keys = list(all_options())

@@ -117,5 +117,4 @@ def _holders(given: Any) -> list[Any]:
 
 
 def as_json(given: Any) -> str:
-    """JSON, in which a surrogate alone stays an escape."""
     return json.dumps(given, ensure_ascii=True)

@@ -58,7 +58,6 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
 
 @contextlib.contextmanager
 def case_runner() -> Iterator[CaseRunner]:
-    """Cases of data files."""
     from tests.models import CHATML
 
     files = [path.read_bytes() for path in sorted((ROOT / "tests" / "bundled" / "rows").glob("*.json*"))]
@@ -110,7 +109,6 @@ def _file(draw: random.Random, files: list[bytes]) -> tuple[str, bytes]:
 
 
 def _some(draw: random.Random) -> list[Any]:
-    """Rows of one format, some of them mutated."""
     row, count = draw.choice(_ROWS), draw.randint(1, 12)
     return [mutate.plain(draw, row) if draw.random() < 0.5 else row for _ in range(count)]
 
@@ -179,7 +177,6 @@ def _reads(draw: random.Random, path: Path, data: DataConfig, made: Any) -> bool
 
 
 def _processes(draw: random.Random, folder: Path, data: DataConfig) -> None:
-    """`make process` on it: files that can be read again, or none."""
     from sft_play.data.process import read_processed
 
     settings = data.model_dump(mode="json", exclude_unset=True)

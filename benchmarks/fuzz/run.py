@@ -48,7 +48,6 @@ class CaseResult:
 
 
 def run_cases(part: str, numbers: range, *, seed: int) -> Iterator[CaseResult]:
-    """The cases, one after the other, in this process."""
     module = importlib.import_module(f"benchmarks.fuzz.{PART_MODULES[part]}")
     with module.case_runner() as judge:
         for number in numbers:
@@ -144,7 +143,6 @@ def isolated_environment() -> Iterator[None]:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, with its content."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

@@ -23,7 +23,6 @@ _INJECTED = (
 
 @contextlib.contextmanager
 def case_runner() -> Iterator[CaseRunner]:
-    """Cases of make's command line."""
     known_names, goals = list(VARIABLES), sorted(all_targets())
 
     def judge(draw: random.Random, folder: Path) -> bool:
@@ -61,5 +60,4 @@ def case_runner() -> Iterator[CaseRunner]:
 
 
 def _name(text: str) -> str:
-    """A name that make takes for a goal or a variable."""
     return "".join(letter for letter in text if letter.isascii() and (letter.isalnum() or letter in "-_.")).lstrip("-.")

@@ -35,7 +35,6 @@ _EXPRESSIONS = (
 
 @contextlib.contextmanager
 def case_runner() -> Iterator[CaseRunner]:
-    """Cases of chat templates."""
     spec = find_spec("trl")
     assert spec is not None
     assert spec.origin is not None
@@ -57,7 +56,6 @@ def case_runner() -> Iterator[CaseRunner]:
 
 @contextlib.contextmanager
 def tokenizer() -> Iterator[Any]:
-    """A small tokenizer with ChatML's tokens."""
     import tempfile
 
     from transformers import AutoTokenizer

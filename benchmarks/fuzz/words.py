@@ -43,7 +43,6 @@ _VALUES = ("run.yaml", "none.yaml", ".", "last", "2xH100", "1", "0", "2", "ddp",
 
 @contextlib.contextmanager
 def case_runner() -> Iterator[CaseRunner]:
-    """Cases of command lines."""
     flags = flag_commands_table()
 
     def judge(draw: random.Random, folder: Path) -> bool:

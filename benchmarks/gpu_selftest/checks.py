@@ -66,7 +66,6 @@ def moment_problems(name: str, *, predicted: int, margin: int, measured: int) ->
 
 
 def speed_problems(predicted: float, measured: float, *, what: str = "tokens/s", form: str = ",.0f") -> list[str]:
-    """What is wrong with a speed, in any unit."""
     if predicted / SPEED_FACTOR <= measured <= predicted * SPEED_FACTOR:
         return []
     ratio = measured / predicted

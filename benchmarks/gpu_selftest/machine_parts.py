@@ -50,8 +50,6 @@ def check_device(hardware: Hardware) -> Part:
 
 
 def check_nf4(bench: TrialBench) -> Part:
-    """NF4 and back, and a layer of it."""
-
     def reason(measured: dict[str, Any]) -> str:
         return f"relative error {measured['relative_error']:.3f} there and back"
 

@@ -73,6 +73,5 @@ def write_trial_rows(folder: Path, size: TrialSize, *, largest_batch: int = 0) -
 
 
 def _chat(draw: random.Random, words: list[str], count: int) -> dict[str, object]:
-    """A short question, and an answer of this many words."""
     question, answer = (" ".join(draw.choices(words, k=length)) for length in (4, count))
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

@@ -162,7 +162,6 @@ def _run(step: Step, hardware: Hardware, *, is_late: bool = False) -> Part:
 
 
 def _skip_reason(step: Step, hardware: Hardware) -> str | None:
-    """Why a part cannot be run on this machine; None where it can."""
     count = len(machine_parts.joint_hardware(hardware).gpus)
     if step.gpus == 1 and not hardware.gpus:
         return "needs a GPU"

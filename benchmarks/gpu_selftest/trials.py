@@ -63,7 +63,6 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Its name as a part."""
         checkpointing = "checkpointed" if self.checkpointing else "plain"
         return f"train/{self.mode}/{checkpointing}/{self.rows}/{self.judged}"
 
@@ -89,7 +88,6 @@ class TrialBench:
 
     @property
     def size(self) -> TrialSize:
-        """The size of a trial on this device."""
         return GPU_SIZE if self.on_gpu else CPU_SIZE
 
     @property
@@ -99,12 +97,10 @@ class TrialBench:
 
     @property
     def record(self) -> Path:
-        """What the trials' runs measured."""
         return self.cache / RECORD_FILE
 
     @property
     def run_folder(self) -> Path:
-        """Where a trial's run is written."""
         return self.folder / "outputs" / "run"
 
     def write_config(self, mode: str, rows: str, **changes: Mapping[str, Any]) -> Path:
@@ -139,7 +135,6 @@ class TrialBench:
         return path
 
     def write_trial_config(self, trial: Trial) -> Path:
-        """Write the run YAML of a trial."""
         return self.write_config(
             trial.mode,
             trial.rows,
@@ -173,7 +168,6 @@ class ProcessResult:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Its seconds and its log, as a part has them."""
         return {"seconds": round(self.seconds, 1), "log": str(self.log)}
 
 
@@ -345,7 +339,6 @@ def run_out_of_memory(bench: TrialBench, hardware: Hardware) -> Part:
 
 
 def oversized_config(bench: TrialBench, micro: int) -> Path:
-    """Write the run YAML of a step of this many full rows."""
     train = {"batch_size": micro, "effective_batch_size": micro, "max_steps": 2, "gradient_checkpointing": False}
     return bench.write_config("full", OUT_OF_MEMORY, data={"val_path": None}, train=train, eval={"steps": 0})
 

@@ -54,7 +54,6 @@ class MaskScoreRow:
     reason: str
 
     def as_json(self) -> dict[str, str]:
-        """A row of OUT."""
         return dict(vars(self))
 
 
@@ -66,19 +65,15 @@ class MaskScore(Answer):
 
     @property
     def ok(self) -> bool:
-        """Whether no mask is wrong."""
         return all(row.verdict != "wrong" for row in self.rows)
 
     def as_json(self) -> list[dict[str, str]]:
-        """The rows as OUT holds them."""
         return [row.as_json() for row in self.rows]
 
     def counts(self) -> Counter[str]:
-        """Rows by verdict."""
         return Counter(row.verdict for row in self.rows)
 
     def lines(self) -> list[str]:
-        """A table with a line for each template, and the sums."""
         names = [case.name for case in CASES]
         lines = [f"| template | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
         for template, rows in itertools.groupby(self.rows, key=lambda row: row.template):

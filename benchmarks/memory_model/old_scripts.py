@@ -217,7 +217,6 @@ class ScriptLoop(TracedLoop):
         self._passes = 0
 
     def run(self, skeleton: Any) -> None:
-        """Run it with this model."""
         settings, log = self.settings, self.log
         model = self.load_model(skeleton)
         if settings.empty_cache_after_load:
@@ -251,7 +250,6 @@ class ScriptLoop(TracedLoop):
         log.start_phase("end", settings.optimizer_steps - 1)
 
     def create_optimizer(self, model: Any) -> Any:
-        """Three more than the toolkit's."""
         name = self.settings.optimizer
         if name == "lora_fa":  # freezes every lora_A when it is created (peft/optimizers/lorafa.py)
             for path, parameter in model.named_parameters():
@@ -266,13 +264,11 @@ class ScriptLoop(TracedLoop):
         )
 
     def run_micro_step(self, model: Any, step: int, length: int) -> None:
-        """A micro-batch, of this one's length."""
         lengths = self.settings.lengths or (length,)
         super().run_micro_step(model, step, lengths[self._passes % len(lengths)])
         self._passes += 1
 
     def compute_loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        """The loss, and logits that the script keeps."""
         if self.settings.loss == "chunked" or not self.settings.holds_outputs:
             return super().compute_loss(model, batch)
         dtype = self.settings.autocast

@@ -59,7 +59,6 @@ def count_in(row: CsvRow, column: str, *, most: int = 2**24) -> int | None:
 
 
 def gib_in(row: CsvRow, column: str) -> int | None:
-    """Bytes of a size in GiB; None where the column is empty."""
     value = _number(row, column)
     return None if value is None else round(value * GIB)
 

@@ -66,7 +66,6 @@ class ScoredRow:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The row of the report."""
         return {
             "id": self.run.id,
             "class": self.run.grade,
@@ -167,7 +166,6 @@ class ScoreReport:
         return dict(Counter(run.reason or "" for run in self.refused).most_common())
 
     def as_json(self) -> dict[str, Any]:
-        """The report; bytes are integers, errors fractions."""
         return {
             **report_header(),
             "rows": [row.as_json() for row in self.rows],
@@ -179,7 +177,6 @@ class ScoreReport:
         }
 
     def table_lines(self) -> list[str]:
-        """Rows, groups and reasons as text, GiB and per cent."""
         lines = [
             f"{'allocated, GiB':>26}  {'reserved, GiB':>26}  row",
             f"{'predicted':>9} {'measured':>8} {'error':>7}  {'predicted':>9} {'measured':>8} {'error':>7}",

@@ -63,7 +63,6 @@ class ScriptAllocator(CachingAllocator):
             self._uses.setdefault(key, set()).add(stream)
 
     def moment(self) -> int:
-        """A number for now, for `synchronise`."""
         return self._frees
 
     def synchronise(self, until: int | None = None) -> None:
@@ -74,7 +73,6 @@ class ScriptAllocator(CachingAllocator):
             self._free_block(block)
 
     def empty_cache(self) -> None:
-        """`torch.cuda.empty_cache`: waits for all streams first."""
         self.synchronise()
         super().empty_cache()
 
@@ -99,7 +97,6 @@ class ScriptLog(StorageLog):
     """A log that hears of streams and of the host's waiting, too."""
 
     def used(self, tensor: torch.Tensor, stream: object) -> None:
-        """`tensor.record_stream(stream)`."""
         entry = self._live.get(tensor.untyped_storage()._cdata)
         if entry is not None:
             self.events.append((USED, entry[0], 0, self._stream_index(stream)))

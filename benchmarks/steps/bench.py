@@ -18,20 +18,18 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report_header import report_header
 from benchmarks.steps.order import ProcessOrder
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.log import one_line, redact
-from sft_play.machine.hardware import detect_hardware
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.planner.speed import find_rates, predict_speed
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
-from sft_play.runs.folder import installed_versions
 from sft_play.text import GIB
 from sft_play.trace.confirm import load_run_model_shape
 
@@ -62,7 +60,6 @@ class Comparison:
     warmup: int
     runs: dict[str, list[Run]] = field(default_factory=dict)
     tried: list[Run] = field(default_factory=list)
-    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def medians(self, side: str) -> dict[str, float | None]:
         """Each figure's median over the rounds of a side; None where a side does not have it."""
@@ -80,14 +77,11 @@ class Comparison:
             mine, other = ours[name], theirs[name]
             if mine and other:
                 ratios[name] = mine / other
-        for name in ("rows", "tokens"):
-            mine, other = (
-                statistics.median(_per_cpu(run, name) for run in self.runs[side])
-                if all(run.get("cpu_s") for run in self.runs[side])
-                else None
-                for side in ("ours", self.peer)
-            )
-            if mine and other:
+        if all(run.get("cpu_s") for side in ("ours", self.peer) for run in self.runs[side]):
+            for name in ("rows", "tokens"):
+                mine, other = (
+                    statistics.median(_per_cpu(run, name) for run in self.runs[side]) for side in ("ours", self.peer)
+                )
                 ratios[f"{name}_per_cpu_s"] = mine / other
         return ratios
 
@@ -108,11 +102,8 @@ class Comparison:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
         return {
-            "date": self.date,
-            "machine": detect_hardware().as_json(),
-            "versions": installed_versions(),
+            **report_header(),
             "config": self.config,
             "peer": self.peer,
             "steps": self.steps,
@@ -126,7 +117,6 @@ class Comparison:
         }
 
     def lines(self) -> list[str]:
-        """Lines for a person."""
         lines = [f"{self.config}: {self.steps} steps after {self.warmup}, {len(self.runs['ours'])} rounds"]
         for side in self.runs:
             figures = self.medians(side)
@@ -134,9 +124,8 @@ class Comparison:
             lines += _beside_the_plan(self.runs[side][0])
             parts = self.runs[side][0].get("parts_s")
             if parts:
-                lines.append(
-                    "    of a step: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in parts.items())
-                )
+                words = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in parts.items())
+                lines.append(f"    of a step: {words}")
         ratios, same = self.ratios(), self.same_work()
         if ratios:
             shown = ("tokens_per_s", "rows_per_s", "rows_per_cpu_s", "step_s", "process_s", "process_cpu_s")
@@ -163,7 +152,6 @@ def _per_cpu(run: Run, name: str) -> float:
 
 
 def _words(figures: dict[str, float | None]) -> str:
-    """The figures of a side that it has."""
     texts = {
         "tokens_per_s": "{:,.0f} tokens/s", "trained_tokens_per_s": "{:,.0f} of them trained",
         "padded_tokens_per_s": "{:,.0f} with padding", "rows_per_s": "{:,.2f} rows/s", "step_s": "{:.3f} s a step",
@@ -284,12 +272,10 @@ class _Bench:
         ]  # fmt: skip
 
     def _order(self, side: str, turn: int = 0, **more: Any) -> ProcessOrder:
-        return ProcessOrder(side, result=str(self.folder / f"{side}-{turn}.json"), folder=str(self.folder),
-        warmup=self.warmup,
-                     steps=self.steps, **more)  # fmt: skip
+        result, folder = str(self.folder / f"{side}-{turn}.json"), str(self.folder)
+        return ProcessOrder(side, result=result, folder=folder, warmup=self.warmup, steps=self.steps, **more)
 
     def begins(self, side: str, turn: int, rounds: int) -> None:
-        """Say what runs now: nothing else is printed until it ends."""
         self.progress(f"Round {turn + 1} of {rounds}: {side}, {self.warmup} steps and {self.steps} that are measured")
 
     def ours(self, turn: int) -> Run:
@@ -301,7 +287,6 @@ class _Bench:
         return self._measured(order, OUR_MODULE, sys.executable)
 
     def theirs(self, peer: str, turn: int) -> Run:
-        """One run of the peer."""
         if peer == "bare":
             order = self._order("bare", turn, config=str(self.loaded.path), overrides=self._words(f"bare-{turn}"))
             return self._measured(order, OUR_MODULE, sys.executable)
@@ -337,7 +322,6 @@ class _Bench:
         return facts
 
     def _measured(self, order: ProcessOrder, module: str, python: str) -> Run:
-        """A run whose process measured itself."""
         path = order.write(self.folder / f"{order.side}-order.json")
         timed = self._run(order.side, [python, "-m", module, str(path)])
         run: Run = json.loads(Path(order.result).read_text(encoding="utf-8"))

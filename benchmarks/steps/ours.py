@@ -31,7 +31,6 @@ SECONDS = "time_{}_s"
 
 
 def main(path: Path) -> int:
-    """Measure what an order asks for; returns the exit code."""
     # as the command sets them, and before torch is imported, which reads them then
     os.environ.update(openmp_wait_variables(os.environ))
     os.environ.update(allocator_variables(os.environ))
@@ -193,7 +192,6 @@ def _steps(trainer: Any, count: int) -> Any:
 
 
 def training_facts(config: RunConfig) -> dict[str, Any]:
-    """The training options of a run by the Trainer's names."""
     return {option.external_names.trainer: option.value(config) for option in optimizer_options()}
 
 

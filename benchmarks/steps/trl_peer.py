@@ -25,7 +25,6 @@ _TRIED = ("seconds", "cpu_s", "rows_per_s", "tokens", "rows_digest")
 
 
 def main(path: Path) -> None:
-    """Measure, or try micro-batches."""
     order = ProcessOrder.read(path)
     facts = order.known()
     if order.side == "trl-tries":
@@ -37,7 +36,6 @@ def main(path: Path) -> None:
 
 
 def train(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> None:
-    """Train until the recorder has seen enough."""
     from benchmarks.steps.recording import Recorder
 
     trainer = make_trainer(order, facts, micro=micro)
@@ -90,7 +88,6 @@ def tried_run(order: ProcessOrder, facts: dict[str, Any], micro: int) -> dict[st
 
 
 def make_trainer(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> Any:
-    """TRL's trainer for the facts of our run."""
     from datasets import load_from_disk
     from transformers import AutoTokenizer, BitsAndBytesConfig
     from trl import SFTTrainer
@@ -116,7 +113,6 @@ def make_trainer(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> A
 
 
 def adapters(facts: dict[str, Any]) -> Any:
-    """PEFT's configuration of the same adapters; None in full."""
     from peft import LoraConfig
 
     lora = facts["lora"]
@@ -130,7 +126,6 @@ def adapters(facts: dict[str, Any]) -> Any:
 
 
 def sft_arguments(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> Any:
-    """TRL's arguments for the facts of our run."""
     from trl import SFTConfig
 
     names = {field.name for field in dataclasses.fields(SFTConfig)}

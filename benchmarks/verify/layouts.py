@@ -89,7 +89,6 @@ class LayoutCase:
 
     @property
     def name(self) -> str:
-        """As a run folder's name."""
         return f"{self.mode}-{self.layout}-{self.ranks}-accum{self.accum}{'-bf16' if self.bf16 else ''}"
 
 
@@ -125,7 +124,6 @@ class LayoutTable:
 
     @property
     def ok(self) -> bool:
-        """Whether there are rows and all agree."""
         return bool(self.rows) and all(row.ok for row in self.rows)
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -139,7 +137,6 @@ class LayoutTable:
         ]
 
     def lines(self) -> list[str]:
-        """The table in words."""
         split, figures = f"{'micro x accum':<14}", f"{'loss':>9}{'weights':>10}"
         lines = [
             f"{'layout':<14}{'ranks':>5}  {'mode':<6}{'dtype':<6}{split}{figures}  wrapped",
@@ -261,7 +258,6 @@ class _LayoutBench:
     def compare(
         self, mode: str, bf16: bool, layouts: Iterable[str], table: LayoutTable, progress: Callable[[str], None]
     ) -> None:
-        """Add the rows of one mode and precision."""
         from benchmarks.verify.weights import compare_tensors, read_tensors
 
         reference = LayoutCase("single", 1, mode, max(GRAD_ACCUMS), bf16)
@@ -305,13 +301,11 @@ class _LayoutBench:
 
     @functools.cached_property
     def base_dtype(self) -> str:
-        """The dtype of the base's weights, as its config.json says."""
         model = self.parsed.model
         plain = load_config_json(model.name, revision=model.revision)
         return str(plain.get("dtype") or plain.get("torch_dtype") or "float32")
 
     def row(self, case: LayoutCase) -> LayoutRow:
-        """The row of a case before it has run."""
         tolerance = TOLERANCES[self.dtype(case)]
         narrow = case.mode == "full" and self.base_dtype != "float32"
         return LayoutRow(
@@ -343,7 +337,6 @@ class _LayoutBench:
             return None
 
     def settings(self, case: LayoutCase, *, start: bool) -> list[str]:
-        """What the runs of a table set over the config."""
         values: dict[str, Any] = {
             "tuning.mode": case.mode,
             "tuning.lora.dropout": 0.0,
@@ -434,11 +427,9 @@ class _LayoutBench:
         raise TrainingError(f"{case.name}: {message}")
 
     def saved(self, run: Path) -> Path:
-        """Where a run saved what it trained."""
         return next(run / name for name in ("model", "adapter") if (run / name).is_dir())
 
     def losses(self, run: Path) -> list[float]:
-        """The loss of every step."""
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
 
