@@ -4,18 +4,9 @@
     # with TRL_ROWS=1000000 TRL prepares all of them too (most of an hour)
 
 Real rows (GSM8K's where the shared material is there, else the starter's) are repeated with changes into a file of
-conversations. Four things are measured on it, each in a process of its own that may use two cores:
-
-- `trl`: SFTTrainer's own preparation, built on a model of no size, nothing trained: with assistant_only_loss, and with
-  prompt and completion, with two processes. Its clock runs over its maps alone, not over reading the file.
-- `ours`: `sft_play.data.build.build`, masks verified as before training; reading the file and writing the cache too.
-- `tokenizer`: the tokenizer's own batch call on rendered texts, with its threads; its clock runs over the calls alone.
-- `ours_again`: a second start, which finds the cache.
-
-Every run says `prepare_s`, seconds of the preparation alone, and `total_s`, from the start of the process with its
-imports on. `peak_rss_bytes` is the highest sum of resident memory over the process and its children, sampled;
-`peak_private_bytes` leaves out what they share with others (mapped files, for one). Ratios compare the quickest run of
-each tool, by `prepare_s`.
+conversations; each tool prepares them in a process of its own that may use two cores (benchmarks/README.md, Data).
+`prepare_s` are the seconds of the preparation alone, `total_s` those from the start of the process with its imports;
+`peak_private_bytes` leaves out of `peak_rss_bytes` what processes share. Ratios compare the quickest run of each tool.
 """
 
 from __future__ import annotations
@@ -74,9 +65,6 @@ class Job:
     cache: str = ""
 
 
-# Rows.
-
-
 def real_rows() -> tuple[str, list[Messages]]:
     path = SHARED / "sft" / "gsm8k" / "train.jsonl"
     if path.is_file():
@@ -111,9 +99,6 @@ def write_rows(path: Path, rows: Iterator[Messages], form: str) -> None:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-# What is measured: runs in a process of its own.
-
-
 def run_stage(job: Job) -> None:
     """Measure in this process; says so when it is done, then counts what came out."""
     # pinned: every tool gets the same cores, however many threads it starts
@@ -131,23 +116,15 @@ def _say(what: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-class Clock:
-    """Seconds since it was made: of the wall's clock, and of processors in this process and its ended children."""
-
-    def __init__(self) -> None:
-        self._wall, self._cpu = time.perf_counter(), _cpu_s()
-
-    def spent(self) -> dict[str, float]:
-        return {"prepare_s": time.perf_counter() - self._wall, "cpu_s": _cpu_s() - self._cpu}
-
-    @staticmethod
-    def zero() -> dict[str, float]:
-        return {"prepare_s": 0.0, "cpu_s": 0.0}
+def _spent_since(start: tuple[float, float]) -> dict[str, float]:
+    """Seconds since `_now()`: of the wall's clock, and of processors in this process and its ended children."""
+    wall, cpu = _now()
+    return {"prepare_s": wall - start[0], "cpu_s": cpu - start[1]}
 
 
-def _cpu_s() -> float:
+def _now() -> tuple[float, float]:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return time.perf_counter(), sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _ours(job: Job) -> dict[str, Any]:
@@ -159,9 +136,9 @@ def _ours(job: Job) -> dict[str, Any]:
 
     parts = TokenizerParts.from_tokenizer(AutoTokenizer.from_pretrained(job.tokenizer))
     recipe = BuildRecipe(parts, DataConfig(), MAX_LENGTH, date.today())
-    clock = Clock()
+    start = _now()
     built = build_rows(Path(job.file), recipe, split="train", workers=job.processes)
-    run = clock.spent()
+    run = _spent_since(start)
     stats = built.stats["kept"]
     assert stats.kept_rows == stats.rows == job.rows, f"{stats.kept_rows} of {stats.rows} rows kept"
     return {"run": {**run, "masks": dict(stats.methods)}, "made": built.dataset("kept")}
@@ -174,13 +151,13 @@ def _tokenizer(job: Job) -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
     turns = Renderer(tokenizer, max_seq_len=MAX_LENGTH).turn_locator()
-    spent, tokens = Clock.zero(), 0
+    spent, tokens = {"prepare_s": 0.0, "cpu_s": 0.0}, 0
     with Path(job.file).open(encoding="utf-8") as file:
         while lines := list(itertools.islice(file, BATCH_ROWS)):
             texts = [turns.template.render(json.loads(line)["messages"]) for line in lines]
-            clock = Clock()
+            start = _now()
             encoded = tokenizer(texts, add_special_tokens=False)
-            spent = {name: spent[name] + more for name, more in clock.spent().items()}
+            spent = {name: spent[name] + more for name, more in _spent_since(start).items()}
             tokens += sum(map(len, encoded["input_ids"]))
     return {"run": {**spent, "tokens": tokens}, "made": None}
 
@@ -195,9 +172,9 @@ def _trl(job: Job) -> dict[str, Any]:
 
     class Timed(SFTTrainer):
         def _prepare_dataset(self, *args: Any, **options: Any) -> Any:
-            clock = Clock()
+            start = _now()
             made = super()._prepare_dataset(*args, **options)
-            spent.update(clock.spent())
+            spent.update(_spent_since(start))
             return made
 
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
@@ -225,9 +202,6 @@ def _counted(dataset: Any) -> Run:
         digest.update(ids.astype(np.int32).tobytes())
         tokens, trained = tokens + len(ids), trained + int((labels != -100).sum())
     return {"tokens": tokens, "trained_tokens": trained, "ids_digest": digest.hexdigest()[:16]}
-
-
-# Measuring.
 
 
 def measure(job: Job) -> Run:
@@ -265,9 +239,6 @@ def best(runs: Sequence[Run], tool: str, of: int | None = None) -> Run | None:
     return max(candidates, key=lambda run: run["rows_per_s"], default=None)
 
 
-# What it comes to.
-
-
 def ratios(runs: Sequence[Run]) -> dict[str, Any]:
     """Rows a second and memory against each other, at each number of rows; the first of all by their plain names."""
     sizes = sorted({run["of"] for run in runs})
@@ -301,9 +272,6 @@ def _short(count: int) -> str:
         if count % size == 0:
             return f"{count // size}{letter}"
     return str(count)
-
-
-# The whole.
 
 
 def bench(sizes: Sequence[int], tokenizer: str, out: Path, *, trl_rows: int, rounds: int) -> dict[str, Any]:

@@ -85,8 +85,6 @@ def help_lines(*, maintaining: bool) -> list[str]:
     return lines
 
 
-# --- the reference of all options and the JSON schema for editors -----------------------------------------------------
-
 REFERENCE = Path("configs/reference.yaml")
 SCHEMA = Path("configs/run.schema.json")
 EXAMPLE_MODEL = "Qwen/Qwen2.5-3B-Instruct"

@@ -109,10 +109,7 @@ def make_run(folder: Path, setting: LoadingSetting) -> Path:
 
 def measure_loading(folder: Path, setting: LoadingSetting) -> dict[str, Any]:
     """What each rank of one run took to load, beside the plan; the run ends then. And the bytes of the stored weights.
-
-    Raises:
-        RuntimeError: the run failed; the message is the end of what it printed.
-    """
+    Raises RuntimeError."""
     path = make_run(folder, setting)
     words = [
         "train.max_steps=1", "train.bf16=true", "model.max_seq_len=128", "train.batch_size=1", "train.grad_accum=1",

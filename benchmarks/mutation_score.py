@@ -2,14 +2,10 @@
 
     python -m benchmarks.mutation_score --count 200 --seed 0 --out mutation_score.json
 
-A mutant is the package with one decision changed: a comparison, a boolean operator, a limit, a branch, a sign, the
-larger taken for the smaller, a statement left out. It is killed when a test fails, or no longer ends. Its tests are
+A mutant is the package with one decision changed. It is killed when a test fails, or no longer ends. Its tests are
 those of its package that execute its lines (subprocesses are not watched). Slow tests are left out, and so are files
-that fail without a mutant, which are named. The sample is drawn evenly from all mutants, seeded. Libraries such as
-mutmut and cosmic-ray run the whole suite for each mutant, or change messages and annotations too, on which no decision
-depends.
-
-Works on copies of the tracked files; the working tree is never changed.
+that fail without a mutant, which are named. The sample is drawn evenly from all mutants, seeded. Works on copies of the
+tracked files. Libraries such as mutmut and cosmic-ray run the whole suite for each mutant, or change messages too.
 """
 
 from __future__ import annotations
@@ -171,9 +167,6 @@ OWN_TESTS = {
 
 def own_tests(path: str) -> list[str]:
     return [f"test_{name}.py" for name in OWN_TESTS[path.split("/")[1]].split()]
-
-
-# --- running them -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ merged, and loaded again by plain transformers and PEFT.
 
 `docs/models.md` is made of the file by `python -m benchmarks.registry --kinds= `.
 
-Causal language models and the language models of image-text classes; of these the whole class is the base. Of each:
-`plan` says whether the plan knows its blocks or measures them, `trace` how far estimate and trace of a step differ, for
-LoRA without and full weights with activation checkpointing. For each mode the model is trained once without a break,
-and once interrupted and resumed: the weights of both are compared bit by bit. A merged model has to answer as base and
-adapter do. What is in the file already, of the same versions, is not done again unless `--kinds` names it; a class that
-ended the process stays in the file as such. On two cores about a quarter of a minute a class.
+Of causal language models, and of image-text classes, whose whole class is the base: where the plan knows its blocks
+from, how far estimate and trace of a step differ, and for each mode a run without a break beside one that was
+interrupted and resumed, bit by bit; a merged model has to answer as base and adapter do. What is in the file already,
+of the same versions, is not done again unless `--kinds` names it; a class that ended the process stays in the file as
+such. On two cores about a quarter of a minute a class.
 """
 
 from __future__ import annotations
@@ -157,9 +156,6 @@ def _write_base(kind: str, folder: Path) -> Any:
     return model.config
 
 
-# --- the plan ---------------------------------------------------------------------------------------------------------
-
-
 WIDTH_FACTOR = 8
 """How much wider than those that train here the models are whose plan and trace are compared: activations outweigh
 tables then, as they do in models of a usual size."""
@@ -212,9 +208,6 @@ def _trace_gap(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: 
             predicted = estimate_memory(run, shape, BF16, step).allocated
             return round(predicted / record_step(step_settings(run, fields, shape, BF16, step)).peak - 1, 4)
     return None
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -336,8 +329,6 @@ MAX_LOGIT_GAP = 1e-3
 """Of the logits' spread: more is no rounding in fp32."""
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
-
 PAGE_TEMPLATE = Path(__file__).with_name("registry_page.md")
 
 
@@ -369,9 +360,6 @@ def format_page(book: Mapping[str, Any]) -> str:
 def _reason_text(reason: str) -> str:
     """A reason without the folder that the class was tried in."""
     return re.sub(r"/\S*registry-\w+/", "", " ".join(reason.split()))
-
-
-# --- the walk ---------------------------------------------------------------------------------------------------------
 
 
 def walk_class(kind: str, folder: Path) -> dict[str, Any]:

@@ -58,10 +58,8 @@ class ScalingPoint:
 
 # Published points with their sources. Exxact states no batch: 2 rows of 2048 tokens a step are assumed.
 # TITAN RTX at 16 GB/s: two cards on a desktop board that gives each 8 lanes, with NCCL_P2P_DISABLE=1; at 100 bridged.
-SCALING_POINTS = tuple(
-    ScalingPoint(**point)
-    for point in json.loads(Path(__file__).with_name("scaling_points.json").read_text(encoding="utf-8"))
-)
+_POINTS = json.loads(Path(__file__).with_name("scaling_points.json").read_text(encoding="utf-8"))
+SCALING_POINTS = tuple(ScalingPoint(**point) for point in _POINTS)
 
 
 def speed(point: ScalingPoint, gpus: int, *, layout: str, micro: int, share: float | None = None) -> float:
@@ -118,14 +116,9 @@ def compare_scaling(point: ScalingPoint) -> dict[str, Any]:
     grown = point.more / point.few
     published = grown * point.more_speed / point.few_speed
     predicted = grown * more / few
-    return {
-        "source": point.source,
-        "few": point.few,
-        "more": point.more,
-        "published": round(published, 3),
-        "predicted": round(predicted, 3),
-        "ratio": predicted / published,
-    }
+    row = {"source": point.source, "few": point.few, "more": point.more}
+    row |= {"published": round(published, 3), "predicted": round(predicted, 3)}
+    return row | {"ratio": predicted / published}
 
 
 def compare_scaling_points() -> dict[str, dict[str, Any]]:

@@ -321,64 +321,6 @@ def test_recording_and_orders_need_nothing_of_this_project():
         assert "sft_play" not in (ROOT / "benchmarks" / "steps" / f"{name}.py").read_text()
 
 
-def test_a_gpu_script_begins_with_trials_in_which_every_setting_occurs():
-    gpu = importlib.import_module("benchmarks.gpu_bench")
-    every = gpu.trials()
-    assert len(every) == len({one.name for one in every}) == 26
-    plain = {(one.model, one.mode, one.length, one.kind) for one in every[:6]}
-    assert all(one.compiled and (one.model, one.mode, one.length, one.kind) in plain for one in every[6:8])
-    assert sum(one.compiled for one in every) == 2
-    for values in zip(*((one.model, one.mode, str(one.length), one.kind) for one in every[:6]), strict=True):
-        assert all(values.count(value) >= 2 for value in set(values))
-    assert {one.mode for one in every[:6]} == {"qlora", "lora", "full"}
-
-
-def test_a_gpu_script_begins_no_trial_that_its_time_does_not_reach(tmp_path, monkeypatch):
-    from sft_play.machine.hardware import parse_hardware
-
-    gpu = importlib.import_module("benchmarks.gpu_bench")
-    now, measured = [0.0], []
-
-    def took(trial: Any, folder: Any, **_: Any) -> dict[str, Any]:
-        now[0] += 70.0
-        measured.append(trial.name)
-        return {"status": "measured", "seconds": 70.0}
-
-    monkeypatch.setattr(gpu, "measured", took)
-    monkeypatch.setattr(gpu, "detect_hardware", lambda: parse_hardware("1xH100"))
-    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
-    monkeypatch.setenv("SFT_PLAY_CACHE", "set back at the end")
-    names = [trial.name for trial in gpu.trials()][:3]
-    out = tmp_path / "out.json"
-
-    def statuses(minutes: str) -> list[str]:
-        words = ["gpu_bench", "--out", str(out), "--only", ",".join(names), "--minutes", minutes]
-        monkeypatch.setattr(sys, "argv", words)
-        assert gpu.main() == 0
-        return [one["status"] for one in json.loads(out.read_text())["trials"].values()]
-
-    assert statuses("3") == ["not reached"] * 3  # the first is taken to need four
-    assert statuses("4") == ["measured", "measured", "measured"]
-    assert statuses("9") == ["measured"] * 3
-    assert measured == names
-    monkeypatch.setattr(sys, "argv", ["gpu_bench", "--only", "4b-lora-2048-mixd"])
-    with pytest.raises(SystemExit):
-        gpu.main()
-
-
-def test_a_model_that_cannot_be_made_ends_its_trial_and_not_the_gpu_bench(monkeypatch, tmp_path):
-    import torch
-
-    gpu = importlib.import_module("benchmarks.gpu_bench")
-
-    def fails(name, folder):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(gpu, "ensure_published_shape", fails)
-    result = gpu.measured(gpu.trials()[0], tmp_path)
-    assert (result["status"], result["reason"]) == ("failed", "CUDA out of memory")
-
-
 def test_weights_are_made_on_the_cpu_where_the_gpu_does_not_hold_them(monkeypatch, tmp_path):
     import torch
 

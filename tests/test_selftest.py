@@ -394,7 +394,7 @@ def test_the_file_of_another_command_is_not_written_over(tmp_path, text):
 
 @pytest.mark.parametrize(
     ("out", "said"),
-    [("/proc/nowhere/a.json", "cannot be written"), ("{}", "is a folder"), ("/dev/null", "is not a regular file")],
+    [("/proc/nowhere/a.json", "cannot be written"), ("{}", "is not a file"), ("/dev/null", "is not a file")],
 )
 def test_an_answer_that_cannot_be_written_is_one_message_before_any_work(command, tmp_path, monkeypatch, out, said):
     monkeypatch.setattr(selftest, "_steps", lambda *_: pytest.fail("work was begun"))
@@ -458,7 +458,7 @@ def test_a_package_that_is_missing_leaves_out_what_needs_it(monkeypatch):
     monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: None if name == "trl" else real(name))
     found = left_out(ALONE)
     trial = found["train/qlora/checkpointed/packed/evaluate"]
-    assert trial == "needs trl, which is not installed (make setup)"
+    assert trial == "needs packages that are not installed (make setup): trl"
     assert found["environment/nf4"] is None
     assert found["several/all-reduce"] is None
 

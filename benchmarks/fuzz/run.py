@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import os
 import random
+import resource
 import select
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 PART_MODULES = {"yaml": "configs", "rows": "rows", "words": "words", "make": "targets", "serve": "asking",
            "templates": "templates"}  # fmt: skip
@@ -77,8 +80,6 @@ def _run_case(run_case: CaseRunner, part: str, number: int, draw: random.Random,
 
 
 def _peak_bytes() -> int:
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -127,19 +128,20 @@ def isolated_environment() -> Iterator[None]:
     """No network, no user's caches or tokens, no variables of make: what a case finds is what it made."""
     from sft_play.variables import VARIABLES
 
-    saved_environment = dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="fuzz-home-") as home:
+    with tempfile.TemporaryDirectory(prefix="fuzz-home-") as home, mock.patch.dict(os.environ):
         for name in (*VARIABLES, "HF_TOKEN", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "SFT_PLAY_MAKE"):
             os.environ.pop(name, None)
         os.environ.update(
             HOME=home, HF_HOME=f"{home}/hf", SFT_PLAY_CACHE=f"{home}/cache", HF_HUB_OFFLINE="1", NO_COLOR="1",
             OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false",
         )  # fmt: skip
-        try:
-            yield
-        finally:
-            os.environ.clear()
-            os.environ.update(saved_environment)
+        yield
+
+
+def require_words(error: Exception) -> None:
+    """Raises FuzzFailure where a refusal says nothing."""
+    if not str(error).strip():
+        raise FuzzFailure("refused without a word") from error
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -148,24 +150,18 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 def run_command(arguments: list[str], **variables: str) -> tuple[int, str, str]:
     """A command line in this process: exit code, standard output, standard error."""
-    import io
     import logging
 
     from sft_play.cli import main
 
-    out, err, saved_environment = io.StringIO(), io.StringIO(), dict(os.environ)
-    os.environ.update(variables)
-    root = logging.getLogger()
+    out, err, code = io.StringIO(), io.StringIO(), 0
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                code = main(arguments)
-            except SystemExit as error:  # --help
-                code = int(error.code or 0)
+        with mock.patch.dict(os.environ, variables), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(arguments)
+    except SystemExit as error:  # --help
+        code = int(error.code or 0)
     finally:
-        os.environ.clear()
-        os.environ.update(saved_environment)
-        root.handlers[:] = []
+        logging.getLogger().handlers[:] = []
     return code, out.getvalue(), err.getvalue()
 
 

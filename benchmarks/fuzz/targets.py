@@ -43,15 +43,10 @@ def case_runner() -> Iterator[CaseRunner]:
         if pwned.exists() or (ROOT / "pwned").exists():
             raise FuzzFailure(f"a value was run: {variables}")
         if process.returncode != 2 or "Traceback" in process.stderr:
-            raise FuzzFailure(
-                f"exit code {process.returncode} of make {goal} {variables}: "
-                f"{process.stderr[-2000:]}{process.stdout[-500:]}"
-            )
-        if (
-            message is None
-            and "none.yaml" not in process.stderr + process.stdout
-            and "SET" not in process.stderr + process.stdout
-        ):
+            output = f"{process.stderr[-2000:]}{process.stdout[-500:]}"
+            raise FuzzFailure(f"exit code {process.returncode} of make {goal} {variables}: {output}")
+        said = process.stderr + process.stdout
+        if message is None and "none.yaml" not in said and "SET" not in said:
             raise FuzzFailure(f"make {goal} {variables} said {process.stderr[-2000:]}")
         return False
 

@@ -97,10 +97,8 @@ class SelftestRecord:
             lines.append(f"The same command with OUT={self.path} continues with what there was no time for")
         failed = [part for part in self.parts.values() if part.status == "fail"]
         if failed:
-            lines.append(
-                f"Report each part that fails in the project's issue tracker, with {self.path.name}, "
-                f"{self.page.name} and its log:"
-            )
+            files = f"{self.path.name}, {self.page.name} and its log"
+            lines.append(f"Report each part that fails in the project's issue tracker, with {files}:")
         device = self.machine["gpus"][0]["name"] if self.machine["gpus"] else "the CPU"
         return lines + [f"  gpu-selftest: {part.name} fails on {device} ({part.log or 'no log'})" for part in failed]
 
@@ -129,10 +127,8 @@ def open_record(path: Path, machine: Mapping[str, Any]) -> SelftestRecord:
     ConfigError if the file is another command's, or cannot be written.
     """
     record = SelftestRecord(path, dict(machine))
-    if path.is_dir():
-        raise ConfigError(f"OUT={one_line(str(path))} is a folder; name a file, such as OUT=selftest.json")
     if path.exists() and not path.is_file():
-        raise ConfigError(f"OUT={one_line(str(path))} is not a regular file; name one, such as OUT=selftest.json")
+        raise ConfigError(f"OUT={one_line(str(path))} is not a file; name one, such as OUT=selftest.json")
     if path.exists():
         earlier = _read_earlier_record(path)
         is_same = _identity(earlier["machine"]) == _identity(record.machine)

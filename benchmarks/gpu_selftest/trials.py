@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -36,6 +37,7 @@ from sft_play.planner.memory.estimate import LOAD_MARGIN, MARGIN_BYTES
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
+from sft_play.runs.files import read_json
 from sft_play.text import GIB
 from sft_play.trace.confirm import load_run_model_shape
 
@@ -135,12 +137,9 @@ class TrialBench:
         return path
 
     def write_trial_config(self, trial: Trial) -> Path:
-        return self.write_config(
-            trial.mode,
-            trial.rows,
-            train={"gradient_checkpointing": trial.checkpointing},
-            eval={"generate_rows": 8 if trial.judged == "generate" else 0},
-        )
+        train = {"gradient_checkpointing": trial.checkpointing}
+        generation = {"generate_rows": 8 if trial.judged == "generate" else 0}
+        return self.write_config(trial.mode, trial.rows, train=train, eval=generation)
 
     def clean(self) -> None:
         """Remove what earlier trials have written and measured: nothing corrects the next prediction."""
@@ -183,17 +182,11 @@ def run_module(
     began = time.monotonic()
     code: int | None = None
     with log.open("wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-        )
+        command = [sys.executable, "-m", *arguments]
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
         try:
-            code = process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout=limit_s)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -216,24 +209,16 @@ def run_trial(trial: Trial, bench: TrialBench) -> Part:
 
 def plan_run(config: Path) -> Plan:
     """The plan of a run YAML on the first GPU, without earlier runs."""
-    run_config = load_config(config).config
-    return make_plan(
-        PlanRequest(
-            run_config,
-            load_run_model_shape(run_config),
-            detect_hardware().limit_gpus(1),
-            allowed_layouts=("single",),
-            has_eval=has_eval(run_config),
-        )
-    )
+    run_config, hardware = load_config(config).config, detect_hardware().limit_gpus(1)
+    shape, evaluates = load_run_model_shape(run_config), has_eval(run_config)
+    return make_plan(PlanRequest(run_config, shape, hardware, allowed_layouts=("single",), has_eval=evaluates))
 
 
 def judge_run_folder(name: str, folder: Path, result: ProcessResult, *, mode: str, rows: str) -> Part:
     """The part that a run yields, from its plan and its summary."""
     if result.code != 0 or not (folder / "summary.json").is_file():
         return Part(name, "fail", result.message, **result.figures)
-    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    plan, summary = read_json(folder / "plan.json"), read_json(folder / "summary.json")
     predicted, measured = predicted_figures(plan), measured_figures(summary, folder)
     problems = find_problems(predicted, measured, rows=rows) + update_problems(measured["updates"], mode=mode)
     speed = f"{predicted['tokens_per_s']:,.0f}" if predicted["tokens_per_s"] else "none"
@@ -248,10 +233,8 @@ def predicted_figures(plan: dict[str, Any]) -> dict[str, Any]:
     """The bytes and the speed that a run's plan.json promises."""
     peak = plan["peak_bytes"]
     allocated, reserved = peak["by_moment"]["training"]
-    moments = {
-        "load": peak["load"],
-        **{name: peak["moments"].get(MEASURED_MOMENTS[name]) for name in ("save", "evaluate")},
-    }
+    moments = {name: peak["moments"].get(MEASURED_MOMENTS[name]) for name in ("save", "evaluate")}
+    moments["load"] = peak["load"]
     copied = ("tokens_per_s", "confirmed_by_trace", "micro_batch", "grad_accum", "fits")
     return {
         "allocated": allocated,
@@ -270,9 +253,7 @@ def measured_figures(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {
         "allocated": peak["measured_allocated"],
         "reserved": peak.get("measured_rss", peak["measured_reserved"]),
-        "moments": {
-            name: by_moment.get(moment, {}).get("measured_allocated") for name, moment in MEASURED_MOMENTS.items()
-        },
+        "moments": {name: by_moment.get(of, {}).get("measured_allocated") for name, of in MEASURED_MOMENTS.items()},
         "updates": summary["updates"],
         "evaluations": len(summary["evaluations"]),
         "tokens_per_s": steady_speed(folder),
@@ -290,14 +271,8 @@ def find_problems(predicted: dict[str, Any], measured: dict[str, Any], *, rows: 
     """What is wrong with a run of rows of a kind: its peaks and, where the device's rates are known and the rows are
     full, as a plan assumes them, its speed."""
     is_full = rows != "unequal"
-    peak = Peak(
-        predicted["allocated"],
-        predicted["reserved"],
-        predicted["margin"],
-        measured["allocated"],
-        measured["reserved"],
-        exact=is_full,
-    )
+    promise = (predicted["allocated"], predicted["reserved"], predicted["margin"])
+    peak = Peak(*promise, measured["allocated"], measured["reserved"], exact=is_full)
     problems = peak_problems(peak)
     for name, held in measured["moments"].items():
         promised = predicted["moments"][name]
@@ -310,7 +285,6 @@ def find_problems(predicted: dict[str, Any], measured: dict[str, Any], *, rows: 
     return problems
 
 
-# --- out of memory ----------------------------------------------------------------------------------------------------
 def run_out_of_memory(bench: TrialBench, hardware: Hardware) -> Part:
     """Give a run a micro-batch that its plan says cannot fit, let it run out of memory, and compare its message with
     the figures of the plan and the driver."""
@@ -344,11 +318,7 @@ def oversized_config(bench: TrialBench, micro: int) -> Path:
 
 
 def find_oversized_micro_batch(required: Callable[[int], int], budget: int, *, max_rows: int = 4096) -> int | None:
-    """The smallest power of two whose step needs a quarter more than `budget` bytes; None up to `max_rows`.
-
-    Args:
-        required: bytes that a micro-batch needs.
-    """
+    """The smallest power of two whose step needs (`required`) a quarter more than `budget` bytes; None: none does."""
     size = 1
     while size <= max_rows:
         if required(size) > 1.25 * budget:

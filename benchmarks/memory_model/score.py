@@ -252,8 +252,6 @@ def is_estimate_only(settings: ScriptSettings) -> bool:
     return settings.strategy in ("zero1", "zero2", "zero3") or has_sinks
 
 
-# --- tracing --------------------------------------------------------------------------------------------------------
-
 TraceAnswer = TracedPeak | str
 """A trace's peak, or why there is none."""
 
@@ -319,9 +317,6 @@ def trace_or_reason(settings: ScriptSettings, trace: TraceFunction | None = None
     return " ".join(f"{method} cannot be traced: {reason}".split())[:160]
 
 
-# --- groups ---------------------------------------------------------------------------------------------------------
-
-
 def group_rows(rows: Iterable[ScoredRow]) -> dict[str, dict[str, Any]]:
     """Class A as asked, by mode, strategy, both, attention and source; the other classes by class and source."""
     found: dict[str, list[ScoredRow]] = defaultdict(list)
@@ -354,9 +349,6 @@ def plain_strategy(text: str) -> str:
     """`fsdp2 (8)`, `fsdp2 4 x cp 2` as their first word; context parallel alone is sharded over its ranks too."""
     word = text.lower().split(" ")[0] or "unknown"
     return "fsdp2" if word == "cp" else word
-
-
-# --- figures --------------------------------------------------------------------------------------------------------
 
 
 def _error(predicted: int | None, measured: int | None) -> float | None:

@@ -174,17 +174,9 @@ def compare(
     tries: bool = True,
     progress: Callable[[str], None] = logger.info,
 ) -> Comparison:
-    """Measure a run, and a peer in turns with it.
+    """Measure a run, and a peer, which `python` runs, in turns with it; `tries`: let TRL try other micro-batches first.
 
-    Args:
-        python: the Python that has the peer's package; None: this one.
-        steps, warmup: optimizer steps that are measured, and those before them.
-        tries: let TRL try other micro-batches than ours first.
-
-    Raises:
-        ConfigError: there is no such peer, its package is missing, or it cannot train this run.
-        TrainingError: a process failed.
-    """
+    Raises ConfigError where there is no such peer or it cannot train this run, TrainingError where a process failed."""
     python = check_peer(peer, python)
     loaded = load_config(config, overrides=overrides)
     if loaded.stages:
@@ -207,22 +199,8 @@ def compare(
     return comparison
 
 
-_MISSING = 9
-# What a peer's Python is asked before anything is measured: an import that fails there would fail after our run.
-_IMPORTED = f"""
-import importlib.util, sys
-if importlib.util.find_spec("trl") is None:
-    sys.exit({_MISSING})
-import trl
-"""
-
-
 def check_peer(peer: str | None, python: str | None) -> str:
-    """The Python that runs a peer: the one that is given, else this one.
-
-    Raises:
-        ConfigError: the peer does not exist, or that Python does not have TRL or cannot import it.
-    """
+    """The Python that runs a peer: the one that is given, else this one. Raises ConfigError."""
     if peer is not None and peer not in PEERS:
         raise ConfigError(f"PEER={one_line(peer)} is not known; there are: {', '.join(PEERS)}")
     if python is None:
@@ -232,16 +210,15 @@ def check_peer(peer: str | None, python: str | None) -> str:
                           "leave it out")  # fmt: skip
     if shutil.which(python) is None:
         raise ConfigError(f"PEER_PYTHON={one_line(python)} is not a program that can be run")
-    process = subprocess.run(
-        [python, "-c", _IMPORTED], env=peers_environment(), stdin=subprocess.DEVNULL, capture_output=True
-    )
-    if process.returncode == _MISSING:
-        raise ConfigError(f"PEER={peer} needs the package trl, which {one_line(python)} does not have; install it "
-                          "there, or leave PEER_PYTHON= out")  # fmt: skip
+    # an import that fails there would fail after our run
+    words, environment = [python, "-c", "import trl"], peers_environment()
+    process = subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, capture_output=True)
     if process.returncode:
         reason = [line for line in process.stderr.decode(errors="replace").splitlines() if line.strip()][-1:]
-        raise ConfigError(f"PEER={peer}: {one_line(python)} has the package trl and cannot import it: "
-                          f"{one_line(redact(' '.join(reason)), limit=400)}; repair that environment")  # fmt: skip
+        raise ConfigError(
+            f"PEER={peer} needs the package trl, which {one_line(python)} cannot import: "
+            f"{one_line(redact(' '.join(reason)), limit=400)}; install it there, or leave PEER_PYTHON= out"
+        )
     return python
 
 
@@ -325,9 +302,8 @@ class _Bench:
         path = order.write(self.folder / f"{order.side}-order.json")
         timed = self._run(order.side, [python, "-m", module, str(path)])
         run: Run = json.loads(Path(order.result).read_text(encoding="utf-8"))
-        facts = self._known()
         run = flat(run) | timed
-        plan = plan_from_json(facts["plan"])
+        plan = plan_from_json(self._known()["plan"])
         run["mfu"] = utilisation(run, plan, self.loaded)
         if order.side == "ours":
             run["predicted"] = predicted(plan)
@@ -338,11 +314,7 @@ class _Bench:
 
     def _run(self, side: str, command: list[str]) -> Run:
         """A process to its end: seconds, of the wall's clock and of processors, its children's included.
-
-        Raises:
-            ConfigError: the process refused what a user can fix.
-            TrainingError: it failed.
-        """
+        Raises ConfigError or TrainingError."""
         log = self.folder / f"{side}.log"
         environment = child_environment(peers_environment())
         began = time.monotonic()
@@ -364,11 +336,8 @@ class _Bench:
 
 def peers_environment() -> dict[str, str]:
     """The environment of both sides' processes; no library reports home."""
-    return independent_environment(os.environ) | {
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
+    more = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return independent_environment(os.environ) | more
 
 
 def refuse(side: str, code: int, text: str) -> None:

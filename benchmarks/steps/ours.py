@@ -130,11 +130,7 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
     """The same steps without a trainer: forward, the trainer's loss head, backward, clipping, AdamW, schedule.
 
     The batches are those that the trainer would take, collated and moved before anything is timed. No callback, log,
-    metric or wait for the device is left between the steps.
-
-    Raises:
-        ConfigError: fp16, whose gradients have to be scaled.
-    """
+    metric or wait for the device is left between the steps. Raises ConfigError."""
     import torch
 
     from benchmarks.steps.recording import MeasurementDone

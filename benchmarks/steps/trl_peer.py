@@ -28,8 +28,8 @@ def main(path: Path) -> None:
     order = ProcessOrder.read(path)
     facts = order.known()
     if order.side == "trl-tries":
-        tried = [{"micro_batch": micro, **tried_run(order, facts, micro)}
-                 for micro in order.settings["micro_batches"]]  # fmt: skip
+        micros = order.settings["micro_batches"]
+        tried = [{"micro_batch": micro, **tried_run(order, facts, micro)} for micro in micros]
         Path(order.result).write_text(json.dumps({"tried": tried}), encoding="utf-8")
         return
     train(order, facts, micro=order.settings.get("micro_batch", facts["micro_batch"]))
@@ -46,13 +46,8 @@ def train(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> None:
         "packing": trainer.args.packing,
         "group_by_length": order.side == "trl-grouped",
     }
-    recorder = Recorder(
-        Path(order.result),
-        warmup=order.warmup,
-        steps=order.steps,
-        pad_id=facts["pad_id"],
-        facts={"side": order.side, "settings": settings},
-    )
+    result, more = Path(order.result), {"side": order.side, "settings": settings}
+    recorder = Recorder(result, warmup=order.warmup, steps=order.steps, pad_id=facts["pad_id"], facts=more)
     train_until_recorded(trainer, recorder)
 
 

@@ -45,6 +45,17 @@ NEGLIGIBLE_LEARNING_RATE = 1e-30
 """Learning rate of the run whose saved weights are the start: too small to change any of them."""
 
 
+SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(("data.val_path", "data.test_path", "train.early_stopping_patience")),
+    **dict.fromkeys(("tuning.lora.dropout", "data.val_fraction", "eval.steps", "eval.generate_rows"), 0),
+    **dict.fromkeys(("train.load_best_model_at_end", "eval.before_training"), False),
+    "train.logging_steps": 1,
+    "train.report_to": [],
+    "output.if_exists": "replace",
+}
+"""What every run of a table sets over the config: no dropout, nothing evaluated, every step logged."""
+
+
 @dataclass(frozen=True)
 class Tolerance:
     """How far a run may be from the single process: `loss` relative at every step, `weights` by `compare_tensors`."""
@@ -128,20 +139,17 @@ class LayoutTable:
 
     def as_json(self) -> list[dict[str, Any]]:
         """One object per row; a difference that is not finite is null, and the row says where it is."""
-        return [
-            {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in row.items()
-            }
-            for row in map(asdict, self.rows)
-        ]
+        rows = [asdict(row) for row in self.rows]
+        for row in rows:
+            for key, value in row.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    row[key] = None
+        return rows
 
     def lines(self) -> list[str]:
         split, figures = f"{'micro x accum':<14}", f"{'loss':>9}{'weights':>10}"
-        lines = [
-            f"{'layout':<14}{'ranks':>5}  {'mode':<6}{'dtype':<6}{split}{figures}  wrapped",
-            *(_line(row) for row in self.rows),
-        ]
+        lines = [f"{'layout':<14}{'ranks':>5}  {'mode':<6}{'dtype':<6}{split}{figures}  wrapped"]
+        lines += [_line(row) for row in self.rows]
         lines += [f"left out: {what}: {why}" for what, why in self.left_out]
         lines += sorted({f"{row.mode} in {row.dtype}: {row.note}" for row in self.rows if row.note})
         good = sum(row.ok for row in self.rows)
@@ -149,9 +157,8 @@ class LayoutTable:
                     key=lambda row: row.max_rel_loss_diff or 0.0)  # fmt: skip
         lines.append(f"{good} of {len(self.rows)} runs agree with the single process")
         if worst is not None and worst.max_rel_loss_diff:
-            lines.append(
-                f"largest relative difference of a loss: {worst.max_rel_loss_diff:.1e} ({worst.layout}, {worst.mode})"
-            )
+            difference = f"{worst.max_rel_loss_diff:.1e} ({worst.layout}, {worst.mode})"
+            lines.append(f"largest relative difference of a loss: {difference}")
         return lines
 
 
@@ -160,7 +167,7 @@ def _line(row: LayoutRow) -> str:
         return "-" if value is None else f"{value:.1e}"
 
     wrapped = (row.engine_proof or {}).get("wrapped_class", "")
-    end = f"{wrapped}" if row.ok else f"DIFFERS {row.error or row.worst_tensor or ''} {wrapped}".rstrip()
+    end = wrapped if row.ok else f"DIFFERS {row.error or row.worst_tensor or ''} {wrapped}".rstrip()
     split = f"{row.micro_batch} x {row.accum}"
     return (
         f"{row.layout:<14}{row.ranks:>5}  {row.mode:<6}{row.dtype:<6}{split:<14}"
@@ -197,9 +204,8 @@ def verify(
             from benchmarks.verify.small import make_small_run
 
             config = make_small_run(folder)
-        bench = _LayoutBench(
-            folder, config, tuple(overrides), load_config(config, overrides=overrides).config, hardware, steps
-        )
+        run_config = load_config(config, overrides=overrides).config
+        bench = _LayoutBench(folder, config, tuple(overrides), run_config, hardware, steps)
         table = LayoutTable()
         for mode in modes or MODES:
             for bf16 in (False, True) if mode in ("full", "lora") and bench.may_add_bf16 else (False,):
@@ -276,10 +282,8 @@ class _LayoutBench:
             began = time.monotonic()
             try:
                 result = self.run(case)
-            except DoesNotFit as error:
-                table.left_out.append((case.name, one_line(str(error), limit=200)))
-                continue
-            except ConfigError as error:  # the layout is not possible for this mode; anything else is a difference
+            # ConfigError: the layout is not possible for this mode; anything else is a difference
+            except (DoesNotFit, ConfigError) as error:
                 table.left_out.append((case.name, one_line(str(error), limit=200)))
                 continue
             except TrainingError as error:
@@ -337,35 +341,22 @@ class _LayoutBench:
             return None
 
     def settings(self, case: LayoutCase, *, start: bool) -> list[str]:
+        name = ("start-" if start else "") + case.name
         values: dict[str, Any] = {
+            **SETTINGS,
             "tuning.mode": case.mode,
-            "tuning.lora.dropout": 0.0,
             "train.effective_batch_size": self.effective,
             "train.batch_size": self.effective // (case.rows * case.accum),
             "train.grad_accum": case.accum,
             "train.max_steps": 1 if start else self.steps,
-            "train.logging_steps": 1,
-            "train.report_to": [],
-            "train.load_best_model_at_end": False,
-            "train.early_stopping_patience": None,
-            "data.val_path": None,
-            "data.test_path": None,
-            "data.val_fraction": 0.0,
-            "eval.steps": 0,
-            "eval.generate_rows": 0,
-            "eval.before_training": False,
             "output.dir": str(self.folder / "outputs"),
-            "output.name": "start-" + case.name if start else case.name,
-            "output.if_exists": "replace",
+            "output.name": name,
         }
         if case.bf16:
-            values |= {"train.bf16": True}
+            values["train.bf16"] = True
         if start:
-            values |= {
-                "train.learning_rate": NEGLIGIBLE_LEARNING_RATE,
-                "train.lr_scheduler_type": "constant",
-                "train.warmup_steps": 0,
-            }
+            values |= {"train.learning_rate": NEGLIGIBLE_LEARNING_RATE, "train.warmup_steps": 0}
+            values["train.lr_scheduler_type"] = "constant"
         if case.layout == "fsdp_hybrid":
             values["distributed.shard_ranks"] = 2
         if case.layout == "fsdp_cp":
@@ -396,23 +387,13 @@ class _LayoutBench:
 
     def run(self, case: LayoutCase, *, start: bool = False) -> Path:
         """Run a case as a user would start it; returns its run folder.
-
-        Raises:
-            DoesNotFit, ConfigError: the run says so before it loads anything.
-            TrainingError: it failed.
-        """
+        Raises DoesNotFit or ConfigError or TrainingError."""
         command = [sys.executable, "-m", "sft_play", "train" if case.layout == "single" else "train-distributed"]
         command += ["--config", str(self.config), *self.overrides, *self.settings(case, start=start)]
         if case.layout != "single":
             command += ["--strategy", case.layout, "--nproc", str(case.ranks)]
-        answer = subprocess.run(
-            command,
-            env=child_environment(independent_environment(os.environ)),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        environment = child_environment(independent_environment(os.environ))
+        answer = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
         folder = self.folder / "outputs" / (("start-" if start else "") + case.name)
         if answer.returncode == 0:
             return folder
@@ -438,10 +419,7 @@ def _largest_difference(expected: Sequence[float], measured: Sequence[float]) ->
     """Largest relative difference over steps; infinite where their numbers differ."""
     if len(expected) != len(measured) or not expected:
         return math.inf
-    return max(
-        abs(expected_value - measured_value) / abs(expected_value)
-        for expected_value, measured_value in zip(expected, measured, strict=True)
-    )
+    return max(abs(one - other) / abs(one) for one, other in zip(expected, measured, strict=True))
 
 
 def _message(text: str) -> str:
