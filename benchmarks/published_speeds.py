@@ -27,6 +27,7 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import Speed, SpeedError, find_rates, find_speed_error, predict_speed
+from sft_play.runs.files import read_json
 from sft_play.trace.confirm import load_planned_shape
 
 SPEEDS_FILE = Path(__file__).with_name("published_speeds.csv")
@@ -34,28 +35,7 @@ TARGET_PARAMETERS = (6.5e9, 73e9)
 """Parameters of the models of 7B to 70B, as their names round them."""
 
 
-def _mpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
-    sizes = {"d_model": hidden, "n_layers": layers, "n_heads": heads, "max_seq_len": 65_536, "vocab_size": 50_368}
-    return {"model_type": "mpt", **sizes}
-
-
-def _qwen1(hidden: int, width: int, layers: int, heads: int) -> dict[str, Any]:
-    """The first Qwen: Llama's block (and biases, which are no products)."""
-    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers}
-    heads_of = {"num_attention_heads": heads, "num_key_value_heads": heads}
-    rest = {"vocab_size": 151_936, "max_position_embeddings": 8192, "tie_word_embeddings": False}
-    return {"model_type": "llama", **sizes, **heads_of, **rest}
-
-
-OTHER_MODELS = {
-    "mpt-7b": _mpt(4096, 32, 32),
-    "mpt-13b": _mpt(5120, 40, 40),
-    "mpt-30b": _mpt(7168, 48, 56),
-    "mpt-70b": _mpt(8192, 80, 64),
-    "qwen1-1.8b": _qwen1(2048, 5504, 24, 16),
-    "qwen1-7b": _qwen1(4096, 11_008, 32, 32),
-    "qwen1-14b": _qwen1(5120, 13_696, 40, 40),
-}
+OTHER_MODELS = read_json(SPEEDS_FILE.with_name("published_speeds_models.json"))
 """Models of published runs that the table of known models lacks."""
 
 

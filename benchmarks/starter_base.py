@@ -40,15 +40,7 @@ SEED = 2
 """Seed of the random weights and of the corpus's order; others do about as well (benchmarks/LOG.md, 2026-11-22)."""
 INITIALIZER_RANGE = 0.06
 """Wider than Llama's 0.02: a model this small, trained this briefly, learned to copy words only with it."""
-CHAT_TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n' }}"
-    "{% endif %}{{ 'tools: ' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}{% if not (tools and loop.first and message.role == 'system') %}"
-    "{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}"
-    "{% for call in message.tool_calls or [] %}{{ '\ncall: ' + ({'name': call.function.name, "
-    "'arguments': call.function.arguments} | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+CHAT_TEMPLATE = (BASE / "chat_template.jinja").read_text(encoding="utf-8")
 """ChatML; tools are in the system turn, and calls follow the assistant's text."""
 
 

@@ -202,35 +202,24 @@ def python_with(folder: Path, trl: str | None) -> str:
     return str(python)
 
 
-def test_apython_without_trl_is_refused(command, small, tmp_path):
-    python = python_with(tmp_path, None)
+@pytest.mark.parametrize(("trl", "module"), [(None, "trl"), ("import nowhere_at_all\n", "nowhere_at_all")])
+def test_a_python_that_cannot_import_trl_is_refused_before_our_run(command, small, tmp_path, trl, module):
+    python = python_with(tmp_path, trl)
     code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "trl", "--peer-python", python)
     assert code == 2
-    assert f"PEER=trl needs the package trl, which {python} does not have" in said
-
-
-def test_a_trl_that_cannot_be_imported_is_refused_before_our_run(command, small, tmp_path):
-    """The package is there, and what it imports is not."""
-    python = python_with(tmp_path, "import a_package_that_is_nowhere\n")
-    code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "trl", "--peer-python", python)
-    assert code == 2
-    assert "No module named 'a_package_that_is_nowhere'; repair that environment" in said
+    assert f"which {python} cannot import: ModuleNotFoundError: No module named '{module}'" in said
     assert "Round" not in said
     assert bench.check_peer("trl", python_with(tmp_path, "")) == python
 
 
-def test_a_python_is_refused_where_it_is_none_or_unused(tmp_path):
+def test_a_python_is_refused_where_it_is_none_or_unused(command, small, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="is not a program that can be run"):
         bench.check_peer("trl", str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="PEER_PYTHON= names the Python of another TRL"):
         bench.check_peer("bare", sys.executable)
     with pytest.raises(ConfigError, match="none is asked for"):
         bench.check_peer(None, sys.executable)
-
-
-def test_the_python_may_lie_in_the_home_folder(command, small, tmp_path, monkeypatch):
-    """Shells leave `~` alone in make's words."""
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))  # shells leave `~` alone in make's words
     code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "trl", "--peer-python", "~/python")
     assert code == 2
     assert f"PEER_PYTHON={tmp_path}/python is not a program that can be run" in said

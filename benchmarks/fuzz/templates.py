@@ -14,22 +14,11 @@ from benchmarks.fuzz import mutate
 from benchmarks.fuzz.run import CaseRunner, FuzzFailure, isolated_environment, read_files, require_words
 from sft_play.errors import TokenizerError
 from sft_play.files import ROOT
+from sft_play.runs.files import read_json
 
-_NAMES = ("messages", "message", "messages[0]", "tools", "loop", "x", "eos_token", "self", "cycler", "namespace(a=1)")
-_ATTRIBUTES = (
-    *("content", "role", "__class__", "__class__.__mro__", "__init__.__globals__", "gi_frame.f_builtins", "append(x)"),
-    *("format(x)", "format_map(x)", "join(messages)", "replace('', 'x' * 9999)", "__globals__", "items()", "pop()"),
-    *("clear()", "_environment", "environment", "update({'a': 1})", "mro()", "encode().decode", "__reduce__()"),
-)
-_FILTERS = (
-    *("tojson", "length", "list", "join", "upper", "trim", "indent(99999)", "center(999999999)", "sort", "batch(2)"),
-    *("map('attr', '__class__')", "attr('__class__')", "wordwrap(1)", "replace('a', 'aaaa')", "format(1, 2)", "random"),
-    *("groupby('role')", "urlize", "pprint", "safe", "unique", "sum", "dictsort", "tojson(indent=99999999)", "xmlattr"),
-)
-_EXPRESSIONS = (
-    *("range(10**9)", "'a' * 10**9", "[0] * 10**8", "9**9**9", "lipsum(999999)", "raise_exception('no')", "1/0"),
-    *("strftime_now('%Y' * 999999)", "'%9999999d' % 1", "'{:>999999999}'.format(1)", "dict(a=1)", "joiner()", "xxx"),
-    "none.a",
+_PIECES: dict[str, list[str]] = read_json(Path(__file__).with_suffix(".json"))
+_NAMES, _ATTRIBUTES, _FILTERS, _EXPRESSIONS = (
+    _PIECES[kind] for kind in ("names", "attributes", "filters", "expressions")
 )
 
 

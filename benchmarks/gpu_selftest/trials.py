@@ -26,6 +26,7 @@ from benchmarks.gpu_selftest.checks import (
 )
 from benchmarks.gpu_selftest.material import CPU_SIZE, GPU_SIZE, ROW_KINDS, TrialSize, write_trial_rows
 from benchmarks.gpu_selftest.record import Part, judged_part
+from benchmarks.steps.material import write_config
 from sft_play.config.load import load_config
 from sft_play.launch.planning import has_eval
 from sft_play.log import one_line, redact
@@ -108,33 +109,26 @@ class TrialBench:
     def write_config(self, mode: str, rows: str, **changes: Mapping[str, Any]) -> Path:
         """Write the run YAML of a trial; `changes` are settings by section (`train={...}`)."""
         size, device = self.size, "cuda" if self.on_gpu else "cpu"
-        settings: dict[str, Any] = {
-            "model": {"name": str(self.folder / "model"), "max_seq_len": size.seq_len},
+        sections: dict[str, dict[str, Any]] = {
             "tuning": {"mode": mode},
-            "data": {
-                "train_path": str(self.folder / f"{rows}.jsonl"),
-                "val_path": str(self.folder / "held-out.jsonl"),
-                "max_lost_fraction": 1.0,
-                "packing": "best_fit" if rows == "packed" else "none",
-                "workers": 1,
-            },
+            "data": {"val_path": str(self.folder / "held-out.jsonl")},
             "train": {
                 "batch_size": size.micro_batch,
                 "effective_batch_size": size.effective_batch,
                 "max_steps": size.steps,
-                "report_to": [],
                 "save_steps": 1000,
                 "logging_steps": 1,
                 "device": "auto" if self.on_gpu else "cpu",
             },
-            "eval": {"steps": size.steps // 2, "before_training": False, "max_new_tokens": ANSWER_TOKENS[device]},
+            "eval": {"steps": size.steps // 2, "max_new_tokens": ANSWER_TOKENS[device]},
             "output": {"dir": str(self.folder / "outputs"), "name": "run", "if_exists": "replace"},
         }
+        if rows == "packed":
+            sections["data"]["packing"] = "best_fit"
         for section, values in changes.items():
-            settings[section] |= values
-        path = self.folder / "run.yaml"
-        path.write_text(json.dumps(settings, indent=2), encoding="utf-8")  # JSON is YAML
-        return path
+            sections[section] |= values
+        model, rows_path, path = self.folder / "model", self.folder / f"{rows}.jsonl", self.folder / "run.yaml"
+        return write_config(path, model=model, rows=rows_path, seq_len=size.seq_len, **sections)
 
     def write_trial_config(self, trial: Trial) -> Path:
         train = {"gradient_checkpointing": trial.checkpointing}
