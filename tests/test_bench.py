@@ -57,9 +57,6 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", warm.python())
 
 
-# --- equal work -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.build
 @pytest.mark.usefixtures("warmed")
 @pytest.mark.parametrize("kind", ["padded", "packed", "joined"])
@@ -183,9 +180,6 @@ def test_tokens_are_counted_alike_padded_without_a_mask_and_packed(seed):
     assert len({rows_digest([one["rows"]]) for one in found}) == 1
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
 def test_an_unknown_peer_is_refused_before_anything_runs(command, small):
     code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "tlr")
     assert code == 2
@@ -247,9 +241,6 @@ def test_a_process_that_fails_is_named_by_its_exit_code():
         bench.refuse("ours", 3, refused)
     with pytest.raises(TrainingError, match="trl ended with exit code 1: ValueError: no"):
         bench.refuse("trl", 1, "Traceback\nValueError: no\n")
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def comparison(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> bench.Comparison:

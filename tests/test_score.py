@@ -34,35 +34,15 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 ROW = {
-    "id": "someone/run-1",
-    "class": "A",
-    "source": "someone/else benchmarks.md",
-    "model": "someone/tiny",
-    "gpu": "NVIDIA A100-SXM4-80GB",
-    "n_gpus": "1",
-    "mode": "lora",
-    "lora_r": "8",
-    "lora_targets": "q_proj v_proj",
-    "lora_dtype": "fp32",
-    "weights_dtype": "bf16",
-    "compute_dtype": "bf16",
-    "quant": "none",
-    "optimizer": "AdamW",
-    "micro_batch": "2",
-    "seq_len": "64",
-    "padding": "all rows full",
-    "grad_accum": "1",
-    "gradient_checkpointing": "full",
-    "attention": "sdpa",
-    "loss_head": "full_fp32",
-    "strategy": "single",
-    "torch": "2.10.0+cu128",
-    "transformers": "5.3.0",
-    "peft": "0.19.1",
-    "peak_allocated_gib": "1.0",
-    "peak_reserved_gib": "2.0",
-    "notes": "",
-}
+    "id": "someone/run-1", "class": "A", "source": "someone/else benchmarks.md",
+    "model": "someone/tiny", "gpu": "NVIDIA A100-SXM4-80GB", "n_gpus": "1", "mode": "lora",
+    "lora_r": "8", "lora_targets": "q_proj v_proj", "lora_dtype": "fp32", "weights_dtype": "bf16",
+    "compute_dtype": "bf16", "quant": "none", "optimizer": "AdamW", "micro_batch": "2",
+    "seq_len": "64", "padding": "all rows full", "grad_accum": "1",
+    "gradient_checkpointing": "full", "attention": "sdpa", "loss_head": "full_fp32",
+    "strategy": "single", "torch": "2.10.0+cu128", "transformers": "5.3.0", "peft": "0.19.1",
+    "peak_allocated_gib": "1.0", "peak_reserved_gib": "2.0", "notes": "",
+}  # fmt: skip
 
 
 def config_of(name: str) -> Mapping[str, Any]:
@@ -95,9 +75,6 @@ def peak(allocated: int, reserved: int) -> TracedPeak:
 
 def fixed(settings: ScriptSettings) -> TracedPeak:
     return peak(2**30, 2**31)
-
-
-# --- rows as settings -----------------------------------------------------------------------------------------------
 
 
 def test_columns_become_settings() -> None:
@@ -220,9 +197,6 @@ def test_peft_rows_are_one_length_and_take_the_whole_config(tmp_path: Path) -> N
     assert second.peft["r"] == 8
 
 
-# --- figures --------------------------------------------------------------------------------------------------------
-
-
 def test_a_spread_names_the_worst_on_either_side() -> None:
     assert spread([0.02, None, -0.05, 0.01]) == {
         "n": 3, "median_abs_error": 0.02, "p95_abs_error": 0.047, "worst_over": 0.02, "worst_under": -0.05,
@@ -238,9 +212,6 @@ def test_a_spread_names_the_worst_on_either_side() -> None:
 )
 def test_strategies_are_grouped_by_their_first_word(text: str, plain: str) -> None:
     assert plain_strategy(text) == plain
-
-
-# --- the score ------------------------------------------------------------------------------------------------------
 
 
 def test_rows_groups_and_reasons(tmp_path: Path) -> None:
@@ -384,10 +355,6 @@ def test_published_rows_nearest_to_this_toolkit_are_described() -> None:
         "tensor, pipeline or expert parallel (Megatron)",
         "ZeRO with master weights and states in half precision",
     }
-
-
-def test_rows_ran_with_the_allocator_that_their_source_set() -> None:
-    runs = read_runs(ROOT / "benchmarks" / "published_nearest.csv")
     growing = {run.source for run in runs if run.settings and run.settings.expandable_segments}
     assert growing == {"PrimeIntellect-ai/prime-rl"}
 
@@ -403,8 +370,6 @@ def test_several_rows_are_traced_by_several_processes(tmp_path: Path, monkeypatc
     assert [line.split()[0] for line in heard] == ["1/2", "2/2"]
     assert len(list((tmp_path / "traces").glob("*.json"))) == 2
 
-
-# --- settings that older scripts need, in the tracer ------------------------------------------------------------------
 
 TINY = ScriptSettings(
     model=LLAMA, mode="full", micro_batch=2, seq_len=64, autocast=None, loss="model", optimizer="adamw_foreach"
@@ -494,9 +459,6 @@ def test_sharded_accumulation_keeps_whole_gradients() -> None:
 
 LOGITS_FREE_PARAMS = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 160)
 """Matrices of TINY's two layers: q, k, v, o and the MLP."""
-
-
-# --- the shared rows ------------------------------------------------------------------------------------------------
 
 
 def test_shared_rows_of_class_a_are_expressible() -> None:

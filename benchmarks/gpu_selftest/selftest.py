@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 OUT = Path("selftest.json")
 # Packages that a trial imports.
-TRAINING = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "bitsandbytes")
+WITHOUT_TRL = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
+TRAINING = (*WITHOUT_TRL, "trl", "datasets")
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _steps(bench: TrialBench, hardware: Hardware) -> list[Step]:
     attention = functools.partial(machine_parts.check_attention, bench, hardware)
     return [
         Step(f"{ENVIRONMENT}device", lambda: machine_parts.check_device(hardware), packages=()),
-        Step(f"{ENVIRONMENT}nf4", lambda: machine_parts.check_nf4(bench)),
+        Step(f"{ENVIRONMENT}nf4", lambda: machine_parts.check_nf4(bench), packages=WITHOUT_TRL),
         Step(f"{ENVIRONMENT}attention", attention, packages=("torch", "transformers")),
         Step(f"{ENVIRONMENT}nvml", lambda: machine_parts.check_nvml(bench), 1, torch),
         *every[: len(MODES)],
