@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import benchmarks.memory_model.closed  # noqa: F401  (which adds the loss of other scripts)
 from benchmarks.report_header import report_header
@@ -25,7 +25,7 @@ from sft_play.models.config_json import parse_model_shape
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate_memory
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.precision import Precision, adapter_dtype, gradient_sync
+from sft_play.planner.precision import Precision
 from sft_play.runs.files import write_json
 from sft_play.trace.confirm import step_settings
 from sft_play.trace.settings import StepSettings
@@ -95,45 +95,14 @@ def _layout(options: Mapping[str, str]) -> Layout:
 
 
 def predict_memory(setting: SampleSetting, model: Mapping[str, Any]) -> MemoryEstimate:
-    return estimate_memory(
-        setting.config, parse_model_shape(dict(model), name=setting.model), setting.precision, setting.step
-    )
+    shape = parse_model_shape(dict(model), name=setting.model)
+    return estimate_memory(setting.config, shape, setting.precision, setting.step)
 
 
 def trace_settings(setting: SampleSetting, model: Mapping[str, Any]) -> StepSettings:
-    """The same step in the trace's words; of a mixture of experts in those of the plan's own trace."""
-    config, step = setting.config, setting.step
+    """The same step in the words of the plan's own trace."""
     shape = parse_model_shape(dict(model), name=setting.model)
-    if any(kind.expert_weights for kind in shape.layers):
-        return step_settings(config, model, shape, setting.precision, step)
-    lora, name = config.tuning.lora, step.layout.name
-    strategy: Literal["single", "ddp", "fsdp2"] = "fsdp2" if name == "fsdp" else "ddp" if name == "ddp" else "single"
-    targets = "all-linear" if lora.target_modules == "auto" else list(lora.target_modules)
-    adapter = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.r, "lora_alpha": lora.alpha}
-    adapter |= {"lora_dropout": lora.dropout, "target_modules": targets, "use_dora": lora.use_dora}
-    return StepSettings(
-        model=model,
-        mode=config.tuning.mode,
-        peft=None if config.tuning.mode == "full" else adapter,
-        micro_batch=step.micro_batch,
-        seq_len=step.seq_len,
-        weights=setting.precision.load,
-        adapters=None if config.tuning.mode == "full" else adapter_dtype(config, setting.precision),
-        grad_accum=min(step.grad_accum, 2),  # the second pass already holds gradients, and further ones repeat it
-        checkpointing=step.checkpointed_layers != 0,
-        checkpointed_layers=step.checkpointed_layers or None,
-        loss=step.loss,
-        attention="one_by_one" if step.one_by_one else step.attention,
-        mask="packed" if step.varlen else "padded" if step.padded else "ones",
-        kernels="liger" if config.train.kernels == "liger" else "plain",
-        optimizer={"adamw_torch_fused": "adamw_fused", "adamw_torch": "adamw_foreach"}[config.train.optim],
-        eval_batch=step.eval_batch or None,
-        quant_storage="bfloat16" if name == "fsdp" else "uint8",
-        strategy=strategy,
-        sync_each_batch=name == "fsdp" and gradient_sync(config, setting.precision, "fsdp").interval == "micro_batch",
-        world=step.layout.ranks,
-        capability=step.capability or (9, 0),
-    )
+    return step_settings(setting.config, model, shape, setting.precision, setting.step)
 
 
 def compare_setting(

@@ -74,14 +74,9 @@ def row_step(row: Mapping[str, str]) -> Step:
     layout = Layout(name, data, shards.get(name, 1), tensor, context)  # type: ignore[arg-type]
     recomputed = {"all": 1.0, "none": 0.0}.get(row["checkpointing"])
     share = float(row["checkpointing"]) if recomputed is None else recomputed
-    return Step(
-        micro_batch=int(row["micro_batch"]),
-        grad_accum=int(row["grad_accum"]),
-        seq_len=int(row["seq_len"]),
-        layout=layout,
-        checkpointed_layers=round(share * model.num_layers),
-        casts_inputs=True,
-    )
+    micro, accum, length = (int(row[name]) for name in ("micro_batch", "grad_accum", "seq_len"))
+    layers = round(share * model.num_layers)
+    return Step(micro, accum, length, layout=layout, checkpointed_layers=layers, casts_inputs=True)
 
 
 def predict_row_speed(row: Mapping[str, str]) -> Speed:

@@ -68,14 +68,11 @@ def speed(point: ScalingPoint, gpus: int, *, layout: str, micro: int, share: flo
     hardware, config = _named_hardware(machine_text), _config(point.mode)
     shape = load_planned_shape(load_config_json(point.model), name=point.model)
     precision = Precision(point.precision, point.precision, "")
-    step = Step(
-        micro_batch=micro,
-        grad_accum=1,
-        seq_len=point.length,
-        layout=SINGLE if gpus == 1 else Layout("ddp", gpus) if layout == "ddp" else Layout("fsdp", gpus, gpus),
-        checkpointed_layers=None if point.checkpointing else 0,
-        casts_inputs=True,
-    )
+    ranks = SINGLE
+    if gpus > 1:
+        ranks = Layout("ddp", gpus) if layout == "ddp" else Layout("fsdp", gpus, gpus)
+    layers = None if point.checkpointing else 0
+    step = Step(micro, 1, point.length, layout=ranks, checkpointed_layers=layers, casts_inputs=True)
     rates = find_rates(hardware, precision)
     rates = rates if share is None else replace(rates, matrix_share=share)
     return predict_speed(config, shape, precision, step, rates).tokens_per_s / gpus

@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,11 @@ def predicted(row: dict[str, str]) -> float | None:
     config = config_from_text(f"model: {{name: x}}\ntuning: {{mode: {row['mode']}, lora: {{r: {rank}}}}}", name="row")
     half = "float16" if "16" in row["compute_dtype"] and "b" not in row["compute_dtype"] else "bfloat16"
     precision = Precision(half, half, "")  # type: ignore[arg-type]
-    step = Step(
-        micro_batch=micro,
-        grad_accum=1,
-        seq_len=length,
-        layout=SINGLE if count == 1 else Layout("fsdp", count, count),
-        checkpointed_layers=None if row["gradient_checkpointing"] in ("full", "true", "yes") else 0,
-        attention="eager" if row["attention"] == "eager" else "sdpa",
-        casts_inputs=True,
-    )
+    layout = SINGLE if count == 1 else Layout("fsdp", count, count)
+    layers = None if row["gradient_checkpointing"] in ("full", "true", "yes") else 0
+    step = Step(micro, 1, length, layout=layout, checkpointed_layers=layers, casts_inputs=True)
+    if row["attention"] == "eager":
+        step = replace(step, attention="eager")
     return predict_speed(config, shape, precision, step, find_rates(hardware, precision)).tokens_per_s / count
 
 
@@ -71,12 +68,9 @@ def score(path: Path) -> dict[str, Any]:
             if speed is not None:
                 measured = float(row["tokens_per_s"])
                 source = row["id"].split("/")[0]
-                runs[row["id"]] = {
-                    "group": f"{source} {row['gpu']} {row['n_gpus']} {row['mode']}",
-                    "predicted": round(speed, 1),
-                    "published": measured,
-                    "ratio": speed / measured,
-                }
+                group = f"{source} {row['gpu']} {row['n_gpus']} {row['mode']}"
+                ratio = speed / measured
+                runs[row["id"]] = {"group": group, "predicted": round(speed, 1), "published": measured, "ratio": ratio}
     return runs
 
 

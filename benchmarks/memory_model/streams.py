@@ -39,7 +39,6 @@ class ScriptAllocator(CachingAllocator):
     def __init__(self, *, expandable_segments: bool = False, capacity: int | None = None) -> None:
         super().__init__(expandable_segments=expandable_segments)
         self.capacity = capacity
-        self.retries = 0
         self._uses: dict[object, set[int]] = {}
         self._waiting: list[tuple[int, _Block]] = []
         self._frees = 0
@@ -80,7 +79,6 @@ class ScriptAllocator(CachingAllocator):
         try:
             return super()._alloc_block(pool, size)
         except SimulatedOutOfMemory:  # free the cache and try again, as malloc_retry does
-            self.retries += 1
             self.empty_cache()
             return super()._alloc_block(pool, size)
 

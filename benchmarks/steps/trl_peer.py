@@ -52,7 +52,6 @@ def train(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> None:
 
 
 def train_until_recorded(trainer: Any, recorder: Any) -> None:
-    """Train with a transformers Trainer until the recorder has seen enough."""
     from benchmarks.steps.recording import MeasurementDone, record_trainer
 
     record_trainer(trainer, recorder)

@@ -296,8 +296,8 @@ class _LayoutBench:
             far = compare_tensors(start, one, read_tensors(self.saved(result)), from_bf16=self.rounds_start(case))
             row.rel_weight_change_diff, row.worst_tensor = far.largest, far.tensor
             assert row.loss_tolerance is not None
-            row.ok = row.max_rel_loss_diff <= row.loss_tolerance
-            row.ok = row.ok and (row.tolerance is None or far.largest <= row.tolerance)
+            fits = row.tolerance is None or far.largest <= row.tolerance
+            row.ok = fits and row.max_rel_loss_diff <= row.loss_tolerance
             row.seconds = round(time.monotonic() - began, 1)
             table.rows.append(row)
             progress(_line(row))
