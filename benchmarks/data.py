@@ -12,6 +12,7 @@ conversations; each tool prepares them in a process of its own that may use two 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
@@ -20,6 +21,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report_header import report_header
-from benchmarks.resident import Sampler
 from sft_play.process.signals import child_environment, watch_parent
 from sft_play.runs.files import write_json
 
@@ -202,6 +203,40 @@ def _counted(dataset: Any) -> Run:
         digest.update(ids.astype(np.int32).tobytes())
         tokens, trained = tokens + len(ids), trained + int((labels != -100).sum())
     return {"tokens": tokens, "trained_tokens": trained, "ids_digest": digest.hexdigest()[:16]}
+
+
+class Sampler:
+    """The highest resident memory of a process and its children, in bytes: `rss`, and `private` without what they share
+    with others (pages of mapped files, for one)."""
+
+    def __init__(self, pid: int, *, every_s: float) -> None:
+        self.rss = self.private = 0
+        self._pid, self._every_s, self._stop = pid, every_s, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._pid)
+            while not self._stop.wait(self._every_s):
+                rss = private = 0
+                for one in (root, *root.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                        used = one.memory_info()
+                        rss, private = rss + used.rss, private + used.rss - getattr(used, "shared", 0)
+                self.rss, self.private = max(self.rss, rss), max(self.private, private)
 
 
 def measure(job: Job) -> Run:
