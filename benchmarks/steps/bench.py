@@ -79,10 +79,9 @@ class Comparison:
                 ratios[name] = mine / other
         if all(run.get("cpu_s") for side in ("ours", self.peer) for run in self.runs[side]):
             for name in ("rows", "tokens"):
-                mine, other = (
-                    statistics.median(_per_cpu(run, name) for run in self.runs[side]) for side in ("ours", self.peer)
-                )
-                ratios[f"{name}_per_cpu_s"] = mine / other
+                ours_per_cpu = statistics.median(_per_cpu(run, name) for run in self.runs["ours"])
+                theirs_per_cpu = statistics.median(_per_cpu(run, name) for run in self.runs[self.peer])
+                ratios[f"{name}_per_cpu_s"] = ours_per_cpu / theirs_per_cpu
         return ratios
 
     def same_work(self) -> dict[str, Any] | None:
