@@ -2,8 +2,8 @@
 
     python -m benchmarks.closed_form --configs FOLDER --out closed_form.json
 
-FOLDER holds one folder with a config.json for each model. Nothing is downloaded, no GPU is needed. A row is done once:
-start again to continue. Sizes are bytes of allocated memory on one rank.
+FOLDER holds one folder with a config.json for each model. Nothing is downloaded, no GPU is needed. A row of OUT is
+traced once: start again to continue; the estimate is always computed anew. Sizes are allocated bytes on one rank.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ import statistics
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import benchmarks.memory_model.closed  # noqa: F401  (which adds the loss of other scripts)
+from benchmarks.report_header import report_header
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.machine.hardware import detect_hardware
 from sft_play.models.config_json import parse_model_shape
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate_memory
 from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.precision import Precision, adapter_dtype, gradient_sync
+from sft_play.planner.precision import Precision
 from sft_play.runs.files import write_json
-from sft_play.runs.folder import installed_versions
 from sft_play.trace.confirm import step_settings
-from sft_play.trace.settings import StepSettings, TracedPeak
+from sft_play.trace.settings import StepSettings
 
 BF16 = Precision("bfloat16", "bfloat16", "")
 FP32_MASTERS = Precision("bfloat16", "float32", "")
@@ -49,7 +47,6 @@ class SampleSetting:
 
 
 def sample_settings() -> dict[str, SampleSetting]:
-    """The sample by its own words."""
     lines = SAMPLE.read_text(encoding="utf-8").splitlines()
     return {line: parse_setting(line) for line in lines if not line.startswith("#")}
 
@@ -59,29 +56,21 @@ def parse_setting(line: str) -> SampleSetting:
     model, mode, length, rows, *options_text = line.split()
     options = dict(word.partition("=")[::2] for word in options_text)
     targets = options.get("targets")
-    config = config_from_text(
-        json.dumps(
-            {
-                "model": {"name": model, "max_seq_len": int(length)},
-                "tuning": {
-                    "mode": mode,
-                    "lora": {
-                        "dtype": "bfloat16" if "bf16_adapters" in options else "auto",
-                        "r": int(options.get("rank", 16)),
-                        "dropout": float(options.get("dropout", 0)),
-                        "use_dora": "dora" in options,
-                        "target_modules": targets.split(",") if targets else "auto",
-                        "target_parameters": "auto" if "experts" in options else [],
-                    },
-                },
-                "train": {
-                    "optim": options.get("optim", "adamw_torch_fused"),
-                    "kernels": "liger" if "liger" in options else "none",
-                },
-            }
-        ),
-        name=line,
-    )
+    lora = {
+        "dtype": "bfloat16" if "bf16_adapters" in options else "auto",
+        "r": int(options.get("rank", 16)),
+        "dropout": float(options.get("dropout", 0)),
+        "use_dora": "dora" in options,
+        "target_modules": targets.split(",") if targets else "auto",
+        "target_parameters": "auto" if "experts" in options else [],
+    }
+    kernels = "liger" if "liger" in options else "none"
+    settings = {
+        "model": {"name": model, "max_seq_len": int(length)},
+        "tuning": {"mode": mode, "lora": lora},
+        "train": {"optim": options.get("optim", "adamw_torch_fused"), "kernels": kernels},
+    }
+    config = config_from_text(json.dumps(settings), name=line)
     step = Step(
         int(rows),
         int(options.get("accum", 1)),
@@ -106,73 +95,31 @@ def _layout(options: Mapping[str, str]) -> Layout:
 
 
 def predict_memory(setting: SampleSetting, model: Mapping[str, Any]) -> MemoryEstimate:
-    """The estimate's answer for a model's config.json."""
-    return estimate_memory(
-        setting.config, parse_model_shape(dict(model), name=setting.model), setting.precision, setting.step
-    )
+    shape = parse_model_shape(dict(model), name=setting.model)
+    return estimate_memory(setting.config, shape, setting.precision, setting.step)
 
 
 def trace_settings(setting: SampleSetting, model: Mapping[str, Any]) -> StepSettings:
-    """The same step in the trace's words; of a mixture of experts in those of the plan's own trace."""
-    config, step = setting.config, setting.step
+    """The same step in the words of the plan's own trace."""
     shape = parse_model_shape(dict(model), name=setting.model)
-    if any(kind.expert_weights for kind in shape.layers):
-        return step_settings(config, model, shape, setting.precision, step)
-    lora, name = config.tuning.lora, step.layout.name
-    strategy: Literal["single", "ddp", "fsdp2"] = "fsdp2" if name == "fsdp" else "ddp" if name == "ddp" else "single"
-    targets = "all-linear" if lora.target_modules == "auto" else list(lora.target_modules)
-    adapter = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.r, "lora_alpha": lora.alpha}
-    adapter |= {"lora_dropout": lora.dropout, "target_modules": targets, "use_dora": lora.use_dora}
-    return StepSettings(
-        model=model,
-        mode=config.tuning.mode,
-        peft=None if config.tuning.mode == "full" else adapter,
-        micro_batch=step.micro_batch,
-        seq_len=step.seq_len,
-        weights=setting.precision.load,
-        adapters=None if config.tuning.mode == "full" else adapter_dtype(config, setting.precision),
-        grad_accum=min(step.grad_accum, 2),  # the second pass already holds gradients, and further ones repeat it
-        checkpointing=step.checkpointed_layers != 0,
-        checkpointed_layers=step.checkpointed_layers or None,
-        loss=step.loss,
-        attention="one_by_one" if step.one_by_one else step.attention,
-        mask="packed" if step.varlen else "padded" if step.padded else "ones",
-        kernels="liger" if config.train.kernels == "liger" else "plain",
-        optimizer={"adamw_torch_fused": "adamw_fused", "adamw_torch": "adamw_foreach"}[config.train.optim],
-        eval_batch=step.eval_batch or None,
-        quant_storage="bfloat16" if name == "fsdp" else "uint8",
-        strategy=strategy,
-        sync_each_batch=name == "fsdp" and gradient_sync(config, setting.precision, "fsdp").interval == "micro_batch",
-        world=step.layout.ranks,
-        capability=step.capability or (9, 0),
-    )
-
-
-def trace_memory(setting: SampleSetting, model: Mapping[str, Any]) -> TracedPeak:
-    """The trace's answer."""
-    from benchmarks.memory_model import liger  # noqa: F401  (which lets the tracer run them)
-    from sft_play.trace.confirm import cached_trace
-
-    return cached_trace(trace_settings(setting, model))
+    return step_settings(setting.config, model, shape, setting.precision, setting.step)
 
 
 def compare_setting(
     setting: SampleSetting, model: Mapping[str, Any], earlier: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Both answers; the trace's from an earlier row where there is one."""
+    from benchmarks.memory_model import liger  # noqa: F401  (which lets the tracer run them)
+    from sft_play.trace.confirm import cached_trace
+
     closed = predict_memory(setting, model)
-    traced_part = earlier or _traced_part(trace_memory(setting, model))
-    return {
-        "closed_allocated": closed.allocated,
-        "closed_reserved": closed.reserved,
-        "moment": closed.moment,
-        "moments": closed.moments,
-    } | {name: traced_part[name] for name in ("traced_allocated", "traced_reserved", "phases")}
-
-
-def _traced_part(peak: TracedPeak) -> dict[str, Any]:
+    row = {"closed_allocated": closed.allocated, "closed_reserved": closed.reserved, "moment": closed.moment}
+    row["moments"] = closed.moments
+    if earlier is not None:
+        return row | {name: earlier[name] for name in ("traced_allocated", "traced_reserved", "phases")}
+    peak = cached_trace(trace_settings(setting, model))
     phases = {name: peaks[0] for name, peaks in peak.phases.items()}
-    return {"traced_allocated": peak.allocated, "traced_reserved": peak.reserved, "phases": phases}
+    return row | {"traced_allocated": peak.allocated, "traced_reserved": peak.reserved, "phases": phases}
 
 
 def summarize_ratios(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -191,31 +138,18 @@ def summarize_ratios(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Do what is missing, writing after each row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--configs", type=Path, required=True, help="folder of folders with a config.json")
     parser.add_argument("--out", type=Path, default=Path("closed_form.json"))
-    parser.add_argument("--trace-again", default="", help="trace rows with this text in their name again too")
-    parser.add_argument("--again", action="store_true", help="compute the estimate again where a row is traced already")
     options = parser.parse_args()
     done: dict[str, Any] = json.loads(options.out.read_text())["runs"] if options.out.exists() else {}
     for name, setting in sample_settings().items():
-        if options.trace_again and options.trace_again in name:
-            done.pop(name, None)
-        if name in done and not options.again:
-            continue
         model = json.loads((options.configs / setting.model / "config.json").read_text(encoding="utf-8"))
         done[name] = compare_setting(setting, model, done.get(name))
         ratio = done[name]["closed_allocated"] / done[name]["traced_allocated"]
         sys.stdout.write(f"{ratio:8.4f}  {done[name]['moment']:10}  {name}\n")
         sys.stdout.flush()
-        report = {
-            "machine": detect_hardware().as_json(),
-            "versions": installed_versions(),
-            **summarize_ratios(done),
-            "runs": done,
-        }
-        write_json(options.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report})
+        write_json(options.out, {**report_header(), **summarize_ratios(done), "runs": done})
     sys.stdout.write(json.dumps(summarize_ratios(done)["error"], indent=1) + "\n")
     return 0
 

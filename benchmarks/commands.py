@@ -11,7 +11,6 @@ Progress = Callable[[str], None]
 
 
 def bench(request: Request, progress: Progress) -> CommandResult:
-    """A run's real steps, in turns with those of PEER."""
     from benchmarks.steps import bench
 
     compared = bench.compare(
@@ -28,13 +27,12 @@ def bench(request: Request, progress: Progress) -> CommandResult:
 
 
 def memory_model_score(request: Request, progress: Progress) -> CommandResult:
-    """The errors of every measured peak; OUT is written as they come."""
     if request.peaks is None:
         raise ConfigError("PEAKS= names no file; give the CSV of measured peaks: make memory-model-score PEAKS=FILE")
     from benchmarks.memory_model.score import score
 
-    report = score(request.peaks, out=request.out, progress=progress)
-    return CommandResult(report.as_json(), report.table_lines(), is_written_to_out=False)
+    report = score(request.peaks, progress=progress)
+    return CommandResult(report.as_json(), report.table_lines())
 
 
 def verify_layouts(request: Request, progress: Progress) -> CommandResult:
@@ -62,7 +60,6 @@ def gpu_selftest(request: Request, progress: Progress) -> CommandResult:
 
 
 def mask_score(request: Request, _: Progress) -> CommandResult:
-    """The masks of templates."""
     if request.templates is None or request.tokenizer is None:
         raise ConfigError("mask-score needs both: TEMPLATES=FOLDER (.jinja files) and TOKENIZER=FOLDER (or a hub id)")
     from benchmarks.mask_score.score import score
@@ -71,7 +68,6 @@ def mask_score(request: Request, _: Progress) -> CommandResult:
 
 
 def generate(_: Request, __: Progress) -> CommandResult:
-    """The files that were written."""
     from benchmarks.generate import generate as write
 
     written = write()

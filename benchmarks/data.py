@@ -4,23 +4,15 @@
     # with TRL_ROWS=1000000 TRL prepares all of them too (most of an hour)
 
 Real rows (GSM8K's where the shared material is there, else the starter's) are repeated with changes into a file of
-conversations. Four things are measured on it, each in a process of its own that may use two cores:
-
-- `trl`: SFTTrainer's own preparation, built on a model of no size, nothing trained: with assistant_only_loss, and with
-  prompt and completion, with two processes. Its clock runs over its maps alone, not over reading the file.
-- `ours`: `sft_play.data.build.build`, masks verified as before training; reading the file and writing the cache too.
-- `tokenizer`: the tokenizer's own batch call on rendered texts, with its threads; its clock runs over the calls alone.
-- `ours_again`: a second start, which finds the cache.
-
-Every run says `prepare_s`, seconds of the preparation alone, and `total_s`, from the start of the process with its
-imports on. `peak_rss_bytes` is the highest sum of resident memory over the process and its children, sampled;
-`peak_private_bytes` leaves out what they share with others (mapped files, for one). Ratios compare the quickest run of
-each tool, by `prepare_s`.
+conversations; each tool prepares them in a process of its own that may use two cores (benchmarks/README.md, Data).
+`prepare_s` are the seconds of the preparation alone, `total_s` those from the start of the process with its imports;
+`peak_private_bytes` leaves out of `peak_rss_bytes` what processes share. Ratios compare the quickest run of each tool.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
@@ -29,18 +21,17 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, date, datetime
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.resident import Sampler
-from sft_play.machine.hardware import detect_hardware
+from benchmarks.report_header import report_header
 from sft_play.process.signals import child_environment, watch_parent
 from sft_play.runs.files import write_json
-from sft_play.runs.folder import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
@@ -75,32 +66,28 @@ class Job:
     cache: str = ""
 
 
-# Rows.
-
-
 def real_rows() -> tuple[str, list[Messages]]:
-    """Where rows come from, and those rows as conversations."""
     path = SHARED / "sft" / "gsm8k" / "train.jsonl"
     if path.is_file():
         rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        return "GSM8K", [_pair(row["question"], row["answer"]) for row in rows]
+        return "GSM8K", [
+            [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+            for row in rows
+        ]
     path = ROOT / "sft_play" / "starter" / "data" / "train.jsonl"
     return "the starter's data", [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
-
-
-def _pair(question: str, answer: str) -> Messages:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def changed_rows(rows: Sequence[Messages], count: int) -> Iterator[Messages]:
     """`count` conversations, no two alike: the rows over and over, each time with another number in every text."""
     for number, messages in enumerate(itertools.islice(itertools.cycle(rows), count)):
-        yield [
-            {**message, "content": f"{message['content']}\n(No. {number} {message['role']})"}
-            if message["role"] == "assistant"
-            else {**message, "content": f"No. {number}: {message['content']}"}
-            for message in messages
-        ]
+        changed = []
+        for message in messages:
+            text = f"No. {number}: {message['content']}"
+            if message["role"] == "assistant":
+                text = f"{message['content']}\n(No. {number} {message['role']})"
+            changed.append({**message, "content": text})
+        yield changed
 
 
 def write_rows(path: Path, rows: Iterator[Messages], form: str) -> None:
@@ -111,9 +98,6 @@ def write_rows(path: Path, rows: Iterator[Messages], form: str) -> None:
             if form == "prompt_completion":
                 row = {"prompt": messages[:-1], "completion": messages[-1:]}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-# What is measured: runs in a process of its own.
 
 
 def run_stage(job: Job) -> None:
@@ -133,25 +117,15 @@ def _say(what: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-class Clock:
-    """Seconds since it was made: of the wall's clock, and of processors in this process and its ended children."""
-
-    def __init__(self) -> None:
-        self._wall, self._cpu = time.perf_counter(), _cpu_s()
-
-    def spent(self) -> dict[str, float]:
-        """Both, by the names that they have in a run."""
-        return {"prepare_s": time.perf_counter() - self._wall, "cpu_s": _cpu_s() - self._cpu}
-
-    @staticmethod
-    def zero() -> dict[str, float]:
-        """No time at all."""
-        return {"prepare_s": 0.0, "cpu_s": 0.0}
+def _spent_since(start: tuple[float, float]) -> dict[str, float]:
+    """Seconds since `_now()`: of the wall's clock, and of processors in this process and its ended children."""
+    wall, cpu = _now()
+    return {"prepare_s": wall - start[0], "cpu_s": cpu - start[1]}
 
 
-def _cpu_s() -> float:
+def _now() -> tuple[float, float]:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return time.perf_counter(), sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _ours(job: Job) -> dict[str, Any]:
@@ -163,9 +137,9 @@ def _ours(job: Job) -> dict[str, Any]:
 
     parts = TokenizerParts.from_tokenizer(AutoTokenizer.from_pretrained(job.tokenizer))
     recipe = BuildRecipe(parts, DataConfig(), MAX_LENGTH, date.today())
-    clock = Clock()
+    start = _now()
     built = build_rows(Path(job.file), recipe, split="train", workers=job.processes)
-    run = clock.spent()
+    run = _spent_since(start)
     stats = built.stats["kept"]
     assert stats.kept_rows == stats.rows == job.rows, f"{stats.kept_rows} of {stats.rows} rows kept"
     return {"run": {**run, "masks": dict(stats.methods)}, "made": built.dataset("kept")}
@@ -178,13 +152,13 @@ def _tokenizer(job: Job) -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
     turns = Renderer(tokenizer, max_seq_len=MAX_LENGTH).turn_locator()
-    spent, tokens = Clock.zero(), 0
+    spent, tokens = {"prepare_s": 0.0, "cpu_s": 0.0}, 0
     with Path(job.file).open(encoding="utf-8") as file:
         while lines := list(itertools.islice(file, BATCH_ROWS)):
             texts = [turns.template.render(json.loads(line)["messages"]) for line in lines]
-            clock = Clock()
+            start = _now()
             encoded = tokenizer(texts, add_special_tokens=False)
-            spent = {name: spent[name] + more for name, more in clock.spent().items()}
+            spent = {name: spent[name] + more for name, more in _spent_since(start).items()}
             tokens += sum(map(len, encoded["input_ids"]))
     return {"run": {**spent, "tokens": tokens}, "made": None}
 
@@ -192,16 +166,16 @@ def _tokenizer(job: Job) -> dict[str, Any]:
 def _trl(job: Job) -> dict[str, Any]:
     os.environ["HF_DATASETS_CACHE"] = job.cache
     from datasets import load_dataset
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
 
     spent: dict[str, float] = {}
 
     class Timed(SFTTrainer):
         def _prepare_dataset(self, *args: Any, **options: Any) -> Any:
-            clock = Clock()
+            start = _now()
             made = super()._prepare_dataset(*args, **options)
-            spent.update(clock.spent())
+            spent.update(_spent_since(start))
             return made
 
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
@@ -212,17 +186,10 @@ def _trl(job: Job) -> dict[str, Any]:
         output_dir=str(Path(job.cache) / "out"), max_length=MAX_LENGTH, assistant_only_loss=job.form == "messages",
         dataset_num_proc=job.processes if job.processes > 1 else None, report_to=[], use_cpu=True, bf16=False,
     )  # fmt: skip
-    trainer = Timed(_tiny_model(len(tokenizer)), arguments, train_dataset=rows, processing_class=tokenizer)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    trainer = Timed(model, arguments, train_dataset=rows, processing_class=tokenizer)
     return {"run": {**spent, "read_s": read_s}, "made": trainer.train_dataset}
-
-
-def _tiny_model(vocabulary: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    return LlamaForCausalLM(shape)
 
 
 def _counted(dataset: Any) -> Run:
@@ -231,28 +198,56 @@ def _counted(dataset: Any) -> Run:
 
     digest, tokens, trained = hashlib.sha256(), 0, 0
     for batch in dataset.with_format("arrow").iter(BATCH_ROWS):
-        ids, labels = (
-            np.concatenate([chunk.flatten() for chunk in batch[name].chunks]) for name in ("input_ids", "labels")
-        )
+        columns = (batch[name].chunks for name in ("input_ids", "labels"))
+        ids, labels = (np.concatenate([chunk.flatten() for chunk in chunks]) for chunks in columns)
         digest.update(ids.astype(np.int32).tobytes())
         tokens, trained = tokens + len(ids), trained + int((labels != -100).sum())
     return {"tokens": tokens, "trained_tokens": trained, "ids_digest": digest.hexdigest()[:16]}
 
 
-# Measuring.
+class Sampler:
+    """The highest resident memory of a process and its children, in bytes: `rss`, and `private` without what they share
+    with others (pages of mapped files, for one)."""
+
+    def __init__(self, pid: int, *, every_s: float) -> None:
+        self.rss = self.private = 0
+        self._pid, self._every_s, self._stop = pid, every_s, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._pid)
+            while not self._stop.wait(self._every_s):
+                rss = private = 0
+                for one in (root, *root.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                        used = one.memory_info()
+                        rss, private = rss + used.rss, private + used.rss - getattr(used, "shared", 0)
+                self.rss, self.private = max(self.rss, rss), max(self.private, private)
 
 
 def measure(job: Job) -> Run:
-    """Run one job in a process of its own; an error is a result."""
     command = [sys.executable, str(Path(__file__).resolve()), "--stage", json.dumps(asdict(job))]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "SFT_PLAY_CACHE": job.cache, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     run: Run = {"tool": job.tool, "rows": job.rows, "of": job.of, "processes": job.processes, "form": job.form}
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, env=child_environment(environment), stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        environment = child_environment(environment)
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None
         with process.stdout, Sampler(process.pid, every_s=SAMPLE_S) as sampler:
             for line in process.stdout:
@@ -269,19 +264,14 @@ def measure(job: Job) -> Run:
 
 
 def jobs_of(rows: int, trl_rows: int) -> list[Job]:
-    """Every tool on both cores, TRL with either form of rows."""
     trl_limit = min(rows, trl_rows)
     trl = [Job("trl", trl_limit, rows, CORES, form) for form in ("messages", "prompt_completion")]
     return [Job("ours", rows, rows, CORES), Job("tokenizer", min(rows, TOKENIZER_ROWS), rows, CORES), *trl]
 
 
 def best(runs: Sequence[Run], tool: str, of: int | None = None) -> Run | None:
-    """The run of a tool with the most rows a second."""
     candidates = [run for run in runs if run["tool"] == tool and "error" not in run and of in (None, run["of"])]
     return max(candidates, key=lambda run: run["rows_per_s"], default=None)
-
-
-# What it comes to.
 
 
 def ratios(runs: Sequence[Run]) -> dict[str, Any]:
@@ -305,7 +295,6 @@ def ratios(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _memory_ratios(runs: Sequence[Run], sizes: Sequence[int]) -> dict[str, float]:
-    """Memory of ours at the most rows over that at the fewest."""
     first, last = best(runs, "ours", sizes[0]), best(runs, "ours", sizes[-1])
     if first is None or last is None or first is last:
         return {}
@@ -320,11 +309,7 @@ def _short(count: int) -> str:
     return str(count)
 
 
-# The whole.
-
-
 def bench(sizes: Sequence[int], tokenizer: str, out: Path, *, trl_rows: int, rounds: int) -> dict[str, Any]:
-    """Measure everything; OUT is written after every run."""
     source, rows = real_rows()
     runs: list[Run] = []
     answer: dict[str, Any] = {}
@@ -341,7 +326,6 @@ def bench(sizes: Sequence[int], tokenizer: str, out: Path, *, trl_rows: int, rou
 
 
 def _measured(job: Job, rows: Sequence[Messages], scratch: Path, turn: int) -> Iterator[Run]:
-    """The run of a job, and of a second start behind ours."""
     file = scratch / f"{job.rows}.{job.form}.jsonl"
     if not file.is_file():
         write_rows(file, changed_rows(rows, job.rows), job.form)
@@ -356,20 +340,11 @@ def _measured(job: Job, rows: Sequence[Messages], scratch: Path, turn: int) -> I
 
 
 def _answer(source: str, tokenizer: str, runs: Sequence[Run]) -> dict[str, Any]:
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": detect_hardware().as_json(),
-        "versions": installed_versions(),
-        "rows_from": source,
-        "tokenizer": Path(tokenizer).name,
-        "cores": CORES,
-        "runs": list(runs),
-        "ratios": ratios(runs),
-    }
+    answer = {"rows_from": source, "tokenizer": Path(tokenizer).name, "cores": CORES}
+    return {**report_header(), **answer, "runs": list(runs), "ratios": ratios(runs)}
 
 
 def row_counts(text: str) -> list[int]:
-    """The numbers of `10000,1000000`; exits where they are none."""
     try:
         counts = [int(word) for word in text.split(",") if word.strip()]
     except ValueError:
@@ -380,13 +355,11 @@ def row_counts(text: str) -> list[int]:
 
 
 def main() -> None:
-    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.environ.get("OUT") or "data.json")
     parser.add_argument("--rows", default=os.environ.get("ROWS") or "10000,1000000")
     parser.add_argument("--tokenizer", default=os.environ.get("TOKENIZER") or None, help="folder with a chat template")
     parser.add_argument("--trl-rows", type=int, default=int(os.environ.get("TRL_ROWS") or TRL_ROWS))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.stage:
@@ -397,7 +370,7 @@ def main() -> None:
     if not Path(tokenizer).is_dir():
         raise SystemExit(f"no tokenizer at {tokenizer}; give TOKENIZER=FOLDER, one with a chat template")
     sizes = row_counts(options.rows)
-    answer = bench(sizes, tokenizer, Path(options.out), trl_rows=options.trl_rows, rounds=options.rounds)
+    answer = bench(sizes, tokenizer, Path(options.out), trl_rows=options.trl_rows, rounds=ROUNDS)
     sys.stdout.write(f"{json.dumps(answer['ratios'], indent=2)}\n")
 
 

@@ -53,7 +53,6 @@ def class_defaults(table: Mapping[str, ClassDefaults]) -> dict[str, ClassDefault
 
 
 def generate() -> list[str]:
-    """Write the files into the working folder; returns their names."""
     written = []
     for path, text in generated():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,8 +85,6 @@ def help_lines(*, maintaining: bool) -> list[str]:
     return lines
 
 
-# --- the reference of all options and the JSON schema for editors -----------------------------------------------------
-
 REFERENCE = Path("configs/reference.yaml")
 SCHEMA = Path("configs/run.schema.json")
 EXAMPLE_MODEL = "Qwen/Qwen2.5-3B-Instruct"
@@ -101,7 +98,6 @@ _HEADER = """\
 
 
 def reference_yaml() -> str:
-    """The text of configs/reference.yaml."""
     lines = [_HEADER]
     open_sections: list[str] = []
     for leaf in all_options().values():

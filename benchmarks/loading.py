@@ -13,17 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.random_model import write_random_model
+from benchmarks.report_header import report_header
 from benchmarks.verify.small import make_small_run
 from sft_play.runs.files import write_json
-from sft_play.runs.folder import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,7 +40,6 @@ class LoadingSetting:
 
     @property
     def name(self) -> str:
-        """Its row's name."""
         return f"{self.mode} x{self.ranks} {self.stored}{' experts' if self.experts else ''}"
 
 
@@ -93,32 +93,23 @@ LOADING_SETTINGS = (
 
 
 def make_run(folder: Path, setting: LoadingSetting) -> Path:
-    """The small run's rows and tokenizer with a larger model; returns its YAML."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3MoeConfig
-
     path = make_small_run(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    sizes: dict[str, Any] = {
-        "vocab_size": 16_000, "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16,
-        "num_key_value_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": False,
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
+    config: dict[str, Any] = {
+        "model_type": "qwen2", "vocab_size": 16_000, "hidden_size": 1024, "intermediate_size": 4096,
+        "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
     }  # fmt: skip
-    config = Qwen2Config(**sizes, intermediate_size=4096)
     if setting.experts:
-        experts = {"moe_intermediate_size": 512, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
-        config = Qwen3MoeConfig(**sizes, intermediate_size=1024, **experts)
-    config.dtype = setting.stored
-    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.stored)).save_pretrained(folder / "model")
+        config |= {"model_type": "qwen3_moe", "intermediate_size": 1024, "moe_intermediate_size": 512}
+        config |= {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
+    shutil.rmtree(folder / "model")
+    write_random_model(folder / "model", config, dtype=setting.stored)
     return path
 
 
 def measure_loading(folder: Path, setting: LoadingSetting) -> dict[str, Any]:
     """What each rank of one run took to load, beside the plan; the run ends then. And the bytes of the stored weights.
-
-    Raises:
-        RuntimeError: the run failed; the message is the end of what it printed.
-    """
+    Raises RuntimeError."""
     path = make_run(folder, setting)
     words = [
         "train.max_steps=1", "train.bf16=true", "model.max_seq_len=128", "train.batch_size=1", "train.grad_accum=1",
@@ -141,7 +132,6 @@ def measure_loading(folder: Path, setting: LoadingSetting) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run every setting and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
@@ -151,8 +141,7 @@ def main() -> None:
             runs[setting.name] = result = measure_loading(Path(folder), setting)
         shown = ", ".join(f"{size / 2**20:.0f}" for size in result["device_by_rank"])
         print(f"{setting.name:28} {shown} MiB, predicted {result['predicted_device'] / 2**20:.0f} MiB", flush=True)
-        date = datetime.now(UTC).date().isoformat()
-        write_json(out, {"date": date, "versions": installed_versions(), "cpus": os.cpu_count(), "runs": runs})
+        write_json(out, {**report_header(), "runs": runs})
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ class LongRow:
 
     @property
     def name(self) -> str:
-        """What it is, in one line."""
         return f"{self.model} full, one row of {self.millions}M tokens on {self.nodes} x 8 H100"
 
 
@@ -74,10 +73,7 @@ def long_rows() -> dict[str, dict[str, Any]]:
             "ratio_s": plan.speed.step_s / row.step_s,
         }
         if row.peak_bytes is not None:
-            found[row.name] |= {
-                "published_bytes": int(row.peak_bytes),
-                "predicted_bytes": plan.memory.allocated,
-                "ratio_bytes": plan.memory.allocated / row.peak_bytes,
-                "fits": plan.fits,
-            }
+            allocated, published = plan.memory.allocated, row.peak_bytes
+            found[row.name] |= {"published_bytes": int(published), "predicted_bytes": allocated, "fits": plan.fits}
+            found[row.name]["ratio_bytes"] = allocated / published
     return found

@@ -2,14 +2,10 @@
 
     python -m benchmarks.mutation_score --count 200 --seed 0 --out mutation_score.json
 
-A mutant is the package with one decision changed: a comparison, a boolean operator, a limit, a branch, a sign, the
-larger taken for the smaller, a statement left out. It is killed when a test fails, or no longer ends. Its tests are
+A mutant is the package with one decision changed. It is killed when a test fails, or no longer ends. Its tests are
 those of its package that execute its lines (subprocesses are not watched). Slow tests are left out, and so are files
-that fail without a mutant, which are named. The sample is drawn evenly from all mutants, seeded. Libraries such as
-mutmut and cosmic-ray run the whole suite for each mutant, or change messages and annotations too, on which no decision
-depends.
-
-Works on copies of the tracked files; the working tree is never changed.
+that fail without a mutant, which are named. The sample is drawn evenly from all mutants, seeded. Works on copies of the
+tracked files. Libraries such as mutmut and cosmic-ray run the whole suite for each mutant, or change messages too.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ import argparse
 import ast
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -28,18 +23,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
-R = TypeVar("R")
+from benchmarks.report_header import report_header
+from sft_play.process.signals import die_with_parent
+from sft_play.runs.files import write_json
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "sft_play"
-PACKAGES = ("planner", "launch", "data")
 SECONDS_MORE = 60.0
 """What a mutant's tests may take beyond five times what they take without it."""
 
@@ -56,14 +51,8 @@ OTHER_COMPARISON: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.NotIn: (ast.In,),
 }
 """The boundary and the opposite of each comparison."""
-OTHER_OPERATOR: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-}
+OTHER_OPERATOR = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Mod: ast.FloorDiv}
+OTHER_OPERATOR |= {ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
 OTHER_CALL = {"min": "max", "max": "min", "any": "all", "all": "any", "median": "min"}
 """Choices among several values."""
 
@@ -81,8 +70,11 @@ class Mutant:
     end: int
     """Offsets of `before` in the UTF-8 bytes of the file."""
 
+    def __str__(self) -> str:
+        before, after = (" ".join(text.split())[:70] for text in (self.before, self.after))
+        return f"{self.path}:{self.line} {self.kind}: {before} -> {after}"
+
     def apply(self, source: bytes) -> bytes:
-        """The file with this decision changed."""
         return source[: self.start] + self.after.encode() + source[self.end :]
 
 
@@ -128,7 +120,6 @@ def _is_talk(node: ast.AST) -> bool:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """(kind, new text) of every change of one node."""
     match node:
         case ast.Compare(ops=[operator], left=left, comparators=[right]):
             for other in OTHER_COMPARISON[type(operator)]:
@@ -138,9 +129,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield "not", _text(operand)
         case ast.BinOp(op=operator, left=left, right=right) if type(operator) in OTHER_OPERATOR:
-            if not any(
-                isinstance(side, (ast.JoinedStr, ast.List, ast.Tuple)) or _is_text(side) for side in (left, right)
-            ):
+            if not _is_text(left) and not _is_text(right):
                 yield "arithmetic", _text(ast.BinOp(left, OTHER_OPERATOR[type(operator)](), right))
         case ast.Constant(value=bool(value)):
             yield "constant", str(not value)
@@ -152,14 +141,14 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield "choice", _text(ast.Call(ast.Name(OTHER_CALL[name]), node.args, node.keywords))
         case ast.Assign(targets=[ast.Subscript() | ast.Attribute()]) | ast.AugAssign():
             yield "left out", "pass"
-        case ast.Continue() | ast.Break():
-            yield "left out", "pass"
-        case ast.Expr(value=ast.Call()):
+        case ast.Continue() | ast.Break() | ast.Expr(value=ast.Call()):
             yield "left out", "pass"
 
 
 def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
+    """Whether it is a text, a list or a tuple: their sums have no other operator."""
+    is_constant = isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
+    return is_constant or isinstance(node, (ast.JoinedStr, ast.List, ast.Tuple))
 
 
 def _text(node: ast.AST) -> str:
@@ -177,11 +166,7 @@ OWN_TESTS = {
 
 
 def own_tests(path: str) -> list[str]:
-    """The test files of a module's package."""
     return [f"test_{name}.py" for name in OWN_TESTS[path.split("/")[1]].split()]
-
-
-# --- running them -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -197,13 +182,9 @@ class MutantVerdict:
 def copy_of_tree(parent: Path) -> Path:
     """The tracked files and what they look for beside them, below `parent`."""
     tree = parent / "tree"
-    names = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    ).stdout
-    for name in filter(None, names.decode().split("\0")):
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tree / name)
@@ -240,7 +221,7 @@ def _pytest_and_exit(tree: Path, tests: Sequence[str], coverage_file: Path | Non
     """In the fork: the tests, with their words thrown away."""
     code = 3
     try:
-        _end_with_parent(os.getppid())
+        die_with_parent(os.getppid(), signal.SIGKILL)
         os.setsid()  # a group of its own, so that a mutant that hangs dies with the processes that its tests started
         os.chdir(tree)
         quiet = os.open(os.devnull, os.O_RDWR)
@@ -251,43 +232,26 @@ def _pytest_and_exit(tree: Path, tests: Sequence[str], coverage_file: Path | Non
         # the parent imported the package for its own use; the fork has to read the mutant
         for name in [name for name in sys.modules if name.partition(".")[0] in (PACKAGE, "tests", "benchmarks")]:
             del sys.modules[name]
-        with _record_coverage(tree, coverage_file):
-            import pytest
+        import pytest
 
-            # what was imported ahead is not rewritten, which pytest warns of
-            imported_ahead = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *imported_ahead, *tests]))
+        # what was imported ahead is not rewritten, which pytest warns of
+        words = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", *tests]
+        if coverage_file is None:
+            code = int(pytest.main(words))
+            return
+        import coverage
+
+        watch = coverage.Coverage(data_file=str(coverage_file), source=[str(tree / PACKAGE)], config_file=False)
+        watch.set_option("run:dynamic_context", "test_function")  # which test executes which line
+        watch.start()
+        code = int(pytest.main(words))
+        watch.stop()
+        watch.save()
     finally:
         os._exit(code)
 
 
-@contextlib.contextmanager
-def _record_coverage(tree: Path, coverage_file: Path | None) -> Iterator[None]:
-    """Which test executes which line, kept in `coverage_file`."""
-    if coverage_file is None:
-        yield
-        return
-    import coverage
-
-    watch = coverage.Coverage(data_file=str(coverage_file), source=[str(tree / PACKAGE)], config_file=False)
-    watch.set_option("run:dynamic_context", "test_function")
-    watch.start()
-    try:
-        yield
-    finally:
-        watch.stop()
-        watch.save()
-
-
-def _end_with_parent(parent: int) -> None:
-    """Have this process end with its parent, a killed one included."""
-    from sft_play.process.signals import die_with_parent
-
-    die_with_parent(parent, signal.SIGKILL)
-
-
 def _preload() -> None:
-    """The large libraries, once for all forks."""
     for name in ("torch", "transformers", "trl", "peft", "datasets", "pyarrow", "hypothesis", "pydantic"):
         with contextlib.suppress(ImportError):
             __import__(name)
@@ -324,7 +288,7 @@ _own: dict[str, Path] = {}
 
 def _start_worker(parent: str) -> None:
     """A worker: a copy of the tree of its own, and the large libraries."""
-    _end_with_parent(os.getppid())
+    die_with_parent(os.getppid(), signal.SIGKILL)
     _preload()
     folder = Path(parent, str(os.getpid()))
     folder.mkdir()
@@ -361,11 +325,6 @@ def _judge(job: tuple[Mutant, Sequence[Baseline]]) -> MutantVerdict:
     return MutantVerdict(mutant, "survived" if asked else "no tests", "", seconds)
 
 
-def _as_they_come(pool: ProcessPoolExecutor, ask: Callable[[T], R], about: Iterable[T]) -> Iterator[R]:
-    for future in as_completed([pool.submit(ask, one) for one in about]):
-        yield future.result()
-
-
 def judge_mutants(mutants: Sequence[Mutant], workers: int) -> Iterator[MutantVerdict]:
     """The verdict of every mutant, as they come; each test file is measured once without a mutant before."""
     files = sorted({file for mutant in mutants for file in own_tests(mutant.path)})
@@ -375,7 +334,8 @@ def judge_mutants(mutants: Sequence[Mutant], workers: int) -> Iterator[MutantVer
         ProcessPoolExecutor(workers, context, _start_worker, (parent,)) as pool,  # its workers may have children
     ):
         baselines = {}
-        for one in _as_they_come(pool, _measure_baseline, files):
+        for future in as_completed([pool.submit(_measure_baseline, file) for file in files]):
+            one = future.result()
             baselines[one.file] = one
             usual = f"{one.seconds:.0f} s" if one.seconds is not None else "fails: it is not counted"
             sys.stderr.write(f"{one.file} without a mutant: {usual}\n")
@@ -383,27 +343,23 @@ def judge_mutants(mutants: Sequence[Mutant], workers: int) -> Iterator[MutantVer
         for mutant in mutants:
             there = [baselines[file] for file in own_tests(mutant.path) if baselines[file].seconds is not None]
             jobs.append((mutant, sorted(there, key=lambda one: one.seconds or 0)))
-        for count, verdict in enumerate(_as_they_come(pool, _judge, jobs), 1):
-            mutant = verdict.mutant
+        waiting = [pool.submit(_judge, job) for job in jobs]
+        for count, judged in enumerate(as_completed(waiting), 1):
+            verdict = judged.result()
             sys.stderr.write(
-                f"[{count}/{len(mutants)}] {verdict.verdict} in {verdict.seconds:.0f} s: {mutant.path}:{mutant.line} "
-                f"{mutant.kind}: {' '.join(mutant.before.split())[:70]} -> {mutant.after[:70]}\n"
+                f"[{count}/{len(mutants)}] {verdict.verdict} in {verdict.seconds:.0f} s: {verdict.mutant}\n"
             )
             yield verdict
 
 
-def all_mutants(packages: Sequence[str]) -> list[Mutant]:
-    """Every mutant of the packages, in the order of files and lines."""
-    return [
-        mutant
-        for package in packages
-        for path in sorted((ROOT / PACKAGE / package).rglob("*.py"))
-        for mutant in find_mutants(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
-    ]
+def all_mutants() -> list[Mutant]:
+    """Every mutant of the packages that have tests of their own, in the order of files and lines."""
+    paths = [path for package in OWN_TESTS for path in sorted((ROOT / PACKAGE / package).rglob("*.py"))]
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
+    return [mutant for path, text in texts.items() for mutant in find_mutants(path, text)]
 
 
 def _is_code(mutant: Mutant) -> bool:
-    """Whether the changed file can be read at all."""
     try:
         ast.parse(mutant.apply((ROOT / mutant.path).read_bytes()))
     except SyntaxError:
@@ -412,8 +368,6 @@ def _is_code(mutant: Mutant) -> bool:
 
 
 def score(verdicts: Sequence[MutantVerdict]) -> dict[str, Any]:
-    """Counts and the share that was killed, in all and by package."""
-
     def share(some: Sequence[MutantVerdict]) -> dict[str, Any]:
         killed = sum(verdict.verdict == "killed" for verdict in some)
         return {"mutants": len(some), "killed": killed, "share": round(killed / len(some), 4) if some else None}
@@ -425,65 +379,35 @@ def score(verdicts: Sequence[MutantVerdict]) -> dict[str, Any]:
 
 def report(verdicts: Sequence[MutantVerdict]) -> dict[str, Any]:
     """The score with its date, versions and every verdict, in the order of the code."""
-    from sft_play.runs.folder import installed_versions
 
     def as_json(verdict: MutantVerdict) -> dict[str, Any]:
         mutant = asdict(verdict.mutant)
         return {**mutant, "verdict": verdict.verdict, "by": verdict.by, "seconds": round(verdict.seconds, 1)}
 
     in_order = sorted(verdicts, key=lambda verdict: (verdict.mutant.path, verdict.mutant.start))
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": installed_versions(),
-        **score(verdicts),
-        "verdicts": [as_json(verdict) for verdict in in_order],
-    }
-
-
-def previously_killed(file: Path, drawn: Sequence[Mutant]) -> list[MutantVerdict]:
-    """Those of the drawn mutants that an earlier run killed: tests that were added since cannot change that."""
-    names = Mutant.__dataclass_fields__
-    written = json.loads(file.read_text(encoding="utf-8"))["verdicts"]
-    verdicts = [
-        MutantVerdict(Mutant(**{name: one[name] for name in names}), one["verdict"], one["by"], one["seconds"])
-        for one in written
-    ]
-    return [verdict for verdict in verdicts if verdict.verdict == "killed" and verdict.mutant in drawn]
+    return {**report_header(), **score(verdicts), "verdicts": [as_json(verdict) for verdict in in_order]}
 
 
 def main() -> int:
-    """Draw, run and write the verdicts."""
-    from sft_play.runs.files import write_json
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=int(os.environ.get("MUTANTS", "200")))
     parser.add_argument("--seed", type=int, default=int(os.environ.get("SEED", "0")))
-    parser.add_argument("--packages", default=",".join(PACKAGES))
-    parser.add_argument("--only", default="", help="mutants of files whose path holds this")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1)))
-    parser.add_argument(
-        "--again", type=Path, help="what an earlier run wrote: only mutants not killed there are judged"
-    )
     parser.add_argument("--out", type=Path, default=Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    everything = [mutant for mutant in all_mutants(options.packages.split(",")) if options.only in mutant.path]
+    everything = all_mutants()
     # shuffled whole and cut: a larger --count with the same seed holds the smaller sample
     random.Random(options.seed).shuffle(everything)
     drawn = list(itertools.islice(filter(_is_code, everything), options.count))
-    verdicts = previously_killed(options.again, drawn) if options.again else []
-    done = {verdict.mutant for verdict in verdicts}
-    for verdict in judge_mutants([one for one in drawn if one not in done], options.workers):
+    verdicts = []
+    for verdict in judge_mutants(drawn, options.workers):
         verdicts.append(verdict)
         if options.out:  # after each: a run that is stopped leaves what it found
             write_json(options.out, {"seed": options.seed, "drawn_from": len(everything), **report(verdicts)})
     for verdict in verdicts:
         if verdict.verdict != "killed":
-            mutant = verdict.mutant
-            sys.stdout.write(
-                f"{verdict.verdict}: {mutant.path}:{mutant.line} {mutant.kind}: {' '.join(mutant.before.split())} -> "
-                f"{' '.join(mutant.after.split())}\n"
-            )
+            sys.stdout.write(f"{verdict.verdict}: {verdict.mutant}\n")
     result = score(verdicts)
     sys.stdout.write(f"{result['killed']} of {result['mutants']} mutants killed ({result['share']:.1%})\n")
     return 0

@@ -27,6 +27,7 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import Speed, SpeedError, find_rates, find_speed_error, predict_speed
+from sft_play.runs.files import read_json
 from sft_play.trace.confirm import load_planned_shape
 
 SPEEDS_FILE = Path(__file__).with_name("published_speeds.csv")
@@ -34,35 +35,12 @@ TARGET_PARAMETERS = (6.5e9, 73e9)
 """Parameters of the models of 7B to 70B, as their names round them."""
 
 
-def _mpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
-    """MosaicML's MPT."""
-    sizes = {"d_model": hidden, "n_layers": layers, "n_heads": heads, "max_seq_len": 65_536, "vocab_size": 50_368}
-    return {"model_type": "mpt", **sizes}
-
-
-def _qwen1(hidden: int, width: int, layers: int, heads: int) -> dict[str, Any]:
-    """The first Qwen: Llama's block (and biases, which are no products)."""
-    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers}
-    heads_of = {"num_attention_heads": heads, "num_key_value_heads": heads}
-    rest = {"vocab_size": 151_936, "max_position_embeddings": 8192, "tie_word_embeddings": False}
-    return {"model_type": "llama", **sizes, **heads_of, **rest}
-
-
-OTHER_MODELS = {
-    "mpt-7b": _mpt(4096, 32, 32),
-    "mpt-13b": _mpt(5120, 40, 40),
-    "mpt-30b": _mpt(7168, 48, 56),
-    "mpt-70b": _mpt(8192, 80, 64),
-    "qwen1-1.8b": _qwen1(2048, 5504, 24, 16),
-    "qwen1-7b": _qwen1(4096, 11_008, 32, 32),
-    "qwen1-14b": _qwen1(5120, 13_696, 40, 40),
-}
+OTHER_MODELS = read_json(SPEEDS_FILE.with_name("published_speeds_models.json"))
 """Models of published runs that the table of known models lacks."""
 
 
 @functools.cache
 def shape(name: str) -> ModelShape:
-    """The shapes of a row's model."""
     return load_planned_shape(OTHER_MODELS.get(name) or load_config_json(name), name=name)
 
 
@@ -76,13 +54,11 @@ def _config(mode: str, rank: str, compiled: bool) -> RunConfig:
 
 
 def read_speed_rows() -> list[dict[str, str]]:
-    """Every published row, as its columns."""
     with SPEEDS_FILE.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def row_hardware(row: Mapping[str, str]) -> Hardware:
-    """The machine of a row."""
     return _named_hardware(row["machine"])
 
 
@@ -90,7 +66,6 @@ PRECISION = Precision("bfloat16", "bfloat16", "")
 
 
 def row_step(row: Mapping[str, str]) -> Step:
-    """The step of a row's settings."""
     machine, model = row_hardware(row), shape(row["model"])
     gpus, tensor, context = len(machine.gpus), int(row["tensor_parallel"]), int(row["context_parallel"])
     data = gpus // (tensor * context)
@@ -99,27 +74,18 @@ def row_step(row: Mapping[str, str]) -> Step:
     layout = Layout(name, data, shards.get(name, 1), tensor, context)  # type: ignore[arg-type]
     recomputed = {"all": 1.0, "none": 0.0}.get(row["checkpointing"])
     share = float(row["checkpointing"]) if recomputed is None else recomputed
-    return Step(
-        micro_batch=int(row["micro_batch"]),
-        grad_accum=int(row["grad_accum"]),
-        seq_len=int(row["seq_len"]),
-        layout=layout,
-        checkpointed_layers=round(share * model.num_layers),
-        casts_inputs=True,
-    )
+    micro, accum, length = (int(row[name]) for name in ("micro_batch", "grad_accum", "seq_len"))
+    layers = round(share * model.num_layers)
+    return Step(micro, accum, length, layout=layout, checkpointed_layers=layers, casts_inputs=True)
 
 
 def predict_row_speed(row: Mapping[str, str]) -> Speed:
-    """The plan's speed of a row's settings."""
-    rates, config = (
-        find_rates(row_hardware(row), PRECISION),
-        _config(row["mode"], row["lora_r"], row["kernels"] == "compiled"),
-    )
+    rates = find_rates(row_hardware(row), PRECISION)
+    config = _config(row["mode"], row["lora_r"], row["kernels"] == "compiled")
     return predict_speed(config, shape(row["model"]), PRECISION, row_step(row), rates)
 
 
 def predict_error(row: Mapping[str, str]) -> SpeedError:
-    """What the plan would say of the error of a row's speed."""
     return find_speed_error(shape(row["model"]), PRECISION, row_hardware(row), row_step(row))
 
 
@@ -128,12 +94,8 @@ def compare_speed(row: Mapping[str, str]) -> dict[str, Any]:
     machine, published = row_hardware(row), float(row["tokens_per_s_gpu"])
     predicted = predict_row_speed(row).tokens_per_s / len(machine.gpus)
     return {
-        "source": row["source"],
-        "date": row["date"],
-        "split": row["split"],
-        "kernels": row["kernels"],
+        **{name: row[name] for name in ("source", "date", "split", "kernels", "mode")},
         "gpus": len(machine.gpus),
-        "mode": row["mode"],
         "class": predict_error(row).of,
         "published": published,
         "predicted": round(predicted, 1),
@@ -142,12 +104,10 @@ def compare_speed(row: Mapping[str, str]) -> dict[str, Any]:
 
 
 def is_target_size(row: Mapping[str, str]) -> bool:
-    """Whether it is a model of 7B to 70B."""
     return TARGET_PARAMETERS[0] < shape(row["model"]).params < TARGET_PARAMETERS[1]
 
 
 def compare_published() -> dict[str, dict[str, Any]]:
-    """Every row by its id."""
     return {row["id"]: compare_speed(row) for row in read_speed_rows()}
 
 

@@ -1,16 +1,15 @@
 """Every class of the installed transformers, as a tiny model with random weights: planned, traced, trained, resumed,
 merged, and loaded again by plain transformers and PEFT.
 
-    python -m benchmarks.registry [--kinds llama,gpt_oss] [--out registry.json] [--again]
+    python -m benchmarks.registry [--kinds llama,gpt_oss] [--out registry.json]
 
 `docs/models.md` is made of the file by `python -m benchmarks.registry --kinds= `.
 
-Causal language models and the language models of image-text classes; of these the whole class is the base. Of each:
-`plan` says whether the plan knows its blocks or measures them, `trace` how far estimate and trace of a step differ, for
-LoRA without and full weights with activation checkpointing. For each mode the model is trained once without a break,
-and once interrupted and resumed: the weights of both are compared bit by bit. A merged model has to answer as base and
-adapter do. What is in the file already, of the same versions, is not done again; a class that ended the process is left
-out when the command is started again, and stays in the file as such. On two cores about a quarter of a minute a class.
+Of causal language models, and of image-text classes, whose whole class is the base: where the plan knows its blocks
+from, how far estimate and trace of a step differ, and for each mode a run without a break beside one that was
+interrupted and resumed, bit by bit; a merged model has to answer as base and adapter do. What is in the file already,
+of the same versions, is not done again unless `--kinds` names it; a class that ended the process stays in the file as
+such. On two cores about a quarter of a minute a class.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,11 +37,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from benchmarks.report_header import report_header
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, SftPlayError
 from sft_play.finished.load import load_trained_model
 from sft_play.finished.run import find_finished_run
-from sft_play.machine.hardware import detect_hardware
 from sft_play.models.families import require_causal_lm_config
 from sft_play.models.shape import ModelShape
 from sft_play.planner.memory.estimate import estimate_memory
@@ -63,58 +61,8 @@ MODES = ("lora", "qlora", "full")
 MAX_PARAMETERS = 150_000_000
 """Parameters of a model that is still tried where its class refuses small sizes."""
 VOCABULARY = 512
-_ROTATION = {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
-_QWEN4 = {
-    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 64,
-    "indexer_compress_ratio": 8, "ple_layer_ids": [2], "ngram_vocab_size_base": 100, "eos_token_id": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
-}  # fmt: skip
-REQUIRED_FIELDS: dict[str, dict[str, Any]] = {
-    "chameleon": {"vocabulary_map": {"<image>": 5}},
-    "cohere_compass": {"text_config": {"rope_parameters": _ROTATION}},
-    "cohere_compass_text": {"rope_parameters": _ROTATION},
-    "dbrx": {
-        "d_model": 64, "n_heads": 4, "n_layers": 2, "ffn_config": {"ffn_hidden_size": 64},
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
-    },
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 31, "num_experts_per_tok": 6}},
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
-    "gemma3n": {"vision_config": {"architecture": "mobilenetv3_small_050"}},  # as published: 300 million parameters
-    "granite4_vision": {"downsample_rate": "1/4", "deepstack_layer_map": [[-1, 0]]},
-    "hunyuan_v1_dense": {"head_dim": 128},
-    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},  # one expert, by its defaults
-    "hunyuan_vl": {"text_config": {"head_dim": 128}},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
-    "minimax_m3_vl": {"projector_hidden_size": 64},
-    "ministral": {"head_dim": 128},
-    "molmo2": {"adapter_config": {"vision_feature_layer": [0]}},
-    "nemotron": {"num_key_value_heads": 8},
-    "paddleocr_vl": {
-        "text_config": {
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [16, 24, 24]}
-        }
-    },
-    "perception_lm": {
-        "vision_config": {
-            "architecture": "vit_pe_lang_large_patch14_448",
-            "model_args": {"embed_dim": 64, "depth": 1, "num_heads": 4},
-        }
-    },
-    "qwen2_5_omni_thinker": {"vision_start_token_id": 5},  # as published; their classes read it and have no default
-    "qwen3_omni_moe_thinker": {"vision_start_token_id": 5},
-    "qwen4_exp": {"text_config": _QWEN4},
-    "qwen4_exp_text": _QWEN4,
-    "step3p7": {
-        "vision_config": {"mlp_ratio": 1.0},
-        "text_config": {
-            "layer_types": ["full_attention", *["sliding_attention"] * 3] * 12, "num_hidden_layers": 48,
-            "sliding_window": 512, "num_sliding_attention_heads": 96,
-        }
-    },
-}  # fmt: skip
-"""Sizes for which the config class has no default, or none that works."""
+REQUIRED_FIELDS: dict[str, dict[str, Any]] = read_json(Path(__file__).with_name("registry_fields.json"))
+"""Fields for which a config class has no default, or none that works: sizes, or values as published."""
 BF16 = Precision("bfloat16", "bfloat16", "")
 RUN_YAML = """\
 model: {{name: {folder}/base, max_seq_len: 64}}
@@ -136,15 +84,8 @@ class CannotBuild(Exception):
     """The class cannot be built small from its config's own defaults."""
 
 
-# --- a small base -----------------------------------------------------------------------------------------------------
-
-
 def small_base(kind: str) -> Any:
-    """A model of the class on the CPU, in fp32, with random weights none of which is zero everywhere.
-
-    Raises:
-        CannotBuild: with what the class says.
-    """
+    """A model of the class on the CPU, in fp32, with random weights, none zero everywhere; or CannotBuild."""
     auto, problems = _auto_class(kind), dict[str, None]()
     for narrow in ("all", "text", "nothing"):
         try:
@@ -215,20 +156,13 @@ def _write_base(kind: str, folder: Path) -> Any:
     return model.config
 
 
-# --- the plan ---------------------------------------------------------------------------------------------------------
-
-
 WIDTH_FACTOR = 8
 """How much wider than those that train here the models are whose plan and trace are compared: activations outweigh
 tables then, as they do in models of a usual size."""
 
 
 def wide_config(kind: str) -> dict[str, Any]:
-    """The config of a small model of a class, `WIDER` times as wide, as its config.json has it.
-
-    Raises:
-        Exception: whatever the class says of its sizes.
-    """
+    """The config of a small model of a class, WIDTH_FACTOR times as wide; raises what the class says of its sizes."""
     with _wider(small_model._NARROW_SIZES), _wider(_BESIDE):
         config = _small(CONFIG_MAPPING[kind](**REQUIRED_FIELDS.get(kind, {})), "all")
     fields: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
@@ -237,7 +171,7 @@ def wide_config(kind: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _wider(sizes: dict[str, int]) -> Iterator[None]:
-    """Widths `WIDER` times as large, counts as they are."""
+    """Widths WIDTH_FACTOR times as large, counts as they are."""
     narrow = dict(sizes)
     counts = {name for name in narrow if "num_" in name or "vocab" in name or name.endswith("_heads")}
     sizes.update({name: WIDTH_FACTOR * size for name, size in narrow.items() if name not in counts})
@@ -274,9 +208,6 @@ def _trace_gap(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: 
             predicted = estimate_memory(run, shape, BF16, step).allocated
             return round(predicted / record_step(step_settings(run, fields, shape, BF16, step)).peak - 1, 4)
     return None
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -319,11 +250,7 @@ def _command(*arguments: str, code: int = 0) -> None:
 
 
 def check_lifecycle(kind: str, mode: str, folder: Path) -> dict[str, Any]:
-    """Trained, resumed, merged, loaded again.
-
-    Raises:
-        Refused: at the first of these that does not work.
-    """
+    """Train, resume, merge and load again; raises CommandFailed at the first of these that does not work."""
     rank = "" if mode == "full" else ", lora: {r: 4}"
     config = folder / f"{mode}.yaml"
     config.write_text(RUN_YAML.format(folder=folder, mode=mode, rank=rank))
@@ -384,11 +311,15 @@ def _merged(kind: str, run: Path, base: Path, *, quantised: bool) -> dict[str, f
     with adapted.disable_adapter():
         alone = _logits(adapted)
     gaps = {"moved": float((together - alone).abs().max()) / spread}
-    gap = float((merged - together).abs().max()) / spread
     if not quantised:
-        gaps["merge"] = gap
-        if gap > MAX_LOGIT_GAP:
-            raise CommandFailed(_explain_gap(run, adapted, merged, gap))
+        gaps["merge"] = float((merged - together).abs().max()) / spread
+        if gaps["merge"] > MAX_LOGIT_GAP:
+            # plain PEFT may load a part of an adapter alone: what this package loads says whose fault it is
+            own = _logits(load_trained_model(find_finished_run(ROOT, str(run))))
+            own_gap = float((merged - own).abs().max()) / spread
+            if own_gap > MAX_LOGIT_GAP:
+                raise CommandFailed(f"merge: its logits differ by {own_gap:.2g} of their spread from the adapter's")
+            raise CommandFailed(f"plain PEFT's logits are {gaps['merge']:.2g} of their spread from the merge's")
     if gaps["moved"] < MAX_LOGIT_GAP:
         raise CommandFailed("reload: in plain PEFT the adapter changes nothing")
     return gaps
@@ -398,35 +329,10 @@ MAX_LOGIT_GAP = 1e-3
 """Of the logits' spread: more is no rounding in fp32."""
 
 
-def _explain_gap(run: Path, adapted: Any, merged: torch.Tensor, gap: float) -> str:
-    """Why plain PEFT's logits are so far from the merged ones: tensors of the adapter that it did not load, or another
-    merge than of base and adapter."""
-    parameters = dict(adapted.named_parameters())
-    tensors = _tensors(run / "adapter")
-    lost = [name for name, one in tensors.items() if not torch.equal(_parameter(parameters, name), one)]
-    loaded = _logits(load_trained_model(find_finished_run(ROOT, str(run))))
-    own = float((merged - loaded).abs().max() / merged.std())
-    if lost and own <= MAX_LOGIT_GAP:
-        return (
-            f"plain PEFT loads {len(tensors) - len(lost)} of this adapter's {len(tensors)} tensors, and its logits "
-            f"differ by {gap:.2g} of their spread from the merge's; those of base and whole adapter by {own:.0e}"
-        )
-    return f"merge: its logits differ by {own:.2g} of their spread from those of base and adapter"
-
-
-def _parameter(parameters: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """The adapter's parameter that a tensor of its file is for; an empty one where there is none."""
-    front, _, last = name.rpartition(".")
-    return parameters.get(f"{front}.default.{last}", parameters.get(name, torch.empty(0)))
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
-
 PAGE_TEMPLATE = Path(__file__).with_name("registry_page.md")
 
 
 def format_page(book: Mapping[str, Any]) -> str:
-    """docs/models.md of what was found."""
     notes: dict[str, int] = {}
 
     def cell(found: Any) -> str:
@@ -441,16 +347,14 @@ def format_page(book: Mapping[str, Any]) -> str:
             continue
         counts["planned"] += 1
         counts["trained"] += all(not isinstance(row[mode], str) for mode in MODES)
-        # a row that was walked before models were compared at that width has two figures of a small one
-        shares = [row[f"trace_{mode}"] for mode in MODES if f"trace_{mode}" in row]
+        shares = [row[f"trace_{mode}"] for mode in MODES]
         trace = "; ".join("—" if share is None else f"{share:+.1%}" for share in shares)
-        trace += " (small)" if len(shares) < len(MODES) else ""
         rows.append(f"| {kind} | {row['plan']} | {trace} | {' | '.join(cell(row[mode]) for mode in MODES)} |")
     lines = (f"{number}. {text}" for text, number in notes.items())
-    number = {"seen": len(rows), "all": book["all"]}
-    return PAGE_TEMPLATE.read_text(encoding="utf-8").format(
-        **book["versions"], **counts, **number, date=book["date"], rows="\n".join(rows), notes="\n".join(lines)
-    )
+    counts |= {"seen": len(rows), "all": book["all"]}
+    page = PAGE_TEMPLATE.read_text(encoding="utf-8")
+    texts = {"date": book["date"][:10], "rows": "\n".join(rows), "notes": "\n".join(lines)}
+    return page.format(**book["versions"], **counts, **texts)
 
 
 def _reason_text(reason: str) -> str:
@@ -458,23 +362,7 @@ def _reason_text(reason: str) -> str:
     return re.sub(r"/\S*registry-\w+/", "", " ".join(reason.split()))
 
 
-# --- the walk ---------------------------------------------------------------------------------------------------------
-
-
-def compare_plan_and_trace(kind: str, small: Any) -> dict[str, Any]:
-    """`agreement` of a wide model of the class; of the small one where it takes no other sizes.
-
-    Raises:
-        SftPlayError: the class is refused.
-    """
-    try:
-        return agreement(wide_config(kind))
-    except Exception:  # each class checks its sizes in its own way; one that is refused, the small one too
-        return agreement(json.loads(json.dumps(small.to_dict(), default=str)))
-
-
 def walk_class(kind: str, folder: Path) -> dict[str, Any]:
-    """All that is found of a class."""
     row: dict[str, Any] = {}
     _write_rows(folder / "rows.jsonl")
     try:
@@ -485,7 +373,10 @@ def walk_class(kind: str, folder: Path) -> dict[str, Any]:
     except Exception as error:  # each class checks its sizes in its own way, some only when they are saved
         return {"not_built": _error_line(error)}
     try:
-        row |= compare_plan_and_trace(kind, config)
+        try:
+            row |= agreement(wide_config(kind))
+        except Exception:  # a class that takes no other sizes, or is refused: the small one too then
+            row |= agreement(json.loads(json.dumps(config.to_dict(), default=str)))
     except SftPlayError as error:
         return {"refused": str(error)}
     except Exception as error:  # a class that does not take its own config again
@@ -494,8 +385,7 @@ def walk_class(kind: str, folder: Path) -> dict[str, Any]:
         try:
             row[mode] = check_lifecycle(kind, mode, folder)
         except CommandFailed as error:
-            of_peft = str(error).startswith(("merge: its", "reload: in plain PEFT")) and _peft_failure(kind, folder)
-            row[mode] = (of_peft or "") + _reason_text(str(error))
+            row[mode] = _reason_text(str(error))
         except Exception as error:  # transformers or PEFT, with what was written
             row[mode] = f"reload: {_base_failure(kind, folder / 'base')}{type(error).__name__}: {_error_line(error)}"
     return row
@@ -510,70 +400,31 @@ def _base_failure(kind: str, base: Path) -> str:
     return ""
 
 
-def _peft_failure(kind: str, folder: Path) -> str:
-    """Where plain PEFT loses an adapter that it made and wrote of the base itself: what says so."""
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    lora_config = LoraConfig(r=4, target_modules=r".*\blayers\..*\.q_proj", init_lora_weights=False)
-    try:
-        model = get_peft_model(_load_plain(kind, folder / "base"), lora_config).eval()
-        model.save_pretrained(folder / "plain")
-        again = PeftModel.from_pretrained(_load_plain(kind, folder / "base"), folder / "plain").eval()
-        is_lost = not torch.allclose(_logits(model), _logits(again), atol=1e-4)
-    except Exception:  # a class without such layers
-        return ""
-    return "plain PEFT loses an adapter that it wrote itself: " if is_lost else ""
-
-
 def _error_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
 def main() -> None:
-    """Walk, and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REGISTRY_FILE)
-    parser.add_argument("--kinds", default=",".join(model_types()))
-    parser.add_argument("--again", action="store_true", help="those too that are in the file")
-    parser.add_argument("--only-plans", action="store_true", help="compare plan and trace again, and train nothing")
+    parser.add_argument("--kinds", help="these classes, those too that are in the file; default: all others")
     options = parser.parse_args()
     torch.set_num_threads(1)
     book = read_json(options.out) if options.out.is_file() else {}
     if book.get("versions") != installed_versions():
-        book = {
-            "versions": installed_versions(),
-            "machine": detect_hardware().as_json(),
-            "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        }
+        book = report_header()
     book["all"] = len(model_types())
     rows: dict[str, Any] = book.setdefault("classes", {})
-    for kind in filter(None, options.kinds.split(",")):
-        if options.only_plans:
-            _compare_again(kind, rows)
-            print(kind, json.dumps(rows.get(kind)), flush=True)
-            write_json(options.out, book)
-            continue
-        if kind in rows and not options.again:
-            continue
+    new = [kind for kind in model_types() if kind not in rows]
+    for kind in new if options.kinds is None else filter(None, options.kinds.split(",")):
         rows[kind] = {"not_built": "it ended the process"}
-        write_json(options.out, book)
+        write_json(options.out, {**book, "classes": dict(sorted(rows.items()))})
         with tempfile.TemporaryDirectory(prefix="registry-") as workdir:
             rows[kind] = walk_class(kind, Path(workdir))
         print(kind, json.dumps(rows[kind]), flush=True)
-        book["classes"] = {name: rows[name] for name in sorted(rows)}
-        write_json(options.out, book)
+        write_json(options.out, {**book, "classes": dict(sorted(rows.items()))})
     if options.out == REGISTRY_FILE:
-        (ROOT / "docs" / "models.md").write_text(format_page(book), encoding="utf-8")
-
-
-def _compare_again(kind: str, rows: dict[str, Any]) -> None:
-    """The comparison of plan and trace of a class that was walked before."""
-    if "plan" not in rows.get(kind, {}):
-        return
-    try:
-        rows[kind] |= compare_plan_and_trace(kind, small_base(kind).config)
-    except Exception as error:
-        rows[kind]["trace_failed"] = f"{type(error).__name__}: {_error_line(error)}"
+        (ROOT / "docs" / "models.md").write_text(format_page(read_json(options.out)), encoding="utf-8")
 
 
 def _write_rows(path: Path) -> None:

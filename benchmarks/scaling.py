@@ -51,7 +51,6 @@ class ScalingPoint:
 
     @property
     def name(self) -> str:
-        """What it is, in one line."""
         few = f"{self.few} {self.few_layout}" if self.few_layout else str(self.few)
         machine = self.machine.replace("{n}x", "", 1)
         return f"{self.model} {self.mode} {self.layout} {self.micro}x{self.length} {machine} {few} -> {self.more}"
@@ -59,10 +58,8 @@ class ScalingPoint:
 
 # Published points with their sources. Exxact states no batch: 2 rows of 2048 tokens a step are assumed.
 # TITAN RTX at 16 GB/s: two cards on a desktop board that gives each 8 lanes, with NCCL_P2P_DISABLE=1; at 100 bridged.
-SCALING_POINTS = tuple(
-    ScalingPoint(**point)
-    for point in json.loads(Path(__file__).with_name("scaling_points.json").read_text(encoding="utf-8"))
-)
+_POINTS = json.loads(Path(__file__).with_name("scaling_points.json").read_text(encoding="utf-8"))
+SCALING_POINTS = tuple(ScalingPoint(**point) for point in _POINTS)
 
 
 def speed(point: ScalingPoint, gpus: int, *, layout: str, micro: int, share: float | None = None) -> float:
@@ -71,14 +68,11 @@ def speed(point: ScalingPoint, gpus: int, *, layout: str, micro: int, share: flo
     hardware, config = _named_hardware(machine_text), _config(point.mode)
     shape = load_planned_shape(load_config_json(point.model), name=point.model)
     precision = Precision(point.precision, point.precision, "")
-    step = Step(
-        micro_batch=micro,
-        grad_accum=1,
-        seq_len=point.length,
-        layout=SINGLE if gpus == 1 else Layout("ddp", gpus) if layout == "ddp" else Layout("fsdp", gpus, gpus),
-        checkpointed_layers=None if point.checkpointing else 0,
-        casts_inputs=True,
-    )
+    ranks = SINGLE
+    if gpus > 1:
+        ranks = Layout("ddp", gpus) if layout == "ddp" else Layout("fsdp", gpus, gpus)
+    layers = None if point.checkpointing else 0
+    step = Step(micro, 1, point.length, layout=ranks, checkpointed_layers=layers, casts_inputs=True)
     rates = find_rates(hardware, precision)
     rates = rates if share is None else replace(rates, matrix_share=share)
     return predict_speed(config, shape, precision, step, rates).tokens_per_s / gpus
@@ -119,16 +113,10 @@ def compare_scaling(point: ScalingPoint) -> dict[str, Any]:
     grown = point.more / point.few
     published = grown * point.more_speed / point.few_speed
     predicted = grown * more / few
-    return {
-        "source": point.source,
-        "few": point.few,
-        "more": point.more,
-        "published": round(published, 3),
-        "predicted": round(predicted, 3),
-        "ratio": predicted / published,
-    }
+    row = {"source": point.source, "few": point.few, "more": point.more}
+    row |= {"published": round(published, 3), "predicted": round(predicted, 3)}
+    return row | {"ratio": predicted / published}
 
 
 def compare_scaling_points() -> dict[str, dict[str, Any]]:
-    """Every point by its name."""
     return {point.name: compare_scaling(point) for point in SCALING_POINTS}

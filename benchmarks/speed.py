@@ -15,35 +15,31 @@ import os
 import statistics
 import sys
 from collections import defaultdict
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import published_speeds
 from benchmarks.long_rows import long_rows
+from benchmarks.report_header import report_header
 from benchmarks.scaling import compare_scaling_points
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
-from sft_play.machine.hardware import detect_hardware, parse_hardware
+from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import KNOWN_MODELS, load_config_json
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import find_rates, predict_speed
 from sft_play.runs.files import write_json
-from sft_play.runs.folder import installed_versions
 from sft_play.trace.confirm import load_planned_shape
 
-MODES = {"full", "lora", "qlora"}
+MODES, STRATEGIES = {"full", "lora", "qlora"}, {"single", "fsdp", "fsdp2"}
 
 
 def predicted(row: dict[str, str]) -> float | None:
     """Tokens per second per GPU of a published row; None where the row says too little."""
-    if (
-        row["mode"] not in MODES
-        or row["strategy"] not in ("single", "fsdp", "fsdp2")
-        or row["model"] not in KNOWN_MODELS
-    ):
+    if row["mode"] not in MODES or row["strategy"] not in STRATEGIES or row["model"] not in KNOWN_MODELS:
         return None
     try:
         micro, length, count = int(row["micro_batch"]), int(row["seq_len"]), int(row["n_gpus"])
@@ -55,15 +51,11 @@ def predicted(row: dict[str, str]) -> float | None:
     config = config_from_text(f"model: {{name: x}}\ntuning: {{mode: {row['mode']}, lora: {{r: {rank}}}}}", name="row")
     half = "float16" if "16" in row["compute_dtype"] and "b" not in row["compute_dtype"] else "bfloat16"
     precision = Precision(half, half, "")  # type: ignore[arg-type]
-    step = Step(
-        micro_batch=micro,
-        grad_accum=1,
-        seq_len=length,
-        layout=SINGLE if count == 1 else Layout("fsdp", count, count),
-        checkpointed_layers=None if row["gradient_checkpointing"] in ("full", "true", "yes") else 0,
-        attention="eager" if row["attention"] == "eager" else "sdpa",
-        casts_inputs=True,
-    )
+    layout = SINGLE if count == 1 else Layout("fsdp", count, count)
+    layers = None if row["gradient_checkpointing"] in ("full", "true", "yes") else 0
+    step = Step(micro, 1, length, layout=layout, checkpointed_layers=layers, casts_inputs=True)
+    if row["attention"] == "eager":
+        step = replace(step, attention="eager")
     return predict_speed(config, shape, precision, step, find_rates(hardware, precision)).tokens_per_s / count
 
 
@@ -76,12 +68,9 @@ def score(path: Path) -> dict[str, Any]:
             if speed is not None:
                 measured = float(row["tokens_per_s"])
                 source = row["id"].split("/")[0]
-                runs[row["id"]] = {
-                    "group": f"{source} {row['gpu']} {row['n_gpus']} {row['mode']}",
-                    "predicted": round(speed, 1),
-                    "published": measured,
-                    "ratio": speed / measured,
-                }
+                group = f"{source} {row['gpu']} {row['n_gpus']} {row['mode']}"
+                ratio = speed / measured
+                runs[row["id"]] = {"group": group, "predicted": round(speed, 1), "published": measured, "ratio": ratio}
     return runs
 
 
@@ -90,9 +79,7 @@ def main() -> int:
     the file."""
     rows = published_speeds.compare_published()
     classes, within = published_speeds.errors_by_class(rows), published_speeds.shares_within_error(rows)
-    sys.stdout.write(
-        "Held out, 7B to 70B: median and 90th percentile of how far predictions are from what was published\n"
-    )
+    sys.stdout.write("Held out, 7B to 70B: median and 90th percentile of how far predictions are off\n")
     for name, error in classes.items():
         sys.stdout.write(f"{name:45s} {error['n']:4d} {error['median']:6.1%} {error['p90']:6.1%}\n")
     for name, hit in within.items():
@@ -117,24 +104,8 @@ def main() -> int:
         published, predicted_s = found["published_s"], found["predicted_s"]
         sys.stdout.write(f"{name:90s} {published:.0f} s published, {predicted_s:.0f} s predicted\n")
     if os.environ.get("OUT"):
-        report = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": detect_hardware().as_json(),
-            "versions": installed_versions(),
-        }
-        write_json(
-            Path(os.environ["OUT"]),
-            {
-                **report,
-                "held_out": classes,
-                "within": within,
-                "published": rows,
-                "runs": runs,
-                "ratios": ratios,
-                "scaling": scaled,
-                "long_rows": shared,
-            },
-        )
+        report = {**report_header(), "held_out": classes, "within": within, "published": rows, "runs": runs}
+        write_json(Path(os.environ["OUT"]), {**report, "ratios": ratios, "scaling": scaled, "long_rows": shared})
     return 0
 
 

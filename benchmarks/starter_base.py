@@ -19,18 +19,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.report_header import report_header
 from benchmarks.starter_corpus import CORPUS, END_OF_TEXT, SPECIAL_TOKENS, TURN_END, corpus_documents
-from sft_play.machine.hardware import detect_hardware
 from sft_play.models.config_json import KNOWN_MODELS
 from sft_play.process.environment import independent_environment
 from sft_play.runs.files import write_json
-from sft_play.runs.folder import installed_versions
 from sft_play.starter import BASE, BASE_NAME
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,15 +40,7 @@ SEED = 2
 """Seed of the random weights and of the corpus's order; others do about as well (benchmarks/LOG.md, 2026-11-22)."""
 INITIALIZER_RANGE = 0.06
 """Wider than Llama's 0.02: a model this small, trained this briefly, learned to copy words only with it."""
-CHAT_TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n' }}"
-    "{% endif %}{{ 'tools: ' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}{% if not (tools and loop.first and message.role == 'system') %}"
-    "{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}"
-    "{% for call in message.tool_calls or [] %}{{ '\ncall: ' + ({'name': call.function.name, "
-    "'arguments': call.function.arguments} | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+CHAT_TEMPLATE = (BASE / "chat_template.jinja").read_text(encoding="utf-8")
 """ChatML; tools are in the system turn, and calls follow the assistant's text."""
 
 
@@ -75,13 +65,7 @@ def make_base(out: Path) -> dict[str, Any]:
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
         make_tokenizer(documents).save_pretrained(start)
         make_model().save_pretrained(start)
-        overrides = {
-            "model.name": str(start),
-            "data.train_path": str(corpus),
-            "output.dir": workdir,
-            "train.seed": SEED,
-        }
-        words = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+        words = [f"model.name={start}", f"data.train_path={corpus}", f"output.dir={workdir}", f"train.seed={SEED}"]
         train = [sys.executable, "-m", "sft_play", "train", "--config", str(RECIPE), "output.name=base", *words]
         subprocess.run(train, cwd=ROOT, env=independent_environment(os.environ), check=True)
         return _shipped(Path(workdir) / "base" / "model", out)
@@ -102,11 +86,10 @@ def _shipped(trained: Path, out: Path) -> dict[str, Any]:
 
 
 def weights_of(folder: Path) -> dict[str, Any]:
-    """The tensors of a model's folder, by their names."""
     from safetensors.torch import load_file
 
-    found: dict[str, Any] = load_file(folder / WEIGHTS)
-    return found
+    weights: dict[str, Any] = load_file(folder / WEIGHTS)
+    return weights
 
 
 def difference(shipped: dict[str, Any], made: dict[str, Any]) -> str:
@@ -128,15 +111,12 @@ def record() -> dict[str, Any]:
         "sha256": {path.name: digest(path) for path in sorted(BASE.iterdir())},
         "recipe": recipe(),
         "seed": SEED,
-        "machine": detect_hardware().as_json(),
-        "versions": installed_versions(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **report_header(),
     }
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -168,16 +148,14 @@ def make_tokenizer(documents: list[str]) -> Any:
 
 
 def make_model(*, seed: int = SEED) -> Any:
-    """The base before training: random weights in fp32."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {key: value for key, value in KNOWN_MODELS[BASE_NAME].config.items() if key not in ("model_type", "dtype")}
     pad, _, end = range(len(SPECIAL_TOKENS))
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(**shape, initializer_range=INITIALIZER_RANGE, bos_token_id=None, eos_token_id=end, pad_token_id=pad)
-    )
+    tokens = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
+    return LlamaForCausalLM(LlamaConfig(**shape, initializer_range=INITIALIZER_RANGE, **tokens))
 
 
 if __name__ == "__main__":

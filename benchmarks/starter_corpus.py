@@ -37,10 +37,8 @@ def unseen_documents() -> list[str]:
 
 def starter_rows() -> dict[str, list[dict[str, Any]]]:
     """The rows of each split, as they come with the package: conversations of a command and its answer."""
-    return {
-        split: [json.loads(line) for line in (SPLITS / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
-        for split in ("train", "val", "test")
-    }
+    texts = {split: (SPLITS / f"{split}.jsonl").read_text(encoding="utf-8") for split in ("train", "val", "test")}
+    return {split: [json.loads(line) for line in text.splitlines()] for split, text in texts.items()}
 
 
 def normalise(text: str) -> str:

@@ -58,7 +58,6 @@ class Cell:
 
 
 def cell(model: str, mode: str, card: str) -> Cell:
-    """The plan of one model in one mode on one card."""
     overrides = (
         f"model.name={model}", f"tuning.mode={mode}", f"model.max_seq_len={ROW_TOKENS}",
         f"train.effective_batch_size={ROWS}", "data.train_path=rows.jsonl", "data.val_path=null",

@@ -57,9 +57,6 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", warm.python())
 
 
-# --- equal work -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.build
 @pytest.mark.usefixtures("warmed")
 @pytest.mark.parametrize("kind", ["padded", "packed", "joined"])
@@ -183,9 +180,6 @@ def test_tokens_are_counted_alike_padded_without_a_mask_and_packed(seed):
     assert len({rows_digest([one["rows"]]) for one in found}) == 1
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
 def test_an_unknown_peer_is_refused_before_anything_runs(command, small):
     code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "tlr")
     assert code == 2
@@ -202,35 +196,24 @@ def python_with(folder: Path, trl: str | None) -> str:
     return str(python)
 
 
-def test_apython_without_trl_is_refused(command, small, tmp_path):
-    python = python_with(tmp_path, None)
+@pytest.mark.parametrize(("trl", "module"), [(None, "trl"), ("import nowhere_at_all\n", "nowhere_at_all")])
+def test_a_python_that_cannot_import_trl_is_refused_before_our_run(command, small, tmp_path, trl, module):
+    python = python_with(tmp_path, trl)
     code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "trl", "--peer-python", python)
     assert code == 2
-    assert f"PEER=trl needs the package trl, which {python} does not have" in said
-
-
-def test_a_trl_that_cannot_be_imported_is_refused_before_our_run(command, small, tmp_path):
-    """The package is there, and what it imports is not."""
-    python = python_with(tmp_path, "import a_package_that_is_nowhere\n")
-    code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "trl", "--peer-python", python)
-    assert code == 2
-    assert "No module named 'a_package_that_is_nowhere'; repair that environment" in said
+    assert f"which {python} cannot import: ModuleNotFoundError: No module named '{module}'" in said
     assert "Round" not in said
     assert bench.check_peer("trl", python_with(tmp_path, "")) == python
 
 
-def test_a_python_is_refused_where_it_is_none_or_unused(tmp_path):
+def test_a_python_is_refused_where_it_is_none_or_unused(command, small, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="is not a program that can be run"):
         bench.check_peer("trl", str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="PEER_PYTHON= names the Python of another TRL"):
         bench.check_peer("bare", sys.executable)
     with pytest.raises(ConfigError, match="none is asked for"):
         bench.check_peer(None, sys.executable)
-
-
-def test_the_python_may_lie_in_the_home_folder(command, small, tmp_path, monkeypatch):
-    """Shells leave `~` alone in make's words."""
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))  # shells leave `~` alone in make's words
     code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "trl", "--peer-python", "~/python")
     assert code == 2
     assert f"PEER_PYTHON={tmp_path}/python is not a program that can be run" in said
@@ -258,9 +241,6 @@ def test_a_process_that_fails_is_named_by_its_exit_code():
         bench.refuse("ours", 3, refused)
     with pytest.raises(TrainingError, match="trl ended with exit code 1: ValueError: no"):
         bench.refuse("trl", 1, "Traceback\nValueError: no\n")
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def comparison(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> bench.Comparison:
@@ -321,81 +301,16 @@ def test_recording_and_orders_need_nothing_of_this_project():
         assert "sft_play" not in (ROOT / "benchmarks" / "steps" / f"{name}.py").read_text()
 
 
-def test_a_gpu_script_begins_with_trials_in_which_every_setting_occurs():
-    gpu = importlib.import_module("benchmarks.gpu_bench")
-    every = gpu.trials()
-    assert len(every) == len({one.name for one in every}) == 26
-    plain = {(one.model, one.mode, one.length, one.kind) for one in every[:6]}
-    assert all(one.compiled and (one.model, one.mode, one.length, one.kind) in plain for one in every[6:8])
-    assert sum(one.compiled for one in every) == 2
-    for values in zip(*((one.model, one.mode, str(one.length), one.kind) for one in every[:6]), strict=True):
-        assert all(values.count(value) >= 2 for value in set(values))
-    assert {one.mode for one in every[:6]} == {"qlora", "lora", "full"}
-
-
-def test_trials_of_a_gpu_script_are_chosen_by_name():
-    gpu = importlib.import_module("benchmarks.gpu_bench")
-    assert gpu.select_trials(None) == gpu.trials()
-    names = "4b-full-2048-mixed,8b-lora-2048-mixed-compiled"
-    assert [trial.name for trial in gpu.select_trials(names)] == names.split(",")
-    with pytest.raises(ConfigError, match="there is no trial 4b-lora-2048-mixd; did you mean 4b-lora-2048-mixed"):
-        gpu.select_trials("4b-lora-2048-mixd")
-
-
-def test_a_gpu_script_begins_no_trial_that_its_time_does_not_reach(tmp_path, monkeypatch):
-    from sft_play.machine.hardware import parse_hardware
-
-    gpu = importlib.import_module("benchmarks.gpu_bench")
-    now, measured = [0.0], []
-
-    def took(trial: Any, folder: Any, **_: Any) -> dict[str, Any]:
-        now[0] += 70.0
-        measured.append(trial.name)
-        return {"status": "measured", "seconds": 70.0}
-
-    monkeypatch.setattr(gpu, "measured", took)
-    monkeypatch.setattr(gpu, "detect_hardware", lambda: parse_hardware("1xH100"))
-    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
-    monkeypatch.setenv("SFT_PLAY_CACHE", "set back at the end")
-    names = [trial.name for trial in gpu.trials()][:3]
-    out = tmp_path / "out.json"
-    words = ["gpu_bench", "--out", str(out), "--only", ",".join(names), "--folder", str(tmp_path)]
-
-    def statuses(*more: str) -> list[str]:
-        monkeypatch.setattr(sys, "argv", [*words, *more])
-        assert gpu.main() == 0
-        return [one["status"] for one in json.loads(out.read_text())["trials"].values()]
-
-    assert statuses("--minutes", "3") == ["not reached"] * 3  # the first is taken to need four
-    # 70 s of 180 left after the second, which is what one took
-    assert statuses("--minutes", "3", "--longest", "60") == ["measured", "measured", "not reached"]
-    assert statuses("--minutes", "3", "--longest", "60", "--again") == ["measured"] * 3
-    assert measured == names
-
-
-def test_a_model_that_cannot_be_made_ends_its_trial_and_not_the_gpu_bench(monkeypatch, tmp_path):
-    import torch
-
-    gpu = importlib.import_module("benchmarks.gpu_bench")
-
-    def fails(place, name):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(gpu, "write_model", fails)
-    result = gpu.measured(gpu.trials()[0], tmp_path, tries=False)
-    assert (result["status"], result["reason"]) == ("failed", "CUDA out of memory")
-
-
 def test_weights_are_made_on_the_cpu_where_the_gpu_does_not_hold_them(monkeypatch, tmp_path):
     import torch
 
-    gpu = importlib.import_module("benchmarks.gpu_bench")
+    from benchmarks import random_model
+
     shape = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}  # fmt: skip
-    monkeypatch.setitem(gpu.KNOWN_MODELS, "small", SimpleNamespace(config=shape))
+    monkeypatch.setitem(random_model.KNOWN_MODELS, "small", SimpleNamespace(config=shape))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gpu.ROOM, 2 * gpu.ROOM))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    gpu.write_model(tmp_path / "model", "small")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (random_model.ROOM, 2 * random_model.ROOM))
+    random_model.write_published_shape("small", tmp_path / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     assert (tmp_path / "model" / "model.safetensors").is_file()

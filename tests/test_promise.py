@@ -12,7 +12,7 @@ import pytest
 from benchmarks.closed_form import parse_setting, predict_memory
 from benchmarks.memory_model.closed import NoClosedForm, closed_form
 from benchmarks.memory_model.published import PublishedRun, read_runs
-from benchmarks.memory_model.score import Promise, ScoredRow, score
+from benchmarks.memory_model.score import ScoredRow, promise_to, score
 from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import (
@@ -101,11 +101,10 @@ def test_at_most_one_measured_run_in_twenty_reserved_more_than_was_promised(rows
         key = row.run.settings.canonical_text() if row.run.settings else ""
         if key not in largest or (row.run.measured_reserved or 0) > (largest[key].run.measured_reserved or 0):
             largest[key] = row
-    promise = Promise.of(largest.values())
-    assert promise.n >= 10
-    assert len(promise.short) <= 0.05 * promise.n
-    assert promise.median_over is not None
-    assert promise.median_over < 0.30
+    promise = promise_to(largest.values())
+    assert promise["n"] >= 10
+    assert promise["short"] <= 0.05 * promise["n"]
+    assert promise["median_over"] < 0.30
 
 
 def test_replays_stay_within_the_promise() -> None:
@@ -131,9 +130,9 @@ def promised_to(line: str, *, layers: int | None) -> int:
 
 def test_few_measured_runs_would_have_been_refused(rows: list[ScoredRow]) -> None:
     """Most of those had filled nine tenths of their card: a search for the largest batch that runs."""
-    promise = Promise.of(rows)
-    assert promise.ran >= 50
-    assert len(promise.refused) <= 0.10 * promise.ran
+    promise = promise_to(rows)
+    assert promise["ran"] >= 50
+    assert promise["refused"] <= 0.10 * promise["ran"]
 
 
 def test_the_closed_form_meets_measured_allocated_bytes(rows: list[ScoredRow]) -> None:
@@ -187,18 +186,18 @@ def test_a_promise_counts_rows_settings_and_refusals() -> None:
         run = PublishedRun(name, "A", "s", "lora", "single", None, measured, settings)
         return ScoredRow(run, 0, 0, closed)
 
-    found = Promise.of([row("exact", promised), row("short", promised + 1), row("unknown", None)])
-    assert (found.n, found.settings, found.short) == (2, 1, ("short",))
-    assert (found.ran, found.refused) == (2, ("exact", "short") if closed.required > 2**30 else ())
-    assert Promise.of([]).median_over is None
+    found = promise_to([row("exact", promised), row("short", promised + 1), row("unknown", None)])
+    assert (found["n"], found["settings"], found["short_rows"]) == (2, 1, ["short"])
+    assert (found["ran"], found["refused_rows"]) == (2, ["exact", "short"] if closed.required > 2**30 else [])
+    assert promise_to([])["median_over"] is None
 
 
 def test_the_score_holds_the_closed_form_beside_the_trace(tmp_path: Path) -> None:
     path = write(
         tmp_path / "peaks.csv", [ROW, {**ROW, "id": "again"}, {**ROW, "id": "fa", "optimizer": "LoRA-FA AdamW"}]
     )
-    report = score(path, tmp_path / "score.json", trace=fixed, config_of=config_of)
-    answer = json.loads((tmp_path / "score.json").read_text())
+    report = score(path, trace=fixed, config_of=config_of)
+    answer = report.as_json()
     first = answer["rows"][0]
     assert first["closed_promised_bytes"] > first["closed_reserved_bytes"] >= first["closed_allocated_bytes"] > 0
     assert answer["summary"]["class A"]["closed_form"]["promise"]["n"] >= 2

@@ -65,11 +65,7 @@ def test_each_row_says_where_and_when_it_was_read_and_whether_it_was_fitted():
 def test_four_of_five_published_speeds_lie_within_what_the_plan_says(published):
     found = published_speeds.shares_within_error(published)
     # smaller models: benchmarks/speed.json
-    assert set(found) == {
-        DATA_CENTRE_ERROR.of,
-        LONG_ROW_ERROR.of,
-        WORKSTATION_ERROR.of,
-    }
+    assert set(found) == {DATA_CENTRE_ERROR.of, LONG_ROW_ERROR.of, WORKSTATION_ERROR.of}
     assert all(one["within"] >= 0.75 for one in found.values()), found
 
 

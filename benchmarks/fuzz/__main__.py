@@ -18,7 +18,6 @@ DEFAULT_CASES = {"yaml": 10_000, "rows": 10_000, "words": 1_800, "make": 200, "s
 
 
 def count_verdicts(cases: list[CaseResult], seconds: float) -> dict[str, Any]:
-    """Counts of one part, and what was wrong."""
     counts = Counter(case.verdict for case in cases)
     return {
         "cases": len(cases),

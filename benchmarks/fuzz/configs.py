@@ -13,7 +13,14 @@ from typing import Any
 import yaml
 
 from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import CaseRunner, FuzzFailure, isolated_environment, require_consistent_exit, run_command
+from benchmarks.fuzz.run import (
+    CaseRunner,
+    FuzzFailure,
+    isolated_environment,
+    require_consistent_exit,
+    require_words,
+    run_command,
+)
 from sft_play.config.load import config_from_text, load_config, resolved_config
 from sft_play.config.options import all_options, option_accepts
 from sft_play.config.yaml_io import parse_yaml
@@ -29,14 +36,12 @@ _MACHINES = ("1xH100", "2xH200", "8xA100-80GB", "1xRTX4090", "4xL40S", "1xT4")
 
 @contextlib.contextmanager
 def case_runner() -> Iterator[CaseRunner]:
-    """Cases of run YAMLs."""
     seeds = [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.yaml"))]
     parsed_seeds = [parse_yaml(seed.decode(), name="seed").data for seed in seeds]
     keys = list(all_options())
     words = re.findall(r'"(\w[\w.-]*)"', (ROOT / "sft_play/config/schema.py").read_text(encoding="utf-8"))
-    accepted_values = {
-        key: [one for one in (*_PLAIN, *dict.fromkeys(words)) if option_accepts(key, one)] for key in keys
-    }
+    every_value = (*_PLAIN, *dict.fromkeys(words))
+    accepted_values = {key: [one for one in every_value if option_accepts(key, one)] for key in keys}
 
     def judge(draw: random.Random, folder: Path) -> bool:
         path = folder / "run.yaml"
@@ -101,8 +106,7 @@ def _loads(path: Path, overrides: list[str], why_refused: str) -> bool:
     try:
         loaded = load_config(path, overrides=overrides)
     except SftPlayError as error:
-        if not str(error).strip():
-            raise FuzzFailure("refused without a word") from error
+        require_words(error)
         return False
     if why_refused:
         raise FuzzFailure(f"accepted in spite of {why_refused}")

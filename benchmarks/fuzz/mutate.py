@@ -9,21 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 STRANGE_TEXTS = (
-    *(
-        "",
-        " ",
-        "\n",
-        "\t",
-        "\0",
-        "\x1b[31m",
-        "\u202e",
-        "\ufeff",
-        "\ud83d",
-        "a" * 5000,
-        "é" * 300,
-        "..",
-        "../../etc/passwd",
-    ),
+    *("", " ", "\n", "\t", "\0", "\x1b[31m", "\u202e", "\ufeff", "\ud83d", "a" * 5000, "é" * 300, ".."),
+    "../../etc/passwd",
     *("/", "~", "~nobody", "-", "--", "=", "null", "true", "no", "1e-4", "1e999", "-0", "0x10", "010", "1_000", "nan"),
     *(".inf", "12:30:45", "auto", "$(touch pwned)", "`touch pwned`", "; touch pwned", "${HOME}", "{{ 7*7 }}", "%s%n"),
     *("<script>alert(1)</script>", "<|im_end|>", "</s>", "[INST]", "hub:a/b", "http://127.0.0.1:1/", "\u2028", "１２"),
@@ -33,22 +20,8 @@ STRANGE_VALUES: tuple[Any, ...] = (
     *(float("inf"), float("-inf"), float("nan"), [], {}, [[]], [None], {"": None}, {"a": {"b": [1, {"c": None}]}}),
 )
 STRANGE_BYTES = (
-    *(
-        b"\0",
-        b"\xff",
-        b"\xfe\xff",
-        b"\xef\xbb\xbf",
-        b"\x80",
-        b"\r",
-        b"\r\n",
-        b"\n\n",
-        b"\t",
-        b'"',
-        b"'",
-        b"\\",
-        b"{",
-        b"}",
-    ),
+    *(b"\0", b"\xff", b"\xfe\xff", b"\xef\xbb\xbf", b"\x80", b"\r", b"\r\n", b"\n\n", b"\t", b'"', b"'", b"\\"),
+    *(b"{", b"}"),
     *(b"[", b"]", b",", b":", b"&a ", b"*a", b"!!python/object/apply:os.system [id]", b"<<: *a", b"--- ", b"...", b"%"),
     *(b"\x1f\x8b", b"PK\x03\x04", b"PAR1", b"\\ud83d", b"\\u0000", b"NaN", b"1e999", b"[" * 2000, b'{"a":' * 2000),
 )
@@ -144,5 +117,4 @@ def _holders(given: Any) -> list[Any]:
 
 
 def as_json(given: Any) -> str:
-    """JSON, in which a surrogate alone stays an escape."""
     return json.dumps(given, ensure_ascii=True)

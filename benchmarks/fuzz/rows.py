@@ -22,6 +22,7 @@ from benchmarks.fuzz.run import (
     isolated_environment,
     read_files,
     require_consistent_exit,
+    require_words,
     run_command,
 )
 from benchmarks.fuzz.templates import tokenizer
@@ -58,7 +59,6 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
 
 @contextlib.contextmanager
 def case_runner() -> Iterator[CaseRunner]:
-    """Cases of data files."""
     from tests.models import CHATML
 
     files = [path.read_bytes() for path in sorted((ROOT / "tests" / "bundled" / "rows").glob("*.json*"))]
@@ -110,7 +110,6 @@ def _file(draw: random.Random, files: list[bytes]) -> tuple[str, bytes]:
 
 
 def _some(draw: random.Random) -> list[Any]:
-    """Rows of one format, some of them mutated."""
     row, count = draw.choice(_ROWS), draw.randint(1, 12)
     return [mutate.plain(draw, row) if draw.random() < 0.5 else row for _ in range(count)]
 
@@ -172,22 +171,19 @@ def _reads(draw: random.Random, path: Path, data: DataConfig, made: Any) -> bool
                 if isinstance(row, TokenRow) and len(row.input_ids) != len(row.labels):
                     raise FuzzFailure("the labels are not those of the tokens")
     except (DataError, TokenizerError) as error:
-        if not str(error).strip():
-            raise FuzzFailure("refused without a word") from error
+        require_words(error)
         return False
     return good > 0
 
 
 def _processes(draw: random.Random, folder: Path, data: DataConfig) -> None:
-    """`make process` on it: files that can be read again, or none."""
     from sft_play.data.process import read_processed
 
     settings = data.model_dump(mode="json", exclude_unset=True)
     config = {"model": {"name": "gpt2"}, "data": {**settings, "process": {"raw_path": "raw", "out_dir": "out"}}}
     (folder / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    code, out, err = run_command(
-        ["process", "--config", "run.yaml", *(["--json"] if (is_json := draw.random() < 0.5) else [])]
-    )
+    is_json = draw.random() < 0.5
+    code, out, err = run_command(["process", "--config", "run.yaml", *(["--json"] if is_json else [])])
     require_consistent_exit(code, out, err, is_json=is_json)
     written = read_files(folder / "out") if (folder / "out").exists() else {}
     if code and written:

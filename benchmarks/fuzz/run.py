@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import os
 import random
+import resource
 import select
 import subprocess
 import sys
@@ -14,10 +16,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 PART_MODULES = {"yaml": "configs", "rows": "rows", "words": "words", "make": "targets", "serve": "asking",
            "templates": "templates"}  # fmt: skip
@@ -48,14 +50,9 @@ class CaseResult:
     reason: str = ""
 
 
-def open_case_runner(part: str) -> AbstractContextManager[CaseRunner]:
-    """What makes and tries the cases of a part; open while they run."""
-    return importlib.import_module(f"benchmarks.fuzz.{PART_MODULES[part]}").case_runner()  # type: ignore[no-any-return]
-
-
 def run_cases(part: str, numbers: range, *, seed: int) -> Iterator[CaseResult]:
-    """The cases, one after the other, in this process."""
-    with open_case_runner(part) as judge:
+    module = importlib.import_module(f"benchmarks.fuzz.{PART_MODULES[part]}")
+    with module.case_runner() as judge:
         for number in numbers:
             with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
                 yield _run_case(judge, part, number, random.Random(f"{seed}/{part}/{number}"), Path(folder))
@@ -83,8 +80,6 @@ def _run_case(run_case: CaseRunner, part: str, number: int, draw: random.Random,
 
 
 def _peak_bytes() -> int:
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -92,16 +87,8 @@ def run_cases_isolated(part: str, numbers: range, *, seed: int) -> Iterator[Case
     """The same in processes of their own: a case that hangs or crashes its process is wrong, and the rest is tried."""
     next_case = numbers.start
     while next_case < numbers.stop:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.fuzz",
-            "--worker",
-            part,
-            str(seed),
-            str(next_case),
-            str(numbers.stop),
-        ]
+        command = [sys.executable, "-m", "benchmarks.fuzz", "--worker", part]
+        command += map(str, (seed, next_case, numbers.stop))
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             for result in _read_results(process):
                 next_case = result.number + 1
@@ -130,8 +117,7 @@ def _read_results(process: subprocess.Popen[bytes]) -> Iterator[CaseResult]:
 def run_worker(part: str, seed: int, start: int, stop: int) -> None:
     """Try cases and write one line about each; nothing else reaches standard output."""
     out = os.fdopen(os.dup(1), "w")
-    null_device = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null_device, 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     for result in run_cases(part, range(start, stop), seed=seed):
         out.write(json.dumps(asdict(result)) + "\n")
         out.flush()
@@ -142,46 +128,40 @@ def isolated_environment() -> Iterator[None]:
     """No network, no user's caches or tokens, no variables of make: what a case finds is what it made."""
     from sft_play.variables import VARIABLES
 
-    saved_environment = dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="fuzz-home-") as home:
+    with tempfile.TemporaryDirectory(prefix="fuzz-home-") as home, mock.patch.dict(os.environ):
         for name in (*VARIABLES, "HF_TOKEN", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "SFT_PLAY_MAKE"):
             os.environ.pop(name, None)
         os.environ.update(
             HOME=home, HF_HOME=f"{home}/hf", SFT_PLAY_CACHE=f"{home}/cache", HF_HUB_OFFLINE="1", NO_COLOR="1",
             OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false",
         )  # fmt: skip
-        try:
-            yield
-        finally:
-            os.environ.clear()
-            os.environ.update(saved_environment)
+        yield
+
+
+def require_words(error: Exception) -> None:
+    """Raises FuzzFailure where a refusal says nothing."""
+    if not str(error).strip():
+        raise FuzzFailure("refused without a word") from error
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, with its content."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def run_command(arguments: list[str], **variables: str) -> tuple[int, str, str]:
     """A command line in this process: exit code, standard output, standard error."""
-    import io
     import logging
 
     from sft_play.cli import main
 
-    out, err, saved_environment = io.StringIO(), io.StringIO(), dict(os.environ)
-    os.environ.update(variables)
-    root = logging.getLogger()
+    out, err, code = io.StringIO(), io.StringIO(), 0
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                code = main(arguments)
-            except SystemExit as error:  # --help
-                code = int(error.code or 0)
+        with mock.patch.dict(os.environ, variables), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(arguments)
+    except SystemExit as error:  # --help
+        code = int(error.code or 0)
     finally:
-        os.environ.clear()
-        os.environ.update(saved_environment)
-        root.handlers[:] = []
+        logging.getLogger().handlers[:] = []
     return code, out.getvalue(), err.getvalue()
 
 

@@ -23,7 +23,6 @@ _INJECTED = (
 
 @contextlib.contextmanager
 def case_runner() -> Iterator[CaseRunner]:
-    """Cases of make's command line."""
     known_names, goals = list(VARIABLES), sorted(all_targets())
 
     def judge(draw: random.Random, folder: Path) -> bool:
@@ -44,15 +43,10 @@ def case_runner() -> Iterator[CaseRunner]:
         if pwned.exists() or (ROOT / "pwned").exists():
             raise FuzzFailure(f"a value was run: {variables}")
         if process.returncode != 2 or "Traceback" in process.stderr:
-            raise FuzzFailure(
-                f"exit code {process.returncode} of make {goal} {variables}: "
-                f"{process.stderr[-2000:]}{process.stdout[-500:]}"
-            )
-        if (
-            message is None
-            and "none.yaml" not in process.stderr + process.stdout
-            and "SET" not in process.stderr + process.stdout
-        ):
+            output = f"{process.stderr[-2000:]}{process.stdout[-500:]}"
+            raise FuzzFailure(f"exit code {process.returncode} of make {goal} {variables}: {output}")
+        said = process.stderr + process.stdout
+        if message is None and "none.yaml" not in said and "SET" not in said:
             raise FuzzFailure(f"make {goal} {variables} said {process.stderr[-2000:]}")
         return False
 
@@ -61,5 +55,4 @@ def case_runner() -> Iterator[CaseRunner]:
 
 
 def _name(text: str) -> str:
-    """A name that make takes for a goal or a variable."""
     return "".join(letter for letter in text if letter.isascii() and (letter.isalnum() or letter in "-_.")).lstrip("-.")

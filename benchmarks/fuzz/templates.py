@@ -11,31 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fuzz import mutate
-from benchmarks.fuzz.run import CaseRunner, FuzzFailure, isolated_environment, read_files
+from benchmarks.fuzz.run import CaseRunner, FuzzFailure, isolated_environment, read_files, require_words
 from sft_play.errors import TokenizerError
 from sft_play.files import ROOT
+from sft_play.runs.files import read_json
 
-_NAMES = ("messages", "message", "messages[0]", "tools", "loop", "x", "eos_token", "self", "cycler", "namespace(a=1)")
-_ATTRIBUTES = (
-    *("content", "role", "__class__", "__class__.__mro__", "__init__.__globals__", "gi_frame.f_builtins", "append(x)"),
-    *("format(x)", "format_map(x)", "join(messages)", "replace('', 'x' * 9999)", "__globals__", "items()", "pop()"),
-    *("clear()", "_environment", "environment", "update({'a': 1})", "mro()", "encode().decode", "__reduce__()"),
-)
-_FILTERS = (
-    *("tojson", "length", "list", "join", "upper", "trim", "indent(99999)", "center(999999999)", "sort", "batch(2)"),
-    *("map('attr', '__class__')", "attr('__class__')", "wordwrap(1)", "replace('a', 'aaaa')", "format(1, 2)", "random"),
-    *("groupby('role')", "urlize", "pprint", "safe", "unique", "sum", "dictsort", "tojson(indent=99999999)", "xmlattr"),
-)
-_EXPRESSIONS = (
-    *("range(10**9)", "'a' * 10**9", "[0] * 10**8", "9**9**9", "lipsum(999999)", "raise_exception('no')", "1/0"),
-    *("strftime_now('%Y' * 999999)", "'%9999999d' % 1", "'{:>999999999}'.format(1)", "dict(a=1)", "joiner()", "xxx"),
-    "none.a",
+_PIECES: dict[str, list[str]] = read_json(Path(__file__).with_suffix(".json"))
+_NAMES, _ATTRIBUTES, _FILTERS, _EXPRESSIONS = (
+    _PIECES[kind] for kind in ("names", "attributes", "filters", "expressions")
 )
 
 
 @contextlib.contextmanager
 def case_runner() -> Iterator[CaseRunner]:
-    """Cases of chat templates."""
     spec = find_spec("trl")
     assert spec is not None
     assert spec.origin is not None
@@ -57,7 +45,6 @@ def case_runner() -> Iterator[CaseRunner]:
 
 @contextlib.contextmanager
 def tokenizer() -> Iterator[Any]:
-    """A small tokenizer with ChatML's tokens."""
     import tempfile
 
     from transformers import AutoTokenizer
@@ -115,11 +102,8 @@ def _expression(draw: random.Random) -> str:
 
 def _messages(draw: random.Random) -> list[dict[str, Any]]:
     texts = ("hello", "what is 2 + 2?", "<|im_end|>", "é" * 50, "")
-    turns = [
-        {"role": role, "content": draw.choice(texts)}
-        for _ in range(draw.randint(1, 3))
-        for role in ("user", "assistant")
-    ]
+    roles = ("user", "assistant") * draw.randint(1, 3)
+    turns = [{"role": role, "content": draw.choice(texts)} for role in roles]
     return [{"role": "system", "content": "Be kind."}, *turns] if draw.random() < 0.3 else turns
 
 
@@ -131,8 +115,7 @@ def _renders(draw: random.Random, source: str) -> bool:
         template = ChatTemplate(source, variables={"eos_token": "<|im_end|>"}, today=date(2026, 11, 1))
         written = template.render(_messages(draw), with_prompt=draw.random() < 0.5)
     except (TokenizerError, RenderError) as error:
-        if not str(error).strip():
-            raise FuzzFailure("refused without a word") from error
+        require_words(error)
         return False
     if not isinstance(written, str):
         raise FuzzFailure(f"rendered to {type(written)}")
@@ -154,7 +137,6 @@ def _masks(draw: random.Random, tokenizer: Any, source: str) -> None:
         return
     if isinstance(row, BadRow):
         return
-    if len(row.input_ids) != len(row.labels) or not all(
-        label in (-100, i) for i, label in zip(row.input_ids, row.labels, strict=True)
-    ):
+    is_fitting = len(row.input_ids) == len(row.labels)
+    if not is_fitting or any(label not in (-100, i) for i, label in zip(row.input_ids, row.labels, strict=True)):
         raise FuzzFailure("the labels are not those of the tokens")

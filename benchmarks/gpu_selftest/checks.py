@@ -52,10 +52,10 @@ def peak_problems(peak: Peak) -> list[str]:
     if peak.measured_allocated > peak.predicted_allocated + peak.margin:
         problems.append(_over("allocated", peak.measured_allocated, peak.predicted_allocated, peak.margin))
     if peak.exact and peak.measured_allocated < peak.predicted_allocated - peak.margin:
+        below = _gib(peak.predicted_allocated - peak.measured_allocated)
         problems.append(
-            f"{_gib(peak.measured_allocated)} allocated are {_gib(peak.predicted_allocated - peak.measured_allocated)} "
-            f"below the {_gib(peak.predicted_allocated)} predicted, margin {_gib(peak.margin)}: the plan is too "
-            "cautious"
+            f"{_gib(peak.measured_allocated)} allocated are {below} below the prediction, more than the "
+            f"margin {_gib(peak.margin)}: the plan is too cautious"
         )
     return problems
 
@@ -66,7 +66,6 @@ def moment_problems(name: str, *, predicted: int, margin: int, measured: int) ->
 
 
 def speed_problems(predicted: float, measured: float, *, what: str = "tokens/s", form: str = ",.0f") -> list[str]:
-    """What is wrong with a speed, in any unit."""
     if predicted / SPEED_FACTOR <= measured <= predicted * SPEED_FACTOR:
         return []
     ratio = measured / predicted
@@ -108,9 +107,7 @@ def nf4_problems(measured: Mapping[str, float]) -> list[str]:
     if not low <= measured["relative_error"] <= high:
         wrong.append(f"the relative error of the round trip is {measured['relative_error']:.3f}, not {low} to {high}")
     if measured["packed_bytes"] * 2 != measured["elements"]:
-        wrong.append(
-            f"{measured['elements']:.0f} elements take {measured['packed_bytes']:.0f} bytes, not half a byte each"
-        )
+        wrong.append(f"{measured['elements']:.0f} elements take {measured['packed_bytes']:.0f} bytes, not half of that")
     if not measured["layer_error"] <= 0.02:
         wrong.append(f"a 4-bit layer is {measured['layer_error']:.3f} (relative) from the product with its own weights")
     if not measured["gradient_error"] <= 0.02:
@@ -123,9 +120,8 @@ def memory_counter_problems(measured: Mapping[str, int], *, context_bytes: int) 
     wrong = []
     apart = abs(measured["free_by_driver"] - measured["free_by_cuda"])
     if apart > FREE_APART:
-        wrong.append(
-            f"the driver says {_gib(measured['free_by_driver'])} free and CUDA {_gib(measured['free_by_cuda'])}"
-        )
+        by_driver, by_cuda = _gib(measured["free_by_driver"]), _gib(measured["free_by_cuda"])
+        wrong.append(f"the driver says {by_driver} free and CUDA {by_cuda}")
     if measured["context"] > context_bytes + CONTEXT_APART:
         wrong.append(f"a CUDA context takes {_gib(measured['context'])}; the plan counts {_gib(context_bytes)}")
     return wrong
@@ -146,12 +142,8 @@ def out_of_memory_problems(
     free_before: int,
     free_after: int,
 ) -> list[str]:
-    """What is wrong in the message of a run that was made to run out of memory, or in how it ended.
-
-    Args:
-        required, budget: bytes, by a plan made before it.
-        free_before, free_after: bytes that the driver says are free before the run and once it has ended.
-    """
+    """What is wrong in the message of a run that was made to run out of memory, or in how it ended: beside the bytes
+    and the micro-batch of a plan made before it, and what the driver said is free before it and after."""
     wrong = [] if exit_code == 3 else [f"the exit code is {exit_code}, not 3"]
     words = _PREDICTED.search(output)
     if words is None:

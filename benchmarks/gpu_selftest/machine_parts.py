@@ -36,7 +36,6 @@ RUN_S = 600.0
 VERIFY_S = 1800.0
 
 
-# --- the environment --------------------------------------------------------------------------------------------------
 def check_device(hardware: Hardware) -> Part:
     """The device that everything below runs on; fails if there is an accelerator that is not detected."""
     name = f"{ENVIRONMENT}device"
@@ -50,8 +49,6 @@ def check_device(hardware: Hardware) -> Part:
 
 
 def check_nf4(bench: TrialBench) -> Part:
-    """NF4 and back, and a layer of it."""
-
     def reason(measured: dict[str, Any]) -> str:
         return f"relative error {measured['relative_error']:.3f} there and back"
 
@@ -127,7 +124,6 @@ def _probe(
     )
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
 def joint_hardware(hardware: Hardware) -> Hardware:
     """The ranks that work together: GPUs of one kind, or two processes on the CPU."""
     if not hardware.gpus:

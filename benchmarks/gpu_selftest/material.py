@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.random_model import write_random_model
 from benchmarks.starter_corpus import corpus_documents
 from sft_play.models.config_json import KNOWN_MODELS
 
@@ -38,27 +39,14 @@ CPU_SIZE = TrialSize(seq_len=128, micro_batch=2, grad_accum=2)
 
 def write_trial_model(folder: Path, *, large: bool) -> None:
     """Tokenizer and random weights in bf16: Qwen2.5-0.5B's shape if `large`, else one of 0.4 million."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    from benchmarks.starter_base import make_tokenizer
-
-    transformers_logging.disable_progress_bar()
-    tokenizer = make_tokenizer(corpus_documents(200))
-    tokenizer.save_pretrained(folder)
     shape = dict(KNOWN_MODELS[LARGE_MODEL].config)
     if not large:
+        del shape["vocab_size"]
         shape |= {
             "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 2048,
+            "num_key_value_heads": 2, "max_position_embeddings": 2048,
         }  # fmt: skip
-    shape |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-    torch.manual_seed(MATERIAL_SEED)
-    with torch.device("cuda" if large else "cpu"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    model.save_pretrained(folder)
+    write_random_model(folder, shape, seed=MATERIAL_SEED, device="cuda" if large else "cpu")
 
 
 def write_trial_rows(folder: Path, size: TrialSize, *, largest_batch: int = 0) -> None:
@@ -85,6 +73,5 @@ def write_trial_rows(folder: Path, size: TrialSize, *, largest_batch: int = 0) -
 
 
 def _chat(draw: random.Random, words: list[str], count: int) -> dict[str, object]:
-    """A short question, and an answer of this many words."""
     question, answer = (" ".join(draw.choices(words, k=length)) for length in (4, count))
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

@@ -20,7 +20,6 @@ from sft_play.process.signals import watch_parent
 
 
 def device() -> str:
-    """torch's name of the device where a probe computes."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -127,13 +126,11 @@ _KINDS = (
 
 
 def kind_of(names: Sequence[str]) -> str:
-    """The kind of attention with kernels of these names."""
     lowered = [name.lower() for name in names]
     return next((kind for kind, parts in _KINDS if any(part in name for part in parts for name in lowered)), "unknown")
 
 
 def _telling(names: Sequence[str]) -> list[str]:
-    """A few of the names that indicate attention."""
     parts = [part for _, known in _KINDS for part in known]
     return [name[:160] for name in names if any(part in name.lower() for part in parts)][:6]
 
@@ -159,11 +156,7 @@ def _free_by_driver() -> int:
     return free
 
 
-PROBES: dict[str, Callable[[], Any]] = {
-    "nf4": nf4,
-    "attention": attention,
-    "nvml": nvml,
-}
+PROBES: dict[str, Callable[[], Any]] = {"nf4": nf4, "attention": attention, "nvml": nvml}
 
 
 def main(words: Sequence[str]) -> int:

@@ -37,7 +37,6 @@ class Part:
 
     @property
     def line(self) -> str:
-        """The part as a line of the page."""
         return f"{STATUS_WORDS[self.status]}  {self.name:<34} {one_line(self.reason, limit=400)}"
 
 
@@ -58,27 +57,22 @@ class SelftestRecord:
 
     @property
     def logs(self) -> Path:
-        """The folder of the parts' logs."""
         return self.path.with_name(f"{self.path.stem}-logs")
 
     @property
     def page(self) -> Path:
-        """The file of the text report."""
         return self.path.with_name(f"{self.path.stem}.txt")
 
     @property
     def ok(self) -> bool:
-        """True if parts ran, and none failed."""
         statuses = {part.status for part in self.parts.values()}
         return "fail" not in statuses and "pass" in statuses
 
     def add(self, part: Part) -> None:
-        """Keep a part and write the file."""
         self.parts[part.name] = part
         self.write()
 
     def as_json(self) -> dict[str, Any]:
-        """`machine`, `versions`, `date`, `ok`, `finished` and the parts."""
         is_deferred = any(part.reason == DEFERRED_REASON for part in self.parts.values())
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -97,17 +91,14 @@ class SelftestRecord:
             raise ConfigError(f"OUT={one_line(str(self.path))} cannot be written: {error.strerror}") from None
 
     def result_lines(self) -> list[str]:
-        """The summary, and what to report."""
         count = {status: sum(part.status == status for part in self.parts.values()) for status in STATUS_WORDS}
         lines = [f"{count['pass']} parts pass, {count['fail']} fail, {count['skipped']} are left out; {self.path}"]
         if any(part.reason == DEFERRED_REASON for part in self.parts.values()):
             lines.append(f"The same command with OUT={self.path} continues with what there was no time for")
         failed = [part for part in self.parts.values() if part.status == "fail"]
         if failed:
-            lines.append(
-                f"Report each part that fails in the project's issue tracker, with {self.path.name}, "
-                f"{self.page.name} and its log:"
-            )
+            files = f"{self.path.name}, {self.page.name} and its log"
+            lines.append(f"Report each part that fails in the project's issue tracker, with {files}:")
         device = self.machine["gpus"][0]["name"] if self.machine["gpus"] else "the CPU"
         return lines + [f"  gpu-selftest: {part.name} fails on {device} ({part.log or 'no log'})" for part in failed]
 
@@ -136,10 +127,8 @@ def open_record(path: Path, machine: Mapping[str, Any]) -> SelftestRecord:
     ConfigError if the file is another command's, or cannot be written.
     """
     record = SelftestRecord(path, dict(machine))
-    if path.is_dir():
-        raise ConfigError(f"OUT={one_line(str(path))} is a folder; name a file, such as OUT=selftest.json")
     if path.exists() and not path.is_file():
-        raise ConfigError(f"OUT={one_line(str(path))} is not a regular file; name one, such as OUT=selftest.json")
+        raise ConfigError(f"OUT={one_line(str(path))} is not a file; name one, such as OUT=selftest.json")
     if path.exists():
         earlier = _read_earlier_record(path)
         is_same = _identity(earlier["machine"]) == _identity(record.machine)

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 OUT = Path("selftest.json")
 # Packages that a trial imports.
-TRAINING = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "bitsandbytes")
+WITHOUT_TRL = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
+TRAINING = (*WITHOUT_TRL, "trl", "datasets")
 
 
 @dataclass(frozen=True)
@@ -96,19 +97,14 @@ def _steps(bench: TrialBench, hardware: Hardware) -> list[Step]:
 
         return run
 
-    every = [
-        Step(trial.name, with_material(functools.partial(_run_trial, trial, bench))) for trial in trials.all_trials()
-    ]
-    nf4_packages = ("torch", "bitsandbytes", "transformers", "peft", "accelerate")
-    attention_packages = ("torch", "transformers")
+    every = []
+    for trial in trials.all_trials():
+        every.append(Step(trial.name, with_material(functools.partial(_run_trial, trial, bench))))
+    attention = functools.partial(machine_parts.check_attention, bench, hardware)
     return [
         Step(f"{ENVIRONMENT}device", lambda: machine_parts.check_device(hardware), packages=()),
-        Step(f"{ENVIRONMENT}nf4", lambda: machine_parts.check_nf4(bench), packages=nf4_packages),
-        Step(
-            f"{ENVIRONMENT}attention",
-            lambda: machine_parts.check_attention(bench, hardware),
-            packages=attention_packages,
-        ),
+        Step(f"{ENVIRONMENT}nf4", lambda: machine_parts.check_nf4(bench), packages=WITHOUT_TRL),
+        Step(f"{ENVIRONMENT}attention", attention, packages=("torch", "transformers")),
         Step(f"{ENVIRONMENT}nvml", lambda: machine_parts.check_nvml(bench), 1, torch),
         *every[: len(MODES)],
         Step(trials.OUT_OF_MEMORY, with_material(lambda: trials.run_out_of_memory(bench, hardware)), 1),
@@ -162,7 +158,6 @@ def _run(step: Step, hardware: Hardware, *, is_late: bool = False) -> Part:
 
 
 def _skip_reason(step: Step, hardware: Hardware) -> str | None:
-    """Why a part cannot be run on this machine; None where it can."""
     count = len(machine_parts.joint_hardware(hardware).gpus)
     if step.gpus == 1 and not hardware.gpus:
         return "needs a GPU"
@@ -171,7 +166,4 @@ def _skip_reason(step: Step, hardware: Hardware) -> str | None:
     if step.gpus > count:
         return "needs two GPUs; make verify-layouts compares layouts over CPU ranks"
     missing = [name for name in step.packages if importlib.util.find_spec(name) is None]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        return f"needs {' and '.join(missing)}, which {verb} not installed (make setup)"
-    return None
+    return f"needs packages that are not installed (make setup): {', '.join(missing)}" if missing else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from benchmarks.gpu_selftest.checks import (
 )
 from benchmarks.gpu_selftest.material import CPU_SIZE, GPU_SIZE, ROW_KINDS, TrialSize, write_trial_rows
 from benchmarks.gpu_selftest.record import Part, judged_part
+from benchmarks.steps.material import write_config
 from sft_play.config.load import load_config
 from sft_play.launch.planning import has_eval
 from sft_play.log import one_line, redact
@@ -36,6 +38,7 @@ from sft_play.planner.memory.estimate import LOAD_MARGIN, MARGIN_BYTES
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
+from sft_play.runs.files import read_json
 from sft_play.text import GIB
 from sft_play.trace.confirm import load_run_model_shape
 
@@ -63,7 +66,6 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Its name as a part."""
         checkpointing = "checkpointed" if self.checkpointing else "plain"
         return f"train/{self.mode}/{checkpointing}/{self.rows}/{self.judged}"
 
@@ -89,7 +91,6 @@ class TrialBench:
 
     @property
     def size(self) -> TrialSize:
-        """The size of a trial on this device."""
         return GPU_SIZE if self.on_gpu else CPU_SIZE
 
     @property
@@ -99,53 +100,40 @@ class TrialBench:
 
     @property
     def record(self) -> Path:
-        """What the trials' runs measured."""
         return self.cache / RECORD_FILE
 
     @property
     def run_folder(self) -> Path:
-        """Where a trial's run is written."""
         return self.folder / "outputs" / "run"
 
     def write_config(self, mode: str, rows: str, **changes: Mapping[str, Any]) -> Path:
         """Write the run YAML of a trial; `changes` are settings by section (`train={...}`)."""
         size, device = self.size, "cuda" if self.on_gpu else "cpu"
-        settings: dict[str, Any] = {
-            "model": {"name": str(self.folder / "model"), "max_seq_len": size.seq_len},
+        sections: dict[str, dict[str, Any]] = {
             "tuning": {"mode": mode},
-            "data": {
-                "train_path": str(self.folder / f"{rows}.jsonl"),
-                "val_path": str(self.folder / "held-out.jsonl"),
-                "max_lost_fraction": 1.0,
-                "packing": "best_fit" if rows == "packed" else "none",
-                "workers": 1,
-            },
+            "data": {"val_path": str(self.folder / "held-out.jsonl")},
             "train": {
                 "batch_size": size.micro_batch,
                 "effective_batch_size": size.effective_batch,
                 "max_steps": size.steps,
-                "report_to": [],
                 "save_steps": 1000,
                 "logging_steps": 1,
                 "device": "auto" if self.on_gpu else "cpu",
             },
-            "eval": {"steps": size.steps // 2, "before_training": False, "max_new_tokens": ANSWER_TOKENS[device]},
+            "eval": {"steps": size.steps // 2, "max_new_tokens": ANSWER_TOKENS[device]},
             "output": {"dir": str(self.folder / "outputs"), "name": "run", "if_exists": "replace"},
         }
+        if rows == "packed":
+            sections["data"]["packing"] = "best_fit"
         for section, values in changes.items():
-            settings[section] |= values
-        path = self.folder / "run.yaml"
-        path.write_text(json.dumps(settings, indent=2), encoding="utf-8")  # JSON is YAML
-        return path
+            sections[section] |= values
+        model, rows_path, path = self.folder / "model", self.folder / f"{rows}.jsonl", self.folder / "run.yaml"
+        return write_config(path, model=model, rows=rows_path, seq_len=size.seq_len, **sections)
 
     def write_trial_config(self, trial: Trial) -> Path:
-        """Write the run YAML of a trial."""
-        return self.write_config(
-            trial.mode,
-            trial.rows,
-            train={"gradient_checkpointing": trial.checkpointing},
-            eval={"generate_rows": 8 if trial.judged == "generate" else 0},
-        )
+        train = {"gradient_checkpointing": trial.checkpointing}
+        generation = {"generate_rows": 8 if trial.judged == "generate" else 0}
+        return self.write_config(trial.mode, trial.rows, train=train, eval=generation)
 
     def clean(self) -> None:
         """Remove what earlier trials have written and measured: nothing corrects the next prediction."""
@@ -173,7 +161,6 @@ class ProcessResult:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Its seconds and its log, as a part has them."""
         return {"seconds": round(self.seconds, 1), "log": str(self.log)}
 
 
@@ -189,17 +176,11 @@ def run_module(
     began = time.monotonic()
     code: int | None = None
     with log.open("wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-        )
+        command = [sys.executable, "-m", *arguments]
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
         try:
-            code = process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout=limit_s)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -222,25 +203,17 @@ def run_trial(trial: Trial, bench: TrialBench) -> Part:
 
 def plan_run(config: Path) -> Plan:
     """The plan of a run YAML on the first GPU, without earlier runs."""
-    run_config = load_config(config).config
-    return make_plan(
-        PlanRequest(
-            run_config,
-            load_run_model_shape(run_config),
-            detect_hardware().limit_gpus(1),
-            allowed_layouts=("single",),
-            has_eval=has_eval(run_config),
-        )
-    )
+    run_config, hardware = load_config(config).config, detect_hardware().limit_gpus(1)
+    shape, evaluates = load_run_model_shape(run_config), has_eval(run_config)
+    return make_plan(PlanRequest(run_config, shape, hardware, allowed_layouts=("single",), has_eval=evaluates))
 
 
 def judge_run_folder(name: str, folder: Path, result: ProcessResult, *, mode: str, rows: str) -> Part:
     """The part that a run yields, from its plan and its summary."""
     if result.code != 0 or not (folder / "summary.json").is_file():
         return Part(name, "fail", result.message, **result.figures)
-    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    predicted, measured = _predicted(plan), _measured(summary) | {"tokens_per_s": steady_speed(folder)}
+    plan, summary = read_json(folder / "plan.json"), read_json(folder / "summary.json")
+    predicted, measured = predicted_figures(plan), measured_figures(summary, folder)
     problems = find_problems(predicted, measured, rows=rows) + update_problems(measured["updates"], mode=mode)
     speed = f"{predicted['tokens_per_s']:,.0f}" if predicted["tokens_per_s"] else "none"
     reason = (
@@ -250,13 +223,12 @@ def judge_run_folder(name: str, folder: Path, result: ProcessResult, *, mode: st
     return judged_part(name, problems, reason, predicted=predicted, measured=measured, **result.figures)
 
 
-def _predicted(plan: dict[str, Any]) -> dict[str, Any]:
+def predicted_figures(plan: dict[str, Any]) -> dict[str, Any]:
+    """The bytes and the speed that a run's plan.json promises."""
     peak = plan["peak_bytes"]
     allocated, reserved = peak["by_moment"]["training"]
-    moments = {
-        "load": peak["load"],
-        **{name: peak["moments"].get(MEASURED_MOMENTS[name]) for name in ("save", "evaluate")},
-    }
+    moments = {name: peak["moments"].get(MEASURED_MOMENTS[name]) for name in ("save", "evaluate")}
+    moments["load"] = peak["load"]
     copied = ("tokens_per_s", "confirmed_by_trace", "micro_batch", "grad_accum", "fits")
     return {
         "allocated": allocated,
@@ -268,17 +240,17 @@ def _predicted(plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _measured(summary: dict[str, Any]) -> dict[str, Any]:
+def measured_figures(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What a run's summary.json measured, and the speed of its steady steps."""
     by_moment = summary["peak_bytes_by_moment"]
     peak = by_moment["training"]
     return {
         "allocated": peak["measured_allocated"],
         "reserved": peak.get("measured_rss", peak["measured_reserved"]),
-        "moments": {
-            name: by_moment.get(moment, {}).get("measured_allocated") for name, moment in MEASURED_MOMENTS.items()
-        },
+        "moments": {name: by_moment.get(of, {}).get("measured_allocated") for name, of in MEASURED_MOMENTS.items()},
         "updates": summary["updates"],
         "evaluations": len(summary["evaluations"]),
+        "tokens_per_s": steady_speed(folder),
     }
 
 
@@ -293,14 +265,8 @@ def find_problems(predicted: dict[str, Any], measured: dict[str, Any], *, rows: 
     """What is wrong with a run of rows of a kind: its peaks and, where the device's rates are known and the rows are
     full, as a plan assumes them, its speed."""
     is_full = rows != "unequal"
-    peak = Peak(
-        predicted["allocated"],
-        predicted["reserved"],
-        predicted["margin"],
-        measured["allocated"],
-        measured["reserved"],
-        exact=is_full,
-    )
+    promise = (predicted["allocated"], predicted["reserved"], predicted["margin"])
+    peak = Peak(*promise, measured["allocated"], measured["reserved"], exact=is_full)
     problems = peak_problems(peak)
     for name, held in measured["moments"].items():
         promised = predicted["moments"][name]
@@ -313,7 +279,6 @@ def find_problems(predicted: dict[str, Any], measured: dict[str, Any], *, rows: 
     return problems
 
 
-# --- out of memory ----------------------------------------------------------------------------------------------------
 def run_out_of_memory(bench: TrialBench, hardware: Hardware) -> Part:
     """Give a run a micro-batch that its plan says cannot fit, let it run out of memory, and compare its message with
     the figures of the plan and the driver."""
@@ -333,12 +298,7 @@ def run_out_of_memory(bench: TrialBench, hardware: Hardware) -> Part:
     result = run_module(["sft_play", "train", "--config", str(config)], bench.logs / f"{OUT_OF_MEMORY}.log", bench)
     free_after = _reclaimed_bytes(free_before)
     predicted = {"required": plan.memory.required, "budget": plan.budget_bytes, "micro_batch": micro}
-    measured = {
-        "exit_code": result.code,
-        "said": result.message,
-        "free_before": free_before,
-        "free_after": free_after,
-    }
+    measured = {"exit_code": result.code, "said": result.message, "free_before": free_before, "free_after": free_after}
     problems = out_of_memory_problems(
         result.message, exit_code=result.code, free_before=free_before, free_after=free_after, **predicted
     )
@@ -347,22 +307,12 @@ def run_out_of_memory(bench: TrialBench, hardware: Hardware) -> Part:
 
 
 def oversized_config(bench: TrialBench, micro: int) -> Path:
-    """Write the run YAML of a step of this many full rows."""
-    train = {
-        "batch_size": micro,
-        "effective_batch_size": micro,
-        "max_steps": 2,
-        "gradient_checkpointing": False,
-    }
+    train = {"batch_size": micro, "effective_batch_size": micro, "max_steps": 2, "gradient_checkpointing": False}
     return bench.write_config("full", OUT_OF_MEMORY, data={"val_path": None}, train=train, eval={"steps": 0})
 
 
 def find_oversized_micro_batch(required: Callable[[int], int], budget: int, *, max_rows: int = 4096) -> int | None:
-    """The smallest power of two whose step needs a quarter more than `budget` bytes; None up to `max_rows`.
-
-    Args:
-        required: bytes that a micro-batch needs.
-    """
+    """The smallest power of two whose step needs (`required`) a quarter more than `budget` bytes; None: none does."""
     size = 1
     while size <= max_rows:
         if required(size) > 1.25 * budget:

@@ -174,11 +174,9 @@ class _Judge:
         self._opener = self._header_opening()
 
     def spelled(self, end: int) -> str:
-        """The text up to a character as its tokens spell it."""
         return _spelled(self._text[:end], self._tokenizer)
 
     def turn(self, index: int) -> _Turn:
-        """Where the turn has to begin and may end."""
         own = [word for word in self._case.words[index] if word in self._text]
         start = self._start(index, own)
         if start is None or not own:
@@ -326,7 +324,6 @@ class _Judge:
         return next(tokens, "")
 
     def _headless(self, tail: str) -> str:
-        """A tail up to the header of the next turn."""
         at = tail.find(self._opener) if self._opener else -1
         return tail if at < 0 else tail[:at]
 

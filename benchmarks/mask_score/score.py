@@ -53,10 +53,6 @@ class MaskScoreRow:
     verdict: Verdict
     reason: str
 
-    def as_json(self) -> dict[str, str]:
-        """A row of OUT."""
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
 class MaskScore(Answer):
@@ -66,30 +62,26 @@ class MaskScore(Answer):
 
     @property
     def ok(self) -> bool:
-        """Whether no mask is wrong."""
         return all(row.verdict != "wrong" for row in self.rows)
 
     def as_json(self) -> list[dict[str, str]]:
-        """The rows as OUT holds them."""
-        return [row.as_json() for row in self.rows]
+        return [dict(vars(row)) for row in self.rows]
 
     def counts(self) -> Counter[str]:
-        """Rows by verdict."""
         return Counter(row.verdict for row in self.rows)
 
     def lines(self) -> list[str]:
-        """A table with a line for each template, and the sums."""
         names = [case.name for case in CASES]
         lines = [f"| template | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
         for template, rows in itertools.groupby(self.rows, key=lambda row: row.template):
-            shown = " | ".join(_cell(row) for row in rows)
+            words = {"refused": "refused", "cannot_render": "—", "wrong": "WRONG"}
+            shown = " | ".join(words.get(row.verdict, row.method) for row in rows)
             lines.append(f"| {template} | {shown} |")
         counts = self.counts()
         renders = len(self.rows) - counts["cannot_render"]
         lines.append("")
-        lines += [
-            f"{row.template}, {row.case}: {row.verdict}: {row.reason}" for row in self.rows if row.verdict == "wrong"
-        ]
+        wrong = [row for row in self.rows if row.verdict == "wrong"]
+        lines += [f"{row.template}, {row.case}: wrong: {row.reason}" for row in wrong]
         share = f"{counts['exact'] / renders:.1%}" if renders else "none"
         lines.append(
             f"{counts['exact']} of {renders} cases that render are exact ({share}), {counts['refused']} are refused, "
@@ -98,19 +90,9 @@ class MaskScore(Answer):
         return lines
 
 
-def _cell(row: MaskScoreRow) -> str:
-    if row.verdict == "exact":
-        return row.method
-    return {"refused": "refused", "cannot_render": "—", "wrong": "WRONG"}[row.verdict]
-
-
 def score(folder: Path, tokenizer: str) -> MaskScore:
     """The masks of every template below the folder, with this tokenizer (a folder or a hub id).
-
-    Raises:
-        ConfigError: the folder does not exist, or has no template.
-        TokenizerError: the tokenizer cannot be loaded.
-    """
+    Raises ConfigError or TokenizerError."""
     if folder.is_file():
         raise ConfigError(f"TEMPLATES={folder} is a file; give the folder that holds it: TEMPLATES={folder.parent}")
     if not folder.is_dir():
@@ -175,9 +157,8 @@ def _judge_case(name: str, case: MaskCase, renderer: Renderer, tokenizer: Any) -
     mask = JudgedMask(found.text, found.input_ids, found.labels, found.method == "last_turn")
     wrong = find_mask_problem(case, mask, renderings, tokenizer)
     if wrong == NOTHING_ENDS:
-        return MaskScoreRow(
-            name, case.name, "", "refused", f"{wrong} (data.on_missing_end=train trains it all the same)"
-        )
+        reason = f"{wrong} (data.on_missing_end=train trains it all the same)"
+        return MaskScoreRow(name, case.name, "", "refused", reason)
     if wrong:
         return MaskScoreRow(name, case.name, found.method, "wrong", wrong)
     left = f"{found.untrained_turns} earlier turns are not trained" if found.untrained_turns else ""

@@ -50,11 +50,7 @@ class NoClosedForm(Exception):
 
 
 def closed_form(settings: ScriptSettings) -> MemoryEstimate:
-    """The estimate's prediction of these settings, in bytes of one rank.
-
-    Raises:
-        NoClosedForm: the script did what no config of this toolkit can say.
-    """
+    """The estimate's prediction of these settings, in bytes of one rank. Raises NoClosedForm."""
     _require_known(settings)
     try:
         shape = load_planned_shape(settings.model, name="published")
@@ -113,7 +109,7 @@ def _step(settings: ScriptSettings) -> Step:
     layouts = {"single": SINGLE, "ddp": Layout("ddp", world)}
     layouts |= {"zero1": Layout("zero1", world, world), "zero2": Layout("zero2", world, world)}
     layouts |= {"zero3": Layout("zero3", world, world)}
-    layers = 0 if not settings.checkpointing else settings.checkpointed_layers
+    layers = settings.checkpointed_layers if settings.checkpointing else 0
     return Step(
         micro_batch=settings.micro_batch,
         grad_accum=settings.grad_accum,

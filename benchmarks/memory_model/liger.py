@@ -28,7 +28,6 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, in_place: bool) -> Any:
-        """x's shape and dtype."""
         x = x.contiguous()
         out = torch.empty_like(x)
         statistics = torch.empty(x.numel() // x.shape[-1], dtype=torch.float32)
@@ -52,7 +51,6 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Any, up: Any) -> Any:
-        """Both of one shape, and so is the result."""
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(gate)
         ctx.save_for_backward(gate, up)
@@ -60,7 +58,6 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Of both."""
         grads[0].contiguous()
         return ctx.saved_tensors
 
@@ -70,13 +67,11 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, cos: Any, sin: Any) -> Any:
-        """Both of their shapes; token by token in memory."""
         ctx.save_for_backward(cos.contiguous(), sin.contiguous())
         return _by_token(query), _by_token(key)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Of both, where they lie."""
         return _by_token(grads[0]), _by_token(grads[1]), None, None
 
 

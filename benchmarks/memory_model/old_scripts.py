@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.memory_model.published_columns import RUN_STATE
 from benchmarks.memory_model.script_settings import ScriptSettings
 from benchmarks.memory_model.streams import ScriptLog, replay
 from sft_play.planner.memory.step_memory import cublas_workspace_bytes
@@ -27,7 +28,6 @@ from sft_play.trace.step import LOOP_CLASSES, SHARDING_FUNCTIONS, TracedLoop
 from sft_play.trace.storages import ReplayPeaks
 
 
-# --- FSDP1 ------------------------------------------------------------------------------------------------------------
 def flat_sharded(model: Any, settings: Any, _: Any) -> Any:
     """The model in FSDP1's units, as accelerate wraps it: each decoder layer, trained adapters separately, and the
     rest. BACKWARD_PRE prefetch and limited all-gathers, accelerate's and the launcher's usual settings; original
@@ -44,9 +44,7 @@ def flat_sharded(model: Any, settings: Any, _: Any) -> Any:
     wrapped = FullyShardedDataParallel(
         model,
         process_group=_get_default_group(),
-        auto_wrap_policy=functools.partial(
-            _is_flat_unit, layer_class=type(layers[0]), has_adapters=settings.peft is not None
-        ),
+        auto_wrap_policy=functools.partial(_is_flat_unit, layer_class=type(layers[0]), peft=settings.peft),
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low) if low else None,
         device_id=torch.device("cpu"),
@@ -66,15 +64,13 @@ def flat_sharded(model: Any, settings: Any, _: Any) -> Any:
     return wrapped
 
 
-def _is_flat_unit(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, *, layer_class: type, has_adapters: bool
-) -> bool:
+def _is_flat_unit(module: nn.Module, recurse: bool, nonwrapped_numel: int, *, layer_class: type, peft: Any) -> bool:
     """A layer, or a trained leaf: PEFT's `fsdp_auto_wrap_policy` adds those, as a flat parameter trains whole."""
     if recurse:
         return True
     weight = getattr(module, "weight", None)
     is_leaf = not any(True for _ in module.children())
-    is_adapter = has_adapters and is_leaf and weight is not None and weight.requires_grad
+    is_adapter = peft is not None and is_leaf and weight is not None and weight.requires_grad
     return isinstance(module, layer_class) or is_adapter
 
 
@@ -130,7 +126,6 @@ def tensor_address(self: Any) -> int:
     return int(self.untyped_storage().data_ptr()) + int(self.storage_offset()) * int(self.element_size())
 
 
-# --- before transformers 5.0 ------------------------------------------------------------------------------------------
 class ExpertLoop(nn.Module):
     """Experts as transformers before 5.0 ran them: a list of MLPs with linear layers of their own, one after another.
     Quantisation sees those layers, as it did then; it skips the stacked weights of today's classes."""
@@ -156,9 +151,7 @@ class ExpertLoop(nn.Module):
         return mixed
 
 
-class _Expert(nn.Module):
-    """A gated MLP (models/mixtral/modeling_mixtral.py of 4.48, MixtralBlockSparseTop2MLP)."""
-
+class _Expert(nn.Module):  # models/mixtral/modeling_mixtral.py of 4.48, MixtralBlockSparseTop2MLP
     def __init__(self, hidden: int, width: int, activation: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.w1 = nn.Linear(hidden, width, bias=False, dtype=dtype)
@@ -181,7 +174,6 @@ def loop_over_experts(model: nn.Module, settings: StepSettings) -> None:
                 model.set_submodule(name, ExpertLoop(module))
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------
 def shifted_loss(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
     """The loss of transformers before 4.50: the fp32 logits [batch, tokens, vocabulary] are copied to shift them."""
     return half_shifted_loss(logits.float(), labels, vocab_size)
@@ -202,7 +194,6 @@ def _loss(base: Any, *, shifted: Any = None, floats: bool = False) -> None:
         base.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits.float())
 
 
-# --- the loop of a script ---------------------------------------------------------------------------------------------
 class ScriptLoop(TracedLoop):
     """The loop that `ScriptSettings` describe."""
 
@@ -216,7 +207,6 @@ class ScriptLoop(TracedLoop):
         self._passes = 0
 
     def run(self, skeleton: Any) -> None:
-        """Run it with this model."""
         settings, log = self.settings, self.log
         model = self.load_model(skeleton)
         if settings.empty_cache_after_load:
@@ -250,7 +240,6 @@ class ScriptLoop(TracedLoop):
         log.start_phase("end", settings.optimizer_steps - 1)
 
     def create_optimizer(self, model: Any) -> Any:
-        """Three more than the toolkit's."""
         name = self.settings.optimizer
         if name == "lora_fa":  # freezes every lora_A when it is created (peft/optimizers/lorafa.py)
             for path, parameter in model.named_parameters():
@@ -260,18 +249,16 @@ class ScriptLoop(TracedLoop):
             return torch.optim.SGD(trained, lr=1e-3, foreach=True)
         if name == "adamw_32bit_bnb":
             return build.FakeStateOptimizer(trained, lambda elements: (4 * elements, 4 * elements), self.log)
-        return (
-            torch.optim.AdamW(trained, lr=1e-4, foreach=False) if name == "lora_fa" else super().create_optimizer(model)
-        )
+        if name == "lora_fa":
+            return torch.optim.AdamW(trained, lr=1e-4, foreach=False)
+        return super().create_optimizer(model)
 
     def run_micro_step(self, model: Any, step: int, length: int) -> None:
-        """A micro-batch, of this one's length."""
         lengths = self.settings.lengths or (length,)
         super().run_micro_step(model, step, lengths[self._passes % len(lengths)])
         self._passes += 1
 
     def compute_loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        """The loss, and logits that the script keeps."""
         if self.settings.loss == "chunked" or not self.settings.holds_outputs:
             return super().compute_loss(model, batch)
         dtype = self.settings.autocast
@@ -372,18 +359,17 @@ def expanding(original: Any, state: TraceState) -> Any:
     return attention
 
 
-# --- methods of PEFT --------------------------------------------------------------------------------------------------
-_NOT_SETTINGS = ("auto_mapping", "peft_type", "revision", "base_model_name_or_path", "inference_mode", "peft_version")
+_PEFT_MAPPING = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
+PEFT_CONFIGS = {str(getattr(key, "value", key)): value for key, value in _PEFT_MAPPING.items()}
 
 
 def script_adapters(kind: str, given: dict[str, Any]) -> Any:
     """PEFT's config of a published one; `DORA` is LoRA with `use_dora`."""
-    mapping = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
     if kind == "DORA":
         kind, given["use_dora"] = "LORA", True
-    made = {str(getattr(key, "value", key)): value for key, value in mapping.items()}[kind]
+    made = PEFT_CONFIGS[kind]
     names = set(inspect.signature(made.__init__).parameters)
-    options = {key: value for key, value in given.items() if key in names and key not in _NOT_SETTINGS}
+    options = {key: value for key, value in given.items() if key in names and key not in (*RUN_STATE, "peft_type")}
     if "task_type" in names and "task_type" not in given:
         options["task_type"] = "CAUSAL_LM"
     if options.get("layers_to_transform") == []:
@@ -394,12 +380,6 @@ def script_adapters(kind: str, given: dict[str, Any]) -> Any:
     return made(**options)
 
 
-def _kinds() -> list[str]:
-    mapping = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
-    return ["DORA", *(str(getattr(key, "value", key)) for key in mapping)]
-
-
-# --- what CUDA did ----------------------------------------------------------------------------------------------------
 class _HalfSoftmax(torch.autograd.Function):
     """fp16 in, fp32 out, in one kernel forward and one (with its temporary) backward."""
 
@@ -430,7 +410,7 @@ def cuda_softmax(original: Any, _: TraceState) -> Any:
     return softmax
 
 
-build.PEFT_CONFIGS |= {kind: functools.partial(script_adapters, kind) for kind in _kinds()}
+build.PEFT_CONFIGS |= {kind: functools.partial(script_adapters, kind) for kind in ("DORA", *PEFT_CONFIGS)}
 build.LOADED_MODEL_CHANGES.append(upcast)
 LOOP_CLASSES[ScriptSettings] = ScriptLoop
 SHARDING_FUNCTIONS["fsdp1"] = flat_sharded

@@ -9,10 +9,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.memory_model.published_columns import CsvRow, NotExpressible, gib_in
 from benchmarks.memory_model.published_models import Config, ConfigOf, cache_configs, known_config
@@ -21,16 +19,8 @@ from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError
 
 COLUMNS = (
-    "id",
-    "class",
-    "source",
-    "model",
-    "mode",
-    "strategy",
-    "micro_batch",
-    "seq_len",
-    "peak_allocated_gib",
-    "peak_reserved_gib",
+    *("id", "class", "source", "model", "mode", "strategy", "micro_batch", "seq_len"),
+    *("peak_allocated_gib", "peak_reserved_gib"),
 )
 """Columns that a table of peaks must have; the other columns may be missing or empty."""
 
@@ -46,9 +36,9 @@ class PublishedRun:
     """Repository of the source, owner/name."""
     mode: str
     strategy: str
-    measured_allocated: int | None
-    measured_reserved: int | None
-    settings: ScriptSettings | None
+    measured_allocated: int | None = None
+    measured_reserved: int | None = None
+    settings: ScriptSettings | None = None
     reason: str | None = None
     """Why there are no settings; None where there are."""
     attention: str = ""
@@ -74,24 +64,19 @@ def read_rows(path: Path) -> list[CsvRow]:
         raise ConfigError(f"PEAKS={path} does not exist; name a CSV file of measured peaks") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"PEAKS={path}: cannot be read as UTF-8 text ({error}); name a CSV file of peaks") from None
-    # restkey: cells beyond the header go under a name that _stripped leaves out
+    # restkey: cells beyond the header go under an empty name, which is left out
     reader = csv.DictReader(io.StringIO(text, newline=""), restkey="")
     try:
         names = [str(name).strip() for name in reader.fieldnames or ()]
         missing = [name for name in COLUMNS if name not in names]
         if missing:
-            column_names = ", ".join(names[:8]) or "none"
-            raise ConfigError(
-                f"PEAKS={path}: no column {', '.join(missing)} (found: {column_names}); see docs/memory-model.md"
-            )
+            found = f"no column {', '.join(missing)} (found: {', '.join(names[:8]) or 'none'})"
+            raise ConfigError(f"PEAKS={path}: {found}; see docs/memory-model.md")
         reader.fieldnames = names
-        return [_stripped(row) for row in reader if any(_text(value) for value in row.values())]
+        rows = [{name: _text(value) for name, value in row.items() if name} for row in reader]
+        return [row for row in rows if any(row.values())]
     except csv.Error as error:
         raise ConfigError(f"PEAKS={path}, line {reader.line_num}: not a CSV row ({error})") from None
-
-
-def _stripped(row: Mapping[str, Any]) -> CsvRow:
-    return {name: _text(value) for name, value in row.items() if name}
 
 
 def _text(value: object) -> str:
@@ -120,19 +105,13 @@ def _run(row: CsvRow, config_of: ConfigOf, run_info: Config | None) -> Published
         source=row["source"].split(" ")[0],
         mode=row["mode"],
         strategy=row["strategy"],
-        measured_allocated=None,
-        measured_reserved=None,
-        settings=None,
         attention=row.get("attention", ""),
     )
     try:
-        base = replace(
-            base,
-            measured_allocated=gib_in(row, "peak_allocated_gib"),
-            measured_reserved=gib_in(row, "peak_reserved_gib"),
-        )
+        allocated, reserved = (gib_in(row, f"peak_{kind}_gib") for kind in ("allocated", "reserved"))
+        base = replace(base, measured_allocated=allocated, measured_reserved=reserved)
         settings = step_settings(row, config_of=config_of, run_info=run_info)
-        if base.measured_allocated is None and base.measured_reserved is None:
+        if allocated is None and reserved is None:
             raise NotExpressible("no peak of PyTorch's allocator was measured")
         return replace(base, settings=settings)
     except NotExpressible as why:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.memory_model.published_models import Config, ConfigOf
+from sft_play.config.schema import DTYPE_ALIASES
 from sft_play.errors import ModelError
 from sft_play.machine.gpu_catalog import find_catalog_entries
-from sft_play.planner.precision import DtypeName
 from sft_play.text import GIB, MIB
 
 CsvRow = Mapping[str, str]
@@ -26,17 +26,13 @@ def _model(row: CsvRow, config_of: ConfigOf) -> Config:
     if not name:
         raise NotExpressible("no model is named")
     try:
-        config = config_of(_unquantised(name))
+        # the base, whose shape a ready-quantised bitsandbytes repository has
+        config = config_of(re.sub(r"(-unsloth)?-bnb-4bit$", "", name))
     except ModelError:
         raise NotExpressible("no config.json of its model is known") from None
     if "auto_map" in config:  # code of a repository's own is never run for a score
         raise NotExpressible("the model needs code of its own")
     return config
-
-
-def _unquantised(name: str) -> str:
-    """The base whose shape a ready-quantised bitsandbytes repository has."""
-    return re.sub(r"(-unsloth)?-bnb-4bit$", "", name)
 
 
 def _number(row: CsvRow, column: str) -> float | None:
@@ -63,7 +59,6 @@ def count_in(row: CsvRow, column: str, *, most: int = 2**24) -> int | None:
 
 
 def gib_in(row: CsvRow, column: str) -> int | None:
-    """A size of the CSV, in GiB there, in bytes here; None where the column is empty."""
     value = _number(row, column)
     return None if value is None else round(value * GIB)
 
@@ -75,13 +70,10 @@ def require_value(value: int | None, what: str) -> int:
     return value
 
 
-_DTYPES: Mapping[str, DtypeName] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-def _dtype(text: str) -> DtypeName | None:
+def _dtype(text: str) -> str | None:
     """The first of torch's names in `nf4 (rest fp32)`, `4bit (+bf16)`, `bf16 (autocast)`, ...; None: none of them."""
     found = re.search(r"bf16|fp16|fp32", text)
-    return _DTYPES[found[0]] if found else None
+    return DTYPE_ALIASES[found[0]] if found else None
 
 
 def version_in(row: CsvRow, column: str) -> tuple[int, ...]:
@@ -138,10 +130,12 @@ def _adapter(row: CsvRow, run_info: Config | None) -> dict[str, Any] | None:
     if row["mode"] == "full":
         return None
     if run_info is not None and run_info.get("peft_config"):
-        return _plain_adapter(run_info["peft_config"])
+        saved = run_info["peft_config"].items()
+        adapter = {name: value for name, value in saved if name not in RUN_STATE and value is not None}
+        return adapter | {"task_type": "CAUSAL_LM"}
     kind = _PEFT_TYPE.search(row.get("notes", ""))
     peft_type = kind[1] if kind and kind[1] != "none" else "LORA"
-    adapter: dict[str, Any] = {"peft_type": peft_type, "task_type": "CAUSAL_LM"}
+    adapter = {"peft_type": peft_type, "task_type": "CAUSAL_LM"}
     if peft_type not in _WITHOUT_TARGETS:
         adapter["target_modules"] = _targets(row)
     rank = count_in(row, "lora_r")
@@ -159,19 +153,8 @@ def _adapter(row: CsvRow, run_info: Config | None) -> dict[str, Any] | None:
 
 _WITHOUT_TARGETS = {"PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "ADAPTION_PROMPT", "TRAINABLE_TOKENS"}
 
-_RUN_STATE = {"auto_mapping", "revision", "base_model_name_or_path", "inference_mode", "peft_version"}
+RUN_STATE = {"auto_mapping", "revision", "base_model_name_or_path", "inference_mode", "peft_version"}
 """Fields of a saved adapter_config.json that say where it came from, not what it is."""
-
-
-def _plain_adapter(saved: Config) -> dict[str, Any]:
-    adapter = {name: value for name, value in saved.items() if name not in _RUN_STATE and value is not None}
-    adapter["task_type"] = "CAUSAL_LM"
-    if adapter.get("layers_to_transform") == []:
-        del adapter["layers_to_transform"]
-    if adapter.get("peft_type") == "ADALORA":
-        adapter.pop("rank_pattern", None)  # what training left: the ranks that survived
-        adapter.setdefault("total_step", 5000)
-    return adapter
 
 
 _OPTIMIZERS: tuple[tuple[str, str], ...] = (
@@ -269,19 +252,15 @@ def _ranks(row: CsvRow) -> dict[str, Any]:
     for word, reason in refused.items():
         if re.search(rf"(?<![a-z]){word}", text):
             raise NotExpressible(reason)
-    zero = re.fullmatch(r"zero([123])", text)
-    if zero:
-        return {"strategy": f"zero{zero[1]}", "world": require_value(count, "the number of GPUs")}
-    if text == "ddp":
-        return {"strategy": "ddp", "world": require_value(count, "the number of GPUs")}
+    settings: dict[str, Any] = {"strategy": text}
     if re.match(r"fsdp\b", text):
         # Layers checkpoint themselves, inside the wrapper, since transformers 4.52 (GradientCheckpointingLayer).
-        outside = version_in(row, "transformers") < (4, 52)
-        ranks = require_value(count, "the number of GPUs")
-        return {"strategy": "fsdp1", "world": ranks, "checkpoints_wrappers": outside}
-    if re.match(r"fsdp2\b", text) or re.fullmatch(r"cp \d+", text):
-        return {"strategy": "fsdp2", "world": require_value(count, "the number of GPUs")}
-    raise NotExpressible("how the ranks share the work is not known")
+        settings = {"strategy": "fsdp1", "checkpoints_wrappers": version_in(row, "transformers") < (4, 52)}
+    elif re.match(r"fsdp2\b", text) or re.fullmatch(r"cp \d+", text):
+        settings = {"strategy": "fsdp2"}
+    elif text not in ("ddp", "zero1", "zero2", "zero3"):
+        raise NotExpressible("how the ranks share the work is not known")
+    return {**settings, "world": require_value(count, "the number of GPUs")}
 
 
 def row_lengths(row: CsvRow) -> dict[str, Any]:

@@ -16,10 +16,8 @@ ConfigOf = Callable[[str], Config]
 """A model's config.json by its name; raises ModelError."""
 
 # Shapes that only published runs need, each with its source; the table of known models comes first.
-MORE_MODELS: dict[str, Config] = {
-    name: entry["config"]
-    for name, entry in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")).items()
-}
+_ENTRIES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+MORE_MODELS: dict[str, Config] = {name: entry["config"] for name, entry in _ENTRIES.items()}
 
 
 def known_config(name: str) -> Config:

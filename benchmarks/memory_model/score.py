@@ -7,7 +7,6 @@ estimate promises (its reserved bytes with their margin) is held against what th
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
@@ -16,20 +15,19 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.memory_model.closed import NoClosedForm, closed_form
 from benchmarks.memory_model.published import PublishedRun, read_runs
 from benchmarks.memory_model.published_models import ConfigOf
 from benchmarks.memory_model.script_settings import ScriptSettings
-from sft_play.errors import ConfigError
-from sft_play.machine.hardware import detect_hardware
+from benchmarks.report_header import report_header
 from sft_play.planner.memory.estimate import MemoryEstimate
 from sft_play.process.signals import die_with_parent
-from sft_play.runs.folder import installed_versions
 from sft_play.text import GIB
 from sft_play.trace.settings import TracedPeak, TraceUnavailable
 
@@ -37,8 +35,9 @@ logger = logging.getLogger(__name__)
 
 TraceFunction = Callable[[ScriptSettings], TracedPeak]
 Progress = Callable[[str], None]
-
-KINDS = ("allocated", "reserved")
+MAX_WORKERS = 8
+"""Processes at once: each holds the libraries and one model's graph, about a gigabyte."""
+FIRST_GROUPS = ("one GPU, lora dora full, sdpa or flash", "one GPU, qlora", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -57,19 +56,16 @@ class ScoredRow:
         return self.closed.reserved + self.closed.margin if self.closed else None
 
     def errors(self) -> dict[str, float | None]:
-        """Predicted / measured - 1 of trace and estimate (the reserved bound without its margin), by INTERFACES.md's
-        names; None where one of the two is not known."""
-        closed = (self.closed.allocated, self.closed.reserved) if self.closed else (None, None)
-        run = self.run
+        """Errors of trace and estimate (the reserved bound without its margin); None where a figure is missing."""
+        run, closed = self.run, self.closed
         return {
             "allocated_error": _error(self.predicted_allocated, run.measured_allocated),
             "reserved_error": _error(self.predicted_reserved, run.measured_reserved),
-            "closed_allocated_error": _error(closed[0], run.measured_allocated),
-            "closed_reserved_error": _error(closed[1], run.measured_reserved),
+            "closed_allocated_error": _error(closed.allocated if closed else None, run.measured_allocated),
+            "closed_reserved_error": _error(closed.reserved if closed else None, run.measured_reserved),
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The row as INTERFACES.md has it, its source, the estimate and the errors beside."""
         return {
             "id": self.run.id,
             "class": self.run.grade,
@@ -87,117 +83,68 @@ class ScoredRow:
         }
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Errors of a group: median and 95th percentile of their size, and the worst on either side (0: none there)."""
-
-    n: int
-    median_abs_error: float
-    p95_abs_error: float
-    worst_over: float
-    worst_under: float
-
-    @classmethod
-    def of(cls, errors: Iterable[float]) -> Spread | None:
-        """The spread of these errors; None where there are none."""
-        found = sorted(errors)
-        if not found:
-            return None
-        sizes = sorted(abs(error) for error in found)
-        return cls(len(found), quantile(sizes, 0.5), quantile(sizes, 0.95), max(found[-1], 0.0), min(found[0], 0.0))
-
-    def as_json(self) -> dict[str, Any]:
-        """Fractions, rounded to a millionth."""
-        return {name: _rounded(value) for name, value in asdict(self).items()}
+def spread(errors: Iterable[float | None]) -> dict[str, Any] | None:
+    """Median and 95th percentile of the errors' size, and the worst over and under (0: none there)."""
+    found = np.array([error for error in errors if error is not None])
+    if not len(found):
+        return None
+    median, p95 = np.quantile(abs(found), (0.5, 0.95))
+    figures = {"median_abs_error": median, "p95_abs_error": p95}
+    figures |= {"worst_over": max(found.max(), 0.0), "worst_under": min(found.min(), 0.0)}
+    return {"n": len(found), **{name: round(float(value), 6) for name, value in figures.items()}}
 
 
-def quantile(ordered: list[float], share: float) -> float:
-    """The value at a share of an ordered list, between neighbours in proportion (numpy's default)."""
-    place = (len(ordered) - 1) * share  # of an index, from 0
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+def promise_to(rows: Iterable[ScoredRow]) -> dict[str, Any]:
+    """What the estimate promised to rows whose reserved bytes were measured.
+
+    `short` rows reserved more than that. `ran`: rows on a card whose size is known; of those a plan would have
+    `refused` some. `median_over`: the median of promised / measured - 1.
+    """
+    over: list[float] = []
+    known: list[ScoredRow] = []
+    short: list[str] = []
+    refused: list[str] = []
+    ran = 0
+    for row in rows:
+        measured, settings = row.run.measured_reserved, row.run.settings
+        if row.closed is None or row.promised is None or not measured:
+            continue
+        known.append(row)
+        over.append(row.promised / measured - 1)
+        if row.promised < measured:
+            short.append(row.run.id)
+        if settings is not None and settings.capacity:
+            ran += 1
+            if row.closed.required > settings.capacity:
+                refused.append(row.run.id)
+    return {
+        "n": len(known),
+        "settings": _distinct(known),
+        "short": len(short),
+        "short_rows": short,
+        "ran": ran,
+        "refused": len(refused),
+        "refused_rows": refused,
+        "median_over": round(float(np.median(over)), 6) if over else None,
+    }
 
 
-@dataclass(frozen=True)
-class Group:
-    """Rows of one kind: how many were expressed, how many settings are distinct among them (repeats of one prove no
-    more than one), the spread of each error, and what the estimate promised."""
-
-    n: int
-    settings: int
-    spreads: Mapping[str, Spread | None]
-    promise: Promise
-
-    @classmethod
-    def of(cls, rows: Sequence[ScoredRow]) -> Group:
-        """The group of these rows."""
-        errors = [row.errors() for row in rows]
-        spreads = {
-            name: Spread.of(error for error in (one[name] for one in errors) if error is not None)
-            for name in (errors[0] if errors else ())
-        }
-        return cls(len(rows), _distinct(rows), spreads, Promise.of(rows))
-
-    def as_json(self) -> dict[str, Any]:
-        """INTERFACES.md's summary of one group; a kind that was measured nowhere is null."""
-        found = {name: spread.as_json() if spread else None for name, spread in self.spreads.items()}
-        return {
-            "n": self.n,
-            "settings": self.settings,
-            **{kind: found[f"{kind}_error"] for kind in KINDS},
-            "closed_form": {
-                **{kind: found[f"closed_{kind}_error"] for kind in KINDS},
-                "promise": self.promise.as_json(),
-            },
-        }
-
-
-@dataclass(frozen=True)
-class Promise:
-    """What the estimate promised to rows whose reserved bytes were measured."""
-
-    n: int
-    settings: int
-    """Distinct ones among the rows."""
-    short: tuple[str, ...]
-    """Rows that reserved more than was promised."""
-    ran: int
-    """Rows on a card whose size is known: all of them ran there."""
-    refused: tuple[str, ...]
-    """Of those, rows that a plan would have refused."""
-    median_over: float | None
-    """Median of promised / measured - 1."""
-
-    @classmethod
-    def of(cls, rows: Iterable[ScoredRow]) -> Promise:
-        """The promise to these rows; those without an estimate or a measured figure take no part."""
-        known = [row for row in rows if row.closed is not None and row.run.measured_reserved]
-        over = sorted((row.promised or 0) / (row.run.measured_reserved or 1) - 1 for row in known)
-        cards = [(row, _card(row)) for row in known if _card(row)]
-        return cls(
-            n=len(known),
-            settings=_distinct(known),
-            short=tuple(row.run.id for row in known if (row.promised or 0) < (row.run.measured_reserved or 0)),
-            ran=len(cards),
-            refused=tuple(row.run.id for row, card in cards if row.closed and row.closed.required > card),
-            median_over=quantile(over, 0.5) if over else None,
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Counts, and the rows by their id."""
-        plain = {"n": self.n, "settings": self.settings, "short": len(self.short), "short_rows": list(self.short)}
-        plain |= {"ran": self.ran, "refused": len(self.refused), "refused_rows": list(self.refused)}
-        return plain | {"median_over": _rounded(self.median_over)}
-
-
-def _card(row: ScoredRow) -> int:
-    """Bytes of the card that a row ran on; 0 where that is not known."""
-    return (row.run.settings.capacity or 0) if row.run.settings is not None else 0
+def summarize(rows: Sequence[ScoredRow]) -> dict[str, Any]:
+    """A group of rows: how many there are, how many settings are distinct among them (repeats of one prove no more than
+    one), the spread of each error, and what the estimate promised."""
+    errors = [row.errors() for row in rows]
+    spreads = {name: spread(one[name] for one in errors) for name in errors[0]}
+    estimated = {kind: spreads[f"closed_{kind}_error"] for kind in ("allocated", "reserved")}
+    return {
+        "n": len(rows),
+        "settings": _distinct(rows),
+        "allocated": spreads["allocated_error"],
+        "reserved": spreads["reserved_error"],
+        "closed_form": {**estimated, "promise": promise_to(rows)},
+    }
 
 
 def _distinct(rows: Iterable[ScoredRow]) -> int:
-    """Distinct settings of rows."""
     return len({row.run.settings.canonical_text() for row in rows if row.run.settings is not None})
 
 
@@ -206,12 +153,12 @@ class ScoreReport:
     """What a score found, row by row, and why rows are missing."""
 
     rows: tuple[ScoredRow, ...]
-    refused: tuple[PublishedRun, ...] = ()
+    refused: tuple[PublishedRun, ...]
     """Rows without a prediction; each has a reason."""
-    groups: Mapping[str, Group] = field(default_factory=dict)
-    seconds: float = 0.0
-    no_closed_form: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, dict[str, Any]]
+    no_closed_form: Mapping[str, int]
     """Traced rows without an estimate, counted by reason."""
+    seconds: float
 
     @property
     def not_expressible(self) -> dict[str, int]:
@@ -219,56 +166,42 @@ class ScoreReport:
         return dict(Counter(run.reason or "" for run in self.refused).most_common())
 
     def as_json(self) -> dict[str, Any]:
-        """The object of INTERFACES.md, `memory-model-score --out`; bytes are integers, errors fractions."""
         return {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": detect_hardware().as_json(),
-            "versions": installed_versions(),
+            **report_header(),
             "rows": [row.as_json() for row in self.rows],
             "not_expressible": self.not_expressible,
             "not_expressible_rows": [{"id": run.id, "class": run.grade, "reason": run.reason} for run in self.refused],
             "no_closed_form": dict(self.no_closed_form),
-            "summary": {name: group.as_json() for name, group in self.groups.items()},
+            "summary": dict(self.groups),
             "seconds": round(self.seconds, 1),
         }
 
     def table_lines(self) -> list[str]:
-        """Rows, summary and reasons as text, GiB and per cent."""
-        return [*self._row_lines(), "", *self._summary_lines(), "", *self._reason_lines()]
-
-    def _row_lines(self) -> list[str]:
-        head = f"{'allocated, GiB':>26}  {'reserved, GiB':>26}  row"
-        sub = f"{'predicted':>9} {'measured':>8} {'error':>7}  {'predicted':>9} {'measured':>8} {'error':>7}"
-        lines = [head, sub]
+        lines = [
+            f"{'allocated, GiB':>26}  {'reserved, GiB':>26}  row",
+            f"{'predicted':>9} {'measured':>8} {'error':>7}  {'predicted':>9} {'measured':>8} {'error':>7}",
+        ]
         for row in sorted(self.rows, key=lambda one: (one.run.grade, one.run.mode, one.run.strategy, one.run.source)):
             allocated = _figures(row.predicted_allocated, row.run.measured_allocated)
             reserved = _figures(row.predicted_reserved, row.run.measured_reserved)
             lines.append(f"{allocated}  {reserved}  {row.run.grade} {row.run.mode} {row.run.strategy}: {row.run.id}")
-        return lines
-
-    def _summary_lines(self) -> list[str]:
-        """Of each group the absolute errors of trace and estimate, and how often a run reserved more than promised."""
-        lines = ["absolute error: rows, median, 95th percentile, the worst over and under; and what was promised"]
+        lines += ["", "absolute error: rows, median, 95th percentile, worst over and under; and what was promised"]
         for name, group in self.groups.items():
-            lines.append(f"{name}: {group.n} rows, {group.settings} settings")
-            lines += [
-                f"    {label.removesuffix('_error').replace('_', ' form, '):<22} {_spread(spread)}"
-                for label, spread in group.spreads.items()
-                if spread is not None
-            ]
-            if group.promise.n:
-                lines.append(f"    promised too little    {len(group.promise.short)} of {group.promise.n}")
-        whole = Promise.of(self.rows)
+            lines.append(f"{name}: {group['n']} rows, {group['settings']} settings")
+            for form, part in (("", group), ("closed form, ", group["closed_form"])):
+                for kind in ("allocated", "reserved"):
+                    if part[kind] is not None:
+                        lines.append(f"    {form + kind:<22} {_spread_text(part[kind])}")
+            promise = group["closed_form"]["promise"]
+            if promise["n"]:
+                lines.append(f"    promised too little    {promise['short']} of {promise['n']}")
+        whole = promise_to(self.rows)
         lines.append(
-            f"promised too little: {len(whole.short)} of {whole.n} rows ({whole.settings} settings) reserved more than "
-            f"the estimate and its margin; {len(whole.refused)} of {whole.ran} that ran on a card of known size "
+            f"promised too little: {whole['short']} of {whole['n']} rows ({whole['settings']} settings) reserved more "
+            f"than the estimate and its margin; {whole['refused']} of {whole['ran']} that ran on a card of known size "
             "would have been refused"
         )
-        return lines
-
-    def _reason_lines(self) -> list[str]:
-        total = len(self.rows) + len(self.refused)
-        lines = [f"{len(self.rows)} of {total} rows expressed; {len(self.refused)} not:"]
+        lines += ["", f"{len(self.rows)} of {len(self.rows) + len(self.refused)} rows expressed; the others not:"]
         by_grade = Counter((run.reason or "", run.grade) for run in self.refused)
         for reason, count in self.not_expressible.items():
             grades = ", ".join(f"{n} {grade}" for (why, grade), n in sorted(by_grade.items()) if why == reason)
@@ -276,25 +209,19 @@ class ScoreReport:
         return lines
 
 
-# --- running --------------------------------------------------------------------------------------------------------
-
-
 def score(
     peaks: Path,
-    out: Path | None = None,
     *,
     progress: Progress | None = None,
     trace: TraceFunction | None = None,
     config_of: ConfigOf | None = None,
 ) -> ScoreReport:
-    """Trace the rows of a CSV file of measured peaks and compare; the JSON goes to `out` where one is given.
+    """Trace the rows of a CSV file of measured peaks and compare.
 
     `progress` hears a line for each new trace. `trace` and `config_of` are the tracer and the finder of configs, unless
-    given. Raises ConfigError where the file cannot be read as a table of peaks or `out` cannot be written.
+    given. Raises ConfigError where the file cannot be read as a table of peaks.
     """
     started = time.monotonic()
-    if out is not None:
-        _require_writable(out)
     runs = sorted(read_runs(peaks, config_of=config_of), key=lambda one: one.grade)
     answers = _traces(runs, trace, progress)
     rows: list[ScoredRow] = []
@@ -302,33 +229,27 @@ def score(
     unknown: Counter[str] = Counter()
     for run in runs:
         answer = run.reason if run.settings is None else answers[run.settings.canonical_text()]
-        if isinstance(answer, TracedPeak) and run.settings is not None:
-            closed = _closed(run.settings, unknown)
-            rows.append(ScoredRow(run, answer.allocated, answer.reserved, closed))
-        elif run.settings is not None and is_estimate_only(run.settings):
-            rows.append(ScoredRow(run, None, None, _closed(run.settings, unknown)))
-        else:
+        traced = answer if isinstance(answer, TracedPeak) else None
+        if run.settings is None or (traced is None and not is_estimate_only(run.settings)):
             refused.append(replace(run, reason=str(answer)))
-    seconds = time.monotonic() - started
-    report = ScoreReport(tuple(rows), tuple(refused), group_rows(rows), seconds, dict(unknown.most_common()))
-    if out is not None:
-        _write(out, report)
-    return report
+            continue
+        closed = None
+        try:
+            closed = closed_form(run.settings)
+        except NoClosedForm as why:
+            unknown[str(why)] += 1
+        if traced is None:
+            rows.append(ScoredRow(run, None, None, closed))
+        else:
+            rows.append(ScoredRow(run, traced.allocated, traced.reserved, closed))
+    no_closed_form = dict(unknown.most_common())
+    return ScoreReport(tuple(rows), tuple(refused), group_rows(rows), no_closed_form, time.monotonic() - started)
 
 
 def is_estimate_only(settings: ScriptSettings) -> bool:
     """Whether only the estimate can predict it: DeepSpeed ZeRO, and flash attention with sinks (gpt-oss)."""
     has_sinks = settings.model.get("model_type") == "gpt_oss" and settings.attention != "eager"
     return settings.strategy in ("zero1", "zero2", "zero3") or has_sinks
-
-
-def _closed(settings: ScriptSettings, unknown: Counter[str]) -> MemoryEstimate | None:
-    """The estimate of these settings; why there is none is counted."""
-    try:
-        return closed_form(settings)
-    except NoClosedForm as why:
-        unknown[str(why)] += 1
-        return None
 
 
 TraceAnswer = TracedPeak | str
@@ -362,17 +283,6 @@ def _answers(distinct: Mapping[str, ScriptSettings], trace: TraceFunction | None
             yield waiting[done], done.result()
 
 
-def _tracer() -> TraceFunction:
-    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
-    from sft_play.trace.confirm import cached_trace
-
-    return cached_trace
-
-
-MAX_WORKERS = 8
-"""Processes at once: each holds the libraries and one model's graph, about a gigabyte."""
-
-
 def _begin_worker(parent: int) -> None:
     """A worker ends with its parent, and computes in one thread."""
     die_with_parent(parent, signal.SIGKILL)
@@ -386,85 +296,59 @@ def trace_or_reason(settings: ScriptSettings, trace: TraceFunction | None = None
 
     A published run did fit: where the simulated card is too small by a little, it is traced without a bound.
     """
+    if trace is None:
+        from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
+        from sft_play.trace.confirm import cached_trace
+
+        trace = cached_trace
     try:
-        return (trace or _tracer())(settings)
+        return trace(settings)
     except MemoryError:  # the simulated card is full
         if settings.capacity is None:
             return "the simulated GPU is too small for it"
         return trace_or_reason(replace(settings, capacity=None), trace)
     except TraceUnavailable as why:
-        return _first_sentence(f"{_method(settings)} cannot be traced: {why}")
+        reason = str(why)
     except Exception as error:  # one row must not end the score of hundreds; its reason is counted
         logger.debug("The trace of %s failed", settings.canonical_text(), exc_info=True)
-        return _first_sentence(f"{_method(settings)} cannot be traced: {type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+    kind = str((settings.peft or {}).get("peft_type", "LORA"))
+    method = settings.mode if kind == "LORA" else kind
+    return " ".join(f"{method} cannot be traced: {reason}".split())[:160]
 
 
-def _method(settings: ScriptSettings) -> str:
-    kind = str((settings.peft or {}).get("peft_type", ""))
-    return kind if kind and kind != "LORA" else settings.mode
-
-
-def _first_sentence(text: str) -> str:
-    return " ".join(text.split())[:160]
-
-
-def _require_writable(out: Path) -> None:
-    if out.is_dir() or not out.resolve().parent.is_dir():
-        raise ConfigError(f"OUT={out}: no file can be written there; name a file in a folder that exists")
-
-
-def _write(out: Path, report: ScoreReport) -> None:
-    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        aside.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-        aside.replace(out)
-    except OSError as error:
-        raise ConfigError(f"OUT={out}: cannot be written ({error.strerror or error})") from None
-
-
-# --- groups ---------------------------------------------------------------------------------------------------------
-
-
-FIRST_GROUPS = ("one GPU, lora dora full, sdpa or flash", "one GPU, qlora", "fsdp")
-
-
-def group_rows(rows: Iterable[ScoredRow]) -> dict[str, Group]:
+def group_rows(rows: Iterable[ScoredRow]) -> dict[str, dict[str, Any]]:
     """Class A as asked, by mode, strategy, both, attention and source; the other classes by class and source."""
     found: dict[str, list[ScoredRow]] = defaultdict(list)
     for row in rows:
         for name in _group_names(row.run):
             found[name].append(row)
     names = [*(name for name in FIRST_GROUPS if name in found), *sorted(found.keys() - FIRST_GROUPS)]
-    return {name: Group.of(found[name]) for name in names}
+    return {name: summarize(found[name]) for name in names}
 
 
 def _group_names(run: PublishedRun) -> list[str]:
     strategy = plain_strategy(run.strategy)
-    if run.grade != "A":
+    if run.grade == "A":
+        names = ["class A", f"mode {run.mode}", f"strategy {strategy}", f"mode {run.mode}, strategy {strategy}"]
+        names += [f"source {run.source}", f"source {run.source}, mode {run.mode}, strategy {strategy}"]
+        if strategy == "single" and run.attention == "eager":
+            names.append(f"mode {run.mode}, eager attention")
+        elif strategy == "single" and run.mode in {"lora", "dora", "full"}:
+            names.append(FIRST_GROUPS[0])
+        if strategy == "single" and run.mode == "qlora":
+            names.append(FIRST_GROUPS[1])
+        if strategy in {"fsdp", "fsdp2"}:
+            names.append(FIRST_GROUPS[2])
+    else:
         names = [f"class {run.grade}", f"class {run.grade}, mode {run.mode}", f"class {run.grade}, source {run.source}"]
-        return [*names, "zero"] if strategy.startswith("zero") else names
-    names = ["class A", f"mode {run.mode}", f"strategy {strategy}", f"mode {run.mode}, strategy {strategy}"]
-    names += [f"source {run.source}", f"source {run.source}, mode {run.mode}, strategy {strategy}"]
-    if strategy == "single" and run.attention != "eager" and run.mode in {"lora", "dora", "full"}:
-        names.append("one GPU, lora dora full, sdpa or flash")
-    if strategy == "single" and run.attention == "eager":
-        names.append(f"mode {run.mode}, eager attention")
-    if strategy == "single" and run.mode == "qlora":
-        names.append("one GPU, qlora")
-    if strategy in {"fsdp", "fsdp2"}:
-        names.append("fsdp")
-    if strategy.startswith("zero"):
-        names.append("zero")
-    return names
+    return [*names, "zero"] if strategy.startswith("zero") else names
 
 
 def plain_strategy(text: str) -> str:
     """`fsdp2 (8)`, `fsdp2 4 x cp 2` as their first word; context parallel alone is sharded over its ranks too."""
     word = text.lower().split(" ")[0] or "unknown"
     return "fsdp2" if word == "cp" else word
-
-
-# --- figures --------------------------------------------------------------------------------------------------------
 
 
 def _error(predicted: int | None, measured: int | None) -> float | None:
@@ -477,13 +361,11 @@ def _rounded(value: float | None) -> float | None:
 
 def _figures(predicted: int | None, measured: int | None) -> str:
     error = _error(predicted, measured)
-    if predicted is None:
-        return f"{'-':>9} {'-' if measured is None else f'{measured / GIB:.3f}':>8} {'-':>7}"
-    if measured is None or error is None:
-        return f"{predicted / GIB:9.3f} {'-':>8} {'-':>7}"
-    return f"{predicted / GIB:9.3f} {measured / GIB:8.3f} {error:+7.2%}"
+    texts = ["-" if size is None else f"{size / GIB:.3f}" for size in (predicted, measured)]
+    share = "-" if error is None else f"{error:+.2%}"
+    return f"{texts[0]:>9} {texts[1]:>8} {share:>7}"
 
 
-def _spread(spread: Spread) -> str:
-    shares = f"{spread.median_abs_error:7.2%} {spread.p95_abs_error:7.2%} {spread.worst_over:+7.1%}"
-    return f"{spread.n:>4} {shares} {spread.worst_under:+7.1%}"
+def _spread_text(found: dict[str, Any]) -> str:
+    shares = f"{found['median_abs_error']:7.2%} {found['p95_abs_error']:7.2%} {found['worst_over']:+7.1%}"
+    return f"{found['n']:>4} {shares} {found['worst_under']:+7.1%}"

@@ -40,6 +40,5 @@ class ScriptSettings(StepSettings):
 
 
 def to_script_settings(settings: StepSettings, **changes: Any) -> ScriptSettings:
-    """The same step with what a script did otherwise."""
     own = {one.name: getattr(settings, one.name) for one in fields(settings)}
     return ScriptSettings(**{**own, **changes})

@@ -39,7 +39,6 @@ class ScriptAllocator(CachingAllocator):
     def __init__(self, *, expandable_segments: bool = False, capacity: int | None = None) -> None:
         super().__init__(expandable_segments=expandable_segments)
         self.capacity = capacity
-        self.retries = 0
         self._uses: dict[object, set[int]] = {}
         self._waiting: list[tuple[int, _Block]] = []
         self._frees = 0
@@ -63,7 +62,6 @@ class ScriptAllocator(CachingAllocator):
             self._uses.setdefault(key, set()).add(stream)
 
     def moment(self) -> int:
-        """A number for now, for `synchronise`."""
         return self._frees
 
     def synchronise(self, until: int | None = None) -> None:
@@ -74,7 +72,6 @@ class ScriptAllocator(CachingAllocator):
             self._free_block(block)
 
     def empty_cache(self) -> None:
-        """`torch.cuda.empty_cache`: waits for all streams first."""
         self.synchronise()
         super().empty_cache()
 
@@ -82,7 +79,6 @@ class ScriptAllocator(CachingAllocator):
         try:
             return super()._alloc_block(pool, size)
         except SimulatedOutOfMemory:  # free the cache and try again, as malloc_retry does
-            self.retries += 1
             self.empty_cache()
             return super()._alloc_block(pool, size)
 
@@ -99,7 +95,6 @@ class ScriptLog(StorageLog):
     """A log that hears of streams and of the host's waiting, too."""
 
     def used(self, tensor: torch.Tensor, stream: object) -> None:
-        """`tensor.record_stream(stream)`."""
         entry = self._live.get(tensor.untyped_storage()._cdata)
         if entry is not None:
             self.events.append((USED, entry[0], 0, self._stream_index(stream)))

@@ -18,20 +18,18 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report_header import report_header
 from benchmarks.steps.order import ProcessOrder
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.log import one_line, redact
-from sft_play.machine.hardware import detect_hardware
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.planner.speed import find_rates, predict_speed
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
-from sft_play.runs.folder import installed_versions
 from sft_play.text import GIB
 from sft_play.trace.confirm import load_run_model_shape
 
@@ -62,7 +60,6 @@ class Comparison:
     warmup: int
     runs: dict[str, list[Run]] = field(default_factory=dict)
     tried: list[Run] = field(default_factory=list)
-    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def medians(self, side: str) -> dict[str, float | None]:
         """Each figure's median over the rounds of a side; None where a side does not have it."""
@@ -80,15 +77,11 @@ class Comparison:
             mine, other = ours[name], theirs[name]
             if mine and other:
                 ratios[name] = mine / other
-        for name in ("rows", "tokens"):
-            mine, other = (
-                statistics.median(_per_cpu(run, name) for run in self.runs[side])
-                if all(run.get("cpu_s") for run in self.runs[side])
-                else None
-                for side in ("ours", self.peer)
-            )
-            if mine and other:
-                ratios[f"{name}_per_cpu_s"] = mine / other
+        if all(run.get("cpu_s") for side in ("ours", self.peer) for run in self.runs[side]):
+            for name in ("rows", "tokens"):
+                ours_per_cpu = statistics.median(_per_cpu(run, name) for run in self.runs["ours"])
+                theirs_per_cpu = statistics.median(_per_cpu(run, name) for run in self.runs[self.peer])
+                ratios[f"{name}_per_cpu_s"] = ours_per_cpu / theirs_per_cpu
         return ratios
 
     def same_work(self) -> dict[str, Any] | None:
@@ -108,11 +101,8 @@ class Comparison:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
         return {
-            "date": self.date,
-            "machine": detect_hardware().as_json(),
-            "versions": installed_versions(),
+            **report_header(),
             "config": self.config,
             "peer": self.peer,
             "steps": self.steps,
@@ -126,7 +116,6 @@ class Comparison:
         }
 
     def lines(self) -> list[str]:
-        """Lines for a person."""
         lines = [f"{self.config}: {self.steps} steps after {self.warmup}, {len(self.runs['ours'])} rounds"]
         for side in self.runs:
             figures = self.medians(side)
@@ -134,9 +123,8 @@ class Comparison:
             lines += _beside_the_plan(self.runs[side][0])
             parts = self.runs[side][0].get("parts_s")
             if parts:
-                lines.append(
-                    "    of a step: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in parts.items())
-                )
+                words = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in parts.items())
+                lines.append(f"    of a step: {words}")
         ratios, same = self.ratios(), self.same_work()
         if ratios:
             shown = ("tokens_per_s", "rows_per_s", "rows_per_cpu_s", "step_s", "process_s", "process_cpu_s")
@@ -163,7 +151,6 @@ def _per_cpu(run: Run, name: str) -> float:
 
 
 def _words(figures: dict[str, float | None]) -> str:
-    """The figures of a side that it has."""
     texts = {
         "tokens_per_s": "{:,.0f} tokens/s", "trained_tokens_per_s": "{:,.0f} of them trained",
         "padded_tokens_per_s": "{:,.0f} with padding", "rows_per_s": "{:,.2f} rows/s", "step_s": "{:.3f} s a step",
@@ -186,17 +173,9 @@ def compare(
     tries: bool = True,
     progress: Callable[[str], None] = logger.info,
 ) -> Comparison:
-    """Measure a run, and a peer in turns with it.
+    """Measure a run, and a peer, which `python` runs, in turns with it; `tries`: let TRL try other micro-batches first.
 
-    Args:
-        python: the Python that has the peer's package; None: this one.
-        steps, warmup: optimizer steps that are measured, and those before them.
-        tries: let TRL try other micro-batches than ours first.
-
-    Raises:
-        ConfigError: there is no such peer, its package is missing, or it cannot train this run.
-        TrainingError: a process failed.
-    """
+    Raises ConfigError where there is no such peer or it cannot train this run, TrainingError where a process failed."""
     python = check_peer(peer, python)
     loaded = load_config(config, overrides=overrides)
     if loaded.stages:
@@ -219,22 +198,8 @@ def compare(
     return comparison
 
 
-_MISSING = 9
-# What a peer's Python is asked before anything is measured: an import that fails there would fail after our run.
-_IMPORTED = f"""
-import importlib.util, sys
-if importlib.util.find_spec("trl") is None:
-    sys.exit({_MISSING})
-import trl
-"""
-
-
 def check_peer(peer: str | None, python: str | None) -> str:
-    """The Python that runs a peer: the one that is given, else this one.
-
-    Raises:
-        ConfigError: the peer does not exist, or that Python does not have TRL or cannot import it.
-    """
+    """The Python that runs a peer: the one that is given, else this one. Raises ConfigError."""
     if peer is not None and peer not in PEERS:
         raise ConfigError(f"PEER={one_line(peer)} is not known; there are: {', '.join(PEERS)}")
     if python is None:
@@ -244,16 +209,15 @@ def check_peer(peer: str | None, python: str | None) -> str:
                           "leave it out")  # fmt: skip
     if shutil.which(python) is None:
         raise ConfigError(f"PEER_PYTHON={one_line(python)} is not a program that can be run")
-    process = subprocess.run(
-        [python, "-c", _IMPORTED], env=peers_environment(), stdin=subprocess.DEVNULL, capture_output=True
-    )
-    if process.returncode == _MISSING:
-        raise ConfigError(f"PEER={peer} needs the package trl, which {one_line(python)} does not have; install it "
-                          "there, or leave PEER_PYTHON= out")  # fmt: skip
+    # an import that fails there would fail after our run
+    words, environment = [python, "-c", "import trl"], peers_environment()
+    process = subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, capture_output=True)
     if process.returncode:
         reason = [line for line in process.stderr.decode(errors="replace").splitlines() if line.strip()][-1:]
-        raise ConfigError(f"PEER={peer}: {one_line(python)} has the package trl and cannot import it: "
-                          f"{one_line(redact(' '.join(reason)), limit=400)}; repair that environment")  # fmt: skip
+        raise ConfigError(
+            f"PEER={peer} needs the package trl, which {one_line(python)} cannot import: "
+            f"{one_line(redact(' '.join(reason)), limit=400)}; install it there, or leave PEER_PYTHON= out"
+        )
     return python
 
 
@@ -284,12 +248,10 @@ class _Bench:
         ]  # fmt: skip
 
     def _order(self, side: str, turn: int = 0, **more: Any) -> ProcessOrder:
-        return ProcessOrder(side, result=str(self.folder / f"{side}-{turn}.json"), folder=str(self.folder),
-        warmup=self.warmup,
-                     steps=self.steps, **more)  # fmt: skip
+        result, folder = str(self.folder / f"{side}-{turn}.json"), str(self.folder)
+        return ProcessOrder(side, result=result, folder=folder, warmup=self.warmup, steps=self.steps, **more)
 
     def begins(self, side: str, turn: int, rounds: int) -> None:
-        """Say what runs now: nothing else is printed until it ends."""
         self.progress(f"Round {turn + 1} of {rounds}: {side}, {self.warmup} steps and {self.steps} that are measured")
 
     def ours(self, turn: int) -> Run:
@@ -301,7 +263,6 @@ class _Bench:
         return self._measured(order, OUR_MODULE, sys.executable)
 
     def theirs(self, peer: str, turn: int) -> Run:
-        """One run of the peer."""
         if peer == "bare":
             order = self._order("bare", turn, config=str(self.loaded.path), overrides=self._words(f"bare-{turn}"))
             return self._measured(order, OUR_MODULE, sys.executable)
@@ -337,13 +298,11 @@ class _Bench:
         return facts
 
     def _measured(self, order: ProcessOrder, module: str, python: str) -> Run:
-        """A run whose process measured itself."""
         path = order.write(self.folder / f"{order.side}-order.json")
         timed = self._run(order.side, [python, "-m", module, str(path)])
         run: Run = json.loads(Path(order.result).read_text(encoding="utf-8"))
-        facts = self._known()
         run = flat(run) | timed
-        plan = plan_from_json(facts["plan"])
+        plan = plan_from_json(self._known()["plan"])
         run["mfu"] = utilisation(run, plan, self.loaded)
         if order.side == "ours":
             run["predicted"] = predicted(plan)
@@ -354,11 +313,7 @@ class _Bench:
 
     def _run(self, side: str, command: list[str]) -> Run:
         """A process to its end: seconds, of the wall's clock and of processors, its children's included.
-
-        Raises:
-            ConfigError: the process refused what a user can fix.
-            TrainingError: it failed.
-        """
+        Raises ConfigError or TrainingError."""
         log = self.folder / f"{side}.log"
         environment = child_environment(peers_environment())
         began = time.monotonic()
@@ -380,11 +335,8 @@ class _Bench:
 
 def peers_environment() -> dict[str, str]:
     """The environment of both sides' processes; no library reports home."""
-    return independent_environment(os.environ) | {
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
+    more = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return independent_environment(os.environ) | more
 
 
 def refuse(side: str, code: int, text: str) -> None:

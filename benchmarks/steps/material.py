@@ -1,13 +1,9 @@
-"""What is measured without anything to download: a model with random weights, its tokenizer, chats of mixed lengths.
-
-Every clone makes the same: lengths and words are drawn from a seed.
-"""
+"""Chats of mixed lengths, and a run YAML on them. Every clone makes the same: lengths and words come from a seed."""
 
 from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +13,6 @@ SEED = 17
 QUESTION, ANSWER = (16, 0.6), (48, 1.0)
 """Words of a question and of an answer: median, and the standard deviation of the logarithm. Answers of chat data sets
 spread as widely: one in ten has four times the median, and padding to the longest of a batch more than doubles it."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A small decoder: 1.8 million weights in its blocks, so that a step of 32 chats takes about a second on a core."""
-
-    hidden: int = 192
-    intermediate: int = 512
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    positions: int = 2048
-
-
-def write_model(folder: Path, shape: Shape = Shape()) -> None:
-    """Tokenizer and random weights in fp32."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    from benchmarks.starter_base import make_tokenizer
-
-    transformers_logging.disable_progress_bar()
-    tokenizer = make_tokenizer(corpus_documents(400))
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.positions, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def write_chats(

@@ -28,21 +28,17 @@ class ProcessOrder:
 
     @property
     def total(self) -> int:
-        """Steps with those of the warm-up."""
         return self.warmup + self.steps
 
     def write(self, path: Path) -> Path:
-        """Write it as JSON."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
         return path
 
     @classmethod
     def read(cls, path: Path) -> ProcessOrder:
-        """The order in a file."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def known(self) -> dict[str, Any]:
-        """The facts of our run."""
         facts: dict[str, Any] = json.loads((Path(self.facts) / "facts.json").read_text(encoding="utf-8"))
         return facts
 

@@ -31,7 +31,6 @@ SECONDS = "time_{}_s"
 
 
 def main(path: Path) -> int:
-    """Measure what an order asks for; returns the exit code."""
     # as the command sets them, and before torch is imported, which reads them then
     os.environ.update(openmp_wait_variables(os.environ))
     os.environ.update(allocator_variables(os.environ))
@@ -131,11 +130,7 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
     """The same steps without a trainer: forward, the trainer's loss head, backward, clipping, AdamW, schedule.
 
     The batches are those that the trainer would take, collated and moved before anything is timed. No callback, log,
-    metric or wait for the device is left between the steps.
-
-    Raises:
-        ConfigError: fp16, whose gradients have to be scaled.
-    """
+    metric or wait for the device is left between the steps. Raises ConfigError."""
     import torch
 
     from benchmarks.steps.recording import MeasurementDone
@@ -193,7 +188,6 @@ def _steps(trainer: Any, count: int) -> Any:
 
 
 def training_facts(config: RunConfig) -> dict[str, Any]:
-    """The training options of a run by the Trainer's names."""
     return {option.external_names.trainer: option.value(config) for option in optimizer_options()}
 
 

@@ -50,7 +50,6 @@ class Recorder:
 
     @property
     def wanted_steps(self) -> int:
-        """Steps with those of the warm-up."""
         return self._warmup + self._steps
 
     def saw(self, inputs: Any, loss: Any) -> None:
@@ -115,7 +114,6 @@ class StepEndCallback(TrainerCallback):
         self._recorder = recorder
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Tell it."""
         self._recorder.ended_step()
 
 
@@ -171,7 +169,6 @@ def _chats(arrays: dict[str, Any], row: int, pad_id: int) -> list[tuple[int, int
 
 
 def rows_digest(parts: Iterable[Iterable[str]]) -> str:
-    """A digest of rows, whatever their order."""
     return hashlib.sha256(" ".join(sorted(row for part in parts for row in part)).encode()).hexdigest()[:16]
 
 

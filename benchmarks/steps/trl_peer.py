@@ -25,19 +25,17 @@ _TRIED = ("seconds", "cpu_s", "rows_per_s", "tokens", "rows_digest")
 
 
 def main(path: Path) -> None:
-    """Measure, or try micro-batches."""
     order = ProcessOrder.read(path)
     facts = order.known()
     if order.side == "trl-tries":
-        tried = [{"micro_batch": micro, **tried_run(order, facts, micro)}
-                 for micro in order.settings["micro_batches"]]  # fmt: skip
+        micros = order.settings["micro_batches"]
+        tried = [{"micro_batch": micro, **tried_run(order, facts, micro)} for micro in micros]
         Path(order.result).write_text(json.dumps({"tried": tried}), encoding="utf-8")
         return
     train(order, facts, micro=order.settings.get("micro_batch", facts["micro_batch"]))
 
 
 def train(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> None:
-    """Train until the recorder has seen enough."""
     from benchmarks.steps.recording import Recorder
 
     trainer = make_trainer(order, facts, micro=micro)
@@ -48,18 +46,12 @@ def train(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> None:
         "packing": trainer.args.packing,
         "group_by_length": order.side == "trl-grouped",
     }
-    recorder = Recorder(
-        Path(order.result),
-        warmup=order.warmup,
-        steps=order.steps,
-        pad_id=facts["pad_id"],
-        facts={"side": order.side, "settings": settings},
-    )
+    result, more = Path(order.result), {"side": order.side, "settings": settings}
+    recorder = Recorder(result, warmup=order.warmup, steps=order.steps, pad_id=facts["pad_id"], facts=more)
     train_until_recorded(trainer, recorder)
 
 
 def train_until_recorded(trainer: Any, recorder: Any) -> None:
-    """Train with a transformers Trainer until the recorder has seen enough."""
     from benchmarks.steps.recording import MeasurementDone, record_trainer
 
     record_trainer(trainer, recorder)
@@ -90,7 +82,6 @@ def tried_run(order: ProcessOrder, facts: dict[str, Any], micro: int) -> dict[st
 
 
 def make_trainer(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> Any:
-    """TRL's trainer for the facts of our run."""
     from datasets import load_from_disk
     from transformers import AutoTokenizer, BitsAndBytesConfig
     from trl import SFTTrainer
@@ -116,7 +107,6 @@ def make_trainer(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> A
 
 
 def adapters(facts: dict[str, Any]) -> Any:
-    """PEFT's configuration of the same adapters; None in full."""
     from peft import LoraConfig
 
     lora = facts["lora"]
@@ -130,7 +120,6 @@ def adapters(facts: dict[str, Any]) -> Any:
 
 
 def sft_arguments(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> Any:
-    """TRL's arguments for the facts of our run."""
     from trl import SFTConfig
 
     names = {field.name for field in dataclasses.fields(SFTConfig)}

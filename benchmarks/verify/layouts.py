@@ -45,6 +45,17 @@ NEGLIGIBLE_LEARNING_RATE = 1e-30
 """Learning rate of the run whose saved weights are the start: too small to change any of them."""
 
 
+SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(("data.val_path", "data.test_path", "train.early_stopping_patience")),
+    **dict.fromkeys(("tuning.lora.dropout", "data.val_fraction", "eval.steps", "eval.generate_rows"), 0),
+    **dict.fromkeys(("train.load_best_model_at_end", "eval.before_training"), False),
+    "train.logging_steps": 1,
+    "train.report_to": [],
+    "output.if_exists": "replace",
+}
+"""What every run of a table sets over the config: no dropout, nothing evaluated, every step logged."""
+
+
 @dataclass(frozen=True)
 class Tolerance:
     """How far a run may be from the single process: `loss` relative at every step, `weights` by `compare_tensors`."""
@@ -89,7 +100,6 @@ class LayoutCase:
 
     @property
     def name(self) -> str:
-        """As a run folder's name."""
         return f"{self.mode}-{self.layout}-{self.ranks}-accum{self.accum}{'-bf16' if self.bf16 else ''}"
 
 
@@ -125,26 +135,21 @@ class LayoutTable:
 
     @property
     def ok(self) -> bool:
-        """Whether there are rows and all agree."""
         return bool(self.rows) and all(row.ok for row in self.rows)
 
     def as_json(self) -> list[dict[str, Any]]:
         """One object per row; a difference that is not finite is null, and the row says where it is."""
-        return [
-            {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in row.items()
-            }
-            for row in map(asdict, self.rows)
-        ]
+        rows = [asdict(row) for row in self.rows]
+        for row in rows:
+            for key, value in row.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    row[key] = None
+        return rows
 
     def lines(self) -> list[str]:
-        """The table in words."""
         split, figures = f"{'micro x accum':<14}", f"{'loss':>9}{'weights':>10}"
-        lines = [
-            f"{'layout':<14}{'ranks':>5}  {'mode':<6}{'dtype':<6}{split}{figures}  wrapped",
-            *(_line(row) for row in self.rows),
-        ]
+        lines = [f"{'layout':<14}{'ranks':>5}  {'mode':<6}{'dtype':<6}{split}{figures}  wrapped"]
+        lines += [_line(row) for row in self.rows]
         lines += [f"left out: {what}: {why}" for what, why in self.left_out]
         lines += sorted({f"{row.mode} in {row.dtype}: {row.note}" for row in self.rows if row.note})
         good = sum(row.ok for row in self.rows)
@@ -152,9 +157,8 @@ class LayoutTable:
                     key=lambda row: row.max_rel_loss_diff or 0.0)  # fmt: skip
         lines.append(f"{good} of {len(self.rows)} runs agree with the single process")
         if worst is not None and worst.max_rel_loss_diff:
-            lines.append(
-                f"largest relative difference of a loss: {worst.max_rel_loss_diff:.1e} ({worst.layout}, {worst.mode})"
-            )
+            difference = f"{worst.max_rel_loss_diff:.1e} ({worst.layout}, {worst.mode})"
+            lines.append(f"largest relative difference of a loss: {difference}")
         return lines
 
 
@@ -163,7 +167,7 @@ def _line(row: LayoutRow) -> str:
         return "-" if value is None else f"{value:.1e}"
 
     wrapped = (row.engine_proof or {}).get("wrapped_class", "")
-    end = f"{wrapped}" if row.ok else f"DIFFERS {row.error or row.worst_tensor or ''} {wrapped}".rstrip()
+    end = wrapped if row.ok else f"DIFFERS {row.error or row.worst_tensor or ''} {wrapped}".rstrip()
     split = f"{row.micro_batch} x {row.accum}"
     return (
         f"{row.layout:<14}{row.ranks:>5}  {row.mode:<6}{row.dtype:<6}{split:<14}"
@@ -200,9 +204,8 @@ def verify(
             from benchmarks.verify.small import make_small_run
 
             config = make_small_run(folder)
-        bench = _LayoutBench(
-            folder, config, tuple(overrides), load_config(config, overrides=overrides).config, hardware, steps
-        )
+        run_config = load_config(config, overrides=overrides).config
+        bench = _LayoutBench(folder, config, tuple(overrides), run_config, hardware, steps)
         table = LayoutTable()
         for mode in modes or MODES:
             for bf16 in (False, True) if mode in ("full", "lora") and bench.may_add_bf16 else (False,):
@@ -261,7 +264,6 @@ class _LayoutBench:
     def compare(
         self, mode: str, bf16: bool, layouts: Iterable[str], table: LayoutTable, progress: Callable[[str], None]
     ) -> None:
-        """Add the rows of one mode and precision."""
         from benchmarks.verify.weights import compare_tensors, read_tensors
 
         reference = LayoutCase("single", 1, mode, max(GRAD_ACCUMS), bf16)
@@ -280,10 +282,8 @@ class _LayoutBench:
             began = time.monotonic()
             try:
                 result = self.run(case)
-            except DoesNotFit as error:
-                table.left_out.append((case.name, one_line(str(error), limit=200)))
-                continue
-            except ConfigError as error:  # the layout is not possible for this mode; anything else is a difference
+            # ConfigError: the layout is not possible for this mode; anything else is a difference
+            except (DoesNotFit, ConfigError) as error:
                 table.left_out.append((case.name, one_line(str(error), limit=200)))
                 continue
             except TrainingError as error:
@@ -296,8 +296,8 @@ class _LayoutBench:
             far = compare_tensors(start, one, read_tensors(self.saved(result)), from_bf16=self.rounds_start(case))
             row.rel_weight_change_diff, row.worst_tensor = far.largest, far.tensor
             assert row.loss_tolerance is not None
-            row.ok = row.max_rel_loss_diff <= row.loss_tolerance
-            row.ok = row.ok and (row.tolerance is None or far.largest <= row.tolerance)
+            fits = row.tolerance is None or far.largest <= row.tolerance
+            row.ok = fits and row.max_rel_loss_diff <= row.loss_tolerance
             row.seconds = round(time.monotonic() - began, 1)
             table.rows.append(row)
             progress(_line(row))
@@ -305,13 +305,11 @@ class _LayoutBench:
 
     @functools.cached_property
     def base_dtype(self) -> str:
-        """The dtype of the base's weights, as its config.json says."""
         model = self.parsed.model
         plain = load_config_json(model.name, revision=model.revision)
         return str(plain.get("dtype") or plain.get("torch_dtype") or "float32")
 
     def row(self, case: LayoutCase) -> LayoutRow:
-        """The row of a case before it has run."""
         tolerance = TOLERANCES[self.dtype(case)]
         narrow = case.mode == "full" and self.base_dtype != "float32"
         return LayoutRow(
@@ -343,36 +341,22 @@ class _LayoutBench:
             return None
 
     def settings(self, case: LayoutCase, *, start: bool) -> list[str]:
-        """What the runs of a table set over the config."""
+        name = ("start-" if start else "") + case.name
         values: dict[str, Any] = {
+            **SETTINGS,
             "tuning.mode": case.mode,
-            "tuning.lora.dropout": 0.0,
             "train.effective_batch_size": self.effective,
             "train.batch_size": self.effective // (case.rows * case.accum),
             "train.grad_accum": case.accum,
             "train.max_steps": 1 if start else self.steps,
-            "train.logging_steps": 1,
-            "train.report_to": [],
-            "train.load_best_model_at_end": False,
-            "train.early_stopping_patience": None,
-            "data.val_path": None,
-            "data.test_path": None,
-            "data.val_fraction": 0.0,
-            "eval.steps": 0,
-            "eval.generate_rows": 0,
-            "eval.before_training": False,
             "output.dir": str(self.folder / "outputs"),
-            "output.name": "start-" + case.name if start else case.name,
-            "output.if_exists": "replace",
+            "output.name": name,
         }
         if case.bf16:
-            values |= {"train.bf16": True}
+            values["train.bf16"] = True
         if start:
-            values |= {
-                "train.learning_rate": NEGLIGIBLE_LEARNING_RATE,
-                "train.lr_scheduler_type": "constant",
-                "train.warmup_steps": 0,
-            }
+            values |= {"train.learning_rate": NEGLIGIBLE_LEARNING_RATE, "train.warmup_steps": 0}
+            values["train.lr_scheduler_type"] = "constant"
         if case.layout == "fsdp_hybrid":
             values["distributed.shard_ranks"] = 2
         if case.layout == "fsdp_cp":
@@ -403,23 +387,13 @@ class _LayoutBench:
 
     def run(self, case: LayoutCase, *, start: bool = False) -> Path:
         """Run a case as a user would start it; returns its run folder.
-
-        Raises:
-            DoesNotFit, ConfigError: the run says so before it loads anything.
-            TrainingError: it failed.
-        """
+        Raises DoesNotFit or ConfigError or TrainingError."""
         command = [sys.executable, "-m", "sft_play", "train" if case.layout == "single" else "train-distributed"]
         command += ["--config", str(self.config), *self.overrides, *self.settings(case, start=start)]
         if case.layout != "single":
             command += ["--strategy", case.layout, "--nproc", str(case.ranks)]
-        answer = subprocess.run(
-            command,
-            env=child_environment(independent_environment(os.environ)),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        environment = child_environment(independent_environment(os.environ))
+        answer = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
         folder = self.folder / "outputs" / (("start-" if start else "") + case.name)
         if answer.returncode == 0:
             return folder
@@ -434,11 +408,9 @@ class _LayoutBench:
         raise TrainingError(f"{case.name}: {message}")
 
     def saved(self, run: Path) -> Path:
-        """Where a run saved what it trained."""
         return next(run / name for name in ("model", "adapter") if (run / name).is_dir())
 
     def losses(self, run: Path) -> list[float]:
-        """The loss of every step."""
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
 
@@ -447,10 +419,7 @@ def _largest_difference(expected: Sequence[float], measured: Sequence[float]) ->
     """Largest relative difference over steps; infinite where their numbers differ."""
     if len(expected) != len(measured) or not expected:
         return math.inf
-    return max(
-        abs(expected_value - measured_value) / abs(expected_value)
-        for expected_value, measured_value in zip(expected, measured, strict=True)
-    )
+    return max(abs(one - other) / abs(one) for one, other in zip(expected, measured, strict=True))
 
 
 def _message(text: str) -> str:

@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+from benchmarks.random_model import write_random_model
 from benchmarks.starter_corpus import corpus_documents
 
 ROWS = 37
@@ -18,23 +19,12 @@ def make_small_run(folder: Path) -> Path:
 
     The model has what layouts can get wrong: biases, grouped key heads, an output head tied to the embeddings.
     """
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    from benchmarks.starter_base import make_tokenizer
-
-    transformers_logging.disable_progress_bar()
     model = folder / "model"
-    tokenizer = make_tokenizer(corpus_documents(200))
-    tokenizer.save_pretrained(model)
-    torch.manual_seed(SEED)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(model)
+    config = {
+        "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": True,
+    }  # fmt: skip
+    write_random_model(model, config, seed=SEED, dtype="float32")
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in _rows()), encoding="utf-8")
     path = folder / "small.yaml"
@@ -56,12 +46,8 @@ def _rows() -> list[dict[str, object]]:
     def text(most: int) -> str:
         return " ".join(draw.choices(words, k=draw.randint(1, most)))
 
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": text(12)},
-                {"role": "assistant", "content": text(40 if n % 3 else 2)},
-            ]
-        }
-        for n in range(ROWS)
-    ]
+    rows: list[dict[str, object]] = []
+    for number in range(ROWS):
+        question, answer = text(12), text(40 if number % 3 else 2)
+        rows.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+    return rows

@@ -18,7 +18,6 @@ class TensorDifference:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor saved in a folder, by name."""
     from safetensors.torch import load_file
 
     tensors: dict[str, torch.Tensor] = {}
