@@ -68,8 +68,7 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
     """The request of a command line; raises ConfigError for words that are not understood."""
     command_name = next((word for word in argv if word in (*COMMAND_FILES, *INTERNAL_COMMANDS)), None)
     # intermixed: key=value words may stand before, between and after flags; unknown flags get a message of our own
-    parser = _build_parser(command_name)
-    parsed, unknown = parser.parse_known_intermixed_args(list(argv))
+    parsed, unknown = _build_parser(command_name).parse_known_intermixed_args(list(argv))
     if parsed.command not in (*COMMAND_FILES, *INTERNAL_COMMANDS):
         hint = did_you_mean(parsed.command, COMMAND_FILES) or f"there are: {', '.join(COMMAND_FILES)}"
         raise ConfigError(f"there is no command {escape_control(parsed.command)}; {hint}")

@@ -73,6 +73,9 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
     for item in metadata.distributions():
         with contextlib.suppress(Exception):  # a damaged distribution has no name
             versions.setdefault(canonicalize_name(item.name), item.version)  # the first on the path is imported
+    requirements: tuple[str, ...] = ()
+    if _PYPROJECT.is_file():  # the checkout's; those of an installed package were pip's to check
+        requirements = tuple(tomllib.loads(_PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"])
     driver, driver_cuda = None, None
     if hardware.gpus:
         with contextlib.suppress(Exception), nvml.open_nvml() as library:  # its own exceptions differ by platform
@@ -83,20 +86,13 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
         kernel=platform.release() if platform.system() == "Linux" else None,
         hostname=socket.gethostname(),
         versions=versions,
-        requirements=_read_requirements(),
+        requirements=requirements,
         torch_cuda=torch_cuda_version(),
         nccl=(nccl_package() or (None, None))[1],
         driver=driver,
         driver_cuda=driver_cuda,
         shared_memory=disk_space(SHM_PATH) if SHM_PATH.is_mount() else None,
     )
-
-
-def _read_requirements() -> tuple[str, ...]:
-    """The versions that the project's checkout accepts; those of an installed package were pip's to check."""
-    if not _PYPROJECT.is_file():
-        return ()
-    return tuple(tomllib.loads(_PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"])
 
 
 # --- packages, driver and shared memory -------------------------------------------------------------------------------
@@ -188,7 +184,35 @@ def find_known_bad(
 ) -> list[Finding]:
     """Find the entries that apply, else a PASS. `rank_count`: of all nodes. `packages`: whose kernels the model's
     class runs where they are installed."""
-    facts = _combination_facts(system_facts, packages, rank_count=rank_count, node_count=node_count, layout=layout)
+    gpus, driver_cuda = system_facts.hardware.gpus, system_facts.driver_cuda
+    capabilities = [gpu.capability for gpu in gpus if gpu.capability]
+    torch_cuda = _version_text(system_facts.torch_cuda)
+    package_problems = [kernel_package_problem(name, capability) for name in packages for capability in capabilities]
+    uses_nccl = rank_count > 1 and bool(gpus)
+    driver_runs_torchs_cuda = None
+    if gpus and driver_cuda and torch_cuda:
+        driver_runs_torchs_cuda = driver_cuda[0] >= int(torch_cuda.partition(".")[0])
+    facts = {
+        **{name: system_facts.versions.get(name) for name in _COMPARED_PACKAGES},
+        "driver": system_facts.driver,
+        "driver_cuda": ".".join(map(str, driver_cuda)) if driver_cuda else None,
+        "driver_runs_torchs_cuda": driver_runs_torchs_cuda,
+        "torch_cuda": system_facts.torch_cuda,
+        "nccl": system_facts.nccl,
+        "kernel": system_facts.kernel,
+        "machine": system_facts.cpu_architecture,
+        "oldest_gpu": ".".join(map(str, min(capabilities))) if capabilities else None,
+        "desktop_blackwell": any(capability[0] == 12 for capability in capabilities),
+        "has_hopper": any(capability[0] == 9 for capability in capabilities),
+        "runs_delta_rules": LINEAR_ATTENTION_PACKAGE in packages,
+        "unsound": any(package_problems),
+        "why_not": next(filter(None, package_problems), ""),
+        "ranks": rank_count,
+        "nodes": node_count,
+        "over_nccl": uses_nccl,
+        "layout": layout,
+        "accelerate_refuses_p2p": uses_nccl and has_broken_p2p([gpu.name for gpu in gpus], system_facts.driver),
+    }
     findings = [
         Finding(
             KNOWN_BAD_NAME, entry["verdict"], entry["what"].format(**facts), entry["remedy"], tuple(entry["sources"])
@@ -221,40 +245,6 @@ def _version_text(fact: Any) -> str | None:
     """The leading numbers alone: 2.13.0+cu128, 6.8.0-45-generic and 570.86.15 have to compare."""
     match = re.match(r"\d+(?:\.\d+)*", str(fact))
     return match[0] if match else None
-
-
-def _combination_facts(
-    system_facts: SystemFacts, packages: Collection[str], *, rank_count: int, node_count: int, layout: str
-) -> dict[str, Any]:
-    gpus, driver_cuda = system_facts.hardware.gpus, system_facts.driver_cuda
-    capabilities = [gpu.capability for gpu in gpus if gpu.capability]
-    torch_cuda = _version_text(system_facts.torch_cuda)
-    package_problems = [kernel_package_problem(name, capability) for name in packages for capability in capabilities]
-    uses_nccl = rank_count > 1 and bool(gpus)
-    driver_runs_torchs_cuda = None
-    if gpus and driver_cuda and torch_cuda:
-        driver_runs_torchs_cuda = driver_cuda[0] >= int(torch_cuda.partition(".")[0])
-    return {
-        **{name: system_facts.versions.get(name) for name in _COMPARED_PACKAGES},
-        "driver": system_facts.driver,
-        "driver_cuda": ".".join(map(str, driver_cuda)) if driver_cuda else None,
-        "driver_runs_torchs_cuda": driver_runs_torchs_cuda,
-        "torch_cuda": system_facts.torch_cuda,
-        "nccl": system_facts.nccl,
-        "kernel": system_facts.kernel,
-        "machine": system_facts.cpu_architecture,
-        "oldest_gpu": ".".join(map(str, min(capabilities))) if capabilities else None,
-        "desktop_blackwell": any(capability[0] == 12 for capability in capabilities),
-        "has_hopper": any(capability[0] == 9 for capability in capabilities),
-        "runs_delta_rules": LINEAR_ATTENTION_PACKAGE in packages,
-        "unsound": any(package_problems),
-        "why_not": next(filter(None, package_problems), ""),
-        "ranks": rank_count,
-        "nodes": node_count,
-        "over_nccl": uses_nccl,
-        "layout": layout,
-        "accelerate_refuses_p2p": uses_nccl and has_broken_p2p([gpu.name for gpu in gpus], system_facts.driver),
-    }
 
 
 # --------------------------------------------------------------------------------------------------

@@ -128,9 +128,10 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
     """A file written by `accelerate config`, `setup-accelerate` or a person (YAML or accelerate's older JSON). Raises
     ConfigError where the file is missing, not YAML or not a mapping, its engine is not supported, or its numbers
     contradict each other. All problems inside it at once."""
-    text = read_text(path, variable="ACCELERATE_CONFIG", expected=ACCELERATE_FILE_DESCRIPTION)
     name = one_line(str(path))
-    data = parse_yaml_value(text, name=name)
+    data = parse_yaml_value(
+        read_text(path, variable="ACCELERATE_CONFIG", expected=ACCELERATE_FILE_DESCRIPTION), name=name
+    )
     if not isinstance(data, dict) or "distributed_type" not in data:
         raise ConfigError(f"{name} has no distributed_type; is this {ACCELERATE_FILE_DESCRIPTION}?")
     # accelerate's marker for "given at launch" is -1, and null is a key that is not there

@@ -53,11 +53,6 @@ class LaunchCommand:
     port: int | None = None
 
     @property
-    def agent_argv(self) -> tuple[str, ...]:
-        """The words with our agent in the launcher's place: what is run."""
-        return tuple(AGENT_MODULE if word == TORCHRUN_MODULE else word for word in self.argv)
-
-    @property
     def shell_line(self) -> str:
         """As a person would type it."""
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
@@ -101,25 +96,19 @@ def torchrun_command(
     if visible_gpus is not None:
         environment |= visible_gpu_variables(visible_gpus)
     if nccl_timeout_s is not None:
-        for name, value in nccl_variables(nccl_timeout_s).items():
-            if name not in (present_environment or {}):
-                environment[name] = value
+        # GPU ranks' variables beside the timeout of their process group, so that waiting ends when that says. The names
+        # are those of torch's `ProcessGroupNCCL.hpp` (2.13). A collective that times out ends its process (1 also
+        # aborts the communicator; torchrun sets the same). The watchdog that does this may itself hang in a CUDA call,
+        # which a second thread notices after 480 s by default, whatever the timeout of the collectives.
+        nccl_variables = {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, math.ceil(nccl_timeout_s))),
+        }
+        present = present_environment or {}
+        environment |= {name: value for name, value in nccl_variables.items() if name not in present}
     # only node 0 listens at MASTER_PORT; the others connect to it
     is_listening = nodes.count > 1 and nodes.rank == 0
     return LaunchCommand(tuple(argv), environment, nodes.port if is_listening else None)
-
-
-def nccl_variables(timeout_s: float) -> dict[str, str]:
-    """Variables of GPU ranks beside the timeout of their process group, so that waiting ends when that says.
-
-    The names are those of torch's `ProcessGroupNCCL.hpp` (2.13). A collective that times out ends its process (1 also
-    aborts the communicator; torchrun sets the same). The watchdog that does this may itself hang in a CUDA call, which
-    a second thread notices after 480 s by default, whatever the timeout of the collectives.
-    """
-    return {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, math.ceil(timeout_s))),
-    }
 
 
 def rank_timeout_s(config: RunConfig, environment: Mapping[str, str]) -> float:

@@ -166,7 +166,14 @@ def parse_hardware(text: str) -> Hardware:
     if name is None:
         return machine
     entry, notes = _find_entry(name, text, is_memory_given="mem" in options)
-    gpu = _build_named_gpu(name, options, entry)
+    # a GPU with the rates of the catalogue, and the options in place of them
+    if entry is None:
+        # 16-bit units are the same for both formats where there is bfloat16: one rate that was given says both
+        gpu = Gpu(0, name, 0, None, None, bf16_flops=options.get("fp16"), fp16_flops=options.get("bf16"))
+    else:
+        gpu = _fill_rates(Gpu(0, f"{entry.vendor} {entry.name}", entry.memory_bytes, None, entry.capability), entry)
+    fields = {**_RATE_FIELDS, "total_bytes": "mem", "capability": "cc", "tdp_watts": "tdp"}
+    gpu = replace(gpu, **{field: options[option] for field, option in fields.items() if option in options})
     link = entry.link if entry else None
     if "link" in options:
         link = options["link"] / 2
@@ -273,17 +280,6 @@ _RATE_FIELDS = {
     "fp8_flops": "fp8",
     "fp32_flops": "fp32",
 }
-
-
-def _build_named_gpu(name: str, options: Mapping[str, Any], entry: CatalogEntry | None) -> Gpu:
-    """A GPU with the rates of the catalogue, and the options in place of them."""
-    if entry is None:
-        # 16-bit units are the same for both formats where there is bfloat16: one rate that was given says both
-        gpu = Gpu(0, name, 0, None, None, bf16_flops=options.get("fp16"), fp16_flops=options.get("bf16"))
-    else:
-        gpu = _fill_rates(Gpu(0, f"{entry.vendor} {entry.name}", entry.memory_bytes, None, entry.capability), entry)
-    fields = {**_RATE_FIELDS, "total_bytes": "mem", "capability": "cc", "tdp_watts": "tdp"}
-    return replace(gpu, **{field: options[option] for field, option in fields.items() if option in options})
 
 
 def _fill_rates(gpu: Gpu, entry: CatalogEntry) -> Gpu:
