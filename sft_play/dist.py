@@ -190,7 +190,6 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
 
 
 def _best_precision() -> str:
-    """The precision of autocast that this device has."""
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.accelerator.is_available():
         return "no"
     lacks_bf16 = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)

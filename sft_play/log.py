@@ -125,7 +125,6 @@ class _OutputHandler(logging.StreamHandler[TextIO]):
     """Writes to the current `sys.stdout`, so that lines appear above a progress bar that redirects it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record."""
         self.stream = sys.stdout  # not by setStream, which flushes the old stream: it may be closed
         super().emit(record)
 
@@ -188,9 +187,8 @@ def survive_lost_output() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  (open to the end)
             continue
         stream.flush()
-        raw = _SurvivingOutput(descriptor, "w", closefd=False)
         wrapper = io.TextIOWrapper(
-            io.BufferedWriter(raw),
+            io.BufferedWriter(_SurvivingOutput(descriptor, "w", closefd=False)),
             encoding=stream.encoding,
             errors=stream.errors,
             line_buffering=stream.line_buffering or stream.write_through,  # python -u

@@ -166,11 +166,10 @@ def _setup_accelerate(request: Request) -> CommandResult:
     loaded = load_config(request.config, overrides=request.overrides)
     options = dataclasses.replace(request.options, nodes=read_accelerate_nodes(os.environ))
     hardware = options.select_hardware(restrict_to_device(loaded.config, detect_hardware()))
-    precision = choose_precision(loaded.config, hardware).compute
     text = write_accelerate_file(
         path,
         hardware,
-        mixed_precision=MIXED_PRECISION.get(precision, "no"),
+        mixed_precision=MIXED_PRECISION.get(choose_precision(loaded.config, hardware).compute, "no"),
         gpu_ids=options.gpus,
         overwrite=request.force,
         nodes=options.nodes,

@@ -80,11 +80,6 @@ class AccelerateConfig(BaseModel):
     parallelism_config: dict[str, Any] = Field(default_factory=dict)
 
     @property
-    def processes_per_machine(self) -> int | None:
-        """Processes that this machine starts; None: one per GPU."""
-        return self.num_processes and self.num_processes // self.num_machines
-
-    @property
     def deepspeed_config_file(self) -> Path | None:
         """The DeepSpeed configuration that the file names, relative to the working folder as accelerate reads it."""
         named = self.deepspeed_config.get("deepspeed_config_file")

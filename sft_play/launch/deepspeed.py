@@ -240,21 +240,17 @@ def translate_deepspeed_keys(raw: DeepspeedConfig, *, name: str = "the DeepSpeed
                 break
             section = inner
     if not problems:  # a value under a wrong key would be reported twice
-        problems = list(_value_problems(values))
+        for path, value in values.items():
+            if path in KNOWN_DEEPSPEED_KEYS or path in ("optimizer.params", "scheduler.params"):
+                if value != {}:
+                    problems.append(f"{path}: {format_value(value)} is not a section")
+                continue
+            for pattern, is_valid, expected in _VALUE_CHECKS:
+                if re.fullmatch(pattern, path) and value != AUTO and not is_valid(value):
+                    problems.append(f"{path}: {format_value(value)} is not valid; expected {expected}")
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in dict.fromkeys(problems)))
     return yaml_io.nest_values(values)
-
-
-def _value_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    for path, value in values.items():
-        if path in KNOWN_DEEPSPEED_KEYS or path in ("optimizer.params", "scheduler.params"):
-            if value != {}:
-                yield f"{path}: {format_value(value)} is not a section"
-            continue
-        for pattern, is_valid, expected in _VALUE_CHECKS:
-            if re.fullmatch(pattern, path) and value != AUTO and not is_valid(value):
-                yield f"{path}: {format_value(value)} is not valid; expected {expected}"
 
 
 def _paths_below(values: Mapping[str, Any], path: str) -> list[str]:

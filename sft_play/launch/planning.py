@@ -24,7 +24,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.survey import estimate_size
 from sft_play.data.sources.files import has_held_out_file
-from sft_play.errors import ConfigError, OutOfMemory, SftPlayError, stage_context
+from sft_play.errors import ConfigError, OutOfMemory, RunFolderError, SftPlayError, stage_context
 from sft_play.finished.report import report_on_exit
 from sft_play.launch.deepspeed import (
     SHORT_DTYPES,
@@ -50,7 +50,6 @@ from sft_play.launch.request import (
     pop_crash_record,
     read_previous_run,
     refusal_to_json,
-    require_resumable_layout,
     resume_constraints,
 )
 from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens, has_variable_lengths
@@ -490,8 +489,16 @@ def build_stage_request(
     elif original_deepspeed is not None and strategy is not None and strategy in DEEPSPEED_LAYOUTS:
         same_layout = deepspeed_layout(original_deepspeed, default_layout=strategy) == strategy
         deepspeed_config = original_deepspeed if same_layout else None
-    if resume_from and strategy:
-        require_resumable_layout(resume_from, previous, strategy)
+    if resume_from is not None and previous is not None and strategy:
+        from sft_play.training.checkpoints.checkpoints import last_complete_checkpoint
+
+        obstacle = previous.resume_obstacle(strategy)
+        # without a checkpoint it starts again from the first step
+        if obstacle is not None and last_complete_checkpoint(resume_from.checkpoints_path) is not None:
+            raise RunFolderError(
+                f"{resume_from.path} cannot be resumed: {obstacle}; resume with STRATEGY={previous.layout}, or write "
+                f"out what it has learned so far: make consolidate RUN={resume_from.shell_path}"
+            )
     if deepspeed_config is not None:
         config = apply_deepspeed_batch(config, deepspeed_config, ranks=hardware.ranks, name=deepspeed_name)
     # after DeepSpeed's file, which may fix the batch

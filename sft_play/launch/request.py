@@ -350,6 +350,9 @@ def fill_from_accelerate(
             address,
             nodes.port or accelerate_config.main_process_port or DEFAULT_PORT,
         )
+    processes_per_machine = accelerate_config.num_processes  # None: one for each GPU
+    if processes_per_machine is not None:
+        processes_per_machine //= accelerate_config.num_machines
     deepspeed_request = options.deepspeed
     if deepspeed_request is None and accelerate_config.distributed_type == "DEEPSPEED":
         deepspeed_request = DeepspeedRequest(accelerate_config.deepspeed_config_file)
@@ -360,7 +363,7 @@ def fill_from_accelerate(
     return replace(
         options,
         strategy=options.strategy or layout,
-        processes_per_node=options.processes_per_node or accelerate_config.processes_per_machine,
+        processes_per_node=options.processes_per_node or processes_per_machine,
         gpus=options.gpus or accelerate_config.gpu_ids or (),
         nodes=nodes,
         deepspeed=deepspeed_request,
@@ -539,21 +542,6 @@ def resume_constraints(
         return None, updates
     micro_batch = max(size for size in divisors(rank_share) if size <= micro_batch)
     return BatchPlan(micro_batch, rank_share // micro_batch, ranks), updates
-
-
-def require_resumable_layout(folder: RunFolder, previous: PreviousRun | None, layout: LayoutName) -> None:
-    """Raises RunFolderError, before anything loads, where a run's checkpoint cannot be resumed in this layout."""
-    reason = previous.resume_obstacle(layout) if previous else None
-    if reason is None or previous is None:
-        return
-    from sft_play.training.checkpoints.checkpoints import last_complete_checkpoint
-
-    if last_complete_checkpoint(folder.checkpoints_path) is None:
-        return  # without a checkpoint it starts again from the first step
-    raise RunFolderError(
-        f"{folder.path} cannot be resumed: {reason}; resume with STRATEGY={previous.layout}, "
-        f"or write out what it has learned so far: make consolidate RUN={folder.shell_path}"
-    )
 
 
 @dataclass

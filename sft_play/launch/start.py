@@ -297,9 +297,8 @@ def run_ranks(launch: LaunchCommand, folder: RunFolder | None) -> int:
     agent = signals.start_child(argv, environment={**environment, **launch.environment})
 
     def log_stop(signal_number: int) -> None:
-        name = signal.Signals(signal_number).name
         logger.warning("%s: the ranks save at the end of this step, then stop (before the first step, at once); a "
-                       "second ends them at once", name)  # fmt: skip
+                       "second ends them at once", signal.Signals(signal_number).name)  # fmt: skip
 
     with signals.supervise(
         [agent], on_stop=log_stop, kill=lambda process: failures.kill_process_tree(process.pid)

@@ -119,8 +119,6 @@ def require_inductor(hardware: Hardware, environment: Mapping[str, str]) -> None
 
 def require_compiler(hardware: Hardware, environment: Mapping[str, str]) -> None:
     """Raises HardwareError, before anything loads, where GPUs would run TRL's loss and Triton cannot build it."""
-    if hardware.device != "cuda":
-        return
     toolchain = find_toolchain(environment)
     if not toolchain.has_triton:
         logger.warning("Triton is not installed, although torch's GPU builds bring it: %s", NO_TRITON_NOTE)
