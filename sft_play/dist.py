@@ -276,7 +276,6 @@ def wrap_model_optimizer(
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
 # A folder with one of these files is a saved model, which a new save may replace.
 _MODEL_FILES = ("adapter_config.json", "config.json", "model.safetensors")
 
@@ -371,7 +370,9 @@ def _write_model(unwrapped_model: Any, tokenizer: Any, weights: dict[str, torch.
 def _replace_folder(temporary_path: Path, path: Path) -> None:
     """Put the new folder in the place of the old one, with the old one's files that are not weights."""
     if path.is_dir():
-        old_weights = {item.name for item in path.iterdir() if item.name.endswith(_WEIGHT_SUFFIXES)}
+        old_weights = {
+            item.name for item in path.iterdir() if item.name.endswith((".safetensors", ".safetensors.index.json"))
+        }
         left_out = old_weights.union(_MODEL_FILES, (item.name for item in temporary_path.iterdir()))
         shutil.copytree(
             path,

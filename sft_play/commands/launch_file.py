@@ -40,7 +40,6 @@ SCHEDULERS = {
 }
 # Seconds to save, between the signal and the end; as in `scripts/train_slurm.sbatch`.
 GRACE_S = 300
-_SKYPILOT_GPU_NAMES = {"A100-40GB": "A100"}  # what SkyPilot calls a GPU of the catalogue otherwise
 
 
 def run_launch_file(request: Request) -> CommandResult:
@@ -69,13 +68,14 @@ def _write_job(request: Request) -> CommandResult:
     data, model = loaded.config.data, loaded.config.model.name
     run_paths = [data.train_path, data.val_path, data.test_path, data.text_path, model, *file[-1:]]
     run_paths += [path for source in data.sources for path in (source.path, source.val_path)]
+    # what SkyPilot calls a GPU of the catalogue otherwise
     job = SchedulerJob(
         name=name,
         config=loaded.path.absolute(),
         words=[*(file or ["--strategy", plan_result.data["layout"]]), *loaded.overrides],
         nodes=nodes,
         gpus_per_node=len(gpus) // nodes,
-        gpu=_SKYPILOT_GPU_NAMES.get(gpu, gpu) if request.for_ == "skypilot" else gpu,
+        gpu={"A100-40GB": "A100"}.get(gpu, gpu) if request.for_ == "skypilot" else gpu,
         checkout=ROOT,
         folder=Path.cwd(),
         bucket=f"sft-play-{name}-{hashlib.sha256(f'{loaded.path.absolute()}'.encode()).hexdigest()[:8]}",

@@ -131,16 +131,13 @@ def _recorded_config(parsed: argparse.Namespace, environment: Mapping[str, str])
     return next((file for file in files if Path(file).is_file()), None)
 
 
-_CONFIGS_FOLDER = Path("configs")
-
-
 def _config_path(text: str) -> Path:
     """The run YAML that CONFIG names: a path, or the name of one in configs/, with or without its ending."""
     path = relative_to_cwd(Path(os.path.expanduser(text)))  # noqa: PTH111  (no error for ~nobody)
     # os.path says no of a name that is too long, where Path raises
     if os.path.isfile(path) or path.name != text or os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
         return path
-    shipped = _CONFIGS_FOLDER / (text if path.suffix in (".yaml", ".yml") else f"{text}.yaml")
+    shipped = Path("configs") / (text if path.suffix in (".yaml", ".yml") else f"{text}.yaml")
     return shipped if os.path.isfile(shipped) else path  # noqa: PTH113
 
 

@@ -243,14 +243,11 @@ def check_node_meeting(
 # --- an all-reduce over all ranks: started like a run's ranks, ended at a time limit, and judged ----------------------
 
 ALL_REDUCE_NAME = "all-reduce"
-CHECK_MODULE = "sft_play.diagnose.collective_check"
 # The ranks' own limit is this much shorter, so that they can report what they were waiting for.
 REPORT_MARGIN_S = 5.0
 # Fraction of a link's rate below which something is wrong. nccl-tests reach 0.75 to 0.95 of an NVLink's; over PCIe data
 # may pass through the host's memory or between sockets.
 MIN_LINK_SHARE = 0.15
-_SLOW_LINK_REMEDY = "nvidia-smi topo -m and nvlink -s show the links and which are down; unset NCCL_P2P_DISABLE"
-_TAIL_LINES = 3
 _ERROR_REMEDY = (
     "fix what the error names; NCCL_DEBUG=INFO make doctor shows more, docs/diagnose.md what each check needs"
 )
@@ -296,7 +293,7 @@ def run_all_reduce(
         )
         argv = list(launch.argv)
         # a run's launch, of which only the program differs: what the check finds out holds for the run
-        argv[argv.index("--module") + 1] = CHECK_MODULE
+        argv[argv.index("--module") + 1] = "sft_play.diagnose.collective_check"
         argv.insert(argv.index(TORCHRUN_MODULE), "sft_play.process.signals")  # so that it ends with the doctor
         # torchrun gives ranks their places by these; those of a launcher above would be taken for theirs
         launch_environment = {name: value for name, value in environment.items() if name not in LAUNCHER_VARIABLES}
@@ -317,7 +314,7 @@ def run_all_reduce(
                     exit_code = None
         # The last lines with words: the launcher frames its report with lines of dashes.
         lines = (folder / "output").read_text(encoding="utf-8", errors="replace").splitlines()
-        last_lines = [line.strip() for line in lines if re.search(r"[A-Za-z]{3}", line)][-_TAIL_LINES:]
+        last_lines = [line.strip() for line in lines if re.search(r"[A-Za-z]{3}", line)][-3:]
         return AllReduceOutcome(
             expected_ranks,
             local_ranks * options.nodes.count,
@@ -354,7 +351,11 @@ def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes
         if link is not None and nodes.count == 1:
             text += f", {rate / link:.0%} of the {link / 1e9:.0f} GB/s of the link between the GPUs"
             if rate < link * MIN_LINK_SHARE:
-                return warn_finding(ALL_REDUCE_NAME, text, _SLOW_LINK_REMEDY)
+                return warn_finding(
+                    ALL_REDUCE_NAME,
+                    text,
+                    "nvidia-smi topo -m and nvlink -s show the links and which are down; unset NCCL_P2P_DISABLE",
+                )
     return pass_finding(ALL_REDUCE_NAME, text)
 
 

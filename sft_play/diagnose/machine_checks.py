@@ -97,11 +97,6 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
 
 # --- packages, driver and shared memory -------------------------------------------------------------------------------
 
-# Docker's default, with which NCCL has run out of space (https://github.com/NVIDIA/nccl/issues/342).
-DOCKER_SHM_BYTES = 64 * MIB
-
-# NVIDIA's own advice for containers: `--shm-size=1g` (NCCL user guide, troubleshooting, shared memory).
-NCCL_ADVISED_SHM_BYTES = GIB
 
 _SHM_SOURCES = ("https://github.com/NVIDIA/nccl/issues/342", "https://github.com/NVIDIA/nccl/issues/290")
 
@@ -153,9 +148,11 @@ def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Findi
     if gpus_per_node < 2:
         return pass_finding("shared memory", free_text)
     remedy = "in a container: docker run --shm-size=8g; else mount -o remount,size=8G /dev/shm"
-    if space.free <= DOCKER_SHM_BYTES:
+    # Docker's default, with which NCCL has run out of space (https://github.com/NVIDIA/nccl/issues/342).
+    if space.free <= 64 * MIB:
         return fail_finding("shared memory", f"{free_text}: too little for NCCL", remedy, *_SHM_SOURCES)
-    if space.free < NCCL_ADVISED_SHM_BYTES:
+    # NVIDIA's own advice for containers: `--shm-size=1g` (NCCL user guide, troubleshooting, shared memory)
+    if space.free < GIB:
         return warn_finding("shared memory", f"{free_text}; NVIDIA advises 1 GiB for NCCL", remedy, *_SHM_SOURCES)
     return pass_finding("shared memory", free_text)
 
@@ -171,7 +168,6 @@ KNOWN_BAD_NAME = "known bad pairs"
 KNOWN_BAD_PAIRS: list[dict[str, Any]] = json.loads(
     Path(__file__).with_name("known_bad.json").read_text(encoding="utf-8")
 )["pairs"]
-_COMPARED_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "peft", LINEAR_ATTENTION_PACKAGE)
 
 
 def find_known_bad(
@@ -193,7 +189,10 @@ def find_known_bad(
     if gpus and driver_cuda and torch_cuda:
         driver_runs_torchs_cuda = driver_cuda[0] >= int(torch_cuda.partition(".")[0])
     facts = {
-        **{name: system_facts.versions.get(name) for name in _COMPARED_PACKAGES},
+        **{
+            name: system_facts.versions.get(name)
+            for name in ("torch", "triton", "deepspeed", "transformers", "peft", LINEAR_ATTENTION_PACKAGE)
+        },
         "driver": system_facts.driver,
         "driver_cuda": ".".join(map(str, driver_cuda)) if driver_cuda else None,
         "driver_runs_torchs_cuda": driver_runs_torchs_cuda,
@@ -250,9 +249,6 @@ def _version_text(fact: Any) -> str | None:
 # --------------------------------------------------------------------------------------------------
 # Disk: the checkpoints that a planned run writes, the final weights, and the model if it must be
 # downloaded.
-
-# Bytes per parameter of models on the hub.
-HUB_BYTES_PER_PARAM = 2
 
 
 def disk_findings(config: RunConfig, shape: ModelShape, plan: Plan, options: LaunchOptions) -> list[Finding]:
@@ -313,7 +309,7 @@ def check_disk(
 
 def check_download(shape: ModelShape, *, is_cached: bool, disk_folder: Path, space: DiskSpace | None) -> Finding:
     """Whether the hub's cache has room for the weights that the run would download."""
-    download_bytes = HUB_BYTES_PER_PARAM * shape.params
+    download_bytes = 2 * shape.params  # as models on the hub are, in 16 bits
     if is_cached:
         return skip_finding("disk for the model", "the weights are already here")
     if space is None:

@@ -227,7 +227,6 @@ def refuse_too_few_processes(environment: Mapping[str, str]) -> None:
 
 # accelerate's word for what a run computes in; `no` for fp32.
 MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
-_FILE_COMMENT = "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
 SINGLE_NODE = NodeSetup()
 
 
@@ -263,7 +262,10 @@ def write_accelerate_file(
         "same_network": True,
         "use_cpu": not hardware.gpus,
     }
-    text = _FILE_COMMENT + yaml.safe_dump({name: value for name, value in fields.items() if value is not None})
+    text = (
+        "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
+        + yaml.safe_dump({name: value for name, value in fields.items() if value is not None})
+    )
     with OutputFolder(path.parent, (path.name,), force=overwrite, command="setup-accelerate") as folder:
         folder.open(path.name).write(text)
     return text

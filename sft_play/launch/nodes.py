@@ -44,8 +44,6 @@ if TYPE_CHECKING:  # it loads torch, which a plan does without
 
 logger = logging.getLogger(__name__)
 
-# Differences that a message lists.
-_MAX_LISTED_DIFFERENCES = 6
 # Between two looks into the store.
 _POLL_S = 0.1
 # How long node 0 serves the others that have not read yet why it leaves.
@@ -207,7 +205,7 @@ def _collect_cards(store: TCPStore, nodes: NodeSetup, own_card: NodeCard, timeou
                 logger.info("Nodes: node %d is here (%s)", rank, one_line(str(cards[rank].get("host"))))
                 differing = card_differences(own_card, cards[rank])
                 if differing:
-                    listed = "; ".join(differing[:_MAX_LISTED_DIFFERENCES])
+                    listed = "; ".join(differing[:6])  # no more, for a message that can be read
                     _refuse(
                         store, f"the nodes differ: {listed}; give all nodes the same command, run YAML and packages"
                     )

@@ -36,11 +36,6 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What torch and accelerate read to find the other ranks.
 RENDEZVOUS_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-# How often srun, or an mpirun, has started this command.
-_TASK_COUNT_VARIABLES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
-_PROCESS_COUNT_VARIABLES = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
-# Values of torchrun's `--nproc-per-node` that mean one rank per GPU.
-_ALL_GPUS = ("gpu", "auto", "cuda")
 
 
 @dataclass(frozen=True)
@@ -274,9 +269,10 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
         renamed |= {"NODE_RANK": rank, "NNODES": world_size, "EXPORTED": line}
         if world_size != "1":
             lines.append(line)
-    for name in _PROCESS_COUNT_VARIABLES:
+    for name in ("NPROC_PER_NODE", "PET_NPROC_PER_NODE"):
         text = exported.get(name, "gpu")
-        if text not in _ALL_GPUS and "NPROC" not in {**exported, **renamed}:
+        # Values of torchrun's `--nproc-per-node` that mean one rank per GPU.
+        if text not in ("gpu", "auto", "cuda") and "NPROC" not in {**exported, **renamed}:
             renamed["NPROC"] = text
             lines.append(f"{name}={one_line(text)} in the environment is NPROC={one_line(text)}")
     return renamed, tuple(lines)
@@ -287,7 +283,8 @@ def refuse_repeated_starts(environment: Mapping[str, str], *, node_count: int) -
     run."""
     if node_count > 1 or rank_variables(environment):
         return
-    for name in _TASK_COUNT_VARIABLES:
+    # How often srun, or an mpirun, has started this command.
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE"):
         text = environment.get(name, "")
         # a job's own variable is there in its batch script too, which runs once
         is_task = not name.startswith("SLURM") or "SLURM_PROCID" in environment
