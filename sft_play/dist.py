@@ -190,7 +190,6 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
 
 
 def _best_precision() -> str:
-    """The precision of autocast that this device has."""
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.accelerator.is_available():
         return "no"
     lacks_bf16 = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
@@ -277,7 +276,6 @@ def wrap_model_optimizer(
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
 # A folder with one of these files is a saved model, which a new save may replace.
 _MODEL_FILES = ("adapter_config.json", "config.json", "model.safetensors")
 
@@ -372,7 +370,9 @@ def _write_model(unwrapped_model: Any, tokenizer: Any, weights: dict[str, torch.
 def _replace_folder(temporary_path: Path, path: Path) -> None:
     """Put the new folder in the place of the old one, with the old one's files that are not weights."""
     if path.is_dir():
-        old_weights = {item.name for item in path.iterdir() if item.name.endswith(_WEIGHT_SUFFIXES)}
+        old_weights = {
+            item.name for item in path.iterdir() if item.name.endswith((".safetensors", ".safetensors.index.json"))
+        }
         left_out = old_weights.union(_MODEL_FILES, (item.name for item in temporary_path.iterdir()))
         shutil.copytree(
             path,

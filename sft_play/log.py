@@ -34,8 +34,6 @@ _TOKEN_SHAPES = re.compile(
 _SECRET_NAME = re.compile(
     r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE_KEY|_KEY$|^KEY$|_PAT$|AUTH|BEARER", re.IGNORECASE
 )
-# Shorter values of secret-looking variables are words like `true`: hiding them would garble every line.
-_MIN_SECRET_CHARS = 8
 
 
 def escape_control(text: str) -> str:
@@ -51,7 +49,8 @@ def one_line(text: str, *, limit: int = 120) -> str:
 
 def secret_values(environment: Iterable[tuple[str, str]]) -> list[str]:
     """Values of environment variables whose names mark them as secret, longest first."""
-    secrets = {value for name, value in environment if len(value) >= _MIN_SECRET_CHARS and _SECRET_NAME.search(name)}
+    # shorter values of secret-looking variables are words like `true`: hiding them would garble every line
+    secrets = {value for name, value in environment if len(value) >= 8 and _SECRET_NAME.search(name)}
     return sorted(secrets, key=len, reverse=True)
 
 
@@ -125,7 +124,6 @@ class _OutputHandler(logging.StreamHandler[TextIO]):
     """Writes to the current `sys.stdout`, so that lines appear above a progress bar that redirects it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record."""
         self.stream = sys.stdout  # not by setStream, which flushes the old stream: it may be closed
         super().emit(record)
 
@@ -158,8 +156,6 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
 
 # --- output without a reader ------------------------------------------------------------------------------------------
 
-# Errors of a write after the reader of a pipe has left, or a terminal was closed.
-_READER_GONE_ERRORS = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET)
 _lost_streams: dict[int, OSError] = {}
 
 
@@ -188,9 +184,8 @@ def survive_lost_output() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  (open to the end)
             continue
         stream.flush()
-        raw = _SurvivingOutput(descriptor, "w", closefd=False)
         wrapper = io.TextIOWrapper(
-            io.BufferedWriter(raw),
+            io.BufferedWriter(_SurvivingOutput(descriptor, "w", closefd=False)),
             encoding=stream.encoding,
             errors=stream.errors,
             line_buffering=stream.line_buffering or stream.write_through,  # python -u
@@ -209,7 +204,8 @@ def output_failure() -> str | None:
     with contextlib.suppress(ValueError):
         sys.stdout.flush()
     error = _lost_streams.get(1)
-    if error is None or error.errno in _READER_GONE_ERRORS:
+    # Errors of a write after the reader of a pipe has left, or a terminal was closed.
+    if error is None or error.errno in (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET):
         return None
     return f"standard output cannot be written: {error.strerror}; the output is incomplete"
 

@@ -57,7 +57,6 @@ def format_duration(seconds: float) -> str:
 
 # Columns that every table of figures fits.
 PAGE_WIDTH = 100
-_UNLIMITED_WIDTH = 100_000
 NOT_KNOWN = "n/a"
 
 
@@ -93,7 +92,7 @@ def build_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_c
 def render_lines(renderable: RenderableType, *, width: int | None = PAGE_WIDTH) -> list[str]:
     """The lines of a table, without colours; names are never read as markup. None: as wide as its longest line."""
     buffer = io.StringIO()
-    console_width = _UNLIMITED_WIDTH if width is None else width
+    console_width = 100_000 if width is None else width
     console = Console(file=buffer, width=console_width, no_color=True, highlight=False, markup=False, emoji=False)
     console.print(renderable)
     return [line.rstrip() for line in buffer.getvalue().splitlines()]

@@ -51,7 +51,6 @@ VARIABLE_SYNONYMS = {word: name for name, words in _VARIABLE_TABLE["other_words"
 FOREIGN_PREFIXES = _expand_names(_VARIABLE_TABLE["of_others"])
 _FOREIGN_VARIABLES = _expand_names(_VARIABLE_TABLE["others"])
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
-_ANY_COMMAND = ("*",)
 
 
 class Variable(NamedTuple):
@@ -100,7 +99,7 @@ def all_targets() -> Set[str]:
 def takes_variable(name: str, target: str) -> bool:
     """Whether a target of make uses a variable."""
     commands = VARIABLES[name].commands
-    return commands == _ANY_COMMAND or target in commands or target_command(target) in commands
+    return commands == ("*",) or target in commands or target_command(target) in commands
 
 
 def flag_commands(name: str) -> Tuple[str, ...]:

@@ -168,9 +168,7 @@ def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do
                 assert fitting == [number for number in range(1, 2 * ranks + 1) if kept % number == 0]
                 kinds.add("refused")
                 continue
-            found = batch_splits(
-                config.train, ranks=ranks, resumed_batch=resume_constraints(config, stopped, ranks).batch
-            )
+            found = batch_splits(config.train, ranks=ranks, resumed_batch=resume_constraints(config, stopped, ranks)[0])
             assert all(batch.effective_batch == kept for batch in found)
             again = found[0]
             if len(found) == 1:

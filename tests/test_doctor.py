@@ -242,7 +242,7 @@ TWO_NODES = NodeSetup(2, 0, "a", 1)
     [
         (machine(gpu(0), gpu(1)), LaunchOptions(nodes=TWO_NODES), "PASS", (2, 4), "2 x NVIDIA A100-SXM4-80GB"),
         (MIXED, LaunchOptions(gpus=(0, 1)), "PASS", (2, 2), "2 x"),
-        (MIXED, LaunchOptions(), "FAIL", None, "GPU 2 a NVIDIA L4"),
+        (MIXED, LaunchOptions(), "FAIL", None, "GPU 2 is a NVIDIA L4"),
         (machine(gpu(0)), LaunchOptions(processes_per_node=2), "FAIL", None, "NPROC=2 and 1 GPUs"),
         (machine(gpu(0)), LaunchOptions(gpus=(0, 3)), "FAIL", None, "GPUS= names 3, and there are 0"),
         (CPU, LaunchOptions(gpus=(0,)), "FAIL", None, "this machine has none"),

@@ -85,7 +85,7 @@ def test_what_is_written_is_read_back(tmp_path):
     used = LaunchOptions(nodes=nodes, gpus=(1, 3)).select_hardware(machine(4))
     write_accelerate_file(path, used, mixed_precision="no", nodes=nodes, gpu_ids=(1, 3))
     config = read_accelerate_file(path)
-    assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (4, 2, (1, 3))
+    assert (config.num_processes, config.gpu_ids) == (4, (1, 3))
     assert (config.machine_rank, config.main_process_ip, config.main_process_port) == (1, "node0", 29700)
     assert config.mixed_precision == "no"
     assert loaded_by_accelerate(path).gpu_ids == "1,3"
@@ -159,7 +159,7 @@ def planned(dtype: str) -> Any:
 
 def test_the_questionnaires_file_works_as_it_is_and_the_run_yaml_wins_aloud(tmp_path):
     config = read(tmp_path, QUESTIONNAIRE)
-    assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (16, 8, None)
+    assert (config.num_processes, config.gpu_ids) == (16, None)
     assert (config.machine_rank, config.main_process_ip, config.main_process_port) == (1, "192.168.1.4", 29501)
     (line,) = override_lines(config, planned("bfloat16"), max_grad_norm=1)
     assert "mixed_precision: no" in line

@@ -58,7 +58,7 @@ def test_what_is_advised_is_taken_by_resume_and_needs_less(tmp_path):
             continue
         again = loaded_config(*given, *shlex.split(shlex.split(found[1])[0]))
         stopped = PreviousRun("ddp", BatchPlan(micro, accum, ranks))
-        kept = resume_constraints(again.config, stopped, ranks).batch or BatchPlan(
+        kept = resume_constraints(again.config, stopped, ranks)[0] or BatchPlan(
             int(again.config.train.batch_size), int(again.config.train.grad_accum), ranks
         )
         assert kept.effective_batch == whole

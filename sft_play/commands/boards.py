@@ -34,8 +34,11 @@ def run_boards(request: Request) -> CommandResult:
 
 def _start_page(request: Request) -> TensorBoardServer:
     base, logdir = request_output_dir(request), _logdir(request)
-    title = (logdir.parent if request.run else logdir).absolute().name
-    server, message = tensorboard.start_server(logdir, title=title, **tensorboard.server_options(os.environ))
+    server, message = tensorboard.start_server(
+        logdir,
+        title=(logdir.parent if request.run else logdir).absolute().name,
+        **tensorboard.server_options(os.environ),
+    )
     if server is None:
         raise ConfigError(f"TensorBoard over {logdir} does not start: {message}")
     tensorboard.log_server_start(server, message)

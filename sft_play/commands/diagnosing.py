@@ -3,6 +3,7 @@ holds of it."""
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -48,7 +49,28 @@ def run_diagnosing(request: Request) -> CommandResult | int:
     refuse_hardware(request)
     if request.command == "doctor":
         return _doctor(request)
-    return _memory_check(request)
+    output = request_output_dir(request)
+    take_snapshot = functools.partial(machine_pages.read_memory_snapshot, output, os.environ, name=request.run)
+    if not request.watch:
+        snapshot = take_snapshot()
+        return CommandResult(dataclasses.asdict(snapshot), ["\n".join(machine_pages.format_memory_snapshot(snapshot))])
+
+    def show_snapshot(snapshot: machine_pages.MemorySnapshot) -> None:
+        if request.json:
+            write_json_line(add_exit_status(dataclasses.asdict(snapshot), 0))
+        else:
+            if sys.stdout.isatty():
+                sys.stdout.write("\033[H\033[2J")  # in the place of the look before
+            lines = [*machine_pages.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"]
+            logger.info("%s", "\n".join(lines))
+        if is_output_lost():
+            raise KeyboardInterrupt  # the output has lost its reader: end as with Ctrl-C
+
+    # one look after the other; the last one is written to OUT
+    last_snapshot = machine_pages.watch_memory(take_snapshot, show_snapshot=show_snapshot)
+    if request.out is not None and last_snapshot is not None:
+        write_out_file(request.out, dataclasses.asdict(last_snapshot))
+    return 0
 
 
 def check_result(report: CheckReport, *, is_full: bool) -> CommandResult:
@@ -77,30 +99,3 @@ def _doctor(request: Request) -> CommandResult:
         return PlannedRun(config, load_run_model_shape(config), plan)
 
     return command_result(run_doctor(planner, options, uses_cpu=uses_cpu))
-
-
-def _memory_check(request: Request) -> CommandResult | int:
-    """One look at the memory, or with WATCH one after the other; the last one is written to OUT."""
-    output = request_output_dir(request)
-
-    def take_snapshot() -> machine_pages.MemorySnapshot:
-        return machine_pages.read_memory_snapshot(output, os.environ, name=request.run)
-
-    def show_snapshot(snapshot: machine_pages.MemorySnapshot) -> None:
-        if request.json:
-            write_json_line(add_exit_status(dataclasses.asdict(snapshot), 0))
-        else:
-            if sys.stdout.isatty():
-                sys.stdout.write("\033[H\033[2J")  # in the place of the look before
-            lines = [*machine_pages.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"]
-            logger.info("%s", "\n".join(lines))
-        if is_output_lost():
-            raise KeyboardInterrupt  # the output has lost its reader: end as with Ctrl-C
-
-    if not request.watch:
-        snapshot = take_snapshot()
-        return CommandResult(dataclasses.asdict(snapshot), ["\n".join(machine_pages.format_memory_snapshot(snapshot))])
-    last_snapshot = machine_pages.watch_memory(take_snapshot, show_snapshot=show_snapshot)
-    if request.out is not None and last_snapshot is not None:
-        write_out_file(request.out, dataclasses.asdict(last_snapshot))
-    return 0

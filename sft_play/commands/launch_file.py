@@ -17,14 +17,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from sft_play.commands import plan
 from sft_play.commands.request import CommandResult, Request, redirect_stdout_to_stderr
-from sft_play.config.load import LoadedConfig, load_config
+from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.files import ROOT, atomic
 from sft_play.launch.accelerate import MIXED_PRECISION, accelerate_path, read_accelerate_nodes, write_accelerate_file
@@ -41,7 +40,6 @@ SCHEDULERS = {
 }
 # Seconds to save, between the signal and the end; as in `scripts/train_slurm.sbatch`.
 GRACE_S = 300
-_SKYPILOT_GPU_NAMES = {"A100-40GB": "A100"}  # what SkyPilot calls a GPU of the catalogue otherwise
 
 
 def run_launch_file(request: Request) -> CommandResult:
@@ -60,17 +58,49 @@ def _write_job(request: Request) -> CommandResult:
     if plan_result.error is not None:
         raise plan_result.error
     loaded = load_config(request.config, overrides=request.overrides)
-    job = _scheduler_job(request, loaded, plan_result.data)
+    hardware, deepspeed = plan_result.data["hardware"], request.options.deepspeed
+    nodes, gpus = hardware["nodes"], hardware["gpus"]
+    if not gpus:
+        raise ConfigError("this machine has no GPU: name the machines of the job, such as HARDWARE=2x8xH100")
+    file = ["--deepspeed", "--deepspeed-config", str(deepspeed.file)] if deepspeed and deepspeed.file else []
+    name = job_name(loaded.config.output.name or loaded.path.stem)
+    gpu = next((entry.name for entry in find_catalog_entries(gpus[0]["name"], gpus[0]["total_bytes"])), gpus[0]["name"])
+    data, model = loaded.config.data, loaded.config.model.name
+    run_paths = [data.train_path, data.val_path, data.test_path, data.text_path, model, *file[-1:]]
+    run_paths += [path for source in data.sources for path in (source.path, source.val_path)]
+    # what SkyPilot calls a GPU of the catalogue otherwise
+    job = SchedulerJob(
+        name=name,
+        config=loaded.path.absolute(),
+        words=[*(file or ["--strategy", plan_result.data["layout"]]), *loaded.overrides],
+        nodes=nodes,
+        gpus_per_node=len(gpus) // nodes,
+        gpu={"A100-40GB": "A100"}.get(gpu, gpu) if request.for_ == "skypilot" else gpu,
+        checkout=ROOT,
+        folder=Path.cwd(),
+        bucket=f"sft-play-{name}-{hashlib.sha256(f'{loaded.path.absolute()}'.encode()).hexdigest()[:8]}",
+        venv=os.environ.get("VENV") and str(Path(os.environ["VENV"]).absolute()),
+        local={
+            text: Path(text).expanduser().absolute()
+            for text in dict.fromkeys(run_paths)
+            if text and Path(text).expanduser().exists()
+        },
+    )
     path, text = request.out or Path(f"{job.name}{suffix}"), render_job(request.for_, job)
-    _write_job_file(path, text, force=request.force)
+    try:
+        if path.is_dir() or (path.exists() and not request.force and path.read_text(encoding="utf-8") != text):
+            raise ConfigError(f"{path} exists and says something else; name another OUT=, or FORCE=1 replaces it")
+        atomic.write(path, text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"OUT={one_line(str(path))} cannot be written: {error}") from None
     command = shlex.join(["scripts/train_distributed.sh", "--config", str(loaded.path), *job.settings])
     misfit_note = ", predicted not to fit, and tried" if plan_result.exit_code else ""
     machines_text = f"{job.nodes} node{'s' * (job.nodes > 1)} with {job.gpus_per_node} x {job.gpu}{misfit_note}"
-    data = {"path": str(path), "for": request.for_, "launch": command,
-            "submit": f"{submit_command} {shlex.quote(str(path))}", "nodes": job.nodes,
-            "gpus_per_node": job.gpus_per_node, "text": text}  # fmt: skip
-    lines = [f"Written to: {path}, for {machines_text}", f"On each node: {command}", f"Submit: {data['submit']}"]
-    return CommandResult(data, lines, is_written_to_out=False)
+    fields = {"path": str(path), "for": request.for_, "launch": command,
+              "submit": f"{submit_command} {shlex.quote(str(path))}", "nodes": job.nodes,
+              "gpus_per_node": job.gpus_per_node, "text": text}  # fmt: skip
+    lines = [f"Written to: {path}, for {machines_text}", f"On each node: {command}", f"Submit: {fields['submit']}"]
+    return CommandResult(fields, lines, is_written_to_out=False)
 
 
 @dataclass(frozen=True)
@@ -119,44 +149,6 @@ def render_job(scheduler: str, job: SchedulerJob) -> str:
     return environment.get_template(SCHEDULERS[scheduler][0]).render(job=job, grace_s=GRACE_S)
 
 
-def _scheduler_job(request: Request, loaded: LoadedConfig, plan_data: dict[str, Any]) -> SchedulerJob:
-    nodes, gpus, deepspeed = plan_data["hardware"]["nodes"], plan_data["hardware"]["gpus"], request.options.deepspeed
-    if not gpus:
-        raise ConfigError("this machine has no GPU: name the machines of the job, such as HARDWARE=2x8xH100")
-    file = ["--deepspeed", "--deepspeed-config", str(deepspeed.file)] if deepspeed and deepspeed.file else []
-    name = job_name(loaded.config.output.name or loaded.path.stem)
-    gpu = next((entry.name for entry in find_catalog_entries(gpus[0]["name"], gpus[0]["total_bytes"])), gpus[0]["name"])
-    return SchedulerJob(
-        name=name,
-        config=loaded.path.absolute(),
-        words=[*(file or ["--strategy", plan_data["layout"]]), *loaded.overrides],
-        nodes=nodes,
-        gpus_per_node=len(gpus) // nodes,
-        gpu=_SKYPILOT_GPU_NAMES.get(gpu, gpu) if request.for_ == "skypilot" else gpu,
-        checkout=ROOT,
-        folder=Path.cwd(),
-        bucket=f"sft-play-{name}-{hashlib.sha256(f'{loaded.path.absolute()}'.encode()).hexdigest()[:8]}",
-        venv=os.environ.get("VENV") and str(Path(os.environ["VENV"]).absolute()),
-        local={text: Path(text).expanduser().absolute() for text in _local_paths(loaded, file[-1:])},
-    )
-
-
-def _local_paths(loaded: LoadedConfig, extra_paths: list[str]) -> Iterator[str]:
-    data, model = loaded.config.data, loaded.config.model.name
-    paths = [data.train_path, data.val_path, data.test_path, data.text_path, model, *extra_paths]
-    paths += [path for source in data.sources for path in (source.path, source.val_path)]
-    return (path for path in dict.fromkeys(paths) if path and Path(path).expanduser().exists())
-
-
-def _write_job_file(path: Path, text: str, *, force: bool) -> None:
-    try:
-        if path.is_dir() or (path.exists() and not force and path.read_text(encoding="utf-8") != text):
-            raise ConfigError(f"{path} exists and says something else; name another OUT=, or FORCE=1 replaces it")
-        atomic.write(path, text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"OUT={one_line(str(path))} cannot be written: {error}") from None
-
-
 # --------------------------------------------------------------------------------------------------
 # A configuration for accelerate's launcher.
 
@@ -174,11 +166,10 @@ def _setup_accelerate(request: Request) -> CommandResult:
     loaded = load_config(request.config, overrides=request.overrides)
     options = dataclasses.replace(request.options, nodes=read_accelerate_nodes(os.environ))
     hardware = options.select_hardware(restrict_to_device(loaded.config, detect_hardware()))
-    precision = choose_precision(loaded.config, hardware).compute
     text = write_accelerate_file(
         path,
         hardware,
-        mixed_precision=MIXED_PRECISION.get(precision, "no"),
+        mixed_precision=MIXED_PRECISION.get(choose_precision(loaded.config, hardware).compute, "no"),
         gpu_ids=options.gpus,
         overwrite=request.force,
         nodes=options.nodes,

@@ -16,12 +16,12 @@ from sft_play.commands.request import (
     refuse_hardware,
     trusts_code,
 )
-from sft_play.config.load import LoadedConfig, load_config
+from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import find_best_checkpoint
 from sft_play.launch.accelerate import find_accelerate_file, read_accelerate_file, refuse_too_few_processes
 from sft_play.launch.request import LaunchRequest, resume_request
-from sft_play.launch.start import LaunchResult, start_run
+from sft_play.launch.start import start_run
 from sft_play.launch.torchrun import (
     RENDEZVOUS_VARIABLES,
     RESUMED_VARIABLE,
@@ -56,21 +56,16 @@ def run_launching(request: Request) -> CommandResult | int:
             launch_request.rank_info is not None and not launch_request.rank_info.is_first
         ):
             return 0  # the parent answers, or rank 0
-        return _training_result(launch_result)
-
-
-def _training_result(launch_result: LaunchResult) -> CommandResult:
-    """Return the run's summary as the command's answer: its name alone where summary.json is gone; no run on several
-    nodes, where rank 0 has the folder. Of ranks that failed (their agent has reported it) the recorded error."""
-    folder, exit_code = launch_result.folder, launch_result.exit_code
-    if folder is None or not folder.path.is_dir():  # a run that is refused leaves nothing
-        return CommandResult({"run": None} if exit_code else {"run": None, "exit": 0}, exit_code=exit_code)
-    data: dict[str, object] = {"run": str(folder.path)}
-    if exit_code == 0:
-        return CommandResult({**data, **read_summary(folder.path), **find_best_checkpoint(folder)})
-    if error := folder.read_manifest().get("error"):
-        data["error"] = str(error)
-    return CommandResult(data, exit_code=exit_code)
+        # the run's name alone where summary.json is gone; no run on several nodes, where rank 0 has the folder
+        folder, exit_code = launch_result.folder, launch_result.exit_code
+        if folder is None or not folder.path.is_dir():  # a run that is refused leaves nothing
+            return CommandResult({"run": None} if exit_code else {"run": None, "exit": 0}, exit_code=exit_code)
+        data: dict[str, object] = {"run": str(folder.path)}
+        if exit_code == 0:
+            return CommandResult({**data, **read_summary(folder.path), **find_best_checkpoint(folder)})
+        if error := folder.read_manifest().get("error"):  # of ranks that failed, whose agent has reported it
+            data["error"] = str(error)
+        return CommandResult(data, exit_code=exit_code)
 
 
 # --- what starts the ranks: nobody, a launcher that is there already, or this process --------------------------------
@@ -112,12 +107,18 @@ def launch_request_from(request: Request) -> LaunchRequest:
     if command == "resume":
         return resume_request(loaded, options, run_name=request.run, is_trusted=is_trusted)
     # the only process that another launcher started launches no others
-    return LaunchRequest(
-        loaded,
-        options,
-        launches_ranks=(command in LAUNCHING_COMMANDS and read_rank_info(os.environ) is None)
-        or needs_ranks(request, loaded),
-    )
+    launches_ranks = command in LAUNCHING_COMMANDS and read_rank_info(os.environ) is None
+    if not launches_ranks:
+        if options.strategy not in (None, "single") or options.deepspeed:
+            raise ConfigError(
+                f"{command} runs one process, and a layout or DeepSpeed was asked for: use train-distributed or "
+                "train-deepspeed, or start the ranks with torchrun"
+            )
+        # `train` launches ranks where its nodes, its mesh or accelerate's file ask for several processes
+        mesh = parse_mesh(loaded.config.model.mesh_shape)
+        is_spread = options.nodes.count > 1 or (mesh is not None and mesh.ranks > 1)
+        launches_ranks = is_spread or accelerate_has_several_machines()
+    return LaunchRequest(loaded, options, launches_ranks=launches_ranks)
 
 
 def launcher_rank_info(request: Request) -> RankInfo | None:
@@ -163,16 +164,6 @@ def _single_process_command(request: Request) -> str:
     """The command of a request without the variables that make this process one of several ranks or nodes."""
     unset_arguments = [word for name in RENDEZVOUS_VARIABLES if name in os.environ for word in ("-u", name)]
     return shlex.join(["env", *unset_arguments, *make_argv(request, request.command, request.overrides)])
-
-
-def needs_ranks(request: Request, loaded: LoadedConfig) -> bool:
-    """True if `train` has to launch ranks: its mesh, its nodes or accelerate's file ask for several processes. Raises
-    ConfigError where a layout of several processes, or DeepSpeed, was asked for."""
-    if request.options.strategy not in (None, "single") or request.options.deepspeed:
-        message = f"{request.command} runs one process, and a layout or DeepSpeed was asked for"
-        raise ConfigError(f"{message}: use train-distributed or train-deepspeed, or start the ranks with torchrun")
-    mesh = parse_mesh(loaded.config.model.mesh_shape)
-    return request.options.nodes.count > 1 or (mesh is not None and mesh.ranks > 1) or accelerate_has_several_machines()
 
 
 def accelerate_has_several_machines() -> bool:

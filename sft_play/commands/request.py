@@ -68,8 +68,7 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
     """The request of a command line; raises ConfigError for words that are not understood."""
     command_name = next((word for word in argv if word in (*COMMAND_FILES, *INTERNAL_COMMANDS)), None)
     # intermixed: key=value words may stand before, between and after flags; unknown flags get a message of our own
-    parser = _build_parser(command_name)
-    parsed, unknown = parser.parse_known_intermixed_args(list(argv))
+    parsed, unknown = _build_parser(command_name).parse_known_intermixed_args(list(argv))
     if parsed.command not in (*COMMAND_FILES, *INTERNAL_COMMANDS):
         hint = did_you_mean(parsed.command, COMMAND_FILES) or f"there are: {', '.join(COMMAND_FILES)}"
         raise ConfigError(f"there is no command {escape_control(parsed.command)}; {hint}")
@@ -132,16 +131,13 @@ def _recorded_config(parsed: argparse.Namespace, environment: Mapping[str, str])
     return next((file for file in files if Path(file).is_file()), None)
 
 
-_CONFIGS_FOLDER = Path("configs")
-
-
 def _config_path(text: str) -> Path:
     """The run YAML that CONFIG names: a path, or the name of one in configs/, with or without its ending."""
     path = relative_to_cwd(Path(os.path.expanduser(text)))  # noqa: PTH111  (no error for ~nobody)
     # os.path says no of a name that is too long, where Path raises
     if os.path.isfile(path) or path.name != text or os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
         return path
-    shipped = _CONFIGS_FOLDER / (text if path.suffix in (".yaml", ".yml") else f"{text}.yaml")
+    shipped = Path("configs") / (text if path.suffix in (".yaml", ".yml") else f"{text}.yaml")
     return shipped if os.path.isfile(shipped) else path  # noqa: PTH113
 
 

@@ -19,9 +19,9 @@ from sft_play.commands.request import CommandResult, Request, redirect_stdout_to
 from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.launch.start import run_ranks
-from sft_play.launch.torchrun import LaunchCommand, read_rank_info, torchrun_command
+from sft_play.launch.torchrun import read_rank_info, torchrun_command
 from sft_play.log import one_line, set_up_logging
-from sft_play.machine.hardware import Hardware, detect_hardware
+from sft_play.machine.hardware import detect_hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.process import failures
 
@@ -38,12 +38,22 @@ def run_notebook(request: Request) -> CommandResult | int:
         run_cells(cells, request.notebook, rank=rank_info.rank)
         return 0
     hardware = request.options.select_hardware(detect_hardware())
-    launch = notebook_launch(request.notebook, hardware, gpus=request.options.gpus)
+    launch = torchrun_command(
+        ["run-notebook", "--notebook", str(request.notebook.absolute())],
+        processes_per_node=hardware.ranks,
+        nodes=NodeSetup(),
+        threads_per_rank=None if hardware.gpus else max(1, hardware.cpu_cores // hardware.ranks),
+        visible_gpus=",".join(str(gpu) for gpu in request.options.gpus) or None,
+    )
+    # lines appear as they are printed, in a pipe too
+    environment = {**launch.environment, failures.COMMAND_VARIABLE: "run-notebook", "PYTHONUNBUFFERED": "1"}
+    launch = dataclasses.replace(launch, environment=environment)
     logger.info("Launch: %s", launch.shell_line)
     with redirect_stdout_to_stderr(enabled=request.json):
         exit_code = run_ranks(launch, None)
-    data = {"notebook": str(request.notebook), "cells": len(cells), "ranks": hardware.ranks}
-    return CommandResult(data, exit_code=exit_code)
+    return CommandResult(
+        {"notebook": str(request.notebook), "cells": len(cells), "ranks": hardware.ranks}, exit_code=exit_code
+    )
 
 
 def read_notebook(path: Path) -> list[types.CodeType]:
@@ -87,17 +97,3 @@ def run_cells(cells: Sequence[types.CodeType], path: Path, *, rank: int) -> None
         except SftPlayError as error:
             line = error.__traceback__.tb_next.tb_lineno if error.__traceback__ and error.__traceback__.tb_next else 0
             raise type(error)(f"{code.co_filename}, line {line}: {error}") from error
-
-
-def notebook_launch(path: Path, machine: Hardware, *, gpus: Sequence[int] = ()) -> LaunchCommand:
-    """The command that starts the ranks of a machine, and its variables."""
-    launch = torchrun_command(
-        ["run-notebook", "--notebook", str(path.absolute())],
-        processes_per_node=machine.ranks,
-        nodes=NodeSetup(),
-        threads_per_rank=None if machine.gpus else max(1, machine.cpu_cores // machine.ranks),
-        visible_gpus=",".join(str(gpu) for gpu in gpus) or None,
-    )
-    # lines appear as they are printed, in a pipe too
-    environment = {**launch.environment, failures.COMMAND_VARIABLE: "run-notebook", "PYTHONUNBUFFERED": "1"}
-    return dataclasses.replace(launch, environment=environment)

@@ -42,7 +42,7 @@ from sft_play.launch.refusals import refusals, require_gpus_and_disk
 from sft_play.launch.request import LaunchOptions, apply_mesh
 from sft_play.launch.run_hardware import mesh_hardware, restrict_to_device
 from sft_play.log import one_line
-from sft_play.machine.hardware import Hardware, detect_hardware
+from sft_play.machine.hardware import detect_hardware
 from sft_play.planner.advice import parse_grid
 from sft_play.planner.plan import Plan, format_misfit
 from sft_play.process import signals
@@ -170,12 +170,22 @@ def plan_cells(cells: Sequence[tuple[tuple[str, ...], LoadedConfig]]) -> list[Sw
 
 def _plan_cell(settings: tuple[str, ...], loaded: LoadedConfig) -> SweepCell:
     config = loaded.config
-    hardware = _sweep_hardware(loaded)
+    apply_mesh(LaunchOptions(), config)  # refuses a mesh of more GPUs than there are
+    hardware = mesh_hardware(config, restrict_to_device(config, detect_hardware()))
+    if config.model.mesh_shape is None and len(hardware.gpus) > 1:
+        hardware = hardware.limit_gpus(1)
     folder = new_run_folder(config.output, config_path=loaded.path)
     is_resumed = is_resume(folder, config.output)
     for error in refusals(loaded, hardware, makes_folder=not is_resumed):
         raise error
-    plans = _cell_plans(loaded, hardware)
+    options = LaunchOptions(strategy=None if hardware.ranks > 1 else "single")
+    stage_requests = build_stage_requests(loaded, hardware, options)
+    count_rows_before_planning(stage_requests, trains_in_process=False)
+    plans = []
+    for request in finish_stage_requests(stage_requests):
+        with stage_context(request.run.stage_name):
+            trace = request.run.config.plan.trace and bool(hardware.gpus)
+            plans.append(plan_request(request.plan_request, trace=trace))
     state = _existing_state(folder, loaded, plans[0]) if is_resumed else "new"
     if state != "finished":
         require_gpus_and_disk(loaded, hardware, plans, folder)
@@ -189,27 +199,6 @@ def _plan_cell(settings: tuple[str, ...], loaded: LoadedConfig) -> SweepCell:
 def _total_hours(items: Sequence[Plan | SweepCell]) -> float | None:
     known_hours = [item.hours for item in items if item.hours is not None]
     return sum(known_hours) if len(known_hours) == len(items) > 0 else None
-
-
-def _sweep_hardware(loaded: LoadedConfig) -> Hardware:
-    config = loaded.config
-    apply_mesh(LaunchOptions(), config)  # refuses a mesh of more GPUs than there are
-    machine = mesh_hardware(config, restrict_to_device(config, detect_hardware()))
-    if config.model.mesh_shape is None and len(machine.gpus) > 1:
-        machine = machine.limit_gpus(1)
-    return machine
-
-
-def _cell_plans(loaded: LoadedConfig, hardware: Hardware) -> list[Plan]:
-    options = LaunchOptions(strategy=None if hardware.ranks > 1 else "single")
-    stage_requests = build_stage_requests(loaded, hardware, options)
-    count_rows_before_planning(stage_requests, trains_in_process=False)
-    plans = []
-    for request in finish_stage_requests(stage_requests):
-        with stage_context(request.run.stage_name):
-            trace = request.run.config.plan.trace and bool(hardware.gpus)
-            plans.append(plan_request(request.plan_request, trace=trace))
-    return plans
 
 
 def _existing_state(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> CellState:
@@ -300,8 +289,9 @@ def train_cells(cells: Sequence[SweepCell], environment: Mapping[str, str]) -> l
 def _train_cell(cell: SweepCell, environment: Mapping[str, str]) -> SweepCell:
     path = cell.loaded.path
     if read_text(path) != cell.loaded.text:
-        message = f"{path} has changed since the sweep began, so that this would be another run"
-        return dataclasses.replace(cell, state="failed", error=message)
+        return dataclasses.replace(
+            cell, state="failed", error=f"{path} has changed since the sweep began, so that this would be another run"
+        )
     # its answer alone comes through the pipe; its log goes where this one's goes
     argv = ["train", "--config", str(path), "--json", *cell.loaded.overrides]
     child = signals.run_child("sft_play", argv, environment=environment, stdout=subprocess.PIPE, stderr=1)

@@ -59,7 +59,14 @@ def _run_check(note: Callable[..., None], out: Path, device_type: str, timeout_s
     """Reduce every size, and note how far this rank came; returns the number of wrong elements."""
     device, backend = torch.device("cpu"), "gloo"
     if device_type == "cuda":
-        device, backend = _cuda_device(), "cpu:gloo,cuda:nccl"
+        if torch.version.cuda is None:
+            raise RuntimeError(f"torch {torch.__version__} is a CPU-only build, but there are GPUs")
+        torch.cuda.init()
+        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+        ones = torch.ones(64, 64, dtype=torch.float16, device=device)
+        if (ones @ ones).float().mean().item() != 64.0:
+            raise RuntimeError(f"{torch.cuda.get_device_name(device)} computes wrongly: ones(64) @ ones(64) is not 64")
     note("device")
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     note("joined")
@@ -76,18 +83,6 @@ def _run_check(note: Callable[..., None], out: Path, device_type: str, timeout_s
         atomic.write(out / "result.json", json.dumps({"bytes": size, "seconds": seconds}))
     dist.barrier()
     return wrong_count
-
-
-def _cuda_device() -> torch.device:
-    if torch.version.cuda is None:
-        raise RuntimeError(f"torch {torch.__version__} is a CPU-only build, but there are GPUs")
-    torch.cuda.init()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    ones = torch.ones(64, 64, dtype=torch.float16, device=device)
-    if (ones @ ones).float().mean().item() != 64.0:
-        raise RuntimeError(f"{torch.cuda.get_device_name(device)} computes wrongly: ones(64) @ ones(64) is not 64")
-    return device
 
 
 def wrong_elements(byte_count: int, device: torch.device) -> int:

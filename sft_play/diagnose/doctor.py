@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from sft_play.errors import SftPlayError
 from sft_play.launch.refusals import require_usable_hardware
 from sft_play.launch.request import LaunchOptions
 from sft_play.launch.run_hardware import disable_broken_p2p
-from sft_play.launch.torchrun import TORCHRUN_MODULE, LaunchCommand, torchrun_command
+from sft_play.launch.torchrun import TORCHRUN_MODULE, torchrun_command
 from sft_play.log import escape_control, one_line, redact
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.network import NodeSetup
@@ -227,28 +227,27 @@ def check_node_meeting(
         },
     }
     try:
-        meeting = meet_nodes(nodes, card, timeout_s=limit_s)
+        variables = meet_nodes(nodes, card, timeout_s=limit_s, environment=environment)
     except SftPlayError as error:
         # The doctor's time limit is fixed: distributed.timeout_s does not change it.
         message = str(error).replace(" (distributed.timeout_s)", "").replace("distributed.timeout_s; ", "")
-        remedy = "fix it there, then start make doctor on all nodes within half a minute"
-        return None, fail_finding("nodes", one_line(message, limit=800), remedy)
-    return meeting.gloo_variables(environment), pass_finding(
-        "nodes", f"{nodes.count} met, with the same packages, driver, GPUs and number of ranks"
-    )
+        return None, fail_finding(
+            "nodes",
+            one_line(message, limit=800),
+            "fix it there, then start make doctor on all nodes within half a minute",
+        )
+    text = f"{nodes.count} met, with the same packages, driver, GPUs and number of ranks"
+    return variables, pass_finding("nodes", text)
 
 
 # --- an all-reduce over all ranks: started like a run's ranks, ended at a time limit, and judged ----------------------
 
 ALL_REDUCE_NAME = "all-reduce"
-CHECK_MODULE = "sft_play.diagnose.collective_check"
 # The ranks' own limit is this much shorter, so that they can report what they were waiting for.
 REPORT_MARGIN_S = 5.0
 # Fraction of a link's rate below which something is wrong. nccl-tests reach 0.75 to 0.95 of an NVLink's; over PCIe data
 # may pass through the host's memory or between sockets.
 MIN_LINK_SHARE = 0.15
-_SLOW_LINK_REMEDY = "nvidia-smi topo -m and nvlink -s show the links and which are down; unset NCCL_P2P_DISABLE"
-_TAIL_LINES = 3
 _ERROR_REMEDY = (
     "fix what the error names; NCCL_DEBUG=INFO make doctor shows more, docs/diagnose.md what each check needs"
 )
@@ -276,24 +275,6 @@ class AllReduceOutcome:
         return size / seconds * 2 * (self.world_size - 1) / self.world_size
 
 
-def all_reduce_launch(
-    machine: Hardware, options: LaunchOptions, *, reports_folder: Path, timeout_s: float
-) -> LaunchCommand:
-    """The command that starts this node's ranks: a run's, with another module."""
-    local_ranks = len(machine.gpus) or machine.cpu_ranks
-    device = "cuda" if machine.gpus else "cpu"
-    launch = torchrun_command(
-        ["--out", str(reports_folder), "--device", device, "--timeout", str(timeout_s)],
-        processes_per_node=local_ranks,
-        nodes=options.nodes,
-        threads_per_rank=None if machine.gpus else max(1, machine.cpu_cores // local_ranks),
-        visible_gpus=",".join(str(gpu) for gpu in options.gpus) or None,
-    )
-    # a run's launch, of which only the program differs: what the check finds out holds for the run
-    module_index = launch.argv.index("--module") + 1
-    return replace(launch, argv=(*launch.argv[:module_index], CHECK_MODULE, *launch.argv[module_index + 1 :]))
-
-
 def run_all_reduce(
     machine: Hardware, options: LaunchOptions, *, limit_s: float, environment: Mapping[str, str]
 ) -> AllReduceOutcome:
@@ -302,10 +283,17 @@ def run_all_reduce(
     expected_ranks = tuple(range(options.nodes.rank * local_ranks, (options.nodes.rank + 1) * local_ranks))
     with tempfile.TemporaryDirectory(prefix="sft-play-doctor-") as folder_name:
         folder = Path(folder_name)
-        launch = all_reduce_launch(
-            machine, options, reports_folder=folder, timeout_s=max(1.0, limit_s - REPORT_MARGIN_S)
+        timeout_s, device = max(1.0, limit_s - REPORT_MARGIN_S), "cuda" if machine.gpus else "cpu"
+        launch = torchrun_command(
+            ["--out", str(folder), "--device", device, "--timeout", str(timeout_s)],
+            processes_per_node=local_ranks,
+            nodes=options.nodes,
+            threads_per_rank=None if machine.gpus else max(1, machine.cpu_cores // local_ranks),
+            visible_gpus=",".join(str(gpu) for gpu in options.gpus) or None,
         )
         argv = list(launch.argv)
+        # a run's launch, of which only the program differs: what the check finds out holds for the run
+        argv[argv.index("--module") + 1] = "sft_play.diagnose.collective_check"
         argv.insert(argv.index(TORCHRUN_MODULE), "sft_play.process.signals")  # so that it ends with the doctor
         # torchrun gives ranks their places by these; those of a launcher above would be taken for theirs
         launch_environment = {name: value for name, value in environment.items() if name not in LAUNCHER_VARIABLES}
@@ -326,7 +314,7 @@ def run_all_reduce(
                     exit_code = None
         # The last lines with words: the launcher frames its report with lines of dashes.
         lines = (folder / "output").read_text(encoding="utf-8", errors="replace").splitlines()
-        last_lines = [line.strip() for line in lines if re.search(r"[A-Za-z]{3}", line)][-_TAIL_LINES:]
+        last_lines = [line.strip() for line in lines if re.search(r"[A-Za-z]{3}", line)][-3:]
         return AllReduceOutcome(
             expected_ranks,
             local_ranks * options.nodes.count,
@@ -363,7 +351,11 @@ def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes
         if link is not None and nodes.count == 1:
             text += f", {rate / link:.0%} of the {link / 1e9:.0f} GB/s of the link between the GPUs"
             if rate < link * MIN_LINK_SHARE:
-                return warn_finding(ALL_REDUCE_NAME, text, _SLOW_LINK_REMEDY)
+                return warn_finding(
+                    ALL_REDUCE_NAME,
+                    text,
+                    "nvidia-smi topo -m and nvlink -s show the links and which are down; unset NCCL_P2P_DISABLE",
+                )
     return pass_finding(ALL_REDUCE_NAME, text)
 
 

@@ -73,6 +73,9 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
     for item in metadata.distributions():
         with contextlib.suppress(Exception):  # a damaged distribution has no name
             versions.setdefault(canonicalize_name(item.name), item.version)  # the first on the path is imported
+    requirements: tuple[str, ...] = ()
+    if _PYPROJECT.is_file():  # the checkout's; those of an installed package were pip's to check
+        requirements = tuple(tomllib.loads(_PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"])
     driver, driver_cuda = None, None
     if hardware.gpus:
         with contextlib.suppress(Exception), nvml.open_nvml() as library:  # its own exceptions differ by platform
@@ -83,7 +86,7 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
         kernel=platform.release() if platform.system() == "Linux" else None,
         hostname=socket.gethostname(),
         versions=versions,
-        requirements=_read_requirements(),
+        requirements=requirements,
         torch_cuda=torch_cuda_version(),
         nccl=(nccl_package() or (None, None))[1],
         driver=driver,
@@ -92,20 +95,8 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
     )
 
 
-def _read_requirements() -> tuple[str, ...]:
-    """The versions that the project's checkout accepts; those of an installed package were pip's to check."""
-    if not _PYPROJECT.is_file():
-        return ()
-    return tuple(tomllib.loads(_PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"])
-
-
 # --- packages, driver and shared memory -------------------------------------------------------------------------------
 
-# Docker's default, with which NCCL has run out of space (https://github.com/NVIDIA/nccl/issues/342).
-DOCKER_SHM_BYTES = 64 * MIB
-
-# NVIDIA's own advice for containers: `--shm-size=1g` (NCCL user guide, troubleshooting, shared memory).
-NCCL_ADVISED_SHM_BYTES = GIB
 
 _SHM_SOURCES = ("https://github.com/NVIDIA/nccl/issues/342", "https://github.com/NVIDIA/nccl/issues/290")
 
@@ -157,9 +148,11 @@ def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Findi
     if gpus_per_node < 2:
         return pass_finding("shared memory", free_text)
     remedy = "in a container: docker run --shm-size=8g; else mount -o remount,size=8G /dev/shm"
-    if space.free <= DOCKER_SHM_BYTES:
+    # Docker's default, with which NCCL has run out of space (https://github.com/NVIDIA/nccl/issues/342).
+    if space.free <= 64 * MIB:
         return fail_finding("shared memory", f"{free_text}: too little for NCCL", remedy, *_SHM_SOURCES)
-    if space.free < NCCL_ADVISED_SHM_BYTES:
+    # NVIDIA's own advice for containers: `--shm-size=1g` (NCCL user guide, troubleshooting, shared memory)
+    if space.free < GIB:
         return warn_finding("shared memory", f"{free_text}; NVIDIA advises 1 GiB for NCCL", remedy, *_SHM_SOURCES)
     return pass_finding("shared memory", free_text)
 
@@ -175,7 +168,6 @@ KNOWN_BAD_NAME = "known bad pairs"
 KNOWN_BAD_PAIRS: list[dict[str, Any]] = json.loads(
     Path(__file__).with_name("known_bad.json").read_text(encoding="utf-8")
 )["pairs"]
-_COMPARED_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "peft", LINEAR_ATTENTION_PACKAGE)
 
 
 def find_known_bad(
@@ -188,7 +180,38 @@ def find_known_bad(
 ) -> list[Finding]:
     """Find the entries that apply, else a PASS. `rank_count`: of all nodes. `packages`: whose kernels the model's
     class runs where they are installed."""
-    facts = _combination_facts(system_facts, packages, rank_count=rank_count, node_count=node_count, layout=layout)
+    gpus, driver_cuda = system_facts.hardware.gpus, system_facts.driver_cuda
+    capabilities = [gpu.capability for gpu in gpus if gpu.capability]
+    torch_cuda = _version_text(system_facts.torch_cuda)
+    package_problems = [kernel_package_problem(name, capability) for name in packages for capability in capabilities]
+    uses_nccl = rank_count > 1 and bool(gpus)
+    driver_runs_torchs_cuda = None
+    if gpus and driver_cuda and torch_cuda:
+        driver_runs_torchs_cuda = driver_cuda[0] >= int(torch_cuda.partition(".")[0])
+    facts = {
+        **{
+            name: system_facts.versions.get(name)
+            for name in ("torch", "triton", "deepspeed", "transformers", "peft", LINEAR_ATTENTION_PACKAGE)
+        },
+        "driver": system_facts.driver,
+        "driver_cuda": ".".join(map(str, driver_cuda)) if driver_cuda else None,
+        "driver_runs_torchs_cuda": driver_runs_torchs_cuda,
+        "torch_cuda": system_facts.torch_cuda,
+        "nccl": system_facts.nccl,
+        "kernel": system_facts.kernel,
+        "machine": system_facts.cpu_architecture,
+        "oldest_gpu": ".".join(map(str, min(capabilities))) if capabilities else None,
+        "desktop_blackwell": any(capability[0] == 12 for capability in capabilities),
+        "has_hopper": any(capability[0] == 9 for capability in capabilities),
+        "runs_delta_rules": LINEAR_ATTENTION_PACKAGE in packages,
+        "unsound": any(package_problems),
+        "why_not": next(filter(None, package_problems), ""),
+        "ranks": rank_count,
+        "nodes": node_count,
+        "over_nccl": uses_nccl,
+        "layout": layout,
+        "accelerate_refuses_p2p": uses_nccl and has_broken_p2p([gpu.name for gpu in gpus], system_facts.driver),
+    }
     findings = [
         Finding(
             KNOWN_BAD_NAME, entry["verdict"], entry["what"].format(**facts), entry["remedy"], tuple(entry["sources"])
@@ -223,46 +246,9 @@ def _version_text(fact: Any) -> str | None:
     return match[0] if match else None
 
 
-def _combination_facts(
-    system_facts: SystemFacts, packages: Collection[str], *, rank_count: int, node_count: int, layout: str
-) -> dict[str, Any]:
-    gpus, driver_cuda = system_facts.hardware.gpus, system_facts.driver_cuda
-    capabilities = [gpu.capability for gpu in gpus if gpu.capability]
-    torch_cuda = _version_text(system_facts.torch_cuda)
-    package_problems = [kernel_package_problem(name, capability) for name in packages for capability in capabilities]
-    uses_nccl = rank_count > 1 and bool(gpus)
-    driver_runs_torchs_cuda = None
-    if gpus and driver_cuda and torch_cuda:
-        driver_runs_torchs_cuda = driver_cuda[0] >= int(torch_cuda.partition(".")[0])
-    return {
-        **{name: system_facts.versions.get(name) for name in _COMPARED_PACKAGES},
-        "driver": system_facts.driver,
-        "driver_cuda": ".".join(map(str, driver_cuda)) if driver_cuda else None,
-        "driver_runs_torchs_cuda": driver_runs_torchs_cuda,
-        "torch_cuda": system_facts.torch_cuda,
-        "nccl": system_facts.nccl,
-        "kernel": system_facts.kernel,
-        "machine": system_facts.cpu_architecture,
-        "oldest_gpu": ".".join(map(str, min(capabilities))) if capabilities else None,
-        "desktop_blackwell": any(capability[0] == 12 for capability in capabilities),
-        "has_hopper": any(capability[0] == 9 for capability in capabilities),
-        "runs_delta_rules": LINEAR_ATTENTION_PACKAGE in packages,
-        "unsound": any(package_problems),
-        "why_not": next(filter(None, package_problems), ""),
-        "ranks": rank_count,
-        "nodes": node_count,
-        "over_nccl": uses_nccl,
-        "layout": layout,
-        "accelerate_refuses_p2p": uses_nccl and has_broken_p2p([gpu.name for gpu in gpus], system_facts.driver),
-    }
-
-
 # --------------------------------------------------------------------------------------------------
 # Disk: the checkpoints that a planned run writes, the final weights, and the model if it must be
 # downloaded.
-
-# Bytes per parameter of models on the hub.
-HUB_BYTES_PER_PARAM = 2
 
 
 def disk_findings(config: RunConfig, shape: ModelShape, plan: Plan, options: LaunchOptions) -> list[Finding]:
@@ -323,7 +309,7 @@ def check_disk(
 
 def check_download(shape: ModelShape, *, is_cached: bool, disk_folder: Path, space: DiskSpace | None) -> Finding:
     """Whether the hub's cache has room for the weights that the run would download."""
-    download_bytes = HUB_BYTES_PER_PARAM * shape.params
+    download_bytes = 2 * shape.params  # as models on the hub are, in 16 bits
     if is_cached:
         return skip_finding("disk for the model", "the weights are already here")
     if space is None:

@@ -18,7 +18,7 @@ import psutil
 
 from sft_play.log import escape_control, one_line
 from sft_play.machine import nvml
-from sft_play.machine.gpu import GpuProcess, GpuSnapshot, GpuStatus
+from sft_play.machine.gpu import GpuProcess, GpuSnapshot
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.host import nearest_disk_space
 from sft_play.machine.software import installed_version, nccl_package, torch_cuda_version, torch_hip_version
@@ -123,7 +123,23 @@ def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
     if gpus := [by_index[index] for index in data["visible_gpus"] if index in by_index]:
         headers = ("GPU", "name", "total\nGiB", "used\nGiB", "free\nGiB", "cc", "bf16", "fp8", "cap\nW", "°C",
                    "PCIe\nnow/max", "MIG")  # fmt: skip
-        lines += ["", *render_lines(build_table(headers, [_gpu_row(gpu) for gpu in gpus], text_columns=(1,)))]
+        rows = [
+            [
+                str(gpu.index),
+                value_or_na(gpu.name),
+                *(gib_or_na(size) for size in (gpu.total_bytes, gpu.used_bytes, gpu.free_bytes)),
+                value_or_na(gpu.compute_capability),
+                yes_no_or_na(gpu.bf16),
+                yes_no_or_na(gpu.fp8),
+                value_or_na(gpu.power_cap_watts),
+                value_or_na(gpu.temperature_celsius),
+                f"{value_or_na(gpu.pcie.generation)}x{value_or_na(gpu.pcie.lanes)}/"
+                f"{value_or_na(gpu.pcie.max_generation)}x{value_or_na(gpu.pcie.max_lanes)}",
+                yes_no_or_na(gpu.mig_enabled),
+            ]
+            for gpu in gpus
+        ]
+        lines += ["", *render_lines(build_table(headers, rows, text_columns=(1,)))]
     for gpu in gpus:
         if gpu.withheld:
             withheld = ", ".join(f"{fact} ({one_line(reason)})" for fact, reason in gpu.withheld.items())
@@ -147,19 +163,6 @@ def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
     if data["torch"] is not None:
         lines += ["", "torch, asked:", *(f"  {line}" for line in data["torch"])]
     return [escape_control(line) for line in lines]
-
-
-def _gpu_row(gpu: GpuStatus) -> list[str]:
-    link = gpu.pcie
-    return [
-        str(gpu.index), value_or_na(gpu.name),
-        gib_or_na(gpu.total_bytes), gib_or_na(gpu.used_bytes), gib_or_na(gpu.free_bytes),
-        value_or_na(gpu.compute_capability), yes_no_or_na(gpu.bf16), yes_no_or_na(gpu.fp8),
-        value_or_na(gpu.power_cap_watts), value_or_na(gpu.temperature_celsius),
-        f"{value_or_na(link.generation)}x{value_or_na(link.lanes)}/"
-        f"{value_or_na(link.max_generation)}x{value_or_na(link.max_lanes)}",
-        yes_no_or_na(gpu.mig_enabled),
-    ]  # fmt: skip
 
 
 # --- a machine that is only named (HARDWARE=); nothing is measured ----------------------------------------------------

@@ -272,8 +272,11 @@ class _RunChecks:
             yield from checks.judge_duplicates(list(surveys.values()))
         has_val = any(data_part_split(part) == "val" for part in surveys)
         if config.train.load_best_model_at_end and not has_val and not config.data.val_fraction:
-            message = "train.load_best_model_at_end=true needs validation rows, and there are none"
-            yield fail_finding("evaluation", message, "give data.val_path or data.val_fraction")
+            yield fail_finding(
+                "evaluation",
+                "train.load_best_model_at_end=true needs validation rows, and there are none",
+                "give data.val_path or data.val_fraction",
+            )
         if self._row_renderer is not None:
             yield from self._check_masks(self._row_renderer.max_seq_len)
         elif surveys:
@@ -286,12 +289,17 @@ class _RunChecks:
             return count_readable_rows(path, config.data, data_part_split(part), wants_text=is_text)
         from sft_play.data.build.splits import count_source_rows
 
-        tokenizer = row_renderer.renderer.tokenizer_parts
-        return count_source_rows(config, path, part, tokenizer, max_seq_len=row_renderer.max_seq_len, has_val=has_val)
+        return count_source_rows(
+            config,
+            path,
+            part,
+            row_renderer.renderer.tokenizer_parts,
+            max_seq_len=row_renderer.max_seq_len,
+            has_val=has_val,
+        )
 
     def _check_masks(self, max_seq_len: int) -> Iterator[Finding]:
         config, model = self._config, self._config.model
-        positions = load_max_positions(model.name, revision=model.revision)
         chats = [survey for survey in self._surveys.values() if not self._is_text(survey)]
         for survey in chats:
             yield from checks.judge_masks(survey, config.data)
@@ -304,7 +312,12 @@ class _RunChecks:
                 row_text = one_line(format_row(token_row, self._tokenizer), limit=1_300)
                 yield pass_finding("example", f"{header}\n{row_text}")
         for survey in chats:
-            yield from checks.judge_lengths(survey, config.data, max_seq_len=max_seq_len, max_positions=positions)
+            yield from checks.judge_lengths(
+                survey,
+                config.data,
+                max_seq_len=max_seq_len,
+                max_positions=load_max_positions(model.name, revision=model.revision),
+            )
         for survey in self._surveys.values():
             if self._is_text(survey) and not survey.chats:
                 if survey.unmasked_rows:
@@ -331,8 +344,11 @@ class _RunChecks:
         if plan.fits:
             yield pass_finding("memory plan", summary)
         else:
-            message = f"{summary}\nthe run tries it, because the batch was given"
-            yield warn_finding("memory plan", message, "make plan shows the ways out")
+            yield warn_finding(
+                "memory plan",
+                f"{summary}\nthe run tries it, because the batch was given",
+                "make plan shows the ways out",
+            )
         train, batch = self._surveys.get("train"), plan.batch.effective_batch
         if train is not None and 0 < train.kept_rows < batch and not self._is_text(train):
             shortage = f"{train.kept_rows:,} training rows are fewer than one effective batch of {batch:,}"

@@ -80,11 +80,6 @@ class AccelerateConfig(BaseModel):
     parallelism_config: dict[str, Any] = Field(default_factory=dict)
 
     @property
-    def processes_per_machine(self) -> int | None:
-        """Processes that this machine starts; None: one per GPU."""
-        return self.num_processes and self.num_processes // self.num_machines
-
-    @property
     def deepspeed_config_file(self) -> Path | None:
         """The DeepSpeed configuration that the file names, relative to the working folder as accelerate reads it."""
         named = self.deepspeed_config.get("deepspeed_config_file")
@@ -128,9 +123,10 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
     """A file written by `accelerate config`, `setup-accelerate` or a person (YAML or accelerate's older JSON). Raises
     ConfigError where the file is missing, not YAML or not a mapping, its engine is not supported, or its numbers
     contradict each other. All problems inside it at once."""
-    text = read_text(path, variable="ACCELERATE_CONFIG", expected=ACCELERATE_FILE_DESCRIPTION)
     name = one_line(str(path))
-    data = parse_yaml_value(text, name=name)
+    data = parse_yaml_value(
+        read_text(path, variable="ACCELERATE_CONFIG", expected=ACCELERATE_FILE_DESCRIPTION), name=name
+    )
     if not isinstance(data, dict) or "distributed_type" not in data:
         raise ConfigError(f"{name} has no distributed_type; is this {ACCELERATE_FILE_DESCRIPTION}?")
     # accelerate's marker for "given at launch" is -1, and null is a key that is not there
@@ -231,7 +227,6 @@ def refuse_too_few_processes(environment: Mapping[str, str]) -> None:
 
 # accelerate's word for what a run computes in; `no` for fp32.
 MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
-_FILE_COMMENT = "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
 SINGLE_NODE = NodeSetup()
 
 
@@ -267,7 +262,10 @@ def write_accelerate_file(
         "same_network": True,
         "use_cpu": not hardware.gpus,
     }
-    text = _FILE_COMMENT + yaml.safe_dump({name: value for name, value in fields.items() if value is not None})
+    text = (
+        "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
+        + yaml.safe_dump({name: value for name, value in fields.items() if value is not None})
+    )
     with OutputFolder(path.parent, (path.name,), force=overwrite, command="setup-accelerate") as folder:
         folder.open(path.name).write(text)
     return text

@@ -182,8 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             text, exit_code = failure_report(exits, world_size, stopped=bool(_stop_signals))
             if len(_stop_signals) > 1:
                 text, exit_code = f"[{COMMAND}] ended at once; what was saved until then is kept", Interrupted.exit_code
-            crash = describe_crash(exits, world_size, was_requested=bool(_stop_signals))
-            _record_in_run(text, exit_code, crash)
+            _record_in_run(text, exit_code, describe_crash(exits, world_size, was_requested=bool(_stop_signals)))
         except (KeyboardInterrupt, SignalException):
             text = f"[{COMMAND}] stopped by the user before the ranks had started"
             exit_code = Interrupted.exit_code

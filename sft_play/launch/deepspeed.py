@@ -18,7 +18,7 @@ import re
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -218,20 +218,7 @@ def translate_deepspeed_keys(raw: DeepspeedConfig, *, name: str = "the DeepSpeed
         for path, value in yaml_io.walk_leaves(raw)
         if value is not None and path and not any(_COMMENT_KEY.fullmatch(str(key)) for key in path)
     }
-    problems = [*_rename_old_keys(values), *dict.fromkeys(_unknown_key_problems(values))]
-    # a value under a wrong key would be reported twice
-    problems = problems or list(_value_problems(values))
-    if problems:
-        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
-    return yaml_io.nest_values(values)
-
-
-def _paths_below(values: Mapping[str, Any], path: str) -> list[str]:
-    """The path and those inside it, as far as there are values."""
-    return [inner for inner in values if inner == path or inner.startswith(f"{path}.")]
-
-
-def _rename_old_keys(values: dict[str, Any]) -> Iterator[str]:
+    problems = []
     for old, new in _KEY_TABLE["renamed"].items():
         for path in _paths_below(values, old):
             value, new_path = values.pop(path), new + path.removeprefix(old)
@@ -241,18 +228,33 @@ def _rename_old_keys(values: dict[str, Any]) -> Iterator[str]:
                 new_path, value = f"{new}.device", "cpu" if value else "none"
             logger.debug("DeepSpeed: %s is an old key, read as %s: %s", path, new_path, format_value(value))
             if values.setdefault(new_path, value) != value:
-                yield f"{path} (an old key) and {new_path}: {format_value(values[new_path])} disagree; keep one"
-
-
-def _unknown_key_problems(values: Mapping[str, Any]) -> Iterator[str]:
+                problems.append(
+                    f"{path} (an old key) and {new_path}: {format_value(values[new_path])} disagree; keep one"
+                )
     for path in values:
         section = ""
         for key in path.split("."):
             inner = f"{section}.{key}" if section else key
             if section in KNOWN_DEEPSPEED_KEYS and key not in KNOWN_DEEPSPEED_KEYS[section]:
-                yield f"{one_line(inner)} is not a DeepSpeed key; remove it, or write the one that is meant"
+                problems.append(f"{one_line(inner)} is not a DeepSpeed key; remove it, or write the one that is meant")
                 break
             section = inner
+    if not problems:  # a value under a wrong key would be reported twice
+        for path, value in values.items():
+            if path in KNOWN_DEEPSPEED_KEYS or path in ("optimizer.params", "scheduler.params"):
+                if value != {}:
+                    problems.append(f"{path}: {format_value(value)} is not a section")
+                continue
+            for pattern, is_valid, expected in _VALUE_CHECKS:
+                if re.fullmatch(pattern, path) and value != AUTO and not is_valid(value):
+                    problems.append(f"{path}: {format_value(value)} is not valid; expected {expected}")
+    if problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in dict.fromkeys(problems)))
+    return yaml_io.nest_values(values)
+
+
+def _paths_below(values: Mapping[str, Any], path: str) -> list[str]:
+    return [inner for inner in values if inner == path or inner.startswith(f"{path}.")]
 
 
 # --- values that our own code reads, or that would make the run another one than was planned --------------------------
@@ -295,17 +297,6 @@ _VALUE_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         '"none", "cpu" or "nvme"',
     ),
 )
-
-
-def _value_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    for path, value in values.items():
-        if path in KNOWN_DEEPSPEED_KEYS or path in ("optimizer.params", "scheduler.params"):
-            if value != {}:
-                yield f"{path}: {format_value(value)} is not a section"
-            continue
-        for pattern, is_valid, expected in _VALUE_CHECKS:
-            if re.fullmatch(pattern, path) and value != AUTO and not is_valid(value):
-                yield f"{path}: {format_value(value)} is not valid; expected {expected}"
 
 
 # --- every "auto" resolved from the plan ------------------------------------------------------------------------------
@@ -362,126 +353,106 @@ def fill_auto_values(
         for path, value in yaml_io.walk_leaves(config)
         if value not in (None, {})
     }
-    filler = _ConfigFiller(values, plan_values)
+    problems = []
     layout = deepspeed_layout(config, name=name, default_layout=plan_values.layout)
     if layout != plan_values.layout:  # memory and speed were planned for another one
-        filler.problems.append(
-            f"the file asks for {layout}, but the plan is for {plan_values.layout}; leave STRATEGY= out"
-        )
-    filler.fill_from_plan()
-    filler.fill_precision()
-    filler.drop_optimizer()
+        problems.append(f"the file asks for {layout}, but the plan is for {plan_values.layout}; leave STRATEGY= out")
+    problems += [*_fill_from_plan(values, plan_values), *_drop_optimizer(values, plan_values)]
+    # The dtype by the run's, whatever the file says: it may have been written for another machine. To DeepSpeed,
+    # absent means disabled. Autocast is a second way to the same, and turned off.
+    compute = plan_values.compute_dtype
+    switches = {"bf16": compute == "bfloat16", "fp16": compute == "float16", "torch_autocast": False}
+    for key, is_enabled in switches.items():
+        if is_enabled or f"{key}.enabled" in values:
+            _set_value(values, f"{key}.enabled", is_enabled, f"the run computes in {compute}")
+    dtypes = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
+    for path, option in dtypes.items():
+        dtype = getattr(plan_values, option)
+        if dtype is not None:
+            _set_value(values, path, dtype, f"distributed.mixed_precision.{option}")
     # the schedule is the run YAML's: DeepSpeed's own would silently replace it
     for path in _paths_below(values, "scheduler"):
         value = values.pop(path)
         if value != AUTO and path != "scheduler.type":
-            filler.problems.append(
+            problems.append(
                 f"{path}: {format_value(value)}: the run YAML has the schedule (train.lr_scheduler_type, "
                 'warmup_steps); remove the scheduler block, or set its numbers to "auto"'
             )
-    if filler.problems:
-        raise ConfigError("\n".join(f"{name}: {problem}" for problem in filler.problems))
-    if adam_obstacle and filler.values.get("zero_optimization.offload_optimizer.device") in OFFLOAD_DEVICES:
-        filler.set_value("zero_force_ds_cpu_optimizer", False, f"torch's AdamW steps on the CPU: {adam_obstacle}")
-    filled = yaml_io.nest_values(filler.values)
+    if problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
+    if adam_obstacle and values.get("zero_optimization.offload_optimizer.device") in OFFLOAD_DEVICES:
+        _set_value(values, "zero_force_ds_cpu_optimizer", False, f"torch's AdamW steps on the CPU: {adam_obstacle}")
+    filled = yaml_io.nest_values(values)
     drop_unresolved_autos(filled)
     return filled
 
 
-@dataclass
-class _ConfigFiller:
-    """A configuration by dotted paths while it is filled, with what is wrong with it."""
+def _set_value(values: dict[str, Any], path: str, value: Any, reason: str) -> None:
+    if values.get(path) != value:
+        values[path] = value
+        logger.debug("DeepSpeed: %s → %s (%s)", path, format_value(value), reason)
 
-    values: dict[str, Any]
-    plan_values: PlanValues
-    problems: list[str] = field(default_factory=list)
 
-    def set_value(self, path: str, value: Any, reason: str) -> None:
-        """Set a value whatever the file says."""
-        if self.values.get(path) != value:
-            self.values[path] = value
-            logger.debug("DeepSpeed: %s → %s (%s)", path, format_value(value), reason)
+def _fill_from_plan(values: dict[str, Any], plan: PlanValues) -> Iterator[str]:
+    """Fill what the file leaves open with the plan's, and compare the rest: DeepSpeed asserts that the batch is the
+    product of the others and the ranks, and its engine clips by its own number only. Its default bucket, 5e8
+    elements, would take another GiB. Yields what contradicts the plan."""
+    stage = ZERO_STAGES[plan.layout][0]
+    effective_batch = plan.micro_batch * plan.grad_accum * plan.data_parallel_ranks
+    product = f"{plan.micro_batch} × {plan.grad_accum} × {plan.data_parallel_ranks} ranks = {effective_batch}"
+    batch = {
+        "train_batch_size": effective_batch,
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.grad_accum,
+    }
+    # path, value, where it is from, and the key of the run YAML that a file must not contradict
+    rows = [(key, value, f"the plan's {value} ({product})", f"train.{BATCH_KEYS[key]}") for key, value in batch.items()]
+    rows += [
+        (path, value, f"{run_key}: {value:g}", run_key)
+        for path, (run_key, value) in plan.options.items()
+        if not path.startswith("optimizer.")
+    ]
+    for path, value, source, run_key in rows:
+        if values.get(path, AUTO) == AUTO:
+            _set_value(values, path, value, source)
+        elif not are_numbers_equal(values[path], value):
+            remedy = f'set it to "auto", or run with {run_key}={values[path]:g}'
+            yield f"{path}: {values[path]:g} contradicts {source}; {remedy}"
+    if values.get("zero_optimization.stage", AUTO) == AUTO:
+        _set_value(values, "zero_optimization.stage", stage, f"the plan's layout, {plan.layout}")
+    for key, formula in HIDDEN_SIZE_FORMULAS.items():
+        path = f"zero_optimization.{key}"
+        is_open = values.get(path) == AUTO or (key == "reduce_bucket_size" and path not in values)
+        if is_open and (stage == 3 or key == "reduce_bucket_size"):
+            _set_value(values, path, formula(plan.hidden_size), f"from the hidden size, {plan.hidden_size}")
+    if stage == 3:
+        path = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+        _set_value(values, path, True, "checkpoints hold whole weights")
+    # DeepSpeed stops at optimizer classes that it does not know
+    _set_value(values, "zero_allow_untested_optimizer", True, "train.optim is the plan's choice")
 
-    def fill_from_plan(self) -> None:
-        """Fill what the file leaves open with the plan's, and compare the rest: DeepSpeed asserts that the batch is the
-        product of the others and the ranks, and its engine clips by its own number only. Its default bucket, 5e8
-        elements, would take another GiB."""
-        plan = self.plan_values
-        stage = ZERO_STAGES[plan.layout][0]
-        effective_batch = plan.micro_batch * plan.grad_accum * plan.data_parallel_ranks
-        product = f"{plan.micro_batch} × {plan.grad_accum} × {plan.data_parallel_ranks} ranks = {effective_batch}"
-        batch = {
-            "train_batch_size": effective_batch,
-            "train_micro_batch_size_per_gpu": plan.micro_batch,
-            "gradient_accumulation_steps": plan.grad_accum,
-        }
-        # path, value, where it is from, and the key of the run YAML that a file must not contradict
-        rows = [
-            (key, value, f"the plan's {value} ({product})", f"train.{BATCH_KEYS[key]}") for key, value in batch.items()
-        ]
-        rows += [
-            (path, value, f"{run_key}: {value:g}", run_key)
-            for path, (run_key, value) in plan.options.items()
-            if not path.startswith("optimizer.")
-        ]
-        for path, value, source, run_key in rows:
-            if self.values.get(path, AUTO) == AUTO:
-                self.set_value(path, value, source)
-            elif not are_numbers_equal(self.values[path], value):
-                remedy = f'set it to "auto", or run with {run_key}={self.values[path]:g}'
-                self.problems.append(f"{path}: {self.values[path]:g} contradicts {source}; {remedy}")
-        if self.values.get("zero_optimization.stage", AUTO) == AUTO:
-            self.set_value("zero_optimization.stage", stage, f"the plan's layout, {plan.layout}")
-        for key, formula in HIDDEN_SIZE_FORMULAS.items():
-            path = f"zero_optimization.{key}"
-            is_open = self.values.get(path) == AUTO or (key == "reduce_bucket_size" and path not in self.values)
-            if is_open and (stage == 3 or key == "reduce_bucket_size"):
-                self.set_value(path, formula(plan.hidden_size), f"from the hidden size, {plan.hidden_size}")
-        if stage == 3:
-            path = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-            self.set_value(path, True, "checkpoints hold whole weights")
-        # DeepSpeed stops at optimizer classes that it does not know
-        self.set_value("zero_allow_untested_optimizer", True, "train.optim is the plan's choice")
 
-    def fill_precision(self) -> None:
-        """`bf16.enabled` and `fp16.enabled` by the run's compute dtype, whatever the file says: it may have been
-        written for another machine. To DeepSpeed, absent means disabled. Autocast is a second way to the same, and
-        turned off. Then the dtypes of communication."""
-        compute = self.plan_values.compute_dtype
-        switches = {"bf16": compute == "bfloat16", "fp16": compute == "float16", "torch_autocast": False}
-        for key, is_enabled in switches.items():
-            if is_enabled or f"{key}.enabled" in self.values:
-                self.set_value(f"{key}.enabled", is_enabled, f"the run computes in {compute}")
-        dtypes = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
-        for path, option in dtypes.items():
-            dtype = getattr(self.plan_values, option)
-            if dtype is not None:
-                self.set_value(path, dtype, f"distributed.mixed_precision.{option}")
-
-    def drop_optimizer(self) -> None:
-        """The plan counted the run YAML's optimizer; a block may repeat it, but not change it."""
-        block = {path: self.values.pop(path) for path in _paths_below(self.values, "optimizer")}
-        beta2_key, beta2 = self.plan_values.options["optimizer.params.betas.1"]
-        planned_options = {  # where no option sets them, the defaults of transformers' `TrainingArguments`
-            "optimizer.params.betas": (f"the run's ({beta2_key})", [0.9, beta2]),
-            "optimizer.params.eps": ("the run's", 1e-8),
-            **self.plan_values.options,
-        }
-        optimizer_type = block.pop("optimizer.type", AUTO)
-        if str(optimizer_type).lower() not in ("adam", "adamw", AUTO):
-            self.problems.append(
-                f"optimizer.type: {format_value(optimizer_type)} is not supported; train.optim of the run YAML chooses"
-            )
-        for path, value in block.items():
-            # torch_adam chooses between implementations of the same update
-            if value == AUTO or path.endswith(".torch_adam") or not path.startswith("optimizer.params."):
-                continue
-            if value is True and path.endswith((".adam_w_mode", ".bias_correction")):  # as they are without a word
-                continue
-            source, planned = planned_options.get(path, ("the run YAML's optimizer, which has", None))
-            if not are_numbers_equal(value, planned):
-                contradicted = f"{source}: {format_value(planned)}"
-                self.problems.append(f'{path}: {format_value(value)} contradicts {contradicted}; set it to "auto"')
+def _drop_optimizer(values: dict[str, Any], plan: PlanValues) -> Iterator[str]:
+    """The plan counted the run YAML's optimizer; a block may repeat it, but not change it."""
+    block = {path: values.pop(path) for path in _paths_below(values, "optimizer")}
+    beta2_key, beta2 = plan.options["optimizer.params.betas.1"]
+    planned_options = {  # where no option sets them, the defaults of transformers' `TrainingArguments`
+        "optimizer.params.betas": (f"the run's ({beta2_key})", [0.9, beta2]),
+        "optimizer.params.eps": ("the run's", 1e-8),
+        **plan.options,
+    }
+    optimizer_type = block.pop("optimizer.type", AUTO)
+    if str(optimizer_type).lower() not in ("adam", "adamw", AUTO):
+        yield f"optimizer.type: {format_value(optimizer_type)} is not supported; train.optim of the run YAML chooses"
+    for path, value in block.items():
+        # torch_adam chooses between implementations of the same update
+        if value == AUTO or path.endswith(".torch_adam") or not path.startswith("optimizer.params."):
+            continue
+        if value is True and path.endswith((".adam_w_mode", ".bias_correction")):  # as they are without a word
+            continue
+        source, planned = planned_options.get(path, ("the run YAML's optimizer, which has", None))
+        if not are_numbers_equal(value, planned):
+            yield f'{path}: {format_value(value)} contradicts {source}: {format_value(planned)}; set it to "auto"'
 
 
 def drop_unresolved_autos(config: DeepspeedConfig, path: str = "") -> None:

@@ -10,12 +10,12 @@ import contextlib
 import importlib
 import json
 import logging
+import os
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,6 @@ if TYPE_CHECKING:  # it loads torch, which a plan does without
 
 logger = logging.getLogger(__name__)
 
-# Differences that a message lists.
-_MAX_LISTED_DIFFERENCES = 6
 # Between two looks into the store.
 _POLL_S = 0.1
 # How long node 0 serves the others that have not read yet why it leaves.
@@ -53,19 +51,6 @@ _LEAVE_TIMEOUT_S = 10.0
 # Keys of the store: a card for each node, how many came and left, and the answer: the cards of all, or a refusal.
 _CARD_KEY, _CAME_KEY, _LEFT_KEY, _ANSWER_KEY = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_answer"
 NodeCard = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class NodeMeeting:
-    """The result of a meeting: the cards of all nodes by node rank, and this node's address among them."""
-
-    cards: tuple[NodeCard, ...]
-    address: str | None
-
-    def gloo_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """`GLOO_SOCKET_IFNAME` of this node's ranks; nothing where it is set, or no interface has the address."""
-        interface = find_interface(self.address) if self.address else None
-        return {} if environment.get(GLOO_VARIABLE) or interface is None else {GLOO_VARIABLE: interface}
 
 
 def node_card(config: RunConfig, hardware: Hardware, *, strategy: str | None, uses_deepspeed: bool) -> dict[str, Any]:
@@ -84,8 +69,11 @@ def node_card(config: RunConfig, hardware: Hardware, *, strategy: str | None, us
     }
 
 
-def meet_nodes(nodes: NodeSetup, card: NodeCard, *, timeout_s: float) -> NodeMeeting:
+def meet_nodes(
+    nodes: NodeSetup, card: NodeCard, *, timeout_s: float, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """Meet the other nodes at `MASTER_ADDR:MASTER_PORT`; every node returns, or raises the same, at the same time.
+    Returns `GLOO_SOCKET_IFNAME` for this node's ranks; nothing where it is set, or no interface has the address.
     Raises ConfigError: the address is unknown here or is another machine's, nodes did not come within `timeout_s`, two
     have the same NODE_RANK, or their settings differ; HardwareError: the port is taken, or node 0 does not answer."""
     addresses = resolve_addresses(str(nodes.address), nodes.port or 0)
@@ -138,7 +126,9 @@ def meet_nodes(nodes: NodeSetup, card: NodeCard, *, timeout_s: float) -> NodeMee
     interface = find_interface(address) if address else None
     logger.info("Nodes: %d met at %s (%s); this is node %d, at %s%s", len(cards), nodes.endpoint, hosts, nodes.rank,
                 address, f" on {interface}" if interface else "")  # fmt: skip
-    return NodeMeeting(cards, address)
+    if environment.get(GLOO_VARIABLE) or interface is None:
+        return {}
+    return {GLOO_VARIABLE: interface}
 
 
 def _no_answer_error(nodes: NodeSetup, own_card: NodeCard, timeout_s: float, reason: str) -> HardwareError:
@@ -215,7 +205,7 @@ def _collect_cards(store: TCPStore, nodes: NodeSetup, own_card: NodeCard, timeou
                 logger.info("Nodes: node %d is here (%s)", rank, one_line(str(cards[rank].get("host"))))
                 differing = card_differences(own_card, cards[rank])
                 if differing:
-                    listed = "; ".join(differing[:_MAX_LISTED_DIFFERENCES])
+                    listed = "; ".join(differing[:6])  # no more, for a message that can be read
                     _refuse(
                         store, f"the nodes differ: {listed}; give all nodes the same command, run YAML and packages"
                     )

@@ -24,7 +24,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.survey import estimate_size
 from sft_play.data.sources.files import has_held_out_file
-from sft_play.errors import ConfigError, OutOfMemory, SftPlayError, stage_context
+from sft_play.errors import ConfigError, OutOfMemory, RunFolderError, SftPlayError, stage_context
 from sft_play.finished.report import report_on_exit
 from sft_play.launch.deepspeed import (
     SHORT_DTYPES,
@@ -47,11 +47,9 @@ from sft_play.launch.request import (
     LaunchOptions,
     LaunchPlan,
     LaunchRequest,
-    count_data_parallel_ranks,
     pop_crash_record,
     read_previous_run,
     refusal_to_json,
-    require_resumable_layout,
     resume_constraints,
 )
 from sft_play.launch.row_survey import cached_row_tokens, count_row_tokens, has_variable_lengths
@@ -124,8 +122,11 @@ def plan_run(
         keeps_params: whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
         rows: the lengths of the rows, where the caller has counted them.
     """
-    request = build_plan_request(config, hardware, layouts, rows=rows, keeps_params=keeps_params)
-    return plan_request(request, trace=trace, include_suggestions=include_suggestions)
+    return plan_request(
+        build_plan_request(config, hardware, layouts, rows=rows, keeps_params=keeps_params),
+        trace=trace,
+        include_suggestions=include_suggestions,
+    )
 
 
 def build_plan_request(
@@ -166,8 +167,11 @@ def plan_request(request: PlanRequest, *, trace: bool = False, include_suggestio
         planner = make_advised_plan
     if trace:
         trace_candidate = functools.partial(_trace_candidate, config, request.shape)
-    estimate_run_length = functools.partial(_estimate_run_length, config, request.row_tokens)
-    return planner(request, trace_candidate=trace_candidate, estimate_run_length=estimate_run_length)
+    return planner(
+        request,
+        trace_candidate=trace_candidate,
+        estimate_run_length=functools.partial(_estimate_run_length, config, request.row_tokens),
+    )
 
 
 def has_eval(config: RunConfig) -> bool:
@@ -206,6 +210,7 @@ def log_plan(plan: Plan, config: RunConfig, *, stage_name: str | None = None) ->
     batch is said when it begins."""
     visible_lines, stage_prefix = explain.batch_size_lines(plan, config), ""
     if stage_name is not None:
+        logger.debug("Stage %s:", stage_name)
         visible_lines, stage_prefix = [], f"Stage {stage_name}: "
     details = [explain.choice_line(plan), *explain.parameter_lines(plan, config), *explain.batch_lines(plan, config)]
     for line in details:
@@ -356,12 +361,13 @@ def _make_launch_plan(request: LaunchRequest, exit_stack: contextlib.ExitStack) 
     stage_requests = build_stage_requests(loaded, hardware, options, resume_from=resumed_folder)
     if starts_run:
         count_rows_before_planning(stage_requests, trains_in_process=trains_in_process)
-    stage_plans = plan_stages(stage_requests)
-    plans, today = [plan for plan, _ in stage_plans], date.today()
-    if folder is None:  # rank 0's, where there are several nodes
-        plans = []
-    else:
-        today = first_start_date(folder)
+    stage_plans = []
+    for stage_request in finish_stage_requests(stage_requests):
+        with stage_context(stage_request.run.stage_name):
+            stage_plans.append(plan_stage(stage_request))
+    plans, today = list[Plan](), date.today()
+    if folder is not None:  # it is rank 0's, where there are several nodes
+        plans, today = [plan for plan, _ in stage_plans], first_start_date(folder)
     if starts_run:
         require_gpus_and_disk(loaded, hardware, plans, folder)
     return LaunchPlan(folder, is_resumed, stage_plans, trains_in_process, lock=own_lock, today=today)
@@ -483,16 +489,26 @@ def build_stage_request(
     elif original_deepspeed is not None and strategy is not None and strategy in DEEPSPEED_LAYOUTS:
         same_layout = deepspeed_layout(original_deepspeed, default_layout=strategy) == strategy
         deepspeed_config = original_deepspeed if same_layout else None
-    if resume_from and strategy:
-        require_resumable_layout(resume_from, previous, strategy)
+    if resume_from is not None and previous is not None and strategy:
+        from sft_play.training.checkpoints.checkpoints import last_complete_checkpoint
+
+        obstacle = previous.resume_obstacle(strategy)
+        # without a checkpoint it starts again from the first step
+        if obstacle is not None and last_complete_checkpoint(resume_from.checkpoints_path) is not None:
+            raise RunFolderError(
+                f"{resume_from.path} cannot be resumed: {obstacle}; resume with STRATEGY={previous.layout}, or write "
+                f"out what it has learned so far: make consolidate RUN={resume_from.shell_path}"
+            )
     if deepspeed_config is not None:
         config = apply_deepspeed_batch(config, deepspeed_config, ranks=hardware.ranks, name=deepspeed_name)
     # after DeepSpeed's file, which may fix the batch
-    constraints = resume_constraints(config, previous, count_data_parallel_ranks(config, previous, hardware))
-    if previous is not None and constraints.batch not in (None, previous.batch):
-        message = "Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept"
+    resumed_batch, resumed_updates = resume_constraints(config, previous, hardware.ranks)
+    if previous is not None and resumed_batch not in (None, previous.batch):
         logger.info(
-            message, *dataclasses.astuple(constraints.batch), previous.batch.ranks, constraints.batch.effective_batch
+            "Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept",
+            *dataclasses.astuple(resumed_batch),
+            previous.batch.ranks,
+            resumed_batch.effective_batch,
         )
     refuse_impossible_strategy(config, hardware, strategy)
     layouts = (strategy,) if strategy else layout_choices(hardware.ranks)
@@ -502,9 +518,8 @@ def build_stage_request(
     plan_request = build_plan_request(
         config, hardware, layouts, is_stage=loaded.stage_name is not None, keeps_params=keeps_params
     )
-    run = dataclasses.replace(loaded, config=config)
-    request = StageRequest(run, plan_request, deepspeed_config, deepspeed_name)
-    return request.with_changes(resumed_batch=constraints.batch, resumed_updates=constraints.updates)
+    request = StageRequest(dataclasses.replace(loaded, config=config), plan_request, deepspeed_config, deepspeed_name)
+    return request.with_changes(resumed_batch=resumed_batch, resumed_updates=resumed_updates)
 
 
 def count_rows_before_planning(stage_requests: Sequence[StageRequest], *, trains_in_process: bool) -> None:
@@ -522,17 +537,6 @@ def count_rows_before_planning(stage_requests: Sequence[StageRequest], *, trains
         with importing():
             importlib.import_module("sft_play.training.run")
     count_row_tokens(runs)
-
-
-def plan_stages(stage_requests: Sequence[StageRequest]) -> list[PlanWithDeepSpeed]:
-    """Make the plans that were asked for, logged, all in one layout; raises as `plan_stage` does."""
-    stage_plans = []
-    for request in finish_stage_requests(stage_requests):
-        if request.run.stage_name is not None:
-            logger.debug("Stage %s:", request.run.stage_name)
-        with stage_context(request.run.stage_name):
-            stage_plans.append(plan_stage(request))
-    return stage_plans
 
 
 def finish_stage_requests(stage_requests: Sequence[StageRequest]) -> list[StageRequest]:
@@ -583,8 +587,23 @@ def plan_stage(request: StageRequest) -> PlanWithDeepSpeed:
         return plan, None
     # without a config the plan chose DeepSpeed by itself
     deepspeed_config = request.deepspeed_config or translate_deepspeed_keys(shipped_deepspeed_config(plan.layout))
-    resolved_config = _resolve_deepspeed_config(plan, config, deepspeed_config, request.deepspeed_name)
-    return dataclasses.replace(plan, deepspeed=deepspeed_config), resolved_config
+    mixed_precision, batch = config.distributed.mixed_precision, plan.trainer_batch
+    plan_values = PlanValues(
+        layout=plan.layout,
+        micro_batch=batch.micro_batch,  # DeepSpeed takes a fixed number of micro steps
+        grad_accum=batch.grad_accum,
+        data_parallel_ranks=plan.batch.ranks,
+        hidden_size=load_run_model_shape(config).hidden_size,
+        compute_dtype=plan.precision.compute,
+        options=deepspeed_options(config),
+        reduce=SHORT_DTYPES.get(mixed_precision.reduce),
+        buffer=SHORT_DTYPES.get(mixed_precision.buffer),
+    )
+    obstacle = None
+    if plan.choice.layout.offloads_states:
+        obstacle = "; ".join(cpu_adam_obstacles()) or None
+    filled_config = fill_auto_values(deepspeed_config, plan_values, name=request.deepspeed_name, adam_obstacle=obstacle)
+    return dataclasses.replace(plan, deepspeed=deepspeed_config), filled_config
 
 
 # --- DeepSpeed's configuration ----------------------------------------------------------------------------------------
@@ -606,24 +625,6 @@ def read_deepspeed_config(
 
 def apply_deepspeed_batch(config: RunConfig, deepspeed_config: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
     """The settings with the batch of DeepSpeed's config where the run YAML leaves it open."""
-    train = merge_deepspeed_batch(config.train, deepspeed_config, ranks=ranks, name=name)
-    return config.model_copy(update={"train": train})
-
-
-def _resolve_deepspeed_config(
-    plan: Plan, config: RunConfig, deepspeed_config: dict[str, Any], name: str
-) -> dict[str, Any]:
-    mixed_precision, batch = config.distributed.mixed_precision, plan.trainer_batch
-    plan_values = PlanValues(
-        layout=plan.layout,
-        micro_batch=batch.micro_batch,  # DeepSpeed takes a fixed number of micro steps
-        grad_accum=batch.grad_accum,
-        data_parallel_ranks=plan.batch.ranks,
-        hidden_size=load_run_model_shape(config).hidden_size,
-        compute_dtype=plan.precision.compute,
-        options=deepspeed_options(config),
-        reduce=SHORT_DTYPES.get(mixed_precision.reduce),
-        buffer=SHORT_DTYPES.get(mixed_precision.buffer),
+    return config.model_copy(
+        update={"train": merge_deepspeed_batch(config.train, deepspeed_config, ranks=ranks, name=name)}
     )
-    obstacles = cpu_adam_obstacles() if plan.choice.layout.offloads_states else ()
-    return fill_auto_values(deepspeed_config, plan_values, name=name, adam_obstacle="; ".join(obstacles) or None)

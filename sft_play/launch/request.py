@@ -201,6 +201,12 @@ def parse_launch_options(
     elif uses_deepspeed:
         deepspeed = DeepspeedRequest()
     try:
+        gpus_text = values.get("GPUS", "")
+        if not re.fullmatch(r"\s*(\d{1,5}\s*(,\s*\d{1,5}\s*)*)?,?\s*", gpus_text, re.ASCII):
+            raise ConfigError(f"GPUS={one_line(gpus_text)} is not a list of GPU numbers, such as GPUS=0,1")
+        gpus = tuple(int(number) for number in re.findall(r"\d+", gpus_text))
+        if len(set(gpus)) != len(gpus):
+            raise ConfigError(f"GPUS={one_line(gpus_text)} names a GPU twice")
         nodes = read_nodes(values)
         if nodes.count == 1 and values.get("NNODES", "").strip():
             # without NNODES a file of accelerate may name several: address and port are kept for it
@@ -208,7 +214,7 @@ def parse_launch_options(
         return LaunchOptions(
             strategy=_parse_strategy(values.get("STRATEGY", "")),
             processes_per_node=read_whole_number(values, "NPROC", minimum=1),
-            gpus=_parse_gpus(values.get("GPUS", "")),
+            gpus=gpus,
             nodes=nodes,
             deepspeed=deepspeed,
             uses_tensorboard=uses_tensorboard,
@@ -228,18 +234,12 @@ def _parse_strategy(text: str) -> LayoutName | None:
     for name in LAYOUT_NAMES:
         if text.strip().lower() == name:
             return name
-    suggestion = did_you_mean(text, LAYOUT_NAMES, min_similarity=0.6)
-    words = [f"STRATEGY={one_line(text)} is not a layout;", suggestion, f"there are: {', '.join(LAYOUT_NAMES)}"]
+    words = [
+        f"STRATEGY={one_line(text)} is not a layout;",
+        did_you_mean(text, LAYOUT_NAMES, min_similarity=0.6),
+        f"there are: {', '.join(LAYOUT_NAMES)}",
+    ]
     raise ConfigError(" ".join(filter(None, words)))
-
-
-def _parse_gpus(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\s*(\d{1,5}\s*(,\s*\d{1,5}\s*)*)?,?\s*", text, re.ASCII):
-        raise ConfigError(f"GPUS={one_line(text)} is not a list of GPU numbers, such as GPUS=0,1")
-    gpu_indices = tuple(int(number) for number in re.findall(r"\d+", text))
-    if len(set(gpu_indices)) != len(gpu_indices):
-        raise ConfigError(f"GPUS={one_line(text)} names a GPU twice")
-    return gpu_indices
 
 
 # --- what the command line leaves open -------------------------------------------------------------------------------
@@ -344,8 +344,15 @@ def fill_from_accelerate(
                 "needs main_process_ip, the address of the machine of rank 0 that the others reach "
                 "(make setup-accelerate: MAIN_IP=)"
             )
-        port = nodes.port or accelerate_config.main_process_port or DEFAULT_PORT
-        nodes = NodeSetup(accelerate_config.num_machines, accelerate_config.machine_rank, address, port)
+        nodes = NodeSetup(
+            accelerate_config.num_machines,
+            accelerate_config.machine_rank,
+            address,
+            nodes.port or accelerate_config.main_process_port or DEFAULT_PORT,
+        )
+    processes_per_machine = accelerate_config.num_processes  # None: one for each GPU
+    if processes_per_machine is not None:
+        processes_per_machine //= accelerate_config.num_machines
     deepspeed_request = options.deepspeed
     if deepspeed_request is None and accelerate_config.distributed_type == "DEEPSPEED":
         deepspeed_request = DeepspeedRequest(accelerate_config.deepspeed_config_file)
@@ -356,7 +363,7 @@ def fill_from_accelerate(
     return replace(
         options,
         strategy=options.strategy or layout,
-        processes_per_node=options.processes_per_node or accelerate_config.processes_per_machine,
+        processes_per_node=options.processes_per_node or processes_per_machine,
         gpus=options.gpus or accelerate_config.gpu_ids or (),
         nodes=nodes,
         deepspeed=deepspeed_request,
@@ -497,21 +504,20 @@ def read_previous_run(folder: RunFolder) -> PreviousRun | None:
     return PreviousRun(layout, BatchPlan(*numbers), processes, updates, folder.has_trained, least_oom)
 
 
-@dataclass(frozen=True)
-class ResumeConstraints:
-    """What a resumed run keeps from its first start; None leaves it to the config and the plan."""
-
-    batch: BatchPlan | None = None
-    updates: WeightUpdates | None = None
-
-
-def resume_constraints(config: RunConfig, previous: PreviousRun | None, ranks: int) -> ResumeConstraints:
-    """What a resumed run keeps over `ranks` data-parallel ranks: its batch, and how updates reach its weights. Free GPU
-    memory may have changed; the rows of a step must not. Over another number of ranks the accumulation follows, and a
-    micro-batch that does not divide a rank's share, or ran out of memory, becomes the largest that does. Raises
-    RunFolderError where the effective batch does not split over the ranks."""
+def resume_constraints(
+    config: RunConfig, previous: PreviousRun | None, processes: int
+) -> tuple[BatchPlan | None, WeightUpdates | None]:
+    """What a resumed run keeps over so many processes: its batch, and how updates reach its weights; None leaves it to
+    the config and the plan. Free GPU memory may have changed; the rows of a step must not. Over another number of
+    data-parallel ranks the accumulation follows, and a micro-batch that does not divide a rank's share, or ran out of
+    memory, becomes the largest that does. Raises RunFolderError where the effective batch does not split over them."""
     if previous is None or not (previous.has_trained or previous.oom_micro_batch):
-        return ResumeConstraints()
+        return None, None
+    mesh, ranks = parse_mesh(config.model.mesh_shape), processes
+    if mesh is not None:
+        ranks = mesh.data_parallel_ranks
+    elif previous.processes == processes:
+        ranks = previous.batch.ranks
     train, updates, requested_micro_batch = config.train, None, None
     if train.weight_updates == "auto":
         updates = previous.updates
@@ -520,10 +526,10 @@ def resume_constraints(config: RunConfig, previous: PreviousRun | None, ranks: i
     effective_batch = previous.batch.effective_batch
     # another effective batch is refused by check_same_run, and a split that is given in full needs none from here
     if not train.derives_effective_batch and train.effective_batch_size != effective_batch:
-        return ResumeConstraints(updates=updates)
+        return None, updates
     grad_accum = 0 if train.grad_accum == "auto" else train.grad_accum
     if requested_micro_batch and requested_micro_batch * grad_accum * ranks == effective_batch:
-        return ResumeConstraints(updates=updates)
+        return None, updates
     rank_share, remainder = divmod(effective_batch, ranks)
     if remainder:
         possible_ranks = ", ".join(str(number) for number in divisors(effective_batch) if number <= 2 * ranks)
@@ -533,34 +539,9 @@ def resume_constraints(config: RunConfig, previous: PreviousRun | None, ranks: i
         )
     micro_batch = requested_micro_batch or previous.batch.micro_batch
     if rank_share % micro_batch and train.batch_size == "auto" and not previous.oom_micro_batch:
-        return ResumeConstraints(updates=updates)
+        return None, updates
     micro_batch = max(size for size in divisors(rank_share) if size <= micro_batch)
-    return ResumeConstraints(BatchPlan(micro_batch, rank_share // micro_batch, ranks), updates)
-
-
-def require_resumable_layout(folder: RunFolder, previous: PreviousRun | None, layout: LayoutName) -> None:
-    """Raises RunFolderError, before anything loads, where a run's checkpoint cannot be resumed in this layout."""
-    reason = previous.resume_obstacle(layout) if previous else None
-    if reason is None or previous is None:
-        return
-    from sft_play.training.checkpoints.checkpoints import last_complete_checkpoint
-
-    if last_complete_checkpoint(folder.checkpoints_path) is None:
-        return  # without a checkpoint it starts again from the first step
-    raise RunFolderError(
-        f"{folder.path} cannot be resumed: {reason}; resume with STRATEGY={previous.layout}, "
-        f"or write out what it has learned so far: make consolidate RUN={folder.shell_path}"
-    )
-
-
-def count_data_parallel_ranks(config: RunConfig, previous: PreviousRun | None, hardware: Hardware) -> int:
-    """Data-parallel ranks of a resumed run: those of its mesh, those that it had over as many processes, or all."""
-    mesh = parse_mesh(config.model.mesh_shape)
-    if mesh is not None:
-        return mesh.data_parallel_ranks
-    if previous is not None and previous.processes == hardware.ranks:
-        return previous.batch.ranks
-    return hardware.ranks
+    return BatchPlan(micro_batch, rank_share // micro_batch, ranks), updates
 
 
 @dataclass

@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 # Bytes of data that a plan reads to count their tokens: a few seconds.
 QUICK_BYTES = 32 * MIB
-_TOKENIZER_PATTERNS = ("tokenizer*", "vocab*")
-_TOKENIZER_FILE_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
 # Options of the data section that decide neither which rows there are nor their tokens.
 _OPTIONS_WITHOUT_EFFECT = frozenset({"on_bad_row", "max_lost_fraction", "workers", "process", "documents"})
 
@@ -82,7 +80,7 @@ def count_row_tokens_if_quick(
             )
             continue
         folder = find_model_folder(config.model.name)
-        if folder is None or not any(any(folder.glob(name)) for name in _TOKENIZER_PATTERNS):
+        if folder is None or not any(any(folder.glob(name)) for name in ("tokenizer*", "vocab*")):
             continue
         if data_bytes <= QUICK_BYTES:
             try:
@@ -130,7 +128,9 @@ def _cache_path(config: RunConfig) -> Path:
     folder = find_model_folder(config.model.name)
     tokenizer: list[Any] = [config.model.name, config.model.revision]
     if folder is not None:
-        tokenizer = sorted(_file_state(path) for pattern in _TOKENIZER_FILE_PATTERNS for path in folder.glob(pattern))
+        tokenizer = sorted(
+            _file_state(path) for pattern in ("*.json", "*.jinja", "*.model", "*.txt") for path in folder.glob(pattern)
+        )
     options = config.data.model_dump(mode="json", exclude=set(_OPTIONS_WITHOUT_EFFECT))
     code = Path(__file__).parents[1] / "data"
     key_parts = {

@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 # What accelerate asks for on several RTX 40 with an older driver than `_WORKING_P2P_DRIVER`.
 P2P_OFF_VARIABLES = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
-_WORKING_P2P_DRIVER = [550, 40, 7]
-
 
 def restrict_to_device(config: RunConfig, hardware: Hardware) -> Hardware:
     """This machine as `train.device` restricts it."""
@@ -228,9 +226,7 @@ def has_broken_p2p(names: Sequence[str], driver: str | None) -> bool:
     """accelerate's own rule (utils/environment.py, `check_cuda_p2p_ib_support`): the machine has several GPUs, visible
     or not, one of them an RTX 40, and an older driver; however many processes there are."""
     version = [int(part) for part in re.findall(r"\d+", driver or "")]
-    return (
-        len(names) > 1 and any("RTX 40" in name for name in names) and bool(version) and version < _WORKING_P2P_DRIVER
-    )
+    return len(names) > 1 and any("RTX 40" in name for name in names) and bool(version) and version < [550, 40, 7]
 
 
 def go_offline_without_hub(name: str) -> None:

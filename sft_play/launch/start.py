@@ -8,9 +8,7 @@ import json
 import logging
 import os
 import signal
-import subprocess
 from logging.handlers import MemoryHandler
-from typing import Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import Interrupted, RunFolderError, error_prefix
@@ -29,7 +27,9 @@ from sft_play.launch.request import (
 )
 from sft_play.launch.run_hardware import check_rank_gpu, prepare_libraries
 from sft_play.launch.torchrun import (
+    AGENT_MODULE,
     RESUMED_VARIABLE,
+    TORCHRUN_MODULE,
     LaunchCommand,
     rank_timeout_s,
     torchrun_command,
@@ -87,8 +87,10 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
             name = request.loaded.config.model.name
             description = f"{name} ({request.loaded.path})"
             if name == BASE_NAME:
-                size = "the starter's two million parameters"
-                description = f"{name}, {size} ({request.loaded.path}; a run of yours: CONFIG=my.yaml)"
+                description = (
+                    f"{name}, the starter's two million parameters ({request.loaded.path}; a run of yours: "
+                    "CONFIG=my.yaml)"
+                )
             logger.info("Base model: %s", one_line(description, limit=400))
         request = resolve_launch_request(request)
         exit_stack.enter_context(error_prefix(request.options.nodes.exported_note or None))
@@ -194,7 +196,15 @@ def launch_ranks(
         logger.info("Launch: %s", launch.shell_line)
         return 0, launch
     logger.debug("Launch: %s", launch.shell_line)
-    _require_fitting_adapter(loaded, plan)
+    if loaded.config.model.adapter is not None:  # refused here where it does not fit, before ranks are started
+        from sft_play.training.model.adapters import read_base_adapter
+        from sft_play.training.prepare.model_spec import build_model_spec
+        from sft_play.training.prepare.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(loaded.config)
+        size, new_rows = len(tokenizer.tokenizer), tokenizer.new_rows
+        spec = build_model_spec(loaded.config, plan.precision, tokenizer_size=size, new_rows=new_rows)
+        read_base_adapter(loaded.config, spec)
     # What is added now is not in the command that is shown and logged: typed by itself, or elsewhere, that starts a run
     # of its own, whose rank 0 plans.
     environment = dict(launch.environment)
@@ -202,8 +212,7 @@ def launch_ranks(
         card = node_card(
             loaded.config, plan.hardware, strategy=options.strategy, uses_deepspeed=options.deepspeed is not None
         )
-        meeting = meet_nodes(options.nodes, card, timeout_s=rank_timeout_s(loaded.config, os.environ))
-        environment |= meeting.gloo_variables(os.environ)
+        environment |= meet_nodes(options.nodes, card, timeout_s=rank_timeout_s(loaded.config, os.environ))
         exit_code = run_ranks(dataclasses.replace(launch, environment=environment), None)
         if exit_code not in (0, Interrupted.exit_code) and options.nodes.exported_note:  # the agent has told why
             logger.warning("Nodes: %s", options.nodes.exported_note)
@@ -277,38 +286,23 @@ def _ranks_command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> 
     )
 
 
-def _require_fitting_adapter(loaded: LoadedConfig, plan: Plan) -> None:
-    """Raises ModelError where the adapter that the run continues does not fit, before ranks are started."""
-    if loaded.config.model.adapter is None:
-        return
-    from sft_play.training.model.adapters import read_base_adapter
-    from sft_play.training.prepare.model_spec import build_model_spec
-    from sft_play.training.prepare.tokenizer import load_tokenizer
-
-    config, tokenizer = loaded.config, load_tokenizer(loaded.config)
-    spec = build_model_spec(
-        config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), new_rows=tokenizer.new_rows
-    )
-    read_base_adapter(config, spec)
-
-
 def run_ranks(launch: LaunchCommand, folder: RunFolder | None) -> int:
     """Start the ranks under the agent, leave no process behind; returns sft-play's exit code. The first signal is
     passed on to the agent, which waits until the ranks have saved; a second one ends everything at once."""
     require_free_port(launch.port)
     # without `PET_NNODES` and the like, which torchrun takes as defaults of its flags (`node_variables` has read them)
     environment = {name: text for name, text in os.environ.items() if not name.startswith("PET_")}
-    agent = signals.start_child(launch.agent_argv, environment={**environment, **launch.environment})
+    # our agent in the launcher's place
+    argv = [AGENT_MODULE if word == TORCHRUN_MODULE else word for word in launch.argv]
+    agent = signals.start_child(argv, environment={**environment, **launch.environment})
 
     def log_stop(signal_number: int) -> None:
-        name = signal.Signals(signal_number).name
         logger.warning("%s: the ranks save at the end of this step, then stop (before the first step, at once); a "
-                       "second ends them at once", name)  # fmt: skip
+                       "second ends them at once", signal.Signals(signal_number).name)  # fmt: skip
 
-    def kill_ranks(agent: subprocess.Popen[Any]) -> None:
-        failures.kill_process_tree(agent.pid)
-
-    with signals.supervise([agent], on_stop=log_stop, kill=kill_ranks) as received_signals:
+    with signals.supervise(
+        [agent], on_stop=log_stop, kill=lambda process: failures.kill_process_tree(process.pid)
+    ) as received_signals:
         agent_code = agent.wait()
         if agent_code < 0:  # the agent is gone, on which its ranks save and stop by themselves
             failures.kill_leftovers(agent.pid, grace_s=0 if len(received_signals) > 1 else failures.ORPHAN_GRACE_S)
@@ -316,7 +310,6 @@ def run_ranks(launch: LaunchCommand, folder: RunFolder | None) -> int:
 
 
 def _command_exit_code(agent_code: int, folder: RunFolder | None, *, was_stopped: bool) -> int:
-    """sft-play's exit code for that of the agent."""
     if agent_code < 0 and was_stopped:
         # by the request itself, which it met before it listened, or by a second one
         message = "stopped before the ranks were started" if agent_code == -signal.SIGTERM else "ended at once"

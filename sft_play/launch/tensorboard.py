@@ -274,22 +274,6 @@ def _is_alive(process: psutil.Process) -> bool:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def refuse_foreign_requests(tensorboard_app: Any, host: str) -> Any:
-    """Build a WSGI application that answers 403 to requests under a name, or from a page, that is not this machine's.
-    TensorBoard itself answers under any host name, also to pages of other origins."""
-    names = allowed_host_names(host)
-
-    def filtered_app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        if is_local_request(names, environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN")):
-            return tensorboard_app(environ, start_response)  # type: ignore[no-any-return]
-        body = b"This TensorBoard answers this machine alone, and the request names another in Host or Origin.\n"
-        headers = [("Content-Type", "text/plain"), ("X-Content-Type-Options", "nosniff")]
-        start_response("403 Forbidden", [*headers, ("Content-Length", str(len(body)))])
-        return [body]
-
-    return filtered_app
-
-
 def main() -> None:
     """Serve the folder that TensorBoard's own flags name, until it is stopped, or the run ends that it belongs to."""
     watch_parent()
@@ -297,7 +281,19 @@ def main() -> None:
     from tensorboard import default, main_lib, program
 
     def create_server(tensorboard_app: Any, flags: Any) -> Any:
-        return program.create_port_scanning_werkzeug_server(refuse_foreign_requests(tensorboard_app, flags.host), flags)
+        names = allowed_host_names(flags.host)
+
+        # answers 403 to requests under a name, or from a page, that is not this machine's: TensorBoard itself answers
+        # under any host name, also to pages of other origins
+        def filtered_app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+            if is_local_request(names, environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN")):
+                return tensorboard_app(environ, start_response)  # type: ignore[no-any-return]
+            body = b"This TensorBoard answers this machine alone, and the request names another in Host or Origin.\n"
+            headers = [("Content-Type", "text/plain"), ("X-Content-Type-Options", "nosniff")]
+            start_response("403 Forbidden", [*headers, ("Content-Length", str(len(body)))])
+            return [body]
+
+        return program.create_port_scanning_werkzeug_server(filtered_app, flags)
 
     main_lib.global_init()
     tensorboard = program.TensorBoard(plugins=default.get_plugins(), server_class=create_server)

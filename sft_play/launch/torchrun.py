@@ -36,11 +36,6 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What torch and accelerate read to find the other ranks.
 RENDEZVOUS_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-# How often srun, or an mpirun, has started this command.
-_TASK_COUNT_VARIABLES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
-_PROCESS_COUNT_VARIABLES = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
-# Values of torchrun's `--nproc-per-node` that mean one rank per GPU.
-_ALL_GPUS = ("gpu", "auto", "cuda")
 
 
 @dataclass(frozen=True)
@@ -51,11 +46,6 @@ class LaunchCommand:
     environment: Mapping[str, str] = field(default_factory=dict)
     # The port that this node listens on, where other nodes have to know it.
     port: int | None = None
-
-    @property
-    def agent_argv(self) -> tuple[str, ...]:
-        """The words with our agent in the launcher's place: what is run."""
-        return tuple(AGENT_MODULE if word == TORCHRUN_MODULE else word for word in self.argv)
 
     @property
     def shell_line(self) -> str:
@@ -101,25 +91,19 @@ def torchrun_command(
     if visible_gpus is not None:
         environment |= visible_gpu_variables(visible_gpus)
     if nccl_timeout_s is not None:
-        for name, value in nccl_variables(nccl_timeout_s).items():
-            if name not in (present_environment or {}):
-                environment[name] = value
+        # GPU ranks' variables beside the timeout of their process group, so that waiting ends when that says. The names
+        # are those of torch's `ProcessGroupNCCL.hpp` (2.13). A collective that times out ends its process (1 also
+        # aborts the communicator; torchrun sets the same). The watchdog that does this may itself hang in a CUDA call,
+        # which a second thread notices after 480 s by default, whatever the timeout of the collectives.
+        nccl_variables = {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, math.ceil(nccl_timeout_s))),
+        }
+        present = present_environment or {}
+        environment |= {name: value for name, value in nccl_variables.items() if name not in present}
     # only node 0 listens at MASTER_PORT; the others connect to it
     is_listening = nodes.count > 1 and nodes.rank == 0
     return LaunchCommand(tuple(argv), environment, nodes.port if is_listening else None)
-
-
-def nccl_variables(timeout_s: float) -> dict[str, str]:
-    """Variables of GPU ranks beside the timeout of their process group, so that waiting ends when that says.
-
-    The names are those of torch's `ProcessGroupNCCL.hpp` (2.13). A collective that times out ends its process (1 also
-    aborts the communicator; torchrun sets the same). The watchdog that does this may itself hang in a CUDA call, which
-    a second thread notices after 480 s by default, whatever the timeout of the collectives.
-    """
-    return {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, math.ceil(timeout_s))),
-    }
 
 
 def rank_timeout_s(config: RunConfig, environment: Mapping[str, str]) -> float:
@@ -285,9 +269,10 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
         renamed |= {"NODE_RANK": rank, "NNODES": world_size, "EXPORTED": line}
         if world_size != "1":
             lines.append(line)
-    for name in _PROCESS_COUNT_VARIABLES:
+    for name in ("NPROC_PER_NODE", "PET_NPROC_PER_NODE"):
         text = exported.get(name, "gpu")
-        if text not in _ALL_GPUS and "NPROC" not in {**exported, **renamed}:
+        # Values of torchrun's `--nproc-per-node` that mean one rank per GPU.
+        if text not in ("gpu", "auto", "cuda") and "NPROC" not in {**exported, **renamed}:
             renamed["NPROC"] = text
             lines.append(f"{name}={one_line(text)} in the environment is NPROC={one_line(text)}")
     return renamed, tuple(lines)
@@ -298,7 +283,8 @@ def refuse_repeated_starts(environment: Mapping[str, str], *, node_count: int) -
     run."""
     if node_count > 1 or rank_variables(environment):
         return
-    for name in _TASK_COUNT_VARIABLES:
+    # How often srun, or an mpirun, has started this command.
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE"):
         text = environment.get(name, "")
         # a job's own variable is there in its batch script too, which runs once
         is_task = not name.startswith("SLURM") or "SLURM_PROCID" in environment

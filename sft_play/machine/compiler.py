@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 # A compiler on a cold network disk takes seconds.
 COMPILE_TIMEOUT_S = 60.0
-# TRL's path in torch operations holds 7.3 tiles of 4,096 tokens x 32,768 words in fp32 at once (counted, trl 1.16).
-NO_TRITON_NOTE = "the loss runs without its kernel, slower and with up to 3.6 GiB beyond the plan; pip install triton"
 # The headers that Triton's own module includes, without those that Triton ships.
 _TRIAL_SOURCE = "#include <Python.h>\n#include <dlfcn.h>\n#include <stdbool.h>\n#include <stdlib.h>\nint answer = 42;\n"
 _TRITON_MODULE = "cuda_utils"
@@ -119,11 +117,14 @@ def require_inductor(hardware: Hardware, environment: Mapping[str, str]) -> None
 
 def require_compiler(hardware: Hardware, environment: Mapping[str, str]) -> None:
     """Raises HardwareError, before anything loads, where GPUs would run TRL's loss and Triton cannot build it."""
-    if hardware.device != "cuda":
-        return
     toolchain = find_toolchain(environment)
     if not toolchain.has_triton:
-        logger.warning("Triton is not installed, although torch's GPU builds bring it: %s", NO_TRITON_NOTE)
+        # TRL's path in torch operations holds 7.3 tiles of 4,096 tokens x 32,768 words in fp32 at
+        # once (counted, trl 1.16).
+        logger.warning(
+            "Triton is not installed, although torch's GPU builds bring it: the loss runs without its kernel, slower "
+            "and with up to 3.6 GiB beyond the plan; pip install triton"
+        )
     if problem := toolchain_obstacle(toolchain):
         raise HardwareError(
             f"Triton builds the loss kernel at the first step, which would fail here: {'; '.join(problem)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from sft_play.machine.gpu_catalog import BF16_CAPABILITY
 
@@ -117,16 +118,6 @@ class GpuStatus:
 
 
 @dataclass(frozen=True)
-class Topology:
-    """How each pair of GPUs is connected: `links` as `nvidia-smi topo -m` names them, `peer`: whether they may read
-    each other's memory (None: not known). Rows and columns follow `indices`."""
-
-    indices: tuple[int, ...]
-    links: tuple[tuple[str, ...], ...]
-    peer: tuple[tuple[bool | None, ...], ...]
-
-
-@dataclass(frozen=True)
 class GpuSnapshot:
     """All GPUs of a machine, whether or not a process can see them; `source` is who reported them."""
 
@@ -135,4 +126,6 @@ class GpuSnapshot:
     driver: str | None = None
     # The newest CUDA that the driver can run.
     driver_cuda: str | None = None
-    topology: Topology | None = None
+    # How each pair of GPUs is connected: `links` as `nvidia-smi topo -m` names them, `peer`: whether they may read each
+    # other's memory (None: not known). Rows and columns follow `indices`.
+    topology: Mapping[str, tuple[Any, ...]] | None = None

@@ -156,8 +156,6 @@ for _entry in CATALOG_ENTRIES:
     }:
         _ENTRIES_BY_KEY.setdefault(_key, []).append(_entry)
 
-_SUGGESTED_GPUS = ("L4", "A100-40GB", "L40S", "H100", "H200", "B200", "B300")
-
 
 def find_catalog_entries(name: str, driver_bytes: int | None = None) -> tuple[CatalogEntry, ...]:
     """The entries that a name can mean, the most likely first; a trailing size chooses among them (`H100-80GB`), and so
@@ -189,7 +187,10 @@ def _split_size(key: str) -> Iterator[tuple[str, int]]:
 
 def suggested_gpus() -> list[CatalogEntry]:
     """The GPUs that a plan suggests in place of the present ones: usual data-centre ones, the smallest first."""
-    return sorted((CATALOG_BY_KEY[catalog_key(name)] for name in _SUGGESTED_GPUS), key=lambda entry: entry.memory_bytes)
+    return sorted(
+        (CATALOG_BY_KEY[catalog_key(name)] for name in ("L4", "A100-40GB", "L40S", "H100", "H200", "B200", "B300")),
+        key=lambda entry: entry.memory_bytes,
+    )
 
 
 def nearest_gpu_names(name: str) -> list[str]:

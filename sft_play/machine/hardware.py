@@ -103,12 +103,6 @@ class Hardware:
         return data
 
 
-AMD_NOTE = (
-    "AMD's GPUs are planned for with the rules that were scored on NVIDIA's; nobody has compared the two yet, and no "
-    "run starts on them (docs/gpus.md)"
-)
-
-
 # --- a machine that is named ------------------------------------------------------------------------------------------
 # Text in, numbers out. The grammar is `[NODES x] [COUNT x] GPU [, OPTION=VALUE ...]`; `cpu` is a machine without GPUs.
 # docs/gpus.md says what the options mean.
@@ -149,7 +143,6 @@ _OPTIONS: dict[str, _ValueForm] = {
     "tdp": (rf"{_NUMBER}\s*(k?)W?", lambda match: 1000 if match[2] else 1, 1, 100_000, "watts, such as 350W"),
     "price": (_NUMBER, lambda match: 1, 0, math.inf, "a number without currency, per GPU and hour, such as 2.5"),
 }
-_WHOLE_NUMBERS = ("mem", "ram", "cores", "tdp")
 _HOST_OPTIONS = ("ram", "cores")
 
 
@@ -166,14 +159,24 @@ def parse_hardware(text: str) -> Hardware:
     if name is None:
         return machine
     entry, notes = _find_entry(name, text, is_memory_given="mem" in options)
-    gpu = _build_named_gpu(name, options, entry)
+    # a GPU with the rates of the catalogue, and the options in place of them
+    if entry is None:
+        # 16-bit units are the same for both formats where there is bfloat16: one rate that was given says both
+        gpu = Gpu(0, name, 0, None, None, bf16_flops=options.get("fp16"), fp16_flops=options.get("bf16"))
+    else:
+        gpu = _fill_rates(Gpu(0, f"{entry.vendor} {entry.name}", entry.memory_bytes, None, entry.capability), entry)
+    fields = {**_RATE_FIELDS, "total_bytes": "mem", "capability": "cc", "tdp_watts": "tdp"}
+    gpu = replace(gpu, **{field: options[option] for field, option in fields.items() if option in options})
     link = entry.link if entry else None
     if "link" in options:
         link = options["link"] / 2
         given_text = f"link={options['link'] / 1e9:g}GB/s"
         notes.append(f"{given_text} is read as data sheets quote it, both directions: {link / 1e9:g} GB/s each way")
     if gpu.is_amd:
-        notes.append(AMD_NOTE)
+        notes.append(
+            "AMD's GPUs are planned for with the rules that were scored on NVIDIA's; nobody has compared the two yet, "
+            "and no run starts on them (docs/gpus.md)"
+        )
     return replace(
         machine,
         gpus=tuple(replace(gpu, index=index) for index in range(node_count * gpus_per_node)),
@@ -231,7 +234,7 @@ def _parse_options(assignments: Sequence[str], text: str, *, has_gpus: bool) -> 
         number: Any = float(match[1]) * unit_factor(match) if match else math.nan
         if not minimum <= number <= maximum:
             raise HardwareError(f"{prefix}: {name} takes {expected}, not {one_line(value)!r}")
-        if name in _WHOLE_NUMBERS:
+        if name in ("mem", "ram", "cores", "tdp"):
             number = round(number)
         if name == "cc":
             number = tuple(map(int, value.split(".")))
@@ -273,17 +276,6 @@ _RATE_FIELDS = {
     "fp8_flops": "fp8",
     "fp32_flops": "fp32",
 }
-
-
-def _build_named_gpu(name: str, options: Mapping[str, Any], entry: CatalogEntry | None) -> Gpu:
-    """A GPU with the rates of the catalogue, and the options in place of them."""
-    if entry is None:
-        # 16-bit units are the same for both formats where there is bfloat16: one rate that was given says both
-        gpu = Gpu(0, name, 0, None, None, bf16_flops=options.get("fp16"), fp16_flops=options.get("bf16"))
-    else:
-        gpu = _fill_rates(Gpu(0, f"{entry.vendor} {entry.name}", entry.memory_bytes, None, entry.capability), entry)
-    fields = {**_RATE_FIELDS, "total_bytes": "mem", "capability": "cc", "tdp_watts": "tdp"}
-    return replace(gpu, **{field: options[option] for field, option in fields.items() if option in options})
 
 
 def _fill_rates(gpu: Gpu, entry: CatalogEntry) -> Gpu:

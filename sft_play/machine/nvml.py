@@ -12,7 +12,7 @@ import psutil
 
 from sft_play.log import one_line
 from sft_play.machine import host
-from sft_play.machine.gpu import GpuProcess, GpuSnapshot, GpuStatus, MigInstance, PcieLink, Topology
+from sft_play.machine.gpu import GpuProcess, GpuSnapshot, GpuStatus, MigInstance, PcieLink
 from sft_play.machine.gpu_catalog import BF16_CAPABILITY, find_catalog_entries
 
 VENDOR = "NVIDIA"
@@ -223,7 +223,9 @@ def _read_instances(nvml: Any, handle: Any) -> tuple[tuple[MigInstance, ...], Ex
     return tuple(instances), instances_error
 
 
-def _read_topology(nvml: Any, handles: dict[int, Any], links_by_gpu: dict[int, Counter[str]]) -> Topology:
+def _read_topology(
+    nvml: Any, handles: dict[int, Any], links_by_gpu: dict[int, Counter[str]]
+) -> dict[str, tuple[Any, ...]]:
     indices = tuple(handles)
     buses = {index: _bus_id(query(nvml, "nvmlDeviceGetPciInfo", handles[index])) for index in indices}
 
@@ -244,11 +246,11 @@ def _read_topology(nvml: Any, handles: dict[int, Any], links_by_gpu: dict[int, C
         status = query(nvml, "nvmlDeviceGetP2PStatus", handles[first], handles[second], _P2P_READ)
         return None if status is None else status == _P2P_OK
 
-    return Topology(
-        indices,
-        tuple(tuple(link_name(row, column) for column in indices) for row in indices),
-        tuple(tuple(can_read_peer(one, other) for other in indices) for one in indices),
-    )
+    return {
+        "indices": indices,
+        "links": tuple(tuple(link_name(row, column) for column in indices) for row in indices),
+        "peer": tuple(tuple(can_read_peer(one, other) for other in indices) for one in indices),
+    }
 
 
 def _read_nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:

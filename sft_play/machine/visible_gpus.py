@@ -148,12 +148,7 @@ def _matches_entry(item: ListedGpu, entry: str) -> bool:
 # below a root folder, which tests make up. Runs are planned for NVIDIA's GPUs; those of others are
 # found for one refusal (Apple's by torch, `training.prepare.device_checks`).
 
-# The PCI bus's numbers of makers and classes: 3D and other display controllers, and processing accelerators. A GPU of
-# AMD's or Intel's for a screen (VGA) does not count, which most processors have.
-_NVIDIA = "0x10de"
 _OTHER_VENDORS = {"0x1002": "AMD", "0x8086": "Intel"}
-_NVIDIA_CLASSES = ("0x03", "0x12")
-_OTHER_CLASSES = ("0x0302", "0x0380", "0x12")
 # NVIDIA's variable, which AMD's libraries read too, and AMD's own: a run on the CPU empties both.
 VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 CPU_HINT = "train.device=cpu trains on the CPU"
@@ -230,9 +225,11 @@ def _device_signs(root: Path) -> tuple[list[str], list[str]]:
     others = []
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
         vendor, device_class = (read_text_or_empty(device / name).strip() for name in ("vendor", "class"))
-        if vendor == _NVIDIA and device_class.startswith(_NVIDIA_CLASSES):
+        # NVIDIA's number as a maker, then classes: 3D and other display controllers, and processing accelerators. A GPU
+        # of AMD's or Intel's for a screen (VGA) does not count, which most processors have.
+        if vendor == "0x10de" and device_class.startswith(("0x03", "0x12")):
             signs.append(f"an NVIDIA GPU on the PCI bus ({device.name})")
-        elif vendor in _OTHER_VENDORS and device_class.startswith(_OTHER_CLASSES):
+        elif vendor in _OTHER_VENDORS and device_class.startswith(("0x0302", "0x0380", "0x12")):
             others.append(f"an accelerator of {_OTHER_VENDORS[vendor]}'s on the PCI bus ({device.name})")
     return signs, others
 

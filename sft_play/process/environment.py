@@ -21,8 +21,6 @@ LAUNCHER_VARIABLES = (
 )  # fmt: skip
 # Threads of each CPU rank of a run that is repeated: those that it had.
 THREADS_VARIABLE = "SFT_PLAY_THREADS"
-# Prefixes of other launchers' names for the same.
-LAUNCHER_PREFIXES = ("PET_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_")
 
 
 def independent_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -30,10 +28,11 @@ def independent_environment(environment: Mapping[str, str]) -> dict[str, str]:
     excluded = {*MAKE_COMMAND_VARIABLES, *LAUNCHER_VARIABLES}
     if "WORLD_SIZE" in environment:
         excluded.add("OMP_NUM_THREADS")
+    # Prefixes of other launchers' names for the same.
     variables = {
         name: value
         for name, value in environment.items()
-        if name not in excluded and not name.startswith(LAUNCHER_PREFIXES)
+        if name not in excluded and not name.startswith(("PET_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_"))
     }
     variables["ACCELERATE_CONFIG"] = "none"  # accelerate's own file may name several machines
     paths = [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH")]
@@ -52,7 +51,6 @@ SHORT_SPIN = {"GOMP_SPINCOUNT": "3000"}
 # On a busy machine they sleep at once: spinning takes the cores from the threads that they wait for. How they wait
 # changes no number, while fewer threads would round differently.
 NO_SPIN = {"OMP_WAIT_POLICY": "PASSIVE"}
-_THREAD_WAIT_VARIABLES = {*SHORT_SPIN, *NO_SPIN, "KMP_BLOCKTIME"}
 # From this many cores in use by others, the machine counts as busy.
 _BUSY_CORES = 0.5
 
@@ -67,7 +65,7 @@ def openmp_wait_variables(
     environment: Mapping[str, str], *, measure_busy_cores: Callable[[], float] = busy_cores
 ) -> dict[str, str]:
     """Variables to set before torch is loaded: how OpenMP's threads wait. Empty where the environment sets it."""
-    if _THREAD_WAIT_VARIABLES & set(environment):
+    if {*SHORT_SPIN, *NO_SPIN, "KMP_BLOCKTIME"} & set(environment):
         return {}
     return dict(NO_SPIN if measure_busy_cores() > _BUSY_CORES else SHORT_SPIN)
 

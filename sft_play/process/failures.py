@@ -140,8 +140,7 @@ def record_failure(kind: FailureKind, message: str, *, error: BaseException | No
 def read_failure(error_file: Path) -> Failure | None:
     """The failure that a rank recorded; None where it recorded none, or not in our form."""
     try:
-        fields = json.loads(error_file.read_text(encoding="utf-8"))["sft_play"]
-        return Failure(**fields)
+        return Failure(**json.loads(error_file.read_text(encoding="utf-8"))["sft_play"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -177,8 +176,8 @@ def install_process_guards() -> None:
         path = rank_file_path(FAULT_NAME)
         if path is not None:
             with contextlib.suppress(OSError):
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)  # open until the process ends
-                faulthandler.enable(descriptor, all_threads=False)
+                # open until the process ends
+                faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT), all_threads=False)
         signals.die_with_parent(os.getppid(), signal.SIGTERM)
         threading.Thread(target=_exit_after_agent, daemon=True, name="sft_play agent watch").start()
     elif "RANK" in os.environ:

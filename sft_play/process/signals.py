@@ -156,7 +156,15 @@ class StopSignals:
         if os.getpid() != self._pid:  # a fork, such as a data loader's worker: its parent ends it
             return
         if signal_number == signal.SIGHUP:
-            detach_dead_terminal()
+            # Standard output and error go to the null device once their terminal is closed: writing to it fails (EIO),
+            # also in the middle of the save that the signal asked for.
+            for descriptor in (1, 2):
+                try:
+                    os.write(descriptor, b"")
+                except OSError:
+                    null = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(null, descriptor)
+                    os.close(null)
         if _stop_requested_at is None:
             _stop_requested_at = time.monotonic()
             self._on_first(signal_number)
@@ -249,18 +257,6 @@ def run_child(
     with supervise([process]) as received_signals:
         stdout, _ = process.communicate()
     return ChildResult(process.returncode, stdout or "", bool(received_signals))
-
-
-def detach_dead_terminal() -> None:
-    """Send standard output and error to the null device once their terminal is closed: writing to it fails (EIO), also
-    in the middle of the save that the signal asked for."""
-    for descriptor in (1, 2):
-        try:
-            os.write(descriptor, b"")
-        except OSError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, descriptor)
-            os.close(null)
 
 
 if __name__ == "__main__":
