@@ -266,7 +266,7 @@ def test_what_a_class_does_beyond_short_rows_counts_where_rows_are_longer(kind):
     for longest in (16, size):
         assert "apart" in require_packable(config, attention="sdpa", max_row_tokens=longest)
     for longest in (size + 1, 10 * size, None):
-        with pytest.raises(ConfigError, match=f"{kind} does not keep .*; use model.max_seq_len={size}, up to which it"):
+        with pytest.raises(ConfigError, match=f"{kind} does not keep .*; use data.packing=none"):
             require_packable(config, attention="sdpa", max_row_tokens=longest)
 
 
