@@ -12,12 +12,10 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sft_play.errors import ModelError
@@ -25,10 +23,9 @@ from sft_play.log import one_line
 from sft_play.planner.memory.model_states import ABSMAX_BLOCK
 from sft_play.planner.memory.structure import NF4_BLOCK
 from sft_play.trace import kernels
-from sft_play.trace.kernels import chunk_gated_delta_rule
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
-from sft_play.training.model import nf4_experts
+from sft_play.training.model import attention_functions, nf4_experts
 from sft_play.training.model.language_model import drop_kernel_choices, prepare_text_config
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import trainable_rows
@@ -226,8 +223,6 @@ def build_skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
     if not supports_attention:  # no run with it starts either
         raise TraceUnavailable(f"{model_class.__name__} has no {missing}: take eager or auto, as a run must")
     if attention in VARLEN_ATTENTIONS:
-        from sft_play.training.model import attention_functions
-
         attention = attention_functions.VARLEN_ATTENTION
     if attention == "flash_attention_2":  # transformers' own path to it, under a name that requires no package
         attention = kernels.FLASH_NAME
@@ -285,15 +280,6 @@ def load_skeleton(model: Any, settings: StepSettings) -> Any:
     return model.train()
 
 
-def fill_buffers(model: Any) -> None:
-    """What a class computes its buffers to be, where tensors are real: some look up rows of tables by them."""
-    base = base_model(model)
-    for module in base.modules():
-        is_real = any(one is not None and not isinstance(one, FakeTensor) for one in module._buffers.values())
-        if is_real and all(one.is_floating_point() for one in module.parameters(recurse=False)):  # none in 4 bits
-            base._init_weights(module)
-
-
 def find_block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The list of a model's blocks and its path: of the outermost lists of modules that beside the token embedding, or
     the one with the most parameters; empty where there is none."""
@@ -338,7 +324,7 @@ def use_class_functions(model: nn.Module, settings: StepSettings) -> Iterator[No
     replaced = {name: getattr(class_module, name) for _, name in replaceable_functions(model)}
     for name, function in replaced.items():
         uses_traced_rule = settings.delta_rule == "fla" and name == "torch_chunk_gated_delta_rule"
-        setattr(class_module, name, chunk_gated_delta_rule if uses_traced_rule else inspect.unwrap(function))
+        setattr(class_module, name, kernels.chunk_gated_delta_rule if uses_traced_rule else inspect.unwrap(function))
     try:
         yield
     finally:
@@ -449,8 +435,9 @@ def _add_adapters(model: Any, settings: StepSettings) -> Any:
     if getattr(config, "target_parameters", None):
         config.target_parameters = experts.select_stacked_experts(model, config.target_parameters)
     size = model.config.vocab_size
-    new_rows = range(size - settings.new_tokens, size)
-    config.trainable_token_indices = trainable_rows(model, new_rows, saved_modules=config.modules_to_save or ())
+    config.trainable_token_indices = trainable_rows(
+        model, range(size - settings.new_tokens, size), saved_modules=config.modules_to_save or ()
+    )
     try:
         model = importlib.import_module("peft").get_peft_model(model, config)
     except ValueError as error:  # no run with these adapters starts
@@ -518,7 +505,7 @@ LOSS_SETUPS: dict[str, Callable[[Any], object]] = {
     "model": lambda base: None,
 }
 # What lets a model run kernels of this name; benchmarks add functions that allocate what Liger's do.
-KERNEL_CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {"plain": contextlib.nullcontext}
+KERNEL_CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {"plain": contextlib.nullcontext}
 # What changes a model on the meta device into that of an older version of transformers; benchmarks fill it.
 META_MODEL_CHANGES: list[Callable[[Any, StepSettings], None]] = []
 # What other scripts did to a model that was loaded, before its adapters were made; benchmarks fill it.

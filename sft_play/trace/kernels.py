@@ -90,10 +90,11 @@ _WORKSPACE_SIZES: dict[Any, Callable[[Any], tuple[int, ...]]] = {
 
 # --- scaled_dot_product_attention by CUDA's choice --------------------------------------------------------------------
 class CudaAttention:
-    """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.kernels`): [batch, heads, tokens, size]."""
+    """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.kernels`): [batch, heads, tokens, size], and the
+    output has the value's head size."""
 
     def __init__(self, capability: tuple[int, int], is_cudnn_enabled: Callable[[], bool]) -> None:
-        """`is_cudnn_enabled`: whether cuDNN's kernel is switched on at the moment."""
+        # whether cuDNN's kernel is switched on at the moment
         self._capability, self._is_cudnn_enabled = capability, is_cudnn_enabled
 
     def __call__(
@@ -107,7 +108,6 @@ class CudaAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Attention's output, of the query's shape with the value's head size."""
         if torch.is_autocast_enabled("cpu"):
             autocast_dtype = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(autocast_dtype), key.to(autocast_dtype), value.to(autocast_dtype)
@@ -209,9 +209,8 @@ CHUNK = 64
 _TILE = 64
 
 
+# ChunkGatedDeltaRuleFunction of the package.
 class _DeltaRule(torch.autograd.Function):
-    """ChunkGatedDeltaRuleFunction."""
-
     @staticmethod
     def forward(
         ctx: Any, q_BTHK: Any, k_BTHK: Any, v_BTVD: Any, g_BTV: Any, beta_BTV: Any, is_normalised: bool, rows: int

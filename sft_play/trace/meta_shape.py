@@ -126,8 +126,7 @@ def measure_shape(
     embedding, head = _call_getter(model, "get_input_embeddings"), _call_getter(model, "get_output_embeddings")
     path, blocks = find_block_list(model)
     if not isinstance(getattr(embedding, "weight", None), torch.Tensor) or not len(blocks):
-        problem = f"a {type(model).__name__} has no token embedding or no list of blocks"
-        raise ModelError(f"model {one_line(name)}: {problem}")
+        raise ModelError(f"model {one_line(name)}: {type(model).__name__} has no token embedding or no list of blocks")
     attention_kinds = _layer_attention_kinds(hf_config, len(blocks))
     package_names = (_DISTRIBUTIONS.get(one, one.replace("_", "-")) for one, _ in replaceable_functions(model))
     packages = tuple(dict.fromkeys(package_names))
@@ -243,20 +242,18 @@ def _layer_attention_kinds(hf_config: Any, count: int) -> list[AttentionKind]:
     window = _window_tokens(hf_config, ["sliding"])
     if layer_types is None:
         return ["sliding" if _config_number(hf_config, "sliding_window") else "full"] * count
-    kinds = [_to_attention_kind(str(kind)) for kind in layer_types]
-    return [kind if window or kind == "none" else "full" for kind in kinds]
+    kinds: list[AttentionKind] = []
+    for name in map(str, layer_types):
+        # what a type of block sees; a sparse attention counts as a full one, which needs no less
+        is_other_attention = "attention" in name and "linear" not in name
+        kind = _ATTENTION_KINDS.get(name, "full" if is_other_attention else "none")
+        kinds.append(kind if window or kind == "none" else "full")
+    return kinds
 
 
 def _per_layer_field(hf_config: Any, name: str, count: int) -> Sequence[Any] | None:
     values = _config_field(hf_config, name)
     return values if isinstance(values, list | tuple) and len(values) == count else None
-
-
-def _to_attention_kind(name: str) -> AttentionKind:
-    """What a type of block sees; a sparse attention counts as a full one, which needs no less."""
-    if name in _ATTENTION_KINDS:
-        return _ATTENTION_KINDS[name]
-    return "full" if "attention" in name and "linear" not in name else "none"
 
 
 def _window_tokens(hf_config: Any, attention_kinds: list[AttentionKind]) -> int | None:

@@ -183,7 +183,15 @@ class Patch:
             value = getattr(holder, last)
         except (ImportError, AttributeError) as error:
             raise self._outdated_error(f"{self.target} does not exist ({error})") from error
-        missing = set(self.parameters.split()) - _parameter_names(value) if self.parameters else set()
+        function = value.forward if isinstance(value, type) and hasattr(value, "forward") else value
+        try:
+            names = set(inspect.signature(function).parameters)
+        except (
+            TypeError,
+            ValueError,
+        ):  # C functions have none; `scaled_dot_product_attention` has them in its docstring
+            names = {word.strip("=,*() ").partition("=")[0] for word in (function.__doc__ or "").split()}
+        missing = set(self.parameters.split()) - names
         if missing:
             raise self._outdated_error(f"{self.target} no longer has the parameter {', '.join(sorted(missing))}")
         return holder, last, value
@@ -191,15 +199,6 @@ class Patch:
     def _outdated_error(self, problem: str) -> TraceUnavailable:
         library = self.target.partition(".")[0].partition(":")[0]
         return TraceUnavailable(f"patch '{self.name}' does not know {library} {installed_version(library)}: {problem}")
-
-
-def _parameter_names(value: Any) -> set[str]:
-    if isinstance(value, type) and hasattr(value, "forward"):
-        value = value.forward
-    try:
-        return set(inspect.signature(value).parameters)
-    except (TypeError, ValueError):  # C functions have none; `scaled_dot_product_attention` has them in its docstring
-        return {word.strip("=,*() ").partition("=")[0] for word in (value.__doc__ or "").split()}
 
 
 def conditional_patches(is_needed: Callable[[StepSettings], bool], *patches: Patch) -> tuple[Patch, ...]:

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
-from torch.utils.hooks import RemovableHandle
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.step_memory import BlockMode, MeasuredBlocks, cublas_workspace_bytes
 from sft_play.trace import build, kernels, patches
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import ReplayPeaks, StorageLog, replay
+from sft_play.training.model import attention_functions
 
 
 def trace_step(settings: StepSettings) -> TracedPeak:
@@ -63,8 +63,6 @@ def trace_context(
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")
     if settings.kernels not in build.KERNEL_CONTEXTS:
         raise TraceUnavailable("Liger's kernels run on a GPU alone")
-    from sft_play.training.model import attention_functions
-
     loop_class = LOOP_CLASSES[type(settings)]
     log = loop_class.log_class(workspace_sizes=functools.partial(kernels.workspace_sizes, on_gpu=settings.on_gpu))
     with contextlib.ExitStack() as stack:
@@ -128,8 +126,16 @@ class TracedLoop:
         """The model on this rank's GPU; a sharded one is loaded on the host, and only its shards arrive."""
         if not _is_sharded(self.settings):
             model = build.load_skeleton(skeleton, self.settings)
+            base = build.base_model(model)
+            # what a class computes its buffers to be, where tensors are real: some look up rows of tables by them
             with self.log.hide_allocations():
-                build.fill_buffers(model)
+                for module in base.modules():
+                    is_real = any(
+                        one is not None and not isinstance(one, FakeTensor) for one in module._buffers.values()
+                    )
+                    is_plain = all(one.is_floating_point() for one in module.parameters(recurse=False))  # not in 4 bits
+                    if is_real and is_plain:
+                        base._init_weights(module)
             return model
 
         with self.log.hide_allocations():
@@ -257,8 +263,7 @@ class TracedLoop:
     def optimizer_step(self, model: Any, optimizer: Any) -> None:
         """Clip, update, and free the gradients."""
         if self.settings.clip:
-            trained = [one for one in model.parameters() if one.requires_grad]
-            torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
+            torch.nn.utils.clip_grad_norm_([one for one in model.parameters() if one.requires_grad], 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -435,7 +440,8 @@ def run_blocks(
                     recorder.run_micro_step(rows, length)
                 measured_batches.append(recorder.measure_micro_step(rows, length, kind_indices))
             finally:
-                recorder.close()
+                for handle in recorder.handles:
+                    handle.remove()
                 model.zero_grad(set_to_none=True)
     return measured_batches
 
@@ -446,14 +452,10 @@ class _BlockRecorder:
     def __init__(self, loop: TracedLoop, model: Any, blocks: Sequence[nn.Module], block_mode: BlockMode) -> None:
         self._loop, self._model, self._blocks, self._block_mode = loop, model, blocks, block_mode
         self._log: StorageLog = loop.log
-        self._handles: list[RemovableHandle] = []
+        self.handles: list[Any] = []
         for layer, block in enumerate(blocks):
-            self._handles.append(block.register_forward_pre_hook(self._forward_start_hook(layer), with_kwargs=True))
-            self._handles.append(block.register_forward_hook(self._forward_end_hook(layer)))
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+            self.handles.append(block.register_forward_pre_hook(self._forward_start_hook(layer), with_kwargs=True))
+            self.handles.append(block.register_forward_hook(self._forward_end_hook(layer)))
 
     # --- the pass -----------------------------------------------------------------------------------------------------
     def run_micro_step(self, rows: int, length: int) -> bool:

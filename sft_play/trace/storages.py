@@ -300,8 +300,6 @@ def record_phase_end(peaks: ReplayPeaks, phase: str, allocator: CachingAllocator
     allocator.peak_allocated, allocator.peak_reserved = allocator.allocated_bytes, allocator.reserved_bytes
 
 
-WorkspaceSizes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
-
 # `_use_count()` of a gradient that only the engine's buffer holds, as a dispatch mode sees it (torch 2.11 to 2.13);
 # more means that something else keeps it and the engine must not add in place.
 _ENGINE_ONLY_USE_COUNT = 4
@@ -313,7 +311,7 @@ class StorageLog(TorchDispatchMode):
     not rounded to blocks; a fake boolean index counts as true everywhere; `is_padded` answers whether a mask has
     padding."""
 
-    def __init__(self, *, workspace_sizes: WorkspaceSizes | None = None) -> None:
+    def __init__(self, *, workspace_sizes: Callable[..., tuple[int, ...]] | None = None) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.current = self.peak = 0
