@@ -47,7 +47,7 @@ class _FakeNF4Product(torch.autograd.Function):
 
 
 @functools.cache
-def fake_nf4_class() -> type:
+def fake_nf4_class() -> Any:
     """The fake's class, a subclass of bitsandbytes' Linear4bit so that PEFT sees one."""
     linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
 
