@@ -12,12 +12,10 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sft_play.errors import ModelError
@@ -25,10 +23,9 @@ from sft_play.log import one_line
 from sft_play.planner.memory.model_states import ABSMAX_BLOCK
 from sft_play.planner.memory.structure import NF4_BLOCK
 from sft_play.trace import kernels
-from sft_play.trace.kernels import chunk_gated_delta_rule
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
-from sft_play.training.model import nf4_experts
+from sft_play.training.model import attention_functions, nf4_experts
 from sft_play.training.model.language_model import drop_kernel_choices, prepare_text_config
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import trainable_rows
@@ -50,7 +47,7 @@ class _FakeNF4Product(torch.autograd.Function):
 
 
 @functools.cache
-def fake_nf4_class() -> type:
+def fake_nf4_class() -> Any:
     """The fake's class, a subclass of bitsandbytes' Linear4bit so that PEFT sees one."""
     linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
 
@@ -119,15 +116,6 @@ class _FakeNF4Experts(nf4_experts.PackedWeight):
         return torch.empty(self.shape, dtype=self.dtype)
 
 
-def fake_nf4_experts(module: Any, name: str, settings: StepSettings) -> None:
-    """Put the fake of a packed weight in the place of a stacked one, on the meta device."""
-    weight, storage = getattr(module, name), getattr(torch, settings.quant_storage)
-    rows = math.ceil(weight.numel() / 2) // storage.itemsize
-    packed, fake_weight = torch.empty((rows, 1), dtype=storage, device="meta"), _FakeNF4Experts(module, name, settings)
-    setattr(module, name, nn.Parameter(packed, requires_grad=False))
-    nf4_experts.install_packed_weight(module, name, fake_weight)
-
-
 def _register_scales(module: nn.Module, prefix: str, weights: int, *, double_quant: bool) -> None:
     """What bitsandbytes keeps beside this many packed weights, as buffers on the meta device."""
     blocks = math.ceil(weights / NF4_BLOCK)
@@ -153,8 +141,9 @@ def wrap_dequantize(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """PEFT's `dequantize_module_weight` (DoRA needs a layer's norm), which also knows the fake."""
 
     def dequantize(module: Any) -> Any:
-        is_fake = isinstance(module, fake_nf4_class())
-        return module.dequantised(module.quantised_from) if is_fake else original(module)
+        if isinstance(module, fake_nf4_class()):
+            return module.dequantised(module.quantised_from)
+        return original(module)
 
     return dequantize
 
@@ -170,7 +159,7 @@ class FakeStateOptimizer:
         log: StorageLog,
         fp32_state_counts: Mapping[int, int] | None = None,
     ) -> None:
-        """`fp32_state_counts`: how many fp32 states a parameter has instead, by its `id`."""
+        # how many fp32 states a parameter has instead, by its `id`
         self._fp32_state_counts = fp32_state_counts or {}
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._state_sizes, self._log, self._has_states = state_sizes, log, False
@@ -208,30 +197,45 @@ def paged_adam_8bit_state_sizes(elements: int) -> tuple[int, ...]:
 # --------------------------------------------------------------------------------------------------
 # The model: the real class on the meta device, then its tensors as the trainer would step it.
 
-# What TRL's SFTTrainer asks of the chunked head (its metrics).
-HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
-
 
 def build_skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
     """The model on the meta device, quantised where the mode says so, with LoRA's adapters, or its first `depth`
     blocks; called outside a FakeTensorMode. Raises TraceUnavailable: the libraries know no such class; ModelError: PEFT
     refuses the adapters."""
     from transformers import AttentionInterface, AutoModelForCausalLM, masking_utils
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config, attention = language_model_config(settings), str(settings.attention)
-    model_class = _model_class(config, settings)
-    _require_attention(model_class, attention)
+    if settings.code is not None:
+        model_class = get_class_from_dynamic_module(config.auto_map["AutoModelForCausalLM"], settings.code)
+    elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    else:
+        raise TraceUnavailable(f"transformers has no causal language model for {type(config).__name__}")
+    supports_attention, missing = True, attention
+    if attention in ("sdpa", *VARLEN_ATTENTIONS):
+        supports_attention, missing = getattr(model_class, "_supports_sdpa", False), "sdpa"
+    if attention == "flash_attention_2":
+        compatible = getattr(model_class, "_compatible_flash_implementations", None) or [attention]
+        supports_attention = getattr(model_class, "_supports_flash_attn", False) and attention in compatible
+    if not supports_attention:  # no run with it starts either
+        raise TraceUnavailable(f"{model_class.__name__} has no {missing}: take eager or auto, as a run must")
     if attention in VARLEN_ATTENTIONS:
-        from sft_play.training.model import attention_functions
-
         attention = attention_functions.VARLEN_ATTENTION
     if attention == "flash_attention_2":  # transformers' own path to it, under a name that requires no package
         attention = kernels.FLASH_NAME
         AttentionInterface.register(attention, flash_attention_forward)
         masking_utils.AttentionMaskInterface.register(attention, masking_utils.flash_attention_mask)
-    if (implementation := _experts_implementation(settings, model_class)) is not None:
-        config._experts_implementation = implementation
+    # classes are left alone whose own code transformers does not reach
+    if model_class._can_set_experts_implementation():
+        config._experts_implementation = "grouped_mm"
+        if settings.experts == "cast":
+            config._experts_implementation = experts.CASTING_GROUPED_MM
+        elif settings.experts == "eager":
+            ALL_EXPERTS_FUNCTIONS.register(EXPERT_LOOP, _run_expert_loop)
+            config._experts_implementation = EXPERT_LOOP
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, settings.weights), attn_implementation=attention,
@@ -261,20 +265,19 @@ def load_skeleton(model: Any, settings: StepSettings) -> Any:
         model = _add_adapters(model, settings)
     base = base_model(model)
     if settings.checkpointing:
-        _enable_checkpointing(base, settings)
+        prefix = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
+        options = {f"{prefix}_checkpointing_kwargs": {"use_reentrant": settings.reentrant}}
+        getattr(base, f"{prefix}_checkpointing_enable")(**options)
+        if settings.checkpointed_layers is not None:
+            layers = require_blocks(base)
+            if not hasattr(layers[0], "gradient_checkpointing"):
+                raise TraceUnavailable(f"{type(layers[0]).__name__} has no switch for its own checkpointing")
+            for layer in layers[settings.checkpointed_layers :]:
+                layer.gradient_checkpointing = False
         if settings.peft is not None:
             base.enable_input_require_grads()  # as TRL does (1.16); reentrant checkpointing needs such an input
     LOSS_SETUPS[settings.loss](base)
     return model.train()
-
-
-def fill_buffers(model: Any) -> None:
-    """What a class computes its buffers to be, where tensors are real: some look up rows of tables by them."""
-    base = base_model(model)
-    for module in base.modules():
-        is_real = any(one is not None and not isinstance(one, FakeTensor) for one in module._buffers.values())
-        if is_real and all(one.is_floating_point() for one in module.parameters(recurse=False)):  # none in 4 bits
-            base._init_weights(module)
 
 
 def find_block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -321,7 +324,7 @@ def use_class_functions(model: nn.Module, settings: StepSettings) -> Iterator[No
     replaced = {name: getattr(class_module, name) for _, name in replaceable_functions(model)}
     for name, function in replaced.items():
         uses_traced_rule = settings.delta_rule == "fla" and name == "torch_chunk_gated_delta_rule"
-        setattr(class_module, name, chunk_gated_delta_rule if uses_traced_rule else inspect.unwrap(function))
+        setattr(class_module, name, kernels.chunk_gated_delta_rule if uses_traced_rule else inspect.unwrap(function))
     try:
         yield
     finally:
@@ -347,42 +350,17 @@ def language_model_config(settings: StepSettings) -> Any:
         config = drop_kernel_choices(
             AutoConfig.from_pretrained(settings.code, trust_remote_code=True)
         ).get_text_config()
-        config.update({"use_cache": False, "output_router_logits": False})
-        return config
-    fields = json.loads(json.dumps(dict(settings.model)))
-    model_type = fields.get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        raise TraceUnavailable(f"this version of transformers does not know model type {model_type!r}")
-    fields.pop("quantization_config", None)
-    config = prepare_text_config(CONFIG_MAPPING[model_type].from_dict(fields), fields)
+    else:
+        fields = json.loads(json.dumps(dict(settings.model)))
+        model_type = fields.get("model_type")
+        if model_type not in CONFIG_MAPPING:
+            raise TraceUnavailable(f"this version of transformers does not know model type {model_type!r}")
+        fields.pop("quantization_config", None)
+        config = prepare_text_config(CONFIG_MAPPING[model_type].from_dict(fields), fields)
+        config.vocab_size += settings.new_tokens
     # a cache would keep the keys and values of every layer; a balance loss of no routers ends in an IndexError
     config.update({"use_cache": False, "output_router_logits": False})
-    config.vocab_size += settings.new_tokens
     return config
-
-
-def _model_class(config: Any, settings: StepSettings) -> Any:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if settings.code is not None:
-        from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-        return get_class_from_dynamic_module(config.auto_map["AutoModelForCausalLM"], settings.code)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise TraceUnavailable(f"transformers has no causal language model for {type(config).__name__}")
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-
-
-def _require_attention(model_class: Any, attention: str) -> None:
-    """Raises TraceUnavailable for attention code that the class does not have: no run with it starts either."""
-    has_attention = True
-    if attention in ("sdpa", *VARLEN_ATTENTIONS):
-        attention, has_attention = "sdpa", getattr(model_class, "_supports_sdpa", False)
-    if attention == "flash_attention_2":
-        compatible = getattr(model_class, "_compatible_flash_implementations", None) or [attention]
-        has_attention = getattr(model_class, "_supports_flash_attn", False) and attention in compatible
-    if not has_attention:
-        raise TraceUnavailable(f"{model_class.__name__} has no {attention}: take eager or auto, as a run must")
 
 
 def _quantise(model: Any, settings: StepSettings) -> None:
@@ -405,19 +383,20 @@ def _quantise(model: Any, settings: StepSettings) -> None:
     if settings.quant_experts:
         nf4_experts.register_expert_quantizer()  # PEFT's part
         for _, module, name in list(experts.stacked_experts(model)):
-            fake_nf4_experts(module, name, settings)
+            storage, fake_weight = getattr(torch, settings.quant_storage), _FakeNF4Experts(module, name, settings)
+            rows = math.ceil(getattr(module, name).numel() / 2) // storage.itemsize
+            packed = torch.empty((rows, 1), dtype=storage, device="meta")
+            setattr(module, name, nn.Parameter(packed, requires_grad=False))
+            nf4_experts.install_packed_weight(module, name, fake_weight)
     model.is_loaded_in_4bit = True
     model.quantization_method = "bitsandbytes"
-
-
-# How the parts of a path begin that PEFT adds.
-_PEFT_PREFIXES = ("lora_", "modules_to_save", "trainable_tokens_")
 
 
 def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *, adapters: bool) -> None:
     """Storages for what is on the meta device, in module order, ties kept: the base's, or those that PEFT added."""
     for path, module in model.named_modules():
-        is_adapter = any(part.startswith(_PEFT_PREFIXES) for part in path.split("."))
+        # PEFT adds what is called so
+        is_adapter = re.search(r"(^|\.)(lora_|modules_to_save|trainable_tokens_)", path) is not None
         if is_adapter != adapters:
             continue
         for name, old in list(module._parameters.items()):
@@ -456,8 +435,9 @@ def _add_adapters(model: Any, settings: StepSettings) -> Any:
     if getattr(config, "target_parameters", None):
         config.target_parameters = experts.select_stacked_experts(model, config.target_parameters)
     size = model.config.vocab_size
-    new_rows = range(size - settings.new_tokens, size)
-    config.trainable_token_indices = trainable_rows(model, new_rows, saved_modules=config.modules_to_save or ())
+    config.trainable_token_indices = trainable_rows(
+        model, range(size - settings.new_tokens, size), saved_modules=config.modules_to_save or ()
+    )
     try:
         model = importlib.import_module("peft").get_peft_model(model, config)
     except ValueError as error:  # no run with these adapters starts
@@ -482,18 +462,6 @@ def _add_adapters(model: Any, settings: StepSettings) -> Any:
 # --- experts ----------------------------------------------------------------------------------------------------------
 # The name under which `_run_expert_loop` is registered in transformers.
 EXPERT_LOOP = "sft_play_traced_loop"
-
-
-def _experts_implementation(settings: StepSettings, model_class: Any) -> str | None:
-    """What transformers is to call the experts by; None leaves classes alone whose own code it does not reach."""
-    if not model_class._can_set_experts_implementation():
-        return None
-    if settings.experts == "cast":
-        return experts.CASTING_GROUPED_MM
-    if settings.experts == "eager":
-        ALL_EXPERTS_FUNCTIONS.register(EXPERT_LOOP, _run_expert_loop)
-        return EXPERT_LOOP
-    return "grouped_mm"
 
 
 def _run_expert_loop(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
@@ -526,7 +494,8 @@ def _expert_product(module: Any, rows: Any, name: str, expert: int) -> Any:
 # --- what the trainer sets --------------------------------------------------------------------------------------------
 def _fuse_head(base: Any) -> None:
     importlib.import_module("sft_play.training.model.fused_head").set_backbone_prefix(base)
-    importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)
+    # the outputs that TRL's SFTTrainer asks for (its metrics)
+    importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
 
 
 # What gives a model the loss of this name; benchmarks add those of older versions of transformers.
@@ -536,23 +505,11 @@ LOSS_SETUPS: dict[str, Callable[[Any], object]] = {
     "model": lambda base: None,
 }
 # What lets a model run kernels of this name; benchmarks add functions that allocate what Liger's do.
-KERNEL_CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {"plain": contextlib.nullcontext}
+KERNEL_CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {"plain": contextlib.nullcontext}
 # What changes a model on the meta device into that of an older version of transformers; benchmarks fill it.
 META_MODEL_CHANGES: list[Callable[[Any, StepSettings], None]] = []
 # What other scripts did to a model that was loaded, before its adapters were made; benchmarks fill it.
 LOADED_MODEL_CHANGES: list[Callable[[Any, StepSettings], None]] = []
-
-
-def _enable_checkpointing(base: Any, settings: StepSettings) -> None:
-    prefix = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
-    options = {f"{prefix}_checkpointing_kwargs": {"use_reentrant": settings.reentrant}}
-    getattr(base, f"{prefix}_checkpointing_enable")(**options)
-    if settings.checkpointed_layers is not None:
-        layers = require_blocks(base)
-        if not hasattr(layers[0], "gradient_checkpointing"):
-            raise TraceUnavailable(f"{type(layers[0]).__name__} has no switch for its own checkpointing")
-        for layer in layers[settings.checkpointed_layers :]:
-            layer.gradient_checkpointing = False
 
 
 def require_blocks(base: Any) -> list[Any]:

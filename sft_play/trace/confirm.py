@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -189,29 +188,29 @@ def _peft_config(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
 
 
 # --- remembered -------------------------------------------------------------------------------------------------------
-def _import_step() -> ModuleType:
-    """`trace.step`, which brings torch and transformers: it is loaded where something is measured."""
+def _import_module(name: str) -> ModuleType:
+    # a module of this folder that brings torch and transformers: it is loaded where something is measured
     with importing():
-        return importlib.import_module("sft_play.trace.step")
+        return importlib.import_module(f"sft_play.trace.{name}")
 
 
 def cached_trace(settings: StepSettings) -> TracedPeak:
     """`step.trace_step`, remembered; raises as that does."""
-
     key_fields = {"settings": settings.canonical_text(), "trace": TRACE_VERSION}
-    return load_or_measure("traces", key_fields, _PEAK_ADAPTER, lambda: _import_step().trace_step(settings))
+    return load_or_measure("traces", key_fields, _PEAK_ADAPTER, lambda: _import_module("step").trace_step(settings))
 
 
 def cached_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
     """`meta_shape.measure_shape_on_meta`, remembered, but not with remote code; raises as that does."""
-
-    def measure() -> ModelShape:
-        with importing():
-            from sft_play.trace import meta_shape
-        return meta_shape.measure_shape_on_meta(config, name=name, trust_remote_code=trust_remote_code)
-
-    key_fields = {"config": config, "shape": SHAPE_VERSION}
-    shape = load_or_measure("shapes", key_fields, _SHAPE_ADAPTER, measure, cacheable=not trust_remote_code)
+    shape = load_or_measure(
+        "shapes",
+        {"config": config, "shape": SHAPE_VERSION},
+        _SHAPE_ADAPTER,
+        lambda: _import_module("meta_shape").measure_shape_on_meta(
+            config, name=name, trust_remote_code=trust_remote_code
+        ),
+        cacheable=not trust_remote_code,
+    )
     return replace(shape, name=name)
 
 
@@ -280,7 +279,7 @@ class BlockMeter:
         kind_indices = leading_blocks(shape.layer_order)
         settings = self._step_settings(config, shape, precision, step, element_bytes, block_mode)
         padded_step = replace(step, varlen=False, one_by_one=False, padded=True, masks=True)
-        measurement = BlockMeasurement(
+        return BlockMeasurement(
             settings,
             self._step_settings(config, shape, precision, padded_step, element_bytes, block_mode)
             if step.varlen
@@ -290,8 +289,7 @@ class BlockMeter:
             # adapters' gradients are too small to tell whether they are added to older ones
             is_accumulating and block_mode != "evaluated" and config.tuning.mode == "full",
             sum(shape.layers[place].params for place in kind_indices) + shape.embedding_params + shape.head_params,
-        )
-        return measurement.load_measured_blocks(batch, step.length)
+        ).load_measured_blocks(batch, step.length)
 
     def _step_settings(
         self,
@@ -350,24 +348,24 @@ class BlockMeasurement:
         if rows > batches[-1]:  # the next power of two, and the one before
             upper = 1 << (rows - 1).bit_length()
             batches = (upper // 2, upper)
-        measured_batches = self._load_measured_batches(batches, length)
-        next_measured = next(one for one in measured_batches if one.batch >= rows)
-        if next_measured.batch == rows:
-            return next_measured
-        return interpolate(measured_batches[measured_batches.index(next_measured) - 1], next_measured, rows)
-
-    def _load_measured_batches(self, batches: tuple[int, ...], length: int) -> list[MeasuredBlocks]:
         key_fields = {
             "settings": self.settings.canonical_text(), "way": self.block_mode, "places": self.kind_indices,
             "accumulates": self.is_accumulating, "batches": batches, "length": length, "blocks": BLOCKS_VERSION,
         }  # fmt: skip
         key = json.dumps(key_fields)
         if key not in _blocks_by_key:
-            measure = partial(self.measure, batches, length)
             _blocks_by_key[key] = load_or_measure(
-                "blocks", key_fields, _BLOCKS_ADAPTER, measure, cacheable=self.settings.code is None
+                "blocks",
+                key_fields,
+                _BLOCKS_ADAPTER,
+                lambda: self.measure(batches, length),
+                cacheable=self.settings.code is None,
             )
-        return _blocks_by_key[key]
+        measured_batches = _blocks_by_key[key]
+        next_measured = next(one for one in measured_batches if one.batch >= rows)
+        if next_measured.batch == rows:
+            return next_measured
+        return interpolate(measured_batches[measured_batches.index(next_measured) - 1], next_measured, rows)
 
     def measure(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         """Measure steps, on tensors without bytes or on a few real ones. Raises ModelError: neither is possible."""
@@ -395,11 +393,16 @@ class BlockMeasurement:
             ) from None
 
     def _measure_fake(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
-        is_short = length <= 4 * self._chunk_tokens
-        if is_short or not self._is_linear_in_tokens or not self._needs_more_operators():
-            return self._run_blocks([(rows, length) for rows in batches])
-        # as many tokens in short rows of two lengths, extrapolated to rows of `length`
         sizes = (2 * self._chunk_tokens, self._chunk_tokens)
+        long, short = 0, 0
+        if length > 2 * sizes[0] and self._is_linear_in_tokens:
+            batch_shapes = [(1, size) for size in sizes]
+            long, short = _import_module("step").count_operators(
+                self.settings, batch_shapes, depth=len(self.kind_indices)
+            )
+        if long <= short:
+            return self._run_blocks([(rows, length) for rows in batches])
+        # operators grow with the length: as many tokens in short rows of two lengths, extrapolated to rows of `length`
         measured = iter(self._run_blocks([(-(-rows * length // size), size) for rows in batches for size in sizes]))
         return [
             replace(interpolate(few, many, rows), ends=())
@@ -415,14 +418,8 @@ class BlockMeasurement:
 
     @property
     def _is_linear_in_tokens(self) -> bool:
-        """Whether bytes grow with tokens, and not with the square of a row's."""
-        settings = self.settings
-        return settings.attention != "eager" and "padded" not in (settings.mask, settings.eval_mask)
-
-    def _needs_more_operators(self) -> bool:
-        batch_shapes = [(1, 2 * self._chunk_tokens), (1, self._chunk_tokens)]
-        long, short = _import_step().count_operators(self.settings, batch_shapes, depth=len(self.kind_indices))
-        return bool(long > short)
+        # bytes grow with tokens, and not with the square of a row's
+        return self.settings.attention != "eager" and "padded" not in (self.settings.mask, self.settings.eval_mask)
 
     def _run_blocks(
         self, batch_shapes: Sequence[tuple[int, int]], *, uses_real_tensors: bool = False
@@ -430,7 +427,7 @@ class BlockMeasurement:
         settings = self.settings
         if uses_real_tensors:  # of which the CPU has no kernel that holds what a GPU's would
             settings = replace(settings, attention="eager")
-        measured: list[MeasuredBlocks] = _import_step().run_blocks(
+        measured: list[MeasuredBlocks] = _import_module("step").run_blocks(
             settings,
             batch_shapes,
             self.block_mode,
@@ -486,6 +483,8 @@ def load_run_model_shape(config: RunConfig) -> ModelShape:
     refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
     refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
     shape = load_planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
-    storage_note = quantised_storage_note(fields, config.tuning.mode)
-    shape = configured_shape(config, shape)
-    return replace(shape, text_only_note=text_only_note(fields), storage_note=storage_note)
+    return replace(
+        configured_shape(config, shape),
+        text_only_note=text_only_note(fields),
+        storage_note=quantised_storage_note(fields, config.tuning.mode),
+    )

@@ -90,10 +90,11 @@ _WORKSPACE_SIZES: dict[Any, Callable[[Any], tuple[int, ...]]] = {
 
 # --- scaled_dot_product_attention by CUDA's choice --------------------------------------------------------------------
 class CudaAttention:
-    """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.kernels`): [batch, heads, tokens, size]."""
+    """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.kernels`): [batch, heads, tokens, size], and the
+    output has the value's head size."""
 
     def __init__(self, capability: tuple[int, int], is_cudnn_enabled: Callable[[], bool]) -> None:
-        """`is_cudnn_enabled`: whether cuDNN's kernel is switched on at the moment."""
+        # whether cuDNN's kernel is switched on at the moment
         self._capability, self._is_cudnn_enabled = capability, is_cudnn_enabled
 
     def __call__(
@@ -107,7 +108,6 @@ class CudaAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Attention's output, of the query's shape with the value's head size."""
         if torch.is_autocast_enabled("cpu"):
             autocast_dtype = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(autocast_dtype), key.to(autocast_dtype), value.to(autocast_dtype)
@@ -116,7 +116,22 @@ class CudaAttention:
             return traced_flash_attention(query, key, value, dropout_p, is_causal, scale)
         if kernel == "math":
             raise TraceUnavailable("PyTorch would run its math kernel, which no run of this toolkit meets")
-        return _masked_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale)
+        mask, needs_gradient = attn_mask, _needs_gradient(query, key, value)
+        if mask is not None and mask.dtype == torch.bool:  # what is added to scores (attention.cpp)
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+        if kernel == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(
+                query, key, value, mask, needs_gradient, dropout_p, is_causal, False, scale=scale
+            )[0]
+        # the memory-efficient kernel, whose mask is additive with rows of a multiple of 8
+        if mask is not None:
+            columns = mask.shape[-1]
+            if columns % 8:
+                mask = F.pad(mask, (0, 8 - columns % 8))[..., :columns]
+            mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, needs_gradient, dropout_p, is_causal, scale=scale
+        )[0]
 
     def choose_kernel(self, query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> SdpaKernel:
         """CUDA's choice for these tensors."""
@@ -144,34 +159,6 @@ def traced_flash_attention(
     """The flash kernel; head sizes are padded to a multiple of 8 first."""
     size, (query, key, value) = query.shape[-1], _pad_head_size(query, key, value)
     return aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, scale=scale)[0][..., :size]
-
-
-def _masked_attention(
-    kernel: SdpaKernel,
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    dropout: float,
-    is_causal: bool,
-    scale: float | None,
-) -> Any:
-    """The memory-efficient kernel, whose mask is additive with rows of a multiple of 8; or cuDNN's, as it is."""
-    if mask is not None and mask.dtype == torch.bool:  # what is added to scores (attention.cpp)
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-    needs_gradient = _needs_gradient(query, key, value)
-    if kernel == "cudnn":
-        return aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, needs_gradient, dropout, is_causal, False, scale=scale
-        )[0]
-    if mask is not None:
-        columns = mask.shape[-1]
-        if columns % 8:
-            mask = F.pad(mask, (0, 8 - columns % 8))[..., :columns]
-        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, needs_gradient, dropout, is_causal, scale=scale
-    )[0]
 
 
 # --- the package flash-attn, under transformers' own interface --------------------------------------------------------
@@ -222,9 +209,8 @@ CHUNK = 64
 _TILE = 64
 
 
+# ChunkGatedDeltaRuleFunction of the package.
 class _DeltaRule(torch.autograd.Function):
-    """ChunkGatedDeltaRuleFunction."""
-
     @staticmethod
     def forward(
         ctx: Any, q_BTHK: Any, k_BTHK: Any, v_BTVD: Any, g_BTV: Any, beta_BTV: Any, is_normalised: bool, rows: int
@@ -248,7 +234,25 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         q, q_norm, k, _, v, decay, beta, _ = ctx.saved_tensors
         grad = grads[0].contiguous()
-        dq, dk, dv, dg, db = _backward_gradients(q, k, v, decay, beta, grad, ctx.rows)
+        # `chunk_gated_delta_rule_bwd`: the states are computed again; all of it lives until its end
+        states = _forward_states(k, v, ctx.rows)
+        dv = torch.empty_like(grad)
+        state_gradients = _empty_chunk_states(q, v, ctx.rows)
+        dv = torch.empty_like(dv)
+        dq, dk = _empty_by_value_head(q, v), _empty_by_value_head(k, v)
+        dg = decay.new_empty(-(-k.shape[3] // _TILE), *decay.shape)
+        dw = torch.empty_like(states[0])
+        dq = _sum_over_groups(dq, q)
+        dk = _sum_over_groups(dk, k)
+        dg = dg.sum(0)
+        second_dk, value_gradients = _empty_by_value_head(k, v), torch.empty_like(v)
+        second_dg, db = torch.empty_like(decay), torch.empty_like(beta)
+        second_dk = _sum_over_groups(second_dk, k)
+        dv = value_gradients
+        dk.add_(second_dk)
+        dg.add_(second_dg)
+        dg = torch.empty_like(dg)
+        del states, state_gradients, dw, second_dk, second_dg
         if q_norm is not None:
             dq, dk = torch.empty_like(dq), torch.empty_like(dk)
         return dq, dk, dv, dg, db, None, None
@@ -284,32 +288,6 @@ def _empty_chunk_states(k: Any, v: Any, rows: int) -> Any:
 def _forward_states(k: Any, v: Any, rows: int) -> tuple[Any, Any, Any, Any]:
     """w and u of the WY representation, the state before each chunk, and the values that are written to it."""
     return _empty_by_value_head(k, v), torch.empty_like(v), _empty_chunk_states(k, v, rows), torch.empty_like(v)
-
-
-def _backward_gradients(
-    q: Any, k: Any, v: Any, decay: Any, beta: Any, grad: Any, rows: int
-) -> tuple[Any, Any, Any, Any, Any]:
-    """`chunk_gated_delta_rule_bwd`: the states are computed again; all of it lives until its end."""
-    states = _forward_states(k, v, rows)
-    dv = torch.empty_like(grad)
-    state_gradients = _empty_chunk_states(q, v, rows)
-    dv = torch.empty_like(dv)
-    dq, dk = _empty_by_value_head(q, v), _empty_by_value_head(k, v)
-    tiles = -(-k.shape[3] // _TILE)
-    dg = decay.new_empty(tiles, *decay.shape)
-    dw = torch.empty_like(states[0])
-    dq = _sum_over_groups(dq, q)
-    dk = _sum_over_groups(dk, k)
-    dg = dg.sum(0)
-    second_dk, value_gradients = _empty_by_value_head(k, v), torch.empty_like(v)
-    second_dg, db = torch.empty_like(decay), torch.empty_like(beta)
-    second_dk = _sum_over_groups(second_dk, k)
-    dv = value_gradients
-    dk.add_(second_dk)
-    dg.add_(second_dg)
-    dg = torch.empty_like(dg)
-    del states, state_gradients, dw
-    return dq, dk, dv, dg, db
 
 
 def _sum_over_groups(gradient: Any, key: Any) -> Any:

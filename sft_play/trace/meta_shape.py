@@ -36,6 +36,8 @@ from sft_play.training.model.language_model import drop_kernel_choices, prepare_
 from sft_play.training.model.nf4_experts import ExpertQuantizer
 from sft_play.training.prepare.experts import holds_routed_experts
 
+_LINEAR_CLASSES = (nn.Linear, Conv1D)
+
 # The dtype of weights in a model that is measured.
 _WEIGHT_DTYPE = torch.bfloat16
 
@@ -106,14 +108,15 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
     if shape.model_type in MODEL_FAMILIES:
         return shape
     untrained_names = parameters_without_gradient(model, trust_remote_code=trust_remote_code)
-    untrained_params = sum(
-        one.numel() for name, one in model.named_parameters() if wildcard_name(name) in untrained_names
-    )
-    computes_own_logits = has_custom_logits(hf_config, trust_remote_code=trust_remote_code)
     return replace(
-        shape, adapter_placement=placement, untrained_params=untrained_params, has_custom_logits=computes_own_logits,
+        shape,
+        adapter_placement=placement,
+        untrained_params=sum(
+            one.numel() for name, one in model.named_parameters() if wildcard_name(name) in untrained_names
+        ),
+        has_custom_logits=has_custom_logits(hf_config, trust_remote_code=trust_remote_code),
         can_checkpoint=shape.can_checkpoint and not keeps_graphs(hf_config, trust_remote_code=trust_remote_code),
-    )  # fmt: skip
+    )
 
 
 def measure_shape(
@@ -123,9 +126,7 @@ def measure_shape(
     embedding, head = _call_getter(model, "get_input_embeddings"), _call_getter(model, "get_output_embeddings")
     path, blocks = find_block_list(model)
     if not isinstance(getattr(embedding, "weight", None), torch.Tensor) or not len(blocks):
-        raise ModelError(
-            f"model {one_line(name)}: a {type(model).__name__} has no token embedding or no list of blocks"
-        )
+        raise ModelError(f"model {one_line(name)}: {type(model).__name__} has no token embedding or no list of blocks")
     attention_kinds = _layer_attention_kinds(hf_config, len(blocks))
     package_names = (_DISTRIBUTIONS.get(one, one.replace("_", "-")) for one, _ in replaceable_functions(model))
     packages = tuple(dict.fromkeys(package_names))
@@ -135,6 +136,11 @@ def measure_shape(
     heads = _config_number(hf_config, "num_attention_heads") or 1
     width = embedding.weight.shape[1]
     hidden = _config_number(hf_config, "hidden_size") or width
+    outer_linears = tuple(
+        replace(_linear_shape(module_path.rpartition(".")[2], module), adaptable=module_path not in without_adapter)
+        for module_path, module in model.named_modules()
+        if isinstance(module, _LINEAR_CLASSES) and module is not head and not module_path.startswith(f"{path}.")
+    )
     shape = ModelShape(
         name=name,
         model_type=str(hf_config.model_type),
@@ -175,18 +181,23 @@ def measure_shape(
         attention_dropout=next(
             (float(rate) for name in _ATTENTION_DROPOUT_FIELDS if (rate := _config_field(hf_config, name))), 0.0
         ),
-        position_rows=_count_learned_positions(model, hidden),
-        outer_linears=_outer_linears(model, head, path, without_adapter),
+        position_rows=sum(
+            module.weight.shape[0]
+            for path, module in model.named_modules()
+            if isinstance(module, nn.Embedding)
+            and module.weight.shape[1] == hidden
+            and path.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")
+        ),
+        outer_linears=outer_linears,
         can_checkpoint=bool(getattr(type(model), "supports_gradient_checkpointing", False)),
         has_fused_attention=bool(getattr(type(model), "_supports_sdpa", False)),
         source_note=f"that of {type(model).__name__}, measured on its class",
     )
-    weight_dtype_buffers = [one for one in model.buffers() if one.dtype == _WEIGHT_DTYPE]
     return replace(
         shape,
         outer_params=count_module_parameters(model) - shape.params,
         buffer_bytes=sum(one.nbytes for one in model.buffers() if one.dtype != _WEIGHT_DTYPE),
-        buffer_elements=sum(one.numel() for one in weight_dtype_buffers),
+        buffer_elements=sum(one.numel() for one in model.buffers() if one.dtype == _WEIGHT_DTYPE),
     )
 
 
@@ -220,23 +231,6 @@ def _measure_blocks(
     return measured
 
 
-def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Container[str]) -> tuple[LinearShape, ...]:
-    return tuple(
-        replace(_linear_shape(module_path.rpartition(".")[2], module), adaptable=module_path not in without_adapter)
-        for module_path, module in model.named_modules()
-        if _is_linear(module) and module is not head and not module_path.startswith(f"{path}.")
-    )
-
-
-def _count_learned_positions(model: nn.Module, hidden: int) -> int:
-    return sum(
-        module.weight.shape[0]
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and module.weight.shape[1] == hidden
-        and path.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")
-    )  # fmt: skip
-
-
 def _call_getter(model: nn.Module, getter: str) -> Any:
     return getattr(model, getter)() if hasattr(model, getter) else None
 
@@ -248,20 +242,18 @@ def _layer_attention_kinds(hf_config: Any, count: int) -> list[AttentionKind]:
     window = _window_tokens(hf_config, ["sliding"])
     if layer_types is None:
         return ["sliding" if _config_number(hf_config, "sliding_window") else "full"] * count
-    kinds = [_to_attention_kind(str(kind)) for kind in layer_types]
-    return [kind if window or kind == "none" else "full" for kind in kinds]
+    kinds: list[AttentionKind] = []
+    for name in map(str, layer_types):
+        # what a type of block sees; a sparse attention counts as a full one, which needs no less
+        is_other_attention = "attention" in name and "linear" not in name
+        kind = _ATTENTION_KINDS.get(name, "full" if is_other_attention else "none")
+        kinds.append(kind if window or kind == "none" else "full")
+    return kinds
 
 
 def _per_layer_field(hf_config: Any, name: str, count: int) -> Sequence[Any] | None:
     values = _config_field(hf_config, name)
     return values if isinstance(values, list | tuple) and len(values) == count else None
-
-
-def _to_attention_kind(name: str) -> AttentionKind:
-    """What a type of block sees; a sparse attention counts as a full one, which needs no less."""
-    if name in _ATTENTION_KINDS:
-        return _ATTENTION_KINDS[name]
-    return "full" if "attention" in name and "linear" not in name else "none"
 
 
 def _window_tokens(hf_config: Any, attention_kinds: list[AttentionKind]) -> int | None:
@@ -284,10 +276,6 @@ def _config_number(hf_config: Any, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, Conv1D))
-
-
 def _linear_shape(path: str, module: nn.Module) -> LinearShape:
     rows, columns = module.weight.shape
     inputs, outputs = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
@@ -299,24 +287,40 @@ def _linear_shape(path: str, module: nn.Module) -> LinearShape:
 def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: bool = False) -> LayerKind:
     """One block as its own kind (count 0, so that equal blocks compare equal)."""
     modules = dict(block.named_modules())
-    linears = tuple(_linear_shape(path, module) for path, module in modules.items() if _is_linear(module))
-    experts = _expert_tensors(block)
-    width = _expert_width([tensor for _, tensor in experts if tensor.dim() == 3])
+    linears = tuple(
+        _linear_shape(path, module) for path, module in modules.items() if isinstance(module, _LINEAR_CLASSES)
+    )
+    # weights and biases of routed experts with their paths: one tensor per projection holds all experts
+    experts = [
+        (f"{path}.{name}", tensor)
+        for path, module in modules.items()
+        if holds_routed_experts(path, module)
+        for name, tensor in module.named_parameters(recurse=False)
+        if tensor.dim() == 3 or name.endswith("_bias")
+    ]
+    # what its modules are set to (`is_kv_shared_layer`), but for their place among the blocks
+    settings = [
+        (path, name, value)
+        for path, module in modules.items()
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, bool | int | str) and not name.startswith("_") and not _POSITION_ATTRIBUTES.search(name)
+    ]
     mlp = next((linear.inputs for linear in linears if linear.name in _DOWN_PROJECTIONS and not linear.is_attention), 0)
     kind = LayerKind(
         count=0,
-        settings=_settings_digest(block),
+        settings=hashlib.sha256(repr(settings).encode()).hexdigest()[:8],
         linears=linears,
         attention=attention,
         mlp_width=0 if experts else mlp,
         num_experts=experts[0][1].shape[0] if experts else 0,
-        expert_width=width,
+        expert_width=_expert_width([tensor for _, tensor in experts if tensor.dim() == 3]),
         expert_params=sum(tensor.numel() for _, tensor in experts),
         expert_weights=tuple(StackedExpertWeight(path, *tensor.shape) for path, tensor in experts if tensor.dim() == 3),
         router_params=sum(
             count_module_parameters(module)
             for path, module in modules.items()
-            if path.endswith((".gate", ".router")) and not any(_is_linear(part) for part in module.modules())
+            if path.endswith((".gate", ".router"))
+            and not any(isinstance(part, _LINEAR_CLASSES) for part in module.modules())
         ),
         norm_params=sum(count_module_parameters(module) for module in modules.values() if _is_norm(module)),
         # what linear attention's last projection reads are its value heads
@@ -325,28 +329,6 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         else 0,
     )
     return replace(kind, other_params=count_module_parameters(block) - kind.params)
-
-
-def _settings_digest(block: nn.Module) -> str:
-    """A short text of what its modules are set to (`is_kv_shared_layer`), but for their place among the blocks."""
-    values = [
-        (path, name, value)
-        for path, module in block.named_modules()
-        for name, value in sorted(vars(module).items())
-        if isinstance(value, bool | int | str) and not name.startswith("_") and not _POSITION_ATTRIBUTES.search(name)
-    ]
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:8]
-
-
-def _expert_tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Weights and biases of routed experts with their paths: one tensor per projection holds all experts."""
-    return [
-        (f"{path}.{name}", tensor)
-        for path, module in block.named_modules()
-        if holds_routed_experts(path, module)
-        for name, tensor in module.named_parameters(recurse=False)
-        if tensor.dim() == 3 or name.endswith("_bias")
-    ]
 
 
 def _expert_width(matrices: Sequence[torch.Tensor]) -> int:

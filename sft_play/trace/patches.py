@@ -43,17 +43,16 @@ class TraceState:
         return self.settings.cudnn == "always" or (self.settings.cudnn == "training" and not self.is_evaluating)
 
 
-def cuda_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """CUDA's dropout: keeps a mask of one byte an element for backward."""
+def _cuda_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     return torch.ops.aten.native_dropout(input, p, True)[0] if training and p > 0 else input
 
 
-class GroupedProduct(torch.autograd.Function):
+class _GroupedProduct(torch.autograd.Function):
     """CUDA's grouped product in other dtypes than bf16: rows of inputs, experts x inputs x outputs; rows of outputs."""
 
     @staticmethod
     def forward(ctx: Any, rows: Any, weight: Any) -> Any:
-        """Each is held for the other's gradient, as by the derivative of `_grouped_mm`."""
+        # each is held for the other's gradient, as by the derivative of `_grouped_mm`
         needs_row_gradient, needs_weight_gradient = ctx.needs_input_grad
         ctx.save_for_backward(rows if needs_weight_gradient else None, weight if needs_row_gradient else None)
         ctx.like = (rows.shape, weight.shape, rows.dtype)
@@ -61,15 +60,12 @@ class GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """The gradients that are asked for."""
         *shapes, dtype = ctx.like
         pairs = zip(shapes, ctx.needs_input_grad, strict=True)
         return tuple(torch.empty(shape, dtype=dtype) if is_needed else None for shape, is_needed in pairs)
 
 
-def make_flash_mask(original: Any, state: TraceState) -> Any:
-    """The mask that flash attention gets: None unless rows are padded."""
-
+def _make_flash_mask(original: Any, state: TraceState) -> Any:
     def mask(*sizes: Any, kv_length: int, attention_mask: Any = None, **options: Any) -> Any:
         is_read = attention_mask is not None and state.active_mask == "padded"
         return attention_mask[:, -kv_length:] if is_read else None
@@ -77,8 +73,7 @@ def make_flash_mask(original: Any, state: TraceState) -> Any:
     return mask
 
 
-def make_flash_imports(original: Any, _: TraceState) -> Any:
-    """The functions of the package flash-attn, by PyTorch's operators of the same kernels."""
+def _make_flash_imports(original: Any, _: TraceState) -> Any:
     utils = importlib.import_module("transformers.modeling_flash_attention_utils")
 
     def imports(implementation: Any, *more: Any, **options: Any) -> Any:
@@ -89,17 +84,15 @@ def make_flash_imports(original: Any, _: TraceState) -> Any:
     return imports
 
 
-def full_row_data(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """transformers' `_get_unpad_data` where every position counts as a token, as the plan assumes."""
+def _full_row_data(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    # every position counts as a token, as the plan assumes
     lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
     indices = torch.empty((attention_mask.numel(), 1), dtype=torch.int64).flatten()
     ends = torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
     return indices, ends, int(attention_mask.shape[-1])
 
 
-def make_pack_boundaries(original: Any, state: TraceState) -> Any:
-    """Boundaries and longest lengths of packs, of the right shapes without reading position ids."""
-
+def _make_pack_boundaries(original: Any, state: TraceState) -> Any:
     def borders(position_ids: torch.Tensor) -> Any:
         rows, longest = state.settings.micro_batch, state.settings.seq_len
         ends = torch.zeros(rows + 1, dtype=torch.int32)
@@ -108,9 +101,7 @@ def make_pack_boundaries(original: Any, state: TraceState) -> Any:
     return borders
 
 
-def make_logged_resize(original: Any, state: TraceState) -> Any:
-    """Resizing a storage, which the log sees."""
-
+def _make_logged_resize(original: Any, state: TraceState) -> Any:
     def resize_(self: Any, size: int) -> Any:
         out = original(self, size)
         state.log.record_resize(self)
@@ -119,9 +110,7 @@ def make_logged_resize(original: Any, state: TraceState) -> Any:
     return resize_
 
 
-def make_logged_stream(original: Any, state: TraceState) -> Any:
-    """Entering a stream: what is allocated inside belongs to it."""
-
+def _make_logged_stream(original: Any, state: TraceState) -> Any:
     @contextlib.contextmanager
     def enter_stream(stream: Any) -> Iterator[None]:
         with original(stream), state.log.use_stream(log_stream(stream)):
@@ -135,15 +124,12 @@ def log_stream(stream: Any) -> Any:
     return None if stream is importlib.import_module("torch.cpu")._default_cpu_stream else stream
 
 
-def swap_by_data(t1: Any, t2: Any) -> None:
-    """Swapping tensors by assigning their data: works where a weak reference is held."""
+def _swap_by_data(t1: Any, t2: Any) -> None:
     if t1 is not t2:
         t1.data = t2.data
 
 
-def make_unlogged(original: Any, state: TraceState) -> Any:
-    """A method whose allocations the log does not count."""
-
+def _make_unlogged(original: Any, state: TraceState) -> Any:
     def propagate(self: Any, *args: Any, **options: Any) -> Any:
         with state.log.hide_allocations():
             return original(self, *args, **options)
@@ -160,9 +146,7 @@ def is_half_under_autocast(value: Any) -> bool:
     )
 
 
-def make_fp32_layer_norm(original: Any, _: TraceState) -> Any:
-    """Layer norm in fp32 under autocast, as CUDA's list has it."""
-
+def _make_fp32_layer_norm(original: Any, _: TraceState) -> Any:
     def layer_norm(
         input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
     ) -> torch.Tensor:
@@ -199,7 +183,15 @@ class Patch:
             value = getattr(holder, last)
         except (ImportError, AttributeError) as error:
             raise self._outdated_error(f"{self.target} does not exist ({error})") from error
-        missing = set(self.parameters.split()) - _parameter_names(value) if self.parameters else set()
+        function = value.forward if isinstance(value, type) and hasattr(value, "forward") else value
+        try:
+            names = set(inspect.signature(function).parameters)
+        except (
+            TypeError,
+            ValueError,
+        ):  # C functions have none; `scaled_dot_product_attention` has them in its docstring
+            names = {word.strip("=,*() ").partition("=")[0] for word in (function.__doc__ or "").split()}
+        missing = set(self.parameters.split()) - names
         if missing:
             raise self._outdated_error(f"{self.target} no longer has the parameter {', '.join(sorted(missing))}")
         return holder, last, value
@@ -207,15 +199,6 @@ class Patch:
     def _outdated_error(self, problem: str) -> TraceUnavailable:
         library = self.target.partition(".")[0].partition(":")[0]
         return TraceUnavailable(f"patch '{self.name}' does not know {library} {installed_version(library)}: {problem}")
-
-
-def _parameter_names(value: Any) -> set[str]:
-    if isinstance(value, type) and hasattr(value, "forward"):
-        value = value.forward
-    try:
-        return set(inspect.signature(value).parameters)
-    except (TypeError, ValueError):  # C functions have none; `scaled_dot_product_attention` has them in its docstring
-        return {word.strip("=,*() ").partition("=")[0] for word in (value.__doc__ or "").split()}
 
 
 def conditional_patches(is_needed: Callable[[StepSettings], bool], *patches: Patch) -> tuple[Patch, ...]:
@@ -235,22 +218,10 @@ def _make_grouped_mm(original: Any, state: TraceState) -> Any:
 
     def product(input: Any, weight: Any, offs: Any) -> Any:
         if has_grouped_mm and weight.dtype != torch.bfloat16:
-            return GroupedProduct.apply(input.to(weight.dtype), weight)
+            return _GroupedProduct.apply(input.to(weight.dtype), weight)
         return grouped_mm(input.to(weight.dtype), weight, offs)
 
     return product
-
-
-def _make_packed_indices(original: Any, state: TraceState) -> Any:
-    return lambda position_ids: (
-        torch.cumsum(torch.ones_like(position_ids), -1) if state.active_mask == "packed" else None
-    )
-
-
-def _make_is_packed(original: Any, state: TraceState) -> Any:
-    return lambda position_ids, batch_size: (
-        position_ids is not None and batch_size == 1 and state.active_mask == "packed"
-    )
 
 
 _FLASH_UTILS = "transformers.modeling_flash_attention_utils"
@@ -258,7 +229,7 @@ PATCHES: list[Patch] = [
     Patch("layer norm in fp32 under autocast", "torch.nn.functional:layer_norm",
           "input normalized_shape weight bias eps",
           "CUDA's autocast takes layer_norm in fp32 (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32); a CPU's does not",
-          make_fp32_layer_norm),
+          _make_fp32_layer_norm),
     Patch("powers in fp32 under autocast", "torch:pow", "",
           "CUDA's autocast takes pow in fp32 (the same list), which the stepwise GELU of GPT-2 calls; a CPU's does not",
           _make_pow),
@@ -270,7 +241,7 @@ PATCHES: list[Patch] = [
           )),
     Patch("dropout", "torch.nn.functional:dropout", "input p training inplace",
           "a CPU keeps the noise in the input's type, CUDA a mask of one byte (native_dropout)",
-          lambda original, state: cuda_dropout),
+          lambda original, state: _cuda_dropout),
     Patch("fake tensors count as real ones for masks", "transformers.masking_utils:is_tracing", "tensor",
           "transformers builds every S x S mask when it believes it is traced",
           lambda original, state: lambda tensor=None: False),
@@ -287,29 +258,33 @@ PATCHES: list[Patch] = [
     ),
     Patch("packing", "transformers.masking_utils:find_packed_sequence_indices", "position_ids",
           "transformers reads position ids for sequence borders; fake tensors have no values",
-          _make_packed_indices),
+          lambda original, state: lambda position_ids: (
+              torch.cumsum(torch.ones_like(position_ids), -1) if state.active_mask == "packed" else None
+          )),
     *conditional_patches(
         lambda settings: settings.attention == "flash_attention_2",
         Patch("the mask's content for flash attention", "transformers.masking_utils:flash_attention_mask",
               "attention_mask kv_length",
               "transformers asks `attention_mask.all()` to leave out a mask without padding, and fake tensors have no "
               "values",
-              make_flash_mask),
+              _make_flash_mask),
         Patch("the package flash-attn", f"{_FLASH_UTILS}:_lazy_imports", "implementation",
               "it runs only on CUDA; PyTorch's operators of the same kernels have fake implementations",
-              make_flash_imports),
+              _make_flash_imports),
         Patch("the loaded flash attention", f"{_FLASH_UTILS}:_loaded_implementation", "",
               "transformers remembers which one it loaded; it forgets this one when the trace ends",
               lambda original, state: None),
         Patch("where rows end", f"{_FLASH_UTILS}:_get_unpad_data", "attention_mask",
               "transformers reads lengths and places of tokens from the mask; fake tensors have no values",
-              lambda original, state: full_row_data),
+              lambda original, state: _full_row_data),
         Patch("whether a row is a pack", f"{_FLASH_UTILS}:_is_packed_sequence", "position_ids batch_size",
               "transformers reads position ids for it, in each layer; fake tensors have no values",
-              _make_is_packed),
+              lambda original, state: lambda position_ids, batch_size: (
+                  position_ids is not None and batch_size == 1 and state.active_mask == "packed"
+              )),
         Patch("where the chats of a pack end", f"{_FLASH_UTILS}:prepare_fa_kwargs_from_position_ids", "position_ids",
               "a class that does not pass the given boundaries down reads them from position ids",
-              make_pack_boundaries),
+              _make_pack_boundaries),
     ),
     *conditional_patches(
         lambda settings: settings.attention == "varlen",
@@ -323,10 +298,10 @@ PATCHES: list[Patch] = [
           lambda original, state: lambda device_type="cpu": original("cpu")),
     Patch("storages that are resized", "torch:UntypedStorage.resize_", "",
           "FSDP empties and refills gathered parameters without an operator",
-          make_logged_resize),
+          _make_logged_resize),
     Patch("swapped tensors", "torch.utils:swap_tensors", "t1 t2",
           "Module.to always swaps fake parameters, which fails where a weak reference is held",
-          lambda original, state: swap_by_data),
+          lambda original, state: _swap_by_data),
     *conditional_patches(
         lambda settings: settings.loss == "chunked" and settings.on_gpu,
         Patch("Triton's way through TRL's head", "trl.trainer.utils:_use_triton", "device",
@@ -370,7 +345,7 @@ PATCHES: list[Patch] = [
               "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
               "op_schema",
               "DTensor runs each new operator once on global shapes to learn its result's; those storages do not exist",
-              make_unlogged),
+              _make_unlogged),
         Patch("units of a sharded model", "accelerate.utils.fsdp_utils:fsdp2_prepare_model", "accelerator model",
               "accelerate's own function cuts them; a stand-in gives it what it reads of an accelerator"),
     ),
@@ -379,7 +354,7 @@ PATCHES: list[Patch] = [
         Patch("streams", "torch.cpu:stream", "stream",
               "FSDP gathers and reduces on streams of its own, whose blocks the allocator keeps apart; a CPU has "
               "none",
-              make_logged_stream),
+              _make_logged_stream),
     ),
     *conditional_patches(
         lambda settings: settings.strategy == "ddp",
@@ -398,10 +373,9 @@ def install_patches(state: TraceState) -> Iterator[None]:
     """The patches that these settings need, until the end of the block; raises TraceUnavailable as `resolve_target`."""
     with contextlib.ExitStack() as undo:
         for patch in PATCHES:
-            if not patch.is_needed(state.settings):
-                continue
-            holder, name, value = patch.resolve_target()
-            if patch.make is not None:
-                setattr(holder, name, patch.make(value, state))
-                undo.callback(setattr, holder, name, value)
+            if patch.is_needed(state.settings):
+                holder, name, value = patch.resolve_target()
+                if patch.make is not None:
+                    setattr(holder, name, patch.make(value, state))
+                    undo.callback(setattr, holder, name, value)
         yield

@@ -76,7 +76,7 @@ class StepSettings:
     # When sdpa may run cuDNN's kernel, which PyTorch prefers on some GPUs (`planner.kernels`);
     # training: not in an evaluation.
     cudnn: CudnnUse = "never"
-    # A name that `step.make_optimizer` knows. 8-bit ones with `_wide_embeddings` keep embeddings'
+    # A name that `TracedLoop.create_optimizer` knows. 8-bit ones with `_wide_embeddings` keep embeddings'
     # states in fp32.
     optimizer: str = "adamw_fused"
     clip: bool = True

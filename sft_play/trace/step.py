@@ -10,6 +10,7 @@ import logging
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
-from torch.utils.hooks import RemovableHandle
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.step_memory import BlockMode, MeasuredBlocks, cublas_workspace_bytes
 from sft_play.trace import build, kernels, patches
 from sft_play.trace.settings import VARLEN_ATTENTIONS, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import ReplayPeaks, StorageLog, replay
+from sft_play.training.model import attention_functions
 
 
 def trace_step(settings: StepSettings) -> TracedPeak:
@@ -62,8 +63,6 @@ def trace_context(
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")
     if settings.kernels not in build.KERNEL_CONTEXTS:
         raise TraceUnavailable("Liger's kernels run on a GPU alone")
-    from sft_play.training.model import attention_functions
-
     loop_class = LOOP_CLASSES[type(settings)]
     log = loop_class.log_class(workspace_sizes=functools.partial(kernels.workspace_sizes, on_gpu=settings.on_gpu))
     with contextlib.ExitStack() as stack:
@@ -83,6 +82,10 @@ def trace_context(
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(log)
         yield loop_class(state, mesh), model
+
+
+# In an optimizer's name: transformers' Trainer keeps its states of embeddings in fp32.
+_WIDE_EMBEDDINGS_SUFFIX = "_wide_embeddings"
 
 
 class TracedLoop:
@@ -123,29 +126,93 @@ class TracedLoop:
         """The model on this rank's GPU; a sharded one is loaded on the host, and only its shards arrive."""
         if not _is_sharded(self.settings):
             model = build.load_skeleton(skeleton, self.settings)
+            base = build.base_model(model)
+            # what a class computes its buffers to be, where tensors are real: some look up rows of tables by them
             with self.log.hide_allocations():
-                build.fill_buffers(model)
+                for module in base.modules():
+                    is_real = any(
+                        one is not None and not isinstance(one, FakeTensor) for one in module._buffers.values()
+                    )
+                    is_plain = all(one.is_floating_point() for one in module.parameters(recurse=False))  # not in 4 bits
+                    if is_real and is_plain:
+                        base._init_weights(module)
             return model
 
         with self.log.hide_allocations():
             model = build.load_skeleton(skeleton, self.settings)
-            largest = largest_unit_bytes(model, self.settings)
+            # each unit passes through the GPU in full once, before it is sharded (`fully_shard`)
+            base = build.base_model(model)
+            units = [*build.require_blocks(base), base.get_input_embeddings(), base.get_output_embeddings()]
+            upcasts = self.settings.mixed_precision is not None and self.settings.mode != "qlora"
+            largest = max(
+                sum(
+                    int(one.numel()) * (4 if upcasts and one.requires_grad else int(one.element_size()))
+                    for one in unit.parameters()
+                )
+                for unit in units
+                if unit is not None
+            )
             model = SHARDING_FUNCTIONS[self.settings.strategy](model, self.settings, self.mesh)
         self.log.record_temporary((largest,))
-        for tensor in local_tensors(model):
-            self.log.record_tensor(tensor)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.log.record_tensor(getattr(tensor, "_local_tensor", tensor))  # this rank's part
         return model
 
     def make_after_backward_hook(self, model: Any) -> Callable[[], None]:
-        """Make what DDP runs after each backward pass."""
+        """Make what DDP runs after each backward pass: a second copy of all gradients, in buckets; its reducer is C++
+        and reads data, so they are made here."""
         if self.settings.strategy != "ddp":
             return lambda: None
 
-        return GradientBuckets(model, self.log).rebuild_buckets
+        log = self.log
+        trained = [(str(one.dtype), one.nbytes) for one in model.parameters() if one.requires_grad]
+        log.record_temporary((min(BROADCAST_BUCKET_BYTES, sum(one.nbytes for one in model.parameters())),))
+        # the order of gradients is unknown before the first backward pass: one bucket per dtype, without a limit
+        buckets = [(log.record_alloc(nbytes), nbytes) for nbytes in bucket_sizes(trained, [1 << 62])]
+
+        def rebuild_buckets() -> None:
+            # cut anew once, in the order of the first backward pass: last layers first, 1 MiB and then 25 MiB
+            if not buckets:
+                return
+            for key, nbytes in buckets:
+                log.record_free(key, nbytes)
+            buckets.clear()
+            for nbytes in bucket_sizes(trained[::-1], [1 << 20, 25 << 20]):
+                log.record_alloc(nbytes)
+
+        return rebuild_buckets
 
     def create_optimizer(self, model: Any) -> Any:
-        """The optimizer of the run."""
-        return make_optimizer(self.settings, model, self.log)
+        """The optimizer of that name, or a fake with bitsandbytes' states; TraceUnavailable for an unknown one."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        state_sizes: dict[str, Callable[[int], tuple[int, ...]]] = {
+            "adamw_8bit": build.adam_8bit_state_sizes,
+            "paged_adamw_8bit": build.paged_adam_8bit_state_sizes,
+            "lion_32bit_bnb": lambda elements: (4 * elements,),
+            "lion_8bit": lambda elements: build.adam_8bit_state_sizes(elements)[::2],
+            "none": lambda elements: (),
+        }
+        name, fp32_weights = self.settings.optimizer.removesuffix(_WIDE_EMBEDDINGS_SUFFIX), list[Any]()
+        if name != self.settings.optimizer:
+            fp32_weights = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
+        if name in state_sizes:
+            count = {"paged": 0, "lion": 1}.get(name.partition("_")[0], 2)  # in the allocator
+            return build.FakeStateOptimizer(
+                trained, state_sizes[name], self.log, fp32_state_counts={id(one): count for one in fp32_weights}
+            )
+        if name == "muon":
+            from sft_play.training.loop.optimizers import MuonWithAdamW, muon_matrices
+
+            return MuonWithAdamW([{"params": trained}], matrices=muon_matrices(model), lr=1e-4)
+        if self.settings.optimizer == "adafactor":
+            from transformers.optimization import Adafactor
+
+            return Adafactor(trained, lr=1e-3, scale_parameter=False, relative_step=False)
+        if self.settings.optimizer == "adamw_fused":
+            return torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        if self.settings.optimizer == "adamw_foreach":
+            return torch.optim.AdamW(trained, lr=1e-4, foreach=True)
+        raise TraceUnavailable(f"no optimizer {self.settings.optimizer!r} is known to the trace")
 
     def make_batch(self, rows: int, length: int) -> dict[str, Any]:
         """The collator's tensors: packs without a mask, for flash attention in one row with their boundaries."""
@@ -196,8 +263,7 @@ class TracedLoop:
     def optimizer_step(self, model: Any, optimizer: Any) -> None:
         """Clip, update, and free the gradients."""
         if self.settings.clip:
-            trained = [one for one in model.parameters() if one.requires_grad]
-            torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
+            torch.nn.utils.clip_grad_norm_([one for one in model.parameters() if one.requires_grad], 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -221,43 +287,6 @@ LOOP_CLASSES: dict[type[StepSettings], type[TracedLoop]] = {StepSettings: Traced
 
 def _is_sharded(settings: StepSettings) -> bool:
     return settings.strategy.startswith("fsdp")
-
-
-# In an optimizer's name: transformers' Trainer keeps its states of embeddings in fp32.
-_WIDE_EMBEDDINGS_SUFFIX = "_wide_embeddings"
-
-
-def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
-    """The optimizer of that name, or a fake with bitsandbytes' states; raises TraceUnavailable for an unknown one."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state_sizes: dict[str, Callable[[int], tuple[int, ...]]] = {
-        "adamw_8bit": build.adam_8bit_state_sizes,
-        "paged_adamw_8bit": build.paged_adam_8bit_state_sizes,
-        "lion_32bit_bnb": lambda elements: (4 * elements,),
-        "none": lambda elements: (),
-    }
-    name, fp32_weights = settings.optimizer.removesuffix(_WIDE_EMBEDDINGS_SUFFIX), list[Any]()
-    state_sizes["lion_8bit"] = lambda elements: build.adam_8bit_state_sizes(elements)[::2]
-    if name != settings.optimizer:
-        fp32_weights = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
-    if name in state_sizes:
-        count = {"paged": 0, "lion": 1}.get(name.partition("_")[0], 2)  # in the allocator
-        return build.FakeStateOptimizer(
-            trained, state_sizes[name], log, fp32_state_counts={id(one): count for one in fp32_weights}
-        )
-    if name == "muon":
-        from sft_play.training.loop.optimizers import MuonWithAdamW, muon_matrices
-
-        return MuonWithAdamW([{"params": trained}], matrices=muon_matrices(model), lr=1e-4)
-    if settings.optimizer == "adafactor":
-        from transformers.optimization import Adafactor
-
-        return Adafactor(trained, lr=1e-3, scale_parameter=False, relative_step=False)
-    if settings.optimizer == "adamw_fused":
-        return torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    if settings.optimizer == "adamw_foreach":
-        return torch.optim.AdamW(trained, lr=1e-4, foreach=True)
-    raise TraceUnavailable(f"no optimizer {settings.optimizer!r} is known to the trace")
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -306,34 +335,6 @@ BROADCAST_BUCKET_BYTES = 250 << 20
 
 
 # --- DDP --------------------------------------------------------------------------------------------------------------
-class GradientBuckets:
-    """DDP's second copy of all gradients, cut again after the first backward pass; its reducer is C++ and reads data,
-    so they are made here."""
-
-    def __init__(self, model: nn.Module, log: StorageLog) -> None:
-        self._log = log
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        log.record_temporary((min(BROADCAST_BUCKET_BYTES, sum(one.nbytes for one in model.parameters())),))
-        self._buckets: list[tuple[int, int]] = []
-        self._is_rebuilt = False
-        # the order of gradients is unknown before the first backward pass: one bucket per dtype, without a limit
-        self._allocate_buckets([1 << 62])
-
-    def rebuild_buckets(self) -> None:
-        """Cut anew after the first backward pass, in its order: last layers first, 1 MiB and then 25 MiB."""
-        if self._is_rebuilt:
-            return
-        for key, nbytes in self._buckets:
-            self._log.record_free(key, nbytes)
-        self._trained.reverse()
-        self._allocate_buckets([1 << 20, 25 << 20])
-        self._is_rebuilt = True
-
-    def _allocate_buckets(self, limits: list[int]) -> None:
-        sizes = bucket_sizes([(str(one.dtype), one.nbytes) for one in self._trained], limits)
-        self._buckets = [(self._log.record_alloc(nbytes), nbytes) for nbytes in sizes]
-
-
 def bucket_sizes(tensors: list[tuple[str, int]], limits: list[int]) -> list[int]:
     """Bytes of each bucket for tensors (dtype, bytes) in this order (reducer.cpp, `compute_bucket_assignment_by_size`):
     each dtype fills its own and closes it at the limit, the first one at the first, the others at the last."""
@@ -371,13 +372,31 @@ def apply_fsdp2(model: Any, settings: StepSettings, mesh: Any) -> Any:
     """The model in the units that accelerate's `fsdp2_prepare_model` makes of it. 4-bit weights packed as uint8 stay
     whole on every rank, and nothing is upcast beside them, as for a Params4bit (which a fake is not)."""
     from accelerate.utils import fsdp_utils
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-    is_4bit = settings.mode == "qlora"
-    unsharded = [one for one in model.modules() if isinstance(one, build.fake_nf4_class())] if is_4bit else []
-    if settings.quant_storage != "uint8":
-        unsharded = []
+    is_4bit, unsharded = settings.mode == "qlora", []
+    if is_4bit and settings.quant_storage == "uint8":
+        unsharded = [one for one in model.modules() if isinstance(one, build.fake_nf4_class())]
+    gather_dtype = settings.gathers_in or settings.mixed_precision
+    param_dtype = getattr(torch, gather_dtype) if gather_dtype else None
+    reduce_dtype = getattr(torch, settings.reduces_in) if settings.reduces_in else param_dtype
+    # what `fsdp2_prepare_model` reads of its plugin: units are the model's own no-split layers
+    plugin = SimpleNamespace(
+        set_auto_wrap_policy=lambda model: None,
+        auto_wrap_policy=transformer_auto_wrap_policy,
+        transformer_cls_names_to_wrap=[type(build.require_blocks(build.base_model(model))[0]).__name__],
+        reshard_after_forward=True,
+        cpu_offload=OffloadPolicy(),
+        mixed_precision_policy=MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=param_dtype
+        ),
+        ignored_modules=unsharded or None,
+        cpu_ram_efficient_loading=False,
+        min_num_params=0,
+    )
     accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=_fsdp_plugin(model, settings, unsharded)),
+        state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh=mesh,
         parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
         mixed_precision="no" if is_4bit or settings.mixed_precision is None else "bf16",
@@ -389,50 +408,6 @@ def apply_fsdp2(model: Any, settings: StepSettings, mesh: Any) -> Any:
 
 # What divides a model over the ranks of a mesh, by the strategy's name; benchmarks add what only older scripts ran.
 SHARDING_FUNCTIONS: dict[str, Callable[[Any, StepSettings, Any], Any]] = {"fsdp2": apply_fsdp2}
-
-
-# --- a sharded model ----------------------------------------------------------------------------------------------
-def local_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """This rank's tensors of a sharded model, each once, in module order."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        yield getattr(tensor, "_local_tensor", tensor)
-
-
-def largest_unit_bytes(model: Any, settings: StepSettings) -> int:
-    """Bytes of the largest unit before it is sharded: each passes through the GPU in full once (`fully_shard`)."""
-    base = build.base_model(model)
-    units = [*build.require_blocks(base), base.get_input_embeddings(), base.get_output_embeddings()]
-    upcasts = settings.mixed_precision is not None and settings.mode != "qlora"
-    return max(
-        sum(
-            int(one.numel()) * (4 if upcasts and one.requires_grad else int(one.element_size()))
-            for one in unit.parameters()
-        )
-        for unit in units
-        if unit is not None
-    )
-
-
-def _fsdp_plugin(model: Any, settings: StepSettings, unsharded: list[Any]) -> Any:
-    """What `fsdp2_prepare_model` reads of its plugin: units are the model's own no-split layers."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-
-    gather_dtype = settings.gathers_in or settings.mixed_precision
-    param_dtype = getattr(torch, gather_dtype) if gather_dtype else None
-    reduce_dtype = getattr(torch, settings.reduces_in) if settings.reduces_in else param_dtype
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=param_dtype)
-    return SimpleNamespace(
-        set_auto_wrap_policy=lambda model: None,
-        auto_wrap_policy=transformer_auto_wrap_policy,
-        transformer_cls_names_to_wrap=[type(build.require_blocks(build.base_model(model))[0]).__name__],
-        reshard_after_forward=True,
-        cpu_offload=OffloadPolicy(),
-        mixed_precision_policy=policy,
-        ignored_modules=unsharded or None,
-        cpu_ram_efficient_loading=False,
-        min_num_params=0,
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -465,7 +440,8 @@ def run_blocks(
                     recorder.run_micro_step(rows, length)
                 measured_batches.append(recorder.measure_micro_step(rows, length, kind_indices))
             finally:
-                recorder.close()
+                for handle in recorder.handles:
+                    handle.remove()
                 model.zero_grad(set_to_none=True)
     return measured_batches
 
@@ -476,13 +452,14 @@ class _BlockRecorder:
     def __init__(self, loop: TracedLoop, model: Any, blocks: Sequence[nn.Module], block_mode: BlockMode) -> None:
         self._loop, self._model, self._blocks, self._block_mode = loop, model, blocks, block_mode
         self._log: StorageLog = loop.log
-        self._handles: list[RemovableHandle] = []
+        self.handles: list[Any] = []
         for layer, block in enumerate(blocks):
-            self._handles.append(block.register_forward_pre_hook(self._forward_start_hook(layer), with_kwargs=True))
-            self._handles.append(block.register_forward_hook(self._forward_end_hook(layer)))
-        self._reset()
+            self.handles.append(block.register_forward_pre_hook(self._forward_start_hook(layer), with_kwargs=True))
+            self.handles.append(block.register_forward_hook(self._forward_end_hook(layer)))
 
-    def _reset(self) -> None:
+    # --- the pass -----------------------------------------------------------------------------------------------------
+    def run_micro_step(self, rows: int, length: int) -> bool:
+        """Run a micro step, backwards too in training; True if the first block's input outlives the forward pass."""
         count = len(self._blocks)
         self._is_forward, self._open_layer = True, -1
         self._start_bytes, self._input_bytes, self._peak_bytes = [0] * count, [0] * count, [0] * count
@@ -492,27 +469,20 @@ class _BlockRecorder:
         self._backward_peaks = [0] * count
         # Peaks behind the last block, and before its backward pass.
         self._tail_peak = self._tail_backward_peak = 0
-        self._static_bytes, self._previous_gradients = self._log.current, self._gradient_bytes()
-        self._first_input_key: int | None = None
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    # --- the pass -----------------------------------------------------------------------------------------------------
-    def run_micro_step(self, rows: int, length: int) -> bool:
-        """Run a micro step, backwards too in training; True if the first block's input outlives the forward pass."""
-        self._reset()
+        self._static_bytes = self._log.current
+        self._previous_gradients = _total_gradient_bytes(self._model.parameters())
+        # dead as soon as nothing holds the storage
+        self._first_input: weakref.ref[torch.UntypedStorage] | None = None
         if self._block_mode == "evaluated":
             self._loop.evaluate_batch(self._model, rows, length)
             self._tail_peak = self._log.peak
             return False
         loss = self._loop.compute_loss(self._model, self._loop.make_batch(rows, length))
         self._tail_peak, self._is_forward = self._log.peak, False
-        is_kept = self._log.is_live(self._first_input_key)
+        is_kept = self._first_input is not None and self._first_input() is not None
         self._log.peak = self._log.current
         loss.backward()
-        self._close_backward()
+        self._close_block(self._backward_peaks)
         return is_kept
 
     def measure_micro_step(self, rows: int, length: int, kind_indices: Sequence[int]) -> MeasuredBlocks:
@@ -606,51 +576,42 @@ class _BlockRecorder:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._is_forward:  # a block that is computed again
                 return
-            self._close_forward()
+            self._close_block(self._peak_bytes)
             if self._start_bytes[layer]:
                 raise TraceUnavailable("the model calls a block more than once in a pass")
             hidden = _hidden_states(args) if args else _hidden_states(kwargs.get("hidden_states"))
             self._start_bytes[layer], self._input_bytes[layer] = self._log.current, hidden.nbytes
             if layer == 0:
-                self._first_input_key = self._log.storage_key(hidden)
+                self._first_input = weakref.ref(hidden.untyped_storage())
                 if hidden.requires_grad:
-                    hidden.register_hook(lambda gradient: self._close_backward())
+                    hidden.register_hook(lambda gradient: self._close_block(self._backward_peaks))
             self._log.peak, self._open_layer = self._log.current, layer
 
         return hook
 
     def _forward_end_hook(self, layer: int) -> Callable[..., None]:
+        def start_backward(gradient: torch.Tensor) -> None:
+            self._close_block(self._backward_peaks)
+            if layer == len(self._blocks) - 1:
+                self._tail_backward_peak = self._log.peak
+            all_gradients = _total_gradient_bytes(self._model.parameters())
+            self._backward_starts[layer] = (self._log.current, gradient.nbytes, all_gradients)
+            self._log.peak, self._open_layer = self._log.current, layer
+
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not self._is_forward:
                 return
-            self._close_forward()
+            self._close_block(self._peak_bytes)
             self._log.peak = self._log.current
             hidden = _hidden_states(output)
             if hidden.requires_grad:
-                hidden.register_hook(self._backward_start_hook(layer))
+                hidden.register_hook(start_backward)
 
         return hook
 
-    def _backward_start_hook(self, layer: int) -> Callable[[torch.Tensor], None]:
-        def hook(gradient: torch.Tensor) -> None:
-            self._close_backward()
-            if layer == len(self._blocks) - 1:
-                self._tail_backward_peak = self._log.peak
-            self._backward_starts[layer] = (self._log.current, gradient.nbytes, self._gradient_bytes())
-            self._log.peak, self._open_layer = self._log.current, layer
-
-        return hook
-
-    def _close_forward(self) -> None:
+    def _close_block(self, peaks: list[int]) -> None:
         if self._open_layer >= 0:
-            self._peak_bytes[self._open_layer], self._open_layer = self._log.peak, -1
-
-    def _close_backward(self) -> None:
-        if self._open_layer >= 0:
-            self._backward_peaks[self._open_layer], self._open_layer = self._log.peak, -1
-
-    def _gradient_bytes(self) -> int:
-        return _total_gradient_bytes(self._model.parameters())
+            peaks[self._open_layer], self._open_layer = self._log.peak, -1
 
 
 def _total_gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -41,20 +41,6 @@ ROUND_LARGE = 2 << 20
 _ADDRESS_SPACE = 1 << 48
 
 
-def round_size(nbytes: int) -> int:
-    """The block size of a request: a multiple of 512, at least 512."""
-    return max(MIN_BLOCK_SIZE, -(-nbytes // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE)
-
-
-def allocation_size(size: int) -> int:
-    """What cudaMalloc is asked for when no cached block fits a block of `size` bytes."""
-    if size <= SMALL_SIZE:
-        return SMALL_BUFFER
-    if size < MIN_LARGE_ALLOC:
-        return LARGE_BUFFER
-    return -(-size // ROUND_LARGE) * ROUND_LARGE
-
-
 class _Block:
     """A range of one segment: in use, free, or (expandable segments) address space without memory."""
 
@@ -80,16 +66,13 @@ class _BlockPool:
     """The free blocks of one size class and stream, ordered by size and then address; address space without memory by
     address."""
 
-    __slots__ = ("blocks", "is_small", "stream", "unmapped")
+    __slots__ = ("blocks", "is_small", "page_size", "stream", "unmapped")
 
     def __init__(self, *, is_small: bool, stream: int) -> None:
         self.is_small, self.stream = is_small, stream
+        self.page_size = SMALL_BUFFER if is_small else LARGE_BUFFER
         self.blocks: list[tuple[int, int, _Block]] = []
         self.unmapped: list[tuple[int, _Block]] = []
-
-    @property
-    def page_size(self) -> int:
-        return SMALL_BUFFER if self.is_small else LARGE_BUFFER
 
     def insert(self, block: _Block) -> None:
         if block.mapped:
@@ -120,7 +103,7 @@ class CachingAllocator:
         """Give `key` a block for `nbytes` bytes; an empty tensor has none."""
         if nbytes == 0:
             return
-        size = round_size(nbytes)
+        size = -(-nbytes // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE
         # small and large requests never share a segment, nor do streams: what one frees the other cannot reuse
         kind = (size <= SMALL_SIZE, stream)
         if kind not in self._pools:
@@ -128,7 +111,11 @@ class CachingAllocator:
         pool = self._pools[kind]
         # a cached block first: only where none fits does the device give more, and `reserved_bytes` grow
         block = self._get_free_block(pool, size) or self._alloc_block(pool, size)
-        self._split_block(block, size)
+        # the remainder is split off where it is worth keeping: 512 bytes, in the large pool more than 1 MiB
+        remaining_size = block.size - size
+        keeps_small_rest = pool.is_small or self.uses_expandable_segments
+        if remaining_size > SMALL_SIZE or (keeps_small_rest and remaining_size >= MIN_BLOCK_SIZE):
+            pool.insert(block.split(size))
         block.allocated = True
         self._active_blocks[key] = block
         self.allocated_bytes += block.size
@@ -154,8 +141,7 @@ class CachingAllocator:
     # --- inside -------------------------------------------------------------------------------------------------------
     def _free_block(self, block: _Block) -> None:
         block.allocated = False
-        block = self._try_merge_blocks(block)
-        block.pool.insert(block)
+        self._insert_merged(block)
 
     def _get_free_block(self, pool: _BlockPool, size: int) -> _Block | None:
         index = bisect.bisect_left(pool.blocks, (size,))
@@ -169,17 +155,8 @@ class CachingAllocator:
                 index += 1
         return pool.blocks.pop(index)[2]
 
-    def _split_block(self, block: _Block, size: int) -> None:
-        """Split off the remainder where it is worth keeping: 512 bytes, in the large pool more than 1 MiB."""
-        remaining_size = block.size - size
-        if remaining_size < MIN_BLOCK_SIZE or (
-            remaining_size <= SMALL_SIZE and not (block.pool.is_small or self.uses_expandable_segments)
-        ):
-            return
-        block.pool.insert(block.split(size))
-
-    def _try_merge_blocks(self, block: _Block) -> _Block:
-        """Join a block with free neighbours of its kind; returns the joined one, which is in no pool."""
+    def _insert_merged(self, block: _Block) -> None:
+        """Join a block with free neighbours of its kind, and put it into its pool."""
         # a neighbour is in its pool by its old size, so it leaves the pool before it grows
         if (before := block.prev) is not None and not before.allocated and before.mapped == block.mapped:
             block.pool.remove(before)
@@ -191,12 +168,25 @@ class CachingAllocator:
             block.size, block.next = block.size + after.size, after.next
             if block.next is not None:
                 block.next.prev = block
-        return block
+        block.pool.insert(block)
 
     def _alloc_block(self, pool: _BlockPool, size: int) -> _Block:
         if self.uses_expandable_segments:
-            return self._try_allocate_expandable_block(pool, size)
-        segment = allocation_size(size)
+            block = self._find_expandable_block(pool, size)
+            # memory is mapped piece by piece, as upstream does: each piece joins the free block before it
+            if not block.mapped:
+                self._map_block(block, min(block.size, size))
+            while block.size < size:
+                assert block.next is not None
+                block = self._map_block(block.next, min(size - block.size, block.next.size))
+            pool.remove(block)
+            return block
+        # what cudaMalloc is asked for
+        segment = -(-size // ROUND_LARGE) * ROUND_LARGE
+        if size <= SMALL_SIZE:
+            segment = SMALL_BUFFER
+        elif size < MIN_LARGE_ALLOC:
+            segment = LARGE_BUFFER
         self._reserve_bytes(segment)
         block = _Block(self._next_ptr, segment, pool)
         self._next_ptr += segment + ROUND_LARGE  # a gap: blocks of two segments are no neighbours
@@ -207,18 +197,6 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved_bytes)
 
     # --- expandable segments ------------------------------------------------------------------------------------------
-    def _try_allocate_expandable_block(self, pool: _BlockPool, size: int) -> _Block:
-        """A free block of at least `size`, grown into unmapped address space."""
-        block = self._find_expandable_block(pool, size)
-        # memory is mapped piece by piece, as upstream does: each piece joins the free block before it
-        if not block.mapped:
-            block = self._map_block(block, min(block.size, size))
-        while block.size < size:
-            assert block.next is not None
-            block = self._map_block(block.next, min(size - block.size, block.next.size))
-        pool.remove(block)
-        return block
-
     def _find_expandable_block(self, pool: _BlockPool, size: int) -> _Block:
         """The lowest run of unmapped and free blocks with room for `size`, or a new segment's."""
         for _, block in pool.unmapped:
@@ -245,8 +223,7 @@ class CachingAllocator:
         if size < block.size:
             pool.insert(block.split(size))
         block.mapped = True
-        block = self._try_merge_blocks(block)
-        pool.insert(block)
+        self._insert_merged(block)
         return block
 
     def _unmap_block(self, block: _Block) -> None:
@@ -265,7 +242,7 @@ class CachingAllocator:
             pool.insert(block.split(stop - start))
         self.reserved_bytes -= block.size
         block.mapped = False
-        pool.insert(self._try_merge_blocks(block))
+        self._insert_merged(block)
 
 
 def _expandable_size(block: _Block) -> int:
@@ -298,12 +275,11 @@ def replay(events: Iterable[Event], *, expandable_segments: bool = False) -> Rep
     """Peaks of the events, counted once the model is loaded."""
     allocator = CachingAllocator(expandable_segments=expandable_segments)
     peaks, phase = ReplayPeaks(), "build"
-    malloc, free = allocator.malloc, allocator.free
     for kind, key, value, stream in events:
         if kind == ALLOC:
-            malloc(key, value, stream)
+            allocator.malloc(key, value, stream)
         elif kind == FREE:
-            free(key)
+            allocator.free(key)
         elif kind == EMPTY_CACHE:
             allocator.empty_cache()
         elif kind == PHASE_START:
@@ -324,14 +300,10 @@ def record_phase_end(peaks: ReplayPeaks, phase: str, allocator: CachingAllocator
     allocator.peak_allocated, allocator.peak_reserved = allocator.allocated_bytes, allocator.reserved_bytes
 
 
-WorkspaceSizes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
-
 # `_use_count()` of a gradient that only the engine's buffer holds, as a dispatch mode sees it (torch 2.11 to 2.13);
 # more means that something else keeps it and the engine must not add in place.
 _ENGINE_ONLY_USE_COUNT = 4
 _DEVICE_OPERATOR = torch.ops.prim.device.default
-_ENGINE_FUNCTION = "_engine_run_backward"
-_COMPILER_FRAMES = ("_dynamo/eval_frame.py", "torch/_compile.py")
 
 
 class StorageLog(TorchDispatchMode):
@@ -339,15 +311,13 @@ class StorageLog(TorchDispatchMode):
     not rounded to blocks; a fake boolean index counts as true everywhere; `is_padded` answers whether a mask has
     padding."""
 
-    def __init__(
-        self, *, workspace_sizes: WorkspaceSizes | None = None, is_padded: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, *, workspace_sizes: Callable[..., tuple[int, ...]] | None = None) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.current = self.peak = 0
         self.operator_count = 0
         self._workspace_sizes = workspace_sizes
-        self.is_padded = is_padded
+        self.is_padded: Callable[[], bool] | None = None
         self._live: dict[int, tuple[int, int]] = {}
         self._next_key = 0
         self._hide_depth = 0
@@ -412,14 +382,6 @@ class StorageLog(TorchDispatchMode):
         elif entry[1] != storage.nbytes():
             self.record_resize(storage)
 
-    def storage_key(self, tensor: torch.Tensor) -> int | None:
-        """The key of a tensor's storage; None for one that is not live here."""
-        return self._live.get(tensor.untyped_storage()._cdata, (None, 0))[0]
-
-    def is_live(self, key: int | None) -> bool:
-        """Whether the storage of this key is still there."""
-        return any(entry[0] == key for entry in self._live.values())
-
     def record_resize(self, storage: Any) -> None:
         """`storage.resize_` is not an operator; FSDP empties and refills its gathered parameters with it."""
         entry = self._live.get(storage._cdata)
@@ -445,7 +407,7 @@ class StorageLog(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: nothing is compiled here, and the guard around every operator takes a tenth of a trace."""
+        # nothing is compiled here, and the guard around every operator takes a tenth of a trace
         return False
 
     # --- operators ----------------------------------------------------------------------------------------------------
@@ -460,7 +422,14 @@ class StorageLog(TorchDispatchMode):
         handler = _MASK_OPERATORS.get(func)
         out = func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
         if is_sum:
-            self._reuse_storage(args[0], out)
+            old_storage, new_storage = args[0].untyped_storage(), out.untyped_storage()
+            entry = self._live.get(old_storage._cdata)
+            is_new = new_storage._cdata not in self._live
+            if entry is not None and is_new and entry[1] == new_storage.nbytes():
+                # no free and no alloc event: autograd accumulates into the memory of the existing gradient
+                del self._live[old_storage._cdata]
+                self._live[new_storage._cdata] = entry
+                weakref.finalize(new_storage, self._record_finalized, new_storage._cdata).atexit = False
         workspaces = self._workspace_sizes(func, args, kwargs, out) if self._workspace_sizes is not None else ()
         if isinstance(out, torch.Tensor):
             self.record_tensor(out)
@@ -472,16 +441,6 @@ class StorageLog(TorchDispatchMode):
             self.record_temporary(workspaces)
         return out
 
-    def _reuse_storage(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        old_storage, new_storage = old.untyped_storage(), new.untyped_storage()
-        entry = self._live.get(old_storage._cdata)
-        if entry is None or new_storage._cdata in self._live or entry[1] != new_storage.nbytes():
-            return
-        # no free and no alloc event: autograd accumulates into the memory of the existing gradient
-        del self._live[old_storage._cdata]
-        self._live[new_storage._cdata] = entry
-        weakref.finalize(new_storage, self._record_finalized, new_storage._cdata).atexit = False
-
 
 def _accumulates_in_place(args: Any) -> bool:
     """Whether the autograd engine sums two gradients of one tensor and a run without modes adds in place: it does so
@@ -489,9 +448,10 @@ def _accumulates_in_place(args: Any) -> bool:
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.endswith(_COMPILER_FRAMES):
+    # behind the compiler's own frames
+    while frame is not None and frame.f_code.co_filename.endswith(("_dynamo/eval_frame.py", "torch/_compile.py")):
         frame = frame.f_back
-    if frame is None or frame.f_code.co_name != _ENGINE_FUNCTION:
+    if frame is None or frame.f_code.co_name != "_engine_run_backward":
         return False
     old, new = args[0], args[1]
     return (
