@@ -39,9 +39,8 @@ def all_options() -> dict[str, Option]:
 
 def option_accepts(path: str, value: Any) -> bool:
     """True if an option accepts a value (plain data), whatever the other options are."""
-    data = nest_values({"model.name": "any", path: value})  # the one key without a default
-    try:
-        RunConfig.model_validate_json(json.dumps(data))
+    try:  # with model.name, the one key without a default
+        RunConfig.model_validate_json(json.dumps(nest_values({"model.name": "any", path: value})))
     except ValidationError:
         return False
     return True
@@ -94,17 +93,12 @@ def _field_option(path: str, field: FieldInfo) -> Option:
     default = field.get_default(call_default_factory=True, validated_data={})
     return Option(
         path=path,
-        default=None if default is PydanticUndefined else to_plain_data(default),
+        default=None if default is PydanticUndefined else to_jsonable_python(default),
         required=field.is_required(),
         owner=owner,
         doc=(field.description or "").strip(),
         accepted_values=describe_values(field.annotation, tuple(field.metadata)),
     )
-
-
-def to_plain_data(value: Any) -> Any:
-    """A default as JSON has it: tuples become lists."""
-    return to_jsonable_python(value)
 
 
 def format_yaml_value(value: Any) -> str:
@@ -142,20 +136,15 @@ def describe_values(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
     for limit in limits:
         if getattr(limit, "pattern", None) in _PATTERN_DESCRIPTIONS:
             return _PATTERN_DESCRIPTIONS[limit.pattern]
-    return _TYPE_DESCRIPTIONS.get(annotation, str(annotation)) + _describe_limits(
-        limits, is_number=annotation in (int, float)
-    )
-
-
-def _describe_limits(constraints: tuple[Any, ...], *, is_number: bool) -> str:
+    description = _TYPE_DESCRIPTIONS.get(annotation, str(annotation))
     words = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
-    limits = [(word, getattr(limit, name, None)) for limit in constraints for name, word in words.items()]
+    bounds = [(word, getattr(limit, name, None)) for limit in limits for name, word in words.items()]
     phrases = [
         f"{word} {value:g}" if isinstance(value, float) else f"{word} {value}"
-        for word, value in limits
-        if is_number and value is not None
+        for word, value in bounds
+        if annotation in (int, float) and value is not None
     ]
-    return (" " + " and ".join(phrases)) if phrases else ""
+    return f"{description} {' and '.join(phrases)}" if phrases else description
 
 
 _PATTERN_DESCRIPTIONS = {
@@ -200,10 +189,6 @@ class OptimizerOption:
         """Its value in a run; the run's own property of that name says what auto is."""
         value = getattr(config.train, self.name)
         return getattr(config, self.name) if value == "auto" else value
-
-    def is_read_by(self, optimizer: str) -> bool:
-        """True if the optimizer (a value of train.optim) reads it."""
-        return optimizer in (self.external_names.optimizers or (optimizer,))
 
 
 def optimizer_options() -> tuple[OptimizerOption, ...]:

@@ -8,8 +8,8 @@ from this file.
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -356,15 +356,11 @@ PROCESSED_TEXT_PATH = "data/processed_text/train.jsonl"
 MANAGED_HELD_OUT_FILES = {PROCESSED_TRAIN_PATH: ("val.jsonl", "test.jsonl"), PROCESSED_TEXT_PATH: ("val.jsonl",)}
 
 
-def _default_held_out_path(name: str) -> Callable[[dict[str, Any]], str | None]:
+def _default_held_out_path(name: str, earlier_values: dict[str, Any]) -> str | None:
     """The default of a held-out path: the file that a command writes beside `train_path`; none if the user set their
     own `train_path`, because that file does not belong to its rows."""
-
-    def default(earlier_values: dict[str, Any]) -> str | None:
-        train_path = PurePath(earlier_values.get("train_path", PROCESSED_TRAIN_PATH) or "")
-        return str(train_path.with_name(name)) if name in MANAGED_HELD_OUT_FILES.get(str(train_path), ()) else None
-
-    return default
+    train_path = PurePath(earlier_values.get("train_path", PROCESSED_TRAIN_PATH) or "")
+    return str(train_path.with_name(name)) if name in MANAGED_HELD_OUT_FILES.get(str(train_path), ()) else None
 
 
 class SourceConfig(Section):
@@ -408,12 +404,16 @@ class DataConfig(Section):
     """Training rows: JSONL, JSON, CSV, Parquet, Arrow, plain text, a folder or glob of these, or a folder saved by
     `datasets`. Null if sources are given."""
 
-    val_path: Name | None = option(default_factory=_default_held_out_path("val.jsonl"), owner="data.sources.files")
+    val_path: Name | None = option(
+        default_factory=partial(_default_held_out_path, "val.jsonl"), owner="data.sources.files"
+    )
     """Rows for evaluation during training; null holds out `val_fraction` of the training rows, if any. The default is
     the file that make process or make dapt-docx writes beside the training rows; with your own train_path it is
     null."""
 
-    test_path: Name | None = option(default_factory=_default_held_out_path("test.jsonl"), owner="data.sources.files")
+    test_path: Name | None = option(
+        default_factory=partial(_default_held_out_path, "test.jsonl"), owner="data.sources.files"
+    )
     """Held-out rows for the metrics before and after training; null uses the validation rows. The default applies only
     with the default train_path; with your own train_path it is null."""
 

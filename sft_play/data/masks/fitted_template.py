@@ -398,24 +398,18 @@ class FittedTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, with_prompt: bool = False) -> str:
         """The conversation as the model sees it; `messages` are fitted ones. Raises RenderError."""
-        return self.chat_template.render(
-            to_template_messages(messages, as_parts=self.traits.needs_content_parts),
-            tools=tools,
-            with_prompt=with_prompt,
-        )
+        # `train` is ours
+        copies = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+        for copy in copies:
+            if self.traits.needs_content_parts and isinstance(copy.get("content"), str):
+                copy["content"] = [{"type": "text", "text": copy["content"]}]
+        return self.chat_template.render(copies, tools=tools, with_prompt=with_prompt)
 
     def has_only_think_marks(self, text: str) -> bool:
         """Whether a text has only marks of think text and white space."""
         for mark in sorted(self.traits.think_marks, key=len, reverse=True):
             text = text.replace(mark, "")
         return not text.strip()
-
-    def empty_think_chars(self, text: str) -> int:
-        """Length of the empty think block that a text begins with, and of the white space after it. Its opening mark
-        may be part of the prompt."""
-        opening, closing = map(re.escape, self.traits.think_marks[:2] or ("\0", "\0"))
-        match = re.match(rf"\s*(?:{opening}\s*)?{closing}\s*", text)
-        return match.end() if match else 0
 
     def try_render(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
         """The conversation as the model sees it; empty where the template refuses it."""
@@ -428,11 +422,33 @@ class FittedTemplate:
         """Adapt a conversation to the template: unchanged if its calls are written so, else as little as the template
         allows: arguments as objects or as text are the same JSON. Raises InexactMaskError if it refuses every form."""
         if any(AUTHOR_MESSAGE in message for message in messages):
-            authored = self._authored_messages(messages, tools)
-            fitted = self.fit(authored.messages, tools)
-            fitted = FittedMessages(fitted.messages, (*authored.notes, *fitted.notes))
+            # What their author wrote, as far as the template takes it: roles, parts, and further keys, unless the
+            # template has no name for them and the text is the same without them.
+            notes: dict[str, None] = {}
+            authored = [self._authored_message(message, notes) for message in messages]
+            known_keys_only = [
+                {key: value for key, value in message.items() if key in KNOWN_KEYS or key in self._source_words}
+                for message in authored
+            ]
+            if known_keys_only == authored or self.try_render(known_keys_only, tools) == self.try_render(
+                authored, tools
+            ):
+                authored = known_keys_only
+            fitted = self.fit(authored, tools)
+            fitted = FittedMessages(fitted.messages, (*notes, *fitted.notes))
             if not fitted.notes:
-                self._check_authored_rendering(messages, fitted.messages, tools)
+                originals = [message.get(AUTHOR_MESSAGE, message) for message in messages]
+                # calls in a form of their own are noted where rows are read
+                has_same_calls = all(
+                    (original.get("tool_calls") or None) == message.get("tool_calls")
+                    for original, message in zip(originals, messages, strict=True)
+                )
+                original_text, text = self.try_render(originals, tools), self.try_render(fitted.messages, tools)
+                if has_same_calls and original_text and original_text != text:
+                    raise InexactMaskError(
+                        "the row is not rendered as apply_chat_template renders its messages",
+                        format_first_difference(original_text, text),
+                    )
             return fitted
         if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
             return FittedMessages(messages)
@@ -466,33 +482,6 @@ class FittedTemplate:
 
         text = self.render([map_message_texts(message, 0, mark) for message in messages], tools)
         return all(f"{SENTINEL_PREFIX}{call_number}q" in text for call_number in range(next(count)))
-
-    def _authored_messages(self, messages: Sequence[Message], tools: Sequence[Any]) -> FittedMessages:
-        """The messages with what their author wrote, as far as the template takes it: roles, parts, and further keys,
-        unless the template has no name for them and the text is the same without them."""
-        notes: dict[str, None] = {}
-        authored = [self._authored_message(message, notes) for message in messages]
-        known_keys_only = [
-            {key: value for key, value in message.items() if key in KNOWN_KEYS or key in self._source_words}
-            for message in authored
-        ]
-        if known_keys_only != authored and self.try_render(known_keys_only, tools) != self.try_render(authored, tools):
-            return FittedMessages(authored, tuple(notes))
-        return FittedMessages(known_keys_only, tuple(notes))
-
-    def _check_authored_rendering(
-        self, messages: Sequence[Message], fitted: Sequence[Message], tools: Sequence[Any]
-    ) -> None:
-        authored = [message.get(AUTHOR_MESSAGE, message) for message in messages]
-        if any((original.get("tool_calls") or None) != message.get("tool_calls")
-               for original, message in zip(authored, messages, strict=True)):  # fmt: skip
-            return  # calls in a form of their own are noted where rows are read
-        authored_text, text = self.try_render(authored, tools), self.try_render(fitted, tools)
-        if authored_text and authored_text != text:
-            raise InexactMaskError(
-                "the row is not rendered as apply_chat_template renders its messages",
-                format_first_difference(authored_text, text),
-            )
 
     def _authored_message(self, message: Message, notes: dict[str, None]) -> Message:
         """A message with its author's role, content and keys; what cannot be kept is noted."""
@@ -550,10 +539,12 @@ def content_part_kinds(content: Any) -> list[str]:
     """The types of a list of parts that are text or think text; empty for anything else."""
     kinds: list[str] = []
     for part in content if isinstance(content, list) else ():
-        if not isinstance(part, dict) or part.get("type") not in ("text", "thinking", "reasoning"):
-            return []
         # `{"type": "text", "text": …}`, or `{"type": "thinking", "thinking": …}`: the text is under the type's own name
-        if not isinstance(part.get(part["type"]), str):
+        if (
+            not isinstance(part, dict)
+            or part.get("type") not in ("text", "thinking", "reasoning")
+            or not isinstance(part.get(part["type"]), str)
+        ):
             return []
         kinds.append(part["type"])
     return kinds
@@ -587,15 +578,6 @@ def map_message_texts(message: Message, index: int, change: Callable[[str, int, 
     if calls:
         copy["tool_calls"] = calls
     return copy
-
-
-def to_template_messages(messages: Sequence[Message], *, as_parts: bool) -> list[Message]:
-    """The messages without `train`, which is ours, and with `as_parts` their content as lists of parts."""
-    copies = [{key: value for key, value in message.items() if key != "train"} for message in messages]
-    for copy in copies:
-        if as_parts and isinstance(copy.get("content"), str):
-            copy["content"] = [{"type": "text", "text": copy["content"]}]
-    return copies
 
 
 def apply_call_form(messages: Sequence[Message], form: CallForm) -> list[Message]:
@@ -656,8 +638,10 @@ def probe_template(
     # Each step renders with the traits that the steps before it have seen.
     traits = _probe_content(chat_template, with_tools=with_tools)
     writes_calls, argument_form = _probe_calls(FittedTemplate(chat_template, traits))
-    traits = replace(traits, writes_calls=writes_calls, argument_form=argument_form)
-    traits = replace(traits, writes_system=_probe_system(FittedTemplate(chat_template, traits)))
+    traits = replace(traits, writes_calls=writes_calls, argument_form=argument_form, writes_system=False)
+    with contextlib.suppress(RenderError):
+        text = _render(FittedTemplate(chat_template, traits), [PROBE_SYSTEM, *PROBE_EXCHANGE])
+        traits = replace(traits, writes_system="system1q" in text)
     ends = TurnEnds(tuple(token for token in special_tokens if token), eos_token)
     traits = replace(traits, think_marks=_probe_think_marks(FittedTemplate(chat_template, traits), ends))
     generation_prompt, answer_header = _probe_headers(FittedTemplate(chat_template, traits), ends.special_tokens)
@@ -771,13 +755,6 @@ def _probe_think_marks(template: FittedTemplate, ends: TurnEnds) -> tuple[str, .
             if all(mark and mark not in question_text and header not in mark for mark in marks):
                 return tuple(dict.fromkeys((*marks, *control_tokens(" ".join(marks), ends.special_tokens))))
     return ()
-
-
-def _probe_system(template: FittedTemplate) -> bool:
-    try:
-        return "system1q" in _render(template, [PROBE_SYSTEM, *PROBE_EXCHANGE])
-    except RenderError:
-        return False
 
 
 def _probe_headers(template: FittedTemplate, special_tokens: Sequence[str]) -> tuple[str, str]:
