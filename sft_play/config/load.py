@@ -104,9 +104,7 @@ def _parse_config(
 
 
 def _build_stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Problem]]:
-    curriculum = document.data["curriculum"]
-    assert isinstance(curriculum, list), "validated"
-    stage_data = cast("list[dict[str, JsonValue]]", curriculum)
+    stage_data = cast("list[dict[str, JsonValue]]", document.data["curriculum"])  # validated
     overlays = [_build_overlay(document, index, stage) for index, stage in enumerate(stage_data)]
     problems = [problem for overlay in overlays for problem in overlay.problems]
     # overrides of the run's keys that every stage sets for itself: they would change nothing
@@ -196,8 +194,7 @@ def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonVa
     section = document.ensure_section(path[:-1])
     if section is None:
         parent = next(path[:end] for end in range(1, len(path)) if document.ensure_section(path[:end]) is None)
-        value_there = format_value(find_value(document.data, parent))
-        return f"{'.'.join(map(str, parent))} is {value_there}, not a section"
+        return f"{'.'.join(map(str, parent))} is {format_value(find_value(document.data, parent))}, not a section"
     section[key_parts[-1]] = value
     document.forget(path)
     document.raw_texts[path] = text

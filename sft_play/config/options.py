@@ -34,7 +34,7 @@ class Option:
 @cache
 def all_options() -> dict[str, Option]:
     """Every option by its dotted path, in the order of the schema."""
-    return {path: _field_option(path, field) for path, field, section in _walk_fields(RunConfig) if section is None}
+    return {path: field_option(path, field) for path, field, section in _walk_fields(RunConfig) if section is None}
 
 
 def option_accepts(path: str, value: Any) -> bool:
@@ -64,11 +64,6 @@ def list_item_sections() -> dict[str, type[Section]]:
     return {path: section for path, section in items if section is not None}
 
 
-def list_item_option(path: str, name: str) -> Option:
-    """An option of the sections in a list."""
-    return _field_option(name, list_item_sections()[path].model_fields[name])
-
-
 def _list_item_section(annotation: Any) -> type[Section] | None:
     """The section that a list holds; None for lists of values and for everything else."""
     item_type = next(iter(get_args(annotation)), None) if get_origin(annotation) is tuple else None
@@ -86,7 +81,8 @@ def _walk_fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + name, field, None
 
 
-def _field_option(path: str, field: FieldInfo) -> Option:
+def field_option(path: str, field: FieldInfo) -> Option:
+    """The option that a field is."""
     extra = field.json_schema_extra
     owner = str(extra[OWNER]) if isinstance(extra, dict) and OWNER in extra else ""
     # a derived default: the one that follows where no other key of the section is given

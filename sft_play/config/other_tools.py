@@ -77,8 +77,8 @@ class KeyTable:
 
 @functools.cache
 def _load_tables(file_name: str = "other_tools.yaml") -> dict[str, Any]:
-    text = resources.files("sft_play.config").joinpath(file_name).read_text(encoding="utf-8")
-    document = parse_yaml(text, name=file_name)
+    file = resources.files("sft_play.config").joinpath(file_name)
+    document = parse_yaml(file.read_text(encoding="utf-8"), name=file_name)
     assert not document.problems, document.problems
     return document.data
 

@@ -36,19 +36,18 @@ REFERENCE_ALPHA = 32
 # Lion steps by signs: its rate is 3 to 10 times smaller than AdamW's (https://arxiv.org/abs/2302.06675).
 LION_DIVISOR = 5
 # Fewer, or more, rows than these change nothing any more.
-BATCH_ROWS_RANGE = (16, 128)
+MIN_BATCH_ROWS, MAX_BATCH_ROWS = 16, 128
 
 
 def auto_learning_rate(*, alpha: float | None, rows: int, is_lion: bool = False) -> tuple[float, str]:
     """The peak learning rate and the reason for it. `alpha`: the adapters' scale times their rank (alpha, or with
     rsLoRA alpha x sqrt(r)) and the ratio of lora_B's rate to this one; None: all weights train. `rows`: the effective
     batch."""
-    min_rows, max_rows = BATCH_ROWS_RANGE
-    counted_rows = min(max(rows, min_rows), max_rows)
+    counted_rows = min(max(rows, MIN_BATCH_ROWS), MAX_BATCH_ROWS)
     base = FULL_RATE if alpha is None else ADAPTER_RATE
     rate, derivation = (
-        base * math.sqrt(counted_rows / max_rows),
-        f"{base:g} at {max_rows} rows a step x sqrt({counted_rows}/{max_rows})",
+        base * math.sqrt(counted_rows / MAX_BATCH_ROWS),
+        f"{base:g} at {MAX_BATCH_ROWS} rows a step x sqrt({counted_rows}/{MAX_BATCH_ROWS})",
     )
     if alpha is not None and alpha > REFERENCE_ALPHA:
         rate, derivation = (
@@ -718,8 +717,11 @@ class TrainConfig(Section):
     def derives_effective_batch(self) -> bool:
         """True if the effective batch is derived: batch_size and grad_accum are given, and it is not. A value in the
         file, in SET or in a copy with an update counts as given, even if it is the default."""
-        is_split = self.batch_size != "auto" and self.grad_accum != "auto"
-        return is_split and "effective_batch_size" not in self.model_fields_set
+        return (
+            self.batch_size != "auto"
+            and self.grad_accum != "auto"
+            and "effective_batch_size" not in self.model_fields_set
+        )
 
     @property
     def effective_batch_options(self) -> str:

@@ -193,8 +193,9 @@ def _apply_key(key: ForeignKey, document: YamlDocument, result: Translation) -> 
         reason = f"here {' and '.join(f'{path}: {format_value(value)}' for path, value in accepted.items())}; {reason}"
     elif is_off and not reason.startswith("here rows"):
         return
-    entry = f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})"
-    result.left_out_keys.append((entry, reason or _UNKNOWN_KEY.explanation))
+    result.left_out_keys.append(
+        (f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})", reason or _UNKNOWN_KEY.explanation)
+    )
 
 
 def _apply_default(key: ForeignKey, result: Translation, row_format: str) -> None:
@@ -257,8 +258,7 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
         elif "train.effective_batch_size" not in settings:
             settings.setdefault("train.grad_accum", 1)  # the other tools' default; ours would be 32 rows in a step
     while True:
-        document = parse_yaml(format_run_yaml(result.settings), name="the run YAML")
-        _, problems = validate(document)
+        problems = validate(parse_yaml(format_run_yaml(result.settings), name="the run YAML"))[1]
         if not problems:
             return
         refused_settings = [(path, problem.message) for path in result.settings for problem in problems

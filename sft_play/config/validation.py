@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sft_play.config.options import all_options, list_item_option, list_item_sections, optimizer_options, sections
+from sft_play.config.options import all_options, field_option, list_item_sections, optimizer_options, sections
 from sft_play.config.other_tools import ForeignKey, find_foreign_keys, merge_keys, unknown_key_problem
 from sft_play.config.schema import RunConfig
 from sft_play.config.yaml_io import JsonValue, KeyPath, Problem, YamlDocument, find_value, format_value, walk_leaves
@@ -79,8 +79,7 @@ def find_unknown_keys(document: YamlDocument, errors: Sequence[ErrorDetails]) ->
     for error in errors:
         if _is_unknown_key(error):
             path = error["loc"]
-            section = ".".join(map(str, path[:-1]))
-            keys += find_foreign_keys(path, find_value(document.data, path), section=section)
+            keys += find_foreign_keys(path, find_value(document.data, path), section=".".join(map(str, path[:-1])))
     return keys
 
 
@@ -114,7 +113,7 @@ def _describe_error(document: YamlDocument, path: KeyPath, error_type: str) -> s
             hint = did_you_mean(str(key_path[0]), keys) or f"{list_path}[] takes {', '.join(keys)}"
             return f"unknown key (value {shown_value}); {hint}"
         if key_path:
-            option = list_item_option(list_path, str(key_path[0]))
+            option = field_option(str(key_path[0]), section.model_fields[str(key_path[0])])
     if option is not None:
         if error_type == "missing":
             return f"missing; {option.doc}"

@@ -44,8 +44,10 @@ _WORDS = {
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
 # Tags of plain data; ? and ! are of nodes without one. A timestamp stays the text that it is.
-_YAML_TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")
-_PLAIN_TAGS = {"?", "!", *(f"tag:yaml.org,2002:{name}" for name in _YAML_TAGS)}
+_PLAIN_TAGS = {
+    *("?", "!"),
+    *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")),
+}
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def parse_yaml_value(text: str, *, name: str) -> JsonValue:
 
 def _compose(text: str, *, name: str) -> yaml.Node | None:
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         location = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
@@ -212,7 +214,6 @@ def _compose(text: str, *, name: str) -> yaml.Node | None:
         raise ConfigError(f"{name}:{line}: the character {one_line(repr(chr(code)))} is not allowed in YAML") from None
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply") from None
-    assert node is None or isinstance(node, yaml.Node)
     return node
 
 
@@ -274,8 +275,8 @@ def resolve_scalar(text: str) -> JsonValue:
 
 def dotted_path(path: KeyPath) -> str:
     """`('data', 'columns', 0)` as `data.columns[0]`, with odd characters escaped."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return one_line(text.removeprefix("."))
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return one_line("".join(parts).removeprefix("."))
 
 
 def walk_leaves(data: JsonValue, path: KeyPath = ()) -> Iterator[tuple[KeyPath, JsonValue]]:

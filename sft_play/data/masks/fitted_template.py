@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -308,8 +308,6 @@ _ENTITY = re.compile(r"&(?:[a-z]{2,6}|#\d{1,5}|#x[0-9A-Fa-f]{1,4});")
 
 # Forms of messages, and what is changed in a row for its template.
 
-NOTE_CONTENT = "a turn that only calls tools is passed to the chat template with empty content, or without content"
-NOTE_TYPED = "a tool call without a type is passed to the chat template with type: function, which it requires"
 NOTE_ROLE = "a role is passed to the chat template under its usual name (system, user, assistant, tool)"
 NOTE_PARTS = "content in parts is passed to the chat template as one text, which it takes"
 NOTE_SHORT_IDS = "ids of tool calls are passed to the chat template as nine letters and digits, which it requires"
@@ -340,8 +338,21 @@ class CallForm:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is changed, in words. The form with the fewest changes is taken, so that each of them is one."""
-        changes = ((NOTE_CONTENT, self.content != "own"), (NOTE_TYPED, self.adds_type))
-        return tuple(note for note, is_made in (*changes, (NOTE_SHORT_IDS, self.shortens_ids)) if is_made)
+        changes = (
+            (
+                "a turn that only calls tools is passed to the chat template with empty content, or without content",
+                self.content != "own",
+            ),
+            (
+                "a tool call without a type is passed to the chat template with type: function, which it requires",
+                self.adds_type,
+            ),
+            (
+                NOTE_SHORT_IDS,
+                self.shortens_ids,
+            ),
+        )
+        return tuple(note for note, is_made in changes if is_made)
 
 
 # In the order in which they are tried: the first leaves the row as it is written.
@@ -350,14 +361,6 @@ CALL_FORMS = tuple(
     for content in ("own", "empty", "absent")
     for typed, short_ids in ((False, False), (True, False), (False, True), (True, True))  # fewest changes first
 )
-
-
-@dataclass(frozen=True)
-class FittedMessages:
-    """A conversation as the template takes it, and what was changed for that, in words; mostly nothing."""
-
-    messages: Sequence[Message]
-    notes: tuple[str, ...] = ()
 
 
 KNOWN_KEYS = frozenset({"role", "tool_calls", "name", "tool_call_id", "call_id", "train", *TEXT_KEYS})
@@ -418,9 +421,10 @@ class FittedTemplate:
         except RenderError:
             return ""
 
-    def fit(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> FittedMessages:
+    def fit(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[Sequence[Message], tuple[str, ...]]:
         """Adapt a conversation to the template: unchanged if its calls are written so, else as little as the template
-        allows: arguments as objects or as text are the same JSON. Raises InexactMaskError if it refuses every form."""
+        allows: arguments as objects or as text are the same JSON. Returns the messages, and what was changed, in words.
+        Raises InexactMaskError if it refuses every form."""
         if any(AUTHOR_MESSAGE in message for message in messages):
             # What their author wrote, as far as the template takes it: roles, parts, and further keys, unless the
             # template has no name for them and the text is the same without them.
@@ -434,37 +438,36 @@ class FittedTemplate:
                 authored, tools
             ):
                 authored = known_keys_only
-            fitted = self.fit(authored, tools)
-            fitted = FittedMessages(fitted.messages, (*notes, *fitted.notes))
-            if not fitted.notes:
+            fitted_messages, fit_notes = self.fit(authored, tools)
+            if not notes and not fit_notes:
                 originals = [message.get(AUTHOR_MESSAGE, message) for message in messages]
                 # calls in a form of their own are noted where rows are read
                 has_same_calls = all(
                     (original.get("tool_calls") or None) == message.get("tool_calls")
                     for original, message in zip(originals, messages, strict=True)
                 )
-                original_text, text = self.try_render(originals, tools), self.try_render(fitted.messages, tools)
+                original_text, text = self.try_render(originals, tools), self.try_render(fitted_messages, tools)
                 if has_same_calls and original_text and original_text != text:
                     raise InexactMaskError(
                         "the row is not rendered as apply_chat_template renders its messages",
                         format_first_difference(original_text, text),
                     )
-            return fitted
+            return fitted_messages, (*notes, *fit_notes)
         if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
-            return FittedMessages(messages)
+            return messages, ()
         converted = convert_arguments(messages, self.traits.argument_form)
         argument_notes: tuple[str, ...] = ()
         if converted != [*messages]:
             argument_notes = (_ARGUMENT_NOTES[self.traits.argument_form],)
-        accepted_candidates: list[FittedMessages] = []
+        accepted_candidates: list[tuple[Sequence[Message], tuple[str, ...]]] = []
         refusal = ""
         # The first form whose calls are all written; a template may take a form and drop the calls without a word.
         for form in CALL_FORMS:
-            candidate = FittedMessages(apply_call_form(converted, form), (*argument_notes, *form.notes))
+            candidate = apply_call_form(converted, form)
             try:
-                if self._writes_names(candidate.messages, tools):
-                    return candidate
-                accepted_candidates.append(candidate)
+                if self._writes_names(candidate, tools):
+                    return candidate, (*argument_notes, *form.notes)
+                accepted_candidates.append((candidate, (*argument_notes, *form.notes)))
             except EndlessTemplateError as error:
                 refusal = str(error)
                 break  # each further form would take as long
@@ -521,7 +524,7 @@ class FittedTemplate:
             later_turns: list[Message] = {"assistant": [], "tool": [], "user": [reply]}.get(role, [*PROBE_EXCHANGE])
             turns = [*earlier_turns, {**PROBE_CALL_TURNS[2], **message} if role == "tool" else message, *later_turns]
             with contextlib.suppress(RenderError, InexactMaskError):
-                text = self.render(self.fit(turns).messages)
+                text = self.render(self.fit(turns)[0])
                 self._accepted[key] = all(word in text for word in words) and not PART_KEY.search(text)
         return self._accepted.setdefault(key, False)
 
@@ -787,8 +790,7 @@ def _probe_turn_ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
     exchange_text = _render(template, PROBE_EXCHANGE)
     final_tail = exchange_text.rpartition("answer1q")[2]
     try:
-        continued_text = _render(template, [*PROBE_EXCHANGE, *PROBE_NEXT_TURNS])
-        continuation = continued_text.partition("answer1q")[2]
+        continuation = _render(template, [*PROBE_EXCHANGE, *PROBE_NEXT_TURNS]).partition("answer1q")[2]
         continued_tail = continuation.partition("question2q")[0] if "question2q" in continuation else None
     except RenderError:  # a template for a single exchange
         continued_tail = None
@@ -805,7 +807,23 @@ def _probe_turn_ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
     # An end of calls counts only where it is none of these.
     ends = replace(ends, end_markers=tuple(dict.fromkeys(text for text, _ in end_texts if text)))
     if template.traits.writes_calls:
-        end_texts += _probe_call_ends(template, ends)
+        # The last token of a calling turn's end where it is none of the known ends (gpt-oss: `<|call|>`).
+        with contextlib.suppress(RenderError, InexactMaskError):
+            call_text, history_text = (
+                template.render(template.fit(turns, PROBE_TOOLS)[0], PROBE_TOOLS)
+                for turns in (PROBE_CALL_TURNS[:2], PROBE_CALL_TURNS)
+            )
+            text_before, result, _ = history_text.rpartition("result1q")
+            history_tail = text_before.rpartition("where1q")[2] if result else None
+            for is_last in (True, False):
+                end = ends.find_end(
+                    call_text.rpartition("where1q")[2], history_tail, is_last=is_last, is_answer_text=False
+                )
+                if end is not None and not end.is_text_only:
+                    # The last token alone: what stands before it closes the call (`</tool_call>`), not the turn.
+                    token = control_tokens(end.text, ends.special_tokens)[-1]
+                    if not any(marker.endswith(token) for marker in ends.end_markers):
+                        end_texts.append((token, end.opens_next_turn))
     return replace(
         ends,
         end_markers=tuple(dict.fromkeys(text for text, _ in end_texts if text)),
@@ -813,37 +831,14 @@ def _probe_turn_ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
     )
 
 
-def _probe_call_ends(template: FittedTemplate, ends: TurnEnds) -> Iterator[tuple[str, bool]]:
-    """The last token of a calling turn's end where it is none of the known ends (gpt-oss: `<|call|>`), and whether it
-    opens the next turn."""
-    try:
-        final_text, history_text = (
-            template.render(template.fit(turns, PROBE_TOOLS).messages, PROBE_TOOLS)
-            for turns in (PROBE_CALL_TURNS[:2], PROBE_CALL_TURNS)
-        )
-    except (RenderError, InexactMaskError):
-        return
-    final_tail = final_text.rpartition("where1q")[2]
-    text_before, result, _ = history_text.rpartition("result1q")
-    continued_tail = text_before.rpartition("where1q")[2] if result else None
-    for is_last in (True, False):
-        end = ends.find_end(final_tail, continued_tail, is_last=is_last, is_answer_text=False)
-        if end is not None and not end.is_text_only:
-            # The last token alone: what stands before it closes the call (`</tool_call>`), not the turn.
-            token = control_tokens(end.text, ends.special_tokens)[-1]
-            if not any(marker.endswith(token) for marker in ends.end_markers):
-                yield token, end.opens_next_turn
-
-
 def _probe_turn_openers(template: FittedTemplate, ends: TurnEnds) -> frozenset[str]:
     """Tokens that open a turn, where the template writes the next one's header whether or not it is asked to."""
     try:
-        question = _render(template, PROBE_EXCHANGE[:1])
-        if question != _render(template, PROBE_EXCHANGE[:1], with_prompt=True):
+        if _render(template, PROBE_EXCHANGE[:1]) != _render(template, PROBE_EXCHANGE[:1], with_prompt=True):
             return frozenset()  # it waits for add_generation_prompt, as nearly all do
         beginning = _render(template, [PROBE_SYSTEM, *PROBE_EXCHANGE])
     except RenderError:
         beginning = _render(template, PROBE_EXCHANGE)
     first_text = "system1q" if "system1q" in beginning else "question1q"
-    tokens = control_tokens(beginning[: max(0, beginning.find(first_text))], ends.special_tokens)
-    return frozenset(tokens) - {ends.eos_token or ""}
+    opening = beginning[: max(0, beginning.find(first_text))]
+    return frozenset(control_tokens(opening, ends.special_tokens)) - {ends.eos_token or ""}

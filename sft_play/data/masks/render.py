@@ -50,19 +50,6 @@ from sft_play.log import one_line
 
 LOST_TO_LENGTH = "every trained token lies beyond max_seq_len"
 NO_END_TOKEN = "no token ends an answer, so the model would not learn to stop"
-END_TOKEN_REMEDY = (
-    "give data.chat_template a template whose answers end with a token of this tokenizer, or train without one with "
-    "data.on_missing_end=train"
-)
-NOTE_RENDERED_CHAT = "a text that is a chat, rendered by this chat template, is read as the chat that it is"
-NOTE_LOOKS_RENDERED = (
-    "special_tokens_in_text: the text looks like a rendered chat ({mark}) of another template, and all of it is "
-    "trained, the user's turns too; give its turns as messages (make preview shows what is trained)"
-)
-NOTE_PROMPT_DIVERGES = (
-    "an answer's generation prompt goes on otherwise than the answer, with think text that is opened or closed; the "
-    "answer is trained behind what both have in common"
-)
 NOTE_NO_PROMPT = (
     "the chat template writes no generation prompt, so every answer is trained to begin with {header}; give "
     "data.chat_template a copy of it that ends with {{% if add_generation_prompt %}}{{{{ {header} }}}}{{% endif %}}"
@@ -71,17 +58,13 @@ NOTE_NO_HEADER = (
     "behind a tool's result the generation prompt has no {header}, which the text has; it is not trained, so a model "
     "served with this template may leave it out"
 )
-MERGE_REMEDY = "data.merge_consecutive=true joins them"
+NOTE_RENDERED_CHAT = "a text that is a chat, rendered by this chat template, is read as the chat that it is"
+NOTE_PROMPT_DIVERGES = (
+    "an answer's generation prompt goes on otherwise than the answer, with think text that is opened or closed; the "
+    "answer is trained behind what both have in common"
+)
 MOVE_SYSTEM_REMEDY = "data.system_into_user=true puts the system prompt before the first user turn"
-DROP_TEXT_REMEDY = (
-    "data.drop_text_beside_calls=true leaves out the text of turns that call tools, where the template writes it "
-    "behind the tool's result"
-)
 
-THINK_NEVER_CLOSED = (
-    "data.loss_on_empty_think=false leaves the end of an empty think block untrained that the generation prompt opens, "
-    "so the model would not learn to close it"
-)
 # different chat_template_kwargs of rows: the template is probed for each, which takes a second and some memory
 MAX_ROW_KWARGS = 64
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
@@ -191,7 +174,10 @@ class Renderer:
         if messages is not None:
             return Chat(example.where, messages, (), (*example.notes, NOTE_RENDERED_CHAT), unused=example.unused)
         mark = find_rendered_mark(example.text)
-        note = NOTE_LOOKS_RENDERED.format(mark=mark)
+        note = (
+            f"special_tokens_in_text: the text looks like a rendered chat ({mark}) of another template, and all of it "
+            "is trained, the user's turns too; give its turns as messages (make preview shows what is trained)"
+        )
         return example if mark is None or note in example.notes else replace(example, notes=(*example.notes, note))
 
     @functools.cached_property
@@ -271,8 +257,7 @@ class Renderer:
             # the messages in the form that the template takes
             chat = self._adapt_chat(chat)
             locator = self._locator_for(chat)
-            fitted = locator.template.fit(chat.messages, chat.tools)
-            messages = fitted.messages
+            messages, fit_notes = locator.template.fit(chat.messages, chat.tools)
             chat = replace(chat, messages=tuple(messages))
             special_texts = self.special_token_guard.find(*conversation_texts(messages))
             special_count = len(special_texts)
@@ -298,7 +283,7 @@ class Renderer:
             prompt_suffixes = {
                 start: located.prompt_suffixes[start] for start, _ in spans if start in located.prompt_suffixes
             }
-            notes = (*fitted.notes, *self._row_notes(locator, located, chat, prompt_suffixes))
+            notes = (*fit_notes, *self._row_notes(locator, located, chat, prompt_suffixes))
             if not self.data.loss_on_empty_think and self.data.loss_on != "all":
                 spans = [self._skip_empty_think(locator, located, span) for span in spans]
             # with loss_on=all the one span is the whole text, whose end says nothing of the answers'
@@ -332,7 +317,10 @@ class Renderer:
             return span
         prompt = located.text[:start] + located.prompt_suffixes.get(start, "")
         if prompt.rstrip().endswith(locator.template.traits.think_marks[0]):
-            raise InexactMaskError(THINK_NEVER_CLOSED)
+            raise InexactMaskError(
+                "data.loss_on_empty_think=false leaves the end of an empty think block untrained that the generation "
+                "prompt opens, so the model would not learn to close it"
+            )
         return start + block.end(), end
 
     def _row_notes(
@@ -383,18 +371,29 @@ class Renderer:
             trained_text = text[start:end].rstrip()  # a line break after the end token may be trained with it
             if not trained_text.endswith(self._end_tokens_by_ends[own_ends]):
                 excerpt = one_line(repr(trained_text[-40:]), limit=60)
-                raise InexactMaskError(NO_END_TOKEN, f"{excerpt}: {END_TOKEN_REMEDY}")
+                raise InexactMaskError(
+                    NO_END_TOKEN,
+                    f"{excerpt}: give data.chat_template a template whose answers end with a token of this tokenizer, "
+                    "or train without one with data.on_missing_end=train",
+                )
 
     def _find_remedy(self, chat: Chat, *, inexact_count: int) -> str:
         """The option, or the change of the row, that leaves fewer turns inexact, tried on it; empty where none does."""
         roles = [message["role"] for message in chat.messages]
         index = next((index for index in range(1, len(roles)) if roles[index] == roles[index - 1]), 1)
-        merge_remedy = f"messages[{index - 1}] and messages[{index}] are both {roles[index - 1]} turns: {MERGE_REMEDY}"
+        merge_remedy = (
+            f"messages[{index - 1}] and messages[{index}] are both {roles[index - 1]} turns: "
+            "data.merge_consecutive=true joins them"
+        )
         remedies: tuple[tuple[str, Callable[[Chat], Chat]], ...] = (
             (merge_remedy, _merge_chat),
             (MOVE_SYSTEM_REMEDY, self._move_system_into_user),
             (f"{merge_remedy} and {MOVE_SYSTEM_REMEDY}", lambda row: self._move_system_into_user(_merge_chat(row))),
-            (DROP_TEXT_REMEDY, lambda row: replace(row, messages=tuple(drop_text_beside_calls(row.messages)))),
+            (
+                "data.drop_text_beside_calls=true leaves out the text of turns that call tools, where the template "
+                "writes it behind the tool's result",
+                lambda row: replace(row, messages=tuple(drop_text_beside_calls(row.messages))),
+            ),
         )
         for remedy, change in remedies:
             with contextlib.suppress(InexactMaskError):
@@ -402,7 +401,7 @@ class Renderer:
                 if changed.messages == chat.messages:
                     continue
                 locator = self._locator_for(changed)
-                located = locator.locate(locator.template.fit(changed.messages, chat.tools).messages, chat.tools)
+                located = locator.locate(locator.template.fit(changed.messages, chat.tools)[0], chat.tools)
                 if located.spans and len(located.inexact_turns) < inexact_count:
                     return remedy
         return ""
@@ -412,7 +411,6 @@ class Renderer:
         return f"the template reads {', '.join(names)}, which data.chat_template_kwargs sets" if names else ""
 
     def _adapt_chat(self, chat: Chat) -> Chat:
-        """The chat as the run YAML has it changed for the template's sake."""
         if self.data.drop_text_beside_calls:
             chat = replace(chat, messages=tuple(drop_text_beside_calls(chat.messages)))
         return self._move_system_into_user(chat) if self.data.system_into_user else chat
@@ -449,8 +447,9 @@ class Renderer:
             return guessed_spans, len(requested_turns) - len(guessed_spans), "inexact"
         details = [inexact_turn.detail]
         for start, end in guessed_spans[-1:]:
-            excerpt = one_line(repr(located.text[start:end]), limit=60)
-            details.append(f"data.on_inexact_mask=train would train {excerpt}")
+            details.append(
+                f"data.on_inexact_mask=train would train {one_line(repr(located.text[start:end]), limit=60)}"
+            )
         raise InexactMaskError(inexact_turn.reason, "; ".join(filter(None, details)))
 
     def _tokenise(self, draft: TokenRow, encoding: Any) -> TokenRow | BadRow:
@@ -525,7 +524,7 @@ class Renderer:
             return None
         try:
             locator = self._locator_for(chat)
-            prompt_messages = locator.template.fit(self._adapt_chat(chat).messages, chat.tools).messages[:-1]
+            prompt_messages = locator.template.fit(self._adapt_chat(chat).messages, chat.tools)[0][:-1]
             is_hiding = self.hides_special_tokens(prompt_messages)
             if is_hiding:
                 prompt_messages = self.special_token_guard.hide(prompt_messages)

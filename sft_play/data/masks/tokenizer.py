@@ -50,10 +50,7 @@ class SpecialTokenGuard:
         def replace_tokens(text: str) -> str:
             return self._pattern.sub(lambda match: chr(_HIDDEN_BASE + self._indices[match.group()]), text)
 
-        hidden_messages: list[Message] = map_texts(
-            list(messages), replace_tokens, skipped_keys=("role", "id", "tool_call_id", "type")
-        )
-        return hidden_messages
+        return list(map_texts(list(messages), replace_tokens, skipped_keys=("role", "id", "tool_call_id", "type")))
 
     def reveal(self, text: str) -> str:
         """Undo `hide` in a rendered text: put the special tokens back as their text."""
@@ -74,8 +71,13 @@ class SpecialTokenGuard:
             splice(text, encoder_replacements, spans),
             splice(text, reader_replacements, spans),
         )
-        encoding = self.plain_tokenizer.encode(encoder_text, add_special_tokens=False)
-        return encoding, encoder_spans, encoder_text, reader_text, reader_spans
+        return (
+            self.plain_tokenizer.encode(encoder_text, add_special_tokens=False),
+            encoder_spans,
+            encoder_text,
+            reader_text,
+            reader_spans,
+        )
 
     def _hidden_name(self, token: str) -> str:
         return f"\U0010e000{self._indices[token]}\U0010e001"
@@ -84,8 +86,6 @@ class SpecialTokenGuard:
     def plain_tokenizer(self) -> Any:
         """The tokenizer with its special tokens under names that no text has; raises TokenizerError where ids do not
         stay."""
-        from tokenizers import Tokenizer
-
         # Renamed wherever tokenizer.json spells them, so that the ids stay and no text has a special token's name.
         state = json.loads(self._parts.backend_json)
         names = {token: self._hidden_name(token) for token in self.tokens}
@@ -103,9 +103,8 @@ class SpecialTokenGuard:
             model["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_merge_texts(merge))]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
-        post_processor = _rename_strings(state.get("post_processor"), names)
-        state["post_processor"], state["padding"], state["truncation"] = post_processor, None, None
-        copy = Tokenizer.from_str(json.dumps(state))
+        state["post_processor"] = _rename_strings(state.get("post_processor"), names)
+        copy = load_backend(json.dumps(state))
         changed_tokens = [token for token, name in names.items() if copy.token_to_id(name) != self._ids[token]]
         if changed_tokens:
             raise TokenizerError(
@@ -198,12 +197,11 @@ class TokenizerParts:
         templates = tokenizer.chat_template or {}
         if isinstance(templates, str):
             templates = {"default": templates}
-        special_map = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         added = tokenizer.added_tokens_decoder.items()
         return cls(
             tokenizer.backend_tokenizer.to_str(),
             tuple(templates.items()),
-            tuple(special_map.items()),
+            tuple((key, value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)),
             tuple(tokenizer.all_special_tokens),
             tuple((token_id, str(token.content), bool(token.special)) for token_id, token in added),
             tokenizer.bos_token_id,
@@ -238,11 +236,10 @@ class TokenizerParts:
 def end_of_text_id(tokenizer: Any) -> int | None:
     """The token between documents: an end-of-text token of the vocabulary, else the tokenizer's eos."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    eos_id: int | None = tokenizer.eos_token_id
-    return next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), eos_id)
+    return next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), tokenizer.eos_token_id)
 
 
-@functools.lru_cache(maxsize=2)  # reading a large vocabulary takes half a second
+@functools.lru_cache(maxsize=4)  # reading a large vocabulary takes half a second
 def load_backend(backend_json: str) -> Any:
     """A tokenizer's backend that neither pads nor truncates."""
     from tokenizers import Tokenizer

@@ -275,10 +275,6 @@ def text_after_piece(rendering: str, text: str, piece_end: int) -> str | None:
 # The template layout of a row: what a template writes around its texts, and where its assistant
 # turns are, measured on a marked copy.
 
-NAMED_IDS_REMEDY = (
-    "ids of calls in the form functions.NAME:NUMBER, numbered from 0 over the row and the same in the results, make it "
-    "exact: the template writes ids in place of names"
-)
 # A sentinel numbers its piece with five digits.
 _MAX_PIECES = 90_000
 _ROLE_POSSESSIVES = {
@@ -377,8 +373,11 @@ class _MarkedRow:
         gap = marked_text.text[previous_end:first_piece_start]
         size = self._header_size(prompt, self.messages[:index], tail, gap)
         # what is asked must stand before the turn, not another turn
-        asking_messages = self.messages[owner_index:index]
-        if size is None or owner_index < 0 or any(one["role"] not in ("user", "tool") for one in asking_messages):
+        if (
+            size is None
+            or owner_index < 0
+            or any(message["role"] not in ("user", "tool") for message in self.messages[owner_index:index])
+        ):
             return None, None
         # the text must have something of the header with which its prompt ends
         header = self.template.traits.generation_prompt
@@ -501,9 +500,8 @@ class _MarkedRow:
         following_turns = [NEXT_QUESTION]
         # After calls a tool's result goes first: some templates refuse a question there, others open another turn.
         if calls:
-            call_id = str(calls[-1].get("id") or "")
-            result = {"role": "tool", "content": NEXT_QUESTION["content"], "name": calls[-1]["function"]["name"]}
-            following_turns = [{**result, "tool_call_id": call_id}, NEXT_QUESTION]
+            call_id, name = str(calls[-1].get("id") or ""), calls[-1]["function"]["name"]
+            following_turns.insert(0, {**NEXT_QUESTION, "role": "tool", "name": name, "tool_call_id": call_id})
         for following in following_turns:
             continued_text = self.template.try_render([*self.messages, following], self.tools)
             tail = text_after_piece(continued_text, self.marked_text.text, piece_end)
@@ -646,10 +644,12 @@ class TurnLocator:
             if not starts_at_prompt_end:
                 raise InexactMaskError(PROMPT_MISMATCH, location)
             # Without markers the end is only where the turn's own rendering ends: that must hold for this row too.
-            if turn.ended_by_prefix and not self.ends.end_markers:
-                prefix_text = self.template.try_render(messages[: turn.message_index + 1], tools)
-                if prefix_text != located.text[:end]:
-                    raise InexactMaskError(NO_TURN_END, location)
+            if (
+                turn.ended_by_prefix
+                and not self.ends.end_markers
+                and self.template.try_render(messages[: turn.message_index + 1], tools) != located.text[:end]
+            ):
+                raise InexactMaskError(NO_TURN_END, location)
 
     def _fill_layout(self, template_layout: TemplateLayout, text: str, gap_starts: Sequence[int]) -> LocatedTurns:
         spans: dict[int, Span] = {}
@@ -721,13 +721,55 @@ class TurnLocator:
                 "the chat template rewrites a text or takes it apart", format_first_difference(text, second_text)
             )
         marked_text = MarkedText(text, pieces)
-        stripped_pieces = self._check_pieces(messages, pieces, marked_text)
+        # Think pieces may be left out; no other may be missing or changed.
+        written_indices = {piece_index for piece_index, _ in marked_text.written_pieces}
+        last_content = {
+            piece.message_index: piece_index for piece_index, piece in enumerate(pieces) if piece.kind == "content"
+        }
+        stripped_pieces = []
+        for piece_index, piece in enumerate(pieces):
+            role = messages[piece.message_index]["role"]
+            location = f"messages[{piece.message_index}]"
+            if piece_index in marked_text.changed_pieces:
+                reason = f"the chat template rewrites {_ROLE_POSSESSIVES[role]} text"
+                if piece.kind == "arguments":
+                    reason = "the chat template encodes the JSON text of a tool call's arguments a second time"
+                raise InexactMaskError(reason, location)
+            if piece_index in written_indices:
+                continue
+            if piece.kind == "name":  # Kimi writes the id, `functions.get_weather:0`, and no name beside it
+                ids = [
+                    str(call.get("id") or "")
+                    for call in messages[piece.message_index]["tool_calls"]
+                    if call["function"]["name"] == piece.text
+                ]
+                are_written = all(call_id and call_id in marked_text.text for call_id in ids)
+                if are_written and all(piece.text in call_id for call_id in ids):
+                    continue
+                if are_written:
+                    location += (
+                        ": ids of calls in the form functions.NAME:NUMBER, numbered from 0 over the row and the same "
+                        "in the results, make it exact: the template writes ids in place of names"
+                    )
+            if piece.kind in ("name", "argument", "arguments"):
+                raise InexactMaskError(
+                    "the chat template drops a tool call", f"{location}: {one_line(piece.text, limit=60)}"
+                )
+            if role in ("system", "developer"):
+                raise InexactMaskError(
+                    "the chat template drops the system prompt (data.system_into_user=true puts it before the first "
+                    "user turn)",
+                    location,
+                )
+            if role != "assistant" or not piece.is_think or piece_index == last_content.get(piece.message_index):
+                raise InexactMaskError(f"the chat template drops {_ROLE_POSSESSIVES[role]} text", location)
+            stripped_pieces.append(piece_index)
         marked_row = _MarkedRow(self.template, self.ends, marked_text, marked_messages, tools)
         turns = tuple(
             marked_row.locate_turn(index) for index, message in enumerate(messages) if message["role"] == "assistant"
         )
         gaps = tuple(text[begin:end] for begin, end in marked_text.gap_spans)
-        return TemplateLayout(gaps, tuple(marked_text.written_pieces), turns, stripped_pieces), pieces
+        return TemplateLayout(gaps, tuple(marked_text.written_pieces), turns, tuple(stripped_pieces)), pieces
 
     def _mark_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[MarkedPiece]]:
         """The row with sentinels around its pieces, and the pieces by number."""
@@ -763,52 +805,9 @@ class TurnLocator:
         return copy, pieces
 
     def _check_between(self, text: str, index: int) -> None:
-        ends = sorted(self.ends.end_tokens | {*self.ends.end_markers})
-        marker = next((marker for marker in ends if marker in text), None)
-        if marker is not None:
-            raise InexactMaskError(
-                "a text holds the end of turn, which the chat template looks for in texts",
-                f"messages[{index}]: {one_line(marker)}",
-            )
-
-    def _check_pieces(
-        self, messages: Sequence[Message], pieces: Sequence[MarkedPiece], marked_text: MarkedText
-    ) -> tuple[int, ...]:
-        """Numbers of think pieces that are not written; raises InexactMaskError if others are missing or changed."""
-        written_indices = {piece_index for piece_index, _ in marked_text.written_pieces}
-        last_content = {
-            piece.message_index: piece_index for piece_index, piece in enumerate(pieces) if piece.kind == "content"
-        }
-        stripped_pieces = []
-        for piece_index, piece in enumerate(pieces):
-            role = messages[piece.message_index]["role"]
-            location = f"messages[{piece.message_index}]"
-            if piece_index in marked_text.changed_pieces:
-                reason = f"the chat template rewrites {_ROLE_POSSESSIVES[role]} text"
-                if piece.kind == "arguments":
-                    reason = "the chat template encodes the JSON text of a tool call's arguments a second time"
-                raise InexactMaskError(reason, location)
-            if piece_index in written_indices:
-                continue
-            if piece.kind == "name":  # Kimi writes the id, `functions.get_weather:0`, and no name beside it
-                calls = messages[piece.message_index]["tool_calls"]
-                ids = [str(call.get("id") or "") for call in calls if call["function"]["name"] == piece.text]
-                are_written = all(call_id and call_id in marked_text.text for call_id in ids)
-                if are_written and all(piece.text in call_id for call_id in ids):
-                    continue
-                if are_written:
-                    location = f"{location}: {NAMED_IDS_REMEDY}"
-            if piece.kind in ("name", "argument", "arguments"):
+        for marker in sorted(self.ends.end_tokens | {*self.ends.end_markers}):
+            if marker in text:
                 raise InexactMaskError(
-                    "the chat template drops a tool call", f"{location}: {one_line(piece.text, limit=60)}"
+                    "a text holds the end of turn, which the chat template looks for in texts",
+                    f"messages[{index}]: {one_line(marker)}",
                 )
-            if role in ("system", "developer"):
-                raise InexactMaskError(
-                    "the chat template drops the system prompt (data.system_into_user=true puts it before the first "
-                    "user turn)",
-                    location,
-                )
-            if role != "assistant" or not piece.is_think or piece_index == last_content.get(piece.message_index):
-                raise InexactMaskError(f"the chat template drops {_ROLE_POSSESSIVES[role]} text", location)
-            stripped_pieces.append(piece_index)
-        return tuple(stripped_pieces)
