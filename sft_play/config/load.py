@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import json
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,7 +65,7 @@ class LoadedConfig:
 
     def for_stage(self, stage: Stage) -> LoadedConfig:
         """The run of a single stage."""
-        return dataclasses.replace(self, config=stage.config, stages=(), stage_name=stage.name)
+        return replace(self, config=stage.config, stages=(), stage_name=stage.name)
 
 
 def load_config(path: Path | str, *, overrides: Sequence[str] = (), with_adapter: bool = True) -> LoadedConfig:
@@ -105,12 +104,20 @@ def _parse_config(
 
 
 def _build_stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Problem]]:
-    curriculum = document.data["curriculum"]
-    assert isinstance(curriculum, list), "validated"
-    stage_data = cast("list[dict[str, JsonValue]]", curriculum)
+    stage_data = cast("list[dict[str, JsonValue]]", document.data["curriculum"])  # validated
     overlays = [_build_overlay(document, index, stage) for index, stage in enumerate(stage_data)]
     problems = [problem for overlay in overlays for problem in overlay.problems]
-    problems += ineffective_overrides(document, overlays)
+    # overrides of the run's keys that every stage sets for itself: they would change nothing
+    for path in sorted(document.overridden_paths, key=str):
+        if overlays and all(path in overlay.stage_paths for overlay in overlays):
+            stage_key = ".".join(map(str, overlays[0].stage_paths[path]))
+            problems.append(
+                Problem(
+                    dotted_path(path),
+                    OVERRIDE_LOCATION,
+                    f"every stage of the curriculum sets its own; set it there: {stage_key}=…",
+                )
+            )
     names = [str(stage["name"]) for stage in stage_data]
     counts = Counter(map(str.lower, names))
     stages: list[Stage] = []
@@ -181,13 +188,13 @@ def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonVa
         if not isinstance(stages, list):
             stages = []
         if int(key_parts[1]) >= len(stages):
-            example = "curriculum.0.train.epochs=1 sets a key of the first"
-            return f"there are {len(stages)} stages, counted from 0: {example}"
+            return (
+                f"there are {len(stages)} stages, counted from 0: curriculum.0.train.epochs=1 sets a key of the first"
+            )
     section = document.ensure_section(path[:-1])
     if section is None:
         parent = next(path[:end] for end in range(1, len(path)) if document.ensure_section(path[:end]) is None)
-        value_there = format_value(find_value(document.data, parent))
-        return f"{'.'.join(map(str, parent))} is {value_there}, not a section"
+        return f"{'.'.join(map(str, parent))} is {format_value(find_value(document.data, parent))}, not a section"
     section[key_parts[-1]] = value
     document.forget(path)
     document.raw_texts[path] = text
@@ -220,8 +227,7 @@ def is_derived_default(config: RunConfig, path: str) -> bool:
 
 def resolved_config_without_paths(config: RunConfig) -> dict[str, Any]:
     """`resolved_config` without paths: nodes may keep the same files in different folders."""
-    settings = resolved_config(config)
-    portable = {key: value for key, value in settings.items() if key != "output"}
+    portable = {key: value for key, value in resolved_config(config).items() if key != "output"}
     portable["model"] = {key: value for key, value in portable["model"].items() if key not in ("name", "adapter")}
     portable["data"] = _data_without_paths(portable["data"])
     portable["curriculum"] = [{**stage, "data": _data_without_paths(stage["data"])} for stage in portable["curriculum"]]
@@ -286,11 +292,14 @@ def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValu
     overlay = YamlDocument(document.name, data, dict(document.lines), {}, [], set(document.overridden_paths))
     for path, file_path, value in _stage_settings(stage, ("curriculum", index)):
         if path in overlay.stage_paths:
-            message = f"set twice: here and as {dotted_path(overlay.stage_paths[path])}; remove one of them"
-            overlay.problems.append(document.problem(file_path, message))
+            other_path = dotted_path(overlay.stage_paths[path])
+            overlay.problems.append(
+                document.problem(file_path, f"set twice: here and as {other_path}; remove one of them")
+            )
         elif _is_job_wide(path):
-            message = f"applies to all stages; set {dotted_path(path)} of the run"
-            overlay.problems.append(document.problem(file_path, message))
+            overlay.problems.append(
+                document.problem(file_path, f"applies to all stages; set {dotted_path(path)} of the run")
+            )
         else:
             section = overlay.ensure_section(path[:-1])
             assert section is not None, "validated"
@@ -331,15 +340,6 @@ def _is_job_wide(path: KeyPath) -> bool:
     if path in STAGE_SHORTCUTS.values() or path[0] not in ("model", "tuning"):
         return key in _JOB_WIDE_OPTIONS
     return any(name == key or name.startswith(f"{key}.") for name in all_options())
-
-
-def ineffective_overrides(document: YamlDocument, overlays: list[YamlDocument]) -> Iterator[Problem]:
-    """Overrides of the run's keys that every stage sets for itself: they would change nothing."""
-    for path in sorted(document.overridden_paths, key=str):
-        if overlays and all(path in overlay.stage_paths for overlay in overlays):
-            stage_key = ".".join(map(str, overlays[0].stage_paths[path]))
-            message = f"every stage of the curriculum sets its own; set it there: {stage_key}=…"
-            yield Problem(dotted_path(path), OVERRIDE_LOCATION, message)
 
 
 # --- model.adapter ----------------------------------------------------------------------------------------------------
@@ -401,17 +401,24 @@ def _apply_adapter(document: YamlDocument) -> list[Problem]:
             reason = f"{format_value(section[key])}, and {adapter_name} has {format_value(value)}"
             problems.append(document.problem(path, f"{reason}; leave it out: the adapter's is taken"))
     if tuning.get("mode") == "full":
-        reason = (
-            f"full trains all weights, and {ADAPTER_KEY} continues an adapter: use lora or qlora, or merge the adapter "
-            "(make merge) and name the merged model in model.name"
+        problems.append(
+            document.problem(
+                ("tuning", "mode"),
+                f"full trains all weights, and {ADAPTER_KEY} continues an adapter: use lora or qlora, or merge the "
+                "adapter (make merge) and name the merged model in model.name",
+            )
         )
-        problems.append(document.problem(("tuning", "mode"), reason))
     run_tuning = run_settings.get("tuning") or {}
     if run_tuning.get("mode") is not None:
         tuning.setdefault("mode", run_tuning["mode"])
     if (run_tuning.get("lora") or {}).get("init") == "loftq" and tuning.get("mode") == "lora":
-        reason = f"lora, and {adapter_name} was started at what NF4 lost (tuning.lora.init=loftq)"
-        problems.append(document.problem(("tuning", "mode"), f"{reason}; use qlora, or merge it (make merge)"))
+        problems.append(
+            document.problem(
+                ("tuning", "mode"),
+                f"lora, and {adapter_name} was started at what NF4 lost (tuning.lora.init=loftq); use qlora, or merge "
+                "it (make merge)",
+            )
+        )
     model["adapter"] = str(folder.absolute())
     return problems
 
@@ -426,7 +433,14 @@ def _is_same_value(name: str, value: JsonValue, adapter_value: JsonValue) -> boo
 
 def _find_adapter_folder(name: str, output_dir: Path) -> Path:
     if name == LAST_RUN:
-        name = str(_find_last_finished_run(output_dir).absolute())
+        finished = []
+        for run_folder in output_dir.glob("[!.]*"):
+            run_manifest = _read_manifest(run_folder) or {}
+            if run_manifest.get("status") == "finished" and ".replaced-" not in run_folder.name:
+                finished.append((str(run_manifest.get("ended")), str(run_folder)))
+        if not finished:
+            raise ConfigError(f"there is no finished run in {output_dir}; name another run, or train one first")
+        name = str(Path(max(finished)[1]).absolute())
     try:
         path = Path(name).expanduser()
         candidates = [output_dir / name, path]
@@ -458,17 +472,6 @@ def _find_adapter_folder(name: str, output_dir: Path) -> Path:
             problem += f"; it trained all weights: give model.name: {folder / 'model'}"
         raise ConfigError(problem)
     return folder / "adapter"
-
-
-def _find_last_finished_run(output_dir: Path) -> Path:
-    finished = []
-    for path in output_dir.glob("[!.]*"):
-        manifest = _read_manifest(path) or {}
-        if manifest.get("status") == "finished" and ".replaced-" not in path.name:
-            finished.append((str(manifest.get("ended")), str(path)))
-    if not finished:
-        raise ConfigError(f"there is no finished run in {output_dir}; name another run, or train one first")
-    return Path(max(finished)[1])
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

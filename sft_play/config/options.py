@@ -34,14 +34,13 @@ class Option:
 @cache
 def all_options() -> dict[str, Option]:
     """Every option by its dotted path, in the order of the schema."""
-    return {path: _field_option(path, field) for path, field, section in _walk_fields(RunConfig) if section is None}
+    return {path: field_option(path, field) for path, field, section in _walk_fields(RunConfig) if section is None}
 
 
 def option_accepts(path: str, value: Any) -> bool:
     """True if an option accepts a value (plain data), whatever the other options are."""
-    data = nest_values({"model.name": "any", path: value})  # the one key without a default
-    try:
-        RunConfig.model_validate_json(json.dumps(data))
+    try:  # with model.name, the one key without a default
+        RunConfig.model_validate_json(json.dumps(nest_values({"model.name": "any", path: value})))
     except ValidationError:
         return False
     return True
@@ -65,11 +64,6 @@ def list_item_sections() -> dict[str, type[Section]]:
     return {path: section for path, section in items if section is not None}
 
 
-def list_item_option(path: str, name: str) -> Option:
-    """An option of the sections in a list."""
-    return _field_option(name, list_item_sections()[path].model_fields[name])
-
-
 def _list_item_section(annotation: Any) -> type[Section] | None:
     """The section that a list holds; None for lists of values and for everything else."""
     item_type = next(iter(get_args(annotation)), None) if get_origin(annotation) is tuple else None
@@ -87,24 +81,20 @@ def _walk_fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + name, field, None
 
 
-def _field_option(path: str, field: FieldInfo) -> Option:
+def field_option(path: str, field: FieldInfo) -> Option:
+    """The option that a field is."""
     extra = field.json_schema_extra
     owner = str(extra[OWNER]) if isinstance(extra, dict) and OWNER in extra else ""
     # a derived default: the one that follows where no other key of the section is given
     default = field.get_default(call_default_factory=True, validated_data={})
     return Option(
         path=path,
-        default=None if default is PydanticUndefined else to_plain_data(default),
+        default=None if default is PydanticUndefined else to_jsonable_python(default),
         required=field.is_required(),
         owner=owner,
         doc=(field.description or "").strip(),
         accepted_values=describe_values(field.annotation, tuple(field.metadata)),
     )
-
-
-def to_plain_data(value: Any) -> Any:
-    """A default as JSON has it: tuples become lists."""
-    return to_jsonable_python(value)
 
 
 def format_yaml_value(value: Any) -> str:
@@ -142,20 +132,15 @@ def describe_values(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
     for limit in limits:
         if getattr(limit, "pattern", None) in _PATTERN_DESCRIPTIONS:
             return _PATTERN_DESCRIPTIONS[limit.pattern]
-    return _TYPE_DESCRIPTIONS.get(annotation, str(annotation)) + _describe_limits(
-        limits, is_number=annotation in (int, float)
-    )
-
-
-def _describe_limits(constraints: tuple[Any, ...], *, is_number: bool) -> str:
+    description = _TYPE_DESCRIPTIONS.get(annotation, str(annotation))
     words = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
-    limits = [(word, getattr(limit, name, None)) for limit in constraints for name, word in words.items()]
+    bounds = [(word, getattr(limit, name, None)) for limit in limits for name, word in words.items()]
     phrases = [
         f"{word} {value:g}" if isinstance(value, float) else f"{word} {value}"
-        for word, value in limits
-        if is_number and value is not None
+        for word, value in bounds
+        if annotation in (int, float) and value is not None
     ]
-    return (" " + " and ".join(phrases)) if phrases else ""
+    return f"{description} {' and '.join(phrases)}" if phrases else description
 
 
 _PATTERN_DESCRIPTIONS = {
@@ -200,10 +185,6 @@ class OptimizerOption:
         """Its value in a run; the run's own property of that name says what auto is."""
         value = getattr(config.train, self.name)
         return getattr(config, self.name) if value == "auto" else value
-
-    def is_read_by(self, optimizer: str) -> bool:
-        """True if the optimizer (a value of train.optim) reads it."""
-        return optimizer in (self.external_names.optimizers or (optimizer,))
 
 
 def optimizer_options() -> tuple[OptimizerOption, ...]:

@@ -2,13 +2,12 @@
 probably means.
 """
 
-import dataclasses
 import fnmatch
 import functools
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -78,8 +77,8 @@ class KeyTable:
 
 @functools.cache
 def _load_tables(file_name: str = "other_tools.yaml") -> dict[str, Any]:
-    text = resources.files("sft_play.config").joinpath(file_name).read_text(encoding="utf-8")
-    document = parse_yaml(text, name=file_name)
+    file = resources.files("sft_play.config").joinpath(file_name)
+    document = parse_yaml(file.read_text(encoding="utf-8"), name=file_name)
     assert not document.problems, document.problems
     return document.data
 
@@ -164,8 +163,10 @@ def _read_held_out_share(value: Any, path: str) -> KeyTranslation | None:
     """`val_set_size: 0.05`. Other tools also take a number of rows there, which is no share."""
     if type(value) not in (int, float) or value < 1:
         return None
-    remedy = "put {value} rows of your choice into a file of their own and name it in data.val_path"
-    return KeyTranslation(explanation=f"{path} is a fraction (0.05), not a number of rows; {remedy}")
+    return KeyTranslation(
+        explanation=f"{path} is a fraction (0.05), not a number of rows; "
+        "put {value} rows of your choice into a file of their own and name it in data.val_path"
+    )
 
 
 DATA_SET_OPTIONS = ("data.train_path", "data.val_path")  # where data sets are named
@@ -186,8 +187,10 @@ def _read_data_files(value: Any, path: str) -> KeyTranslation:
     if not paths:
         return KeyTranslation(explanation="it names no file, and of the hub no data set in the split that is read here")
     if not all(_FILE_OR_HUB_PATH.match(name) or _DATA_FILE.search(name) for name in paths):
-        words = "a data set is given by its file, or hub:owner/name, not by a name in a registry"
-        return KeyTranslation(explanation=f"{words}: {path} (several: data.sources)")
+        return KeyTranslation(
+            explanation="a data set is given by its file, or hub:owner/name, not by a name in a registry: "
+            f"{path} (several: data.sources)"
+        )
     if is_trained and (len(sources) > 1 or len(all_sources[0]) > 1):
         return KeyTranslation({"data.sources": sources}, "a weight in each sets its share of an epoch")
     if len(sources) > 1:
@@ -251,7 +254,7 @@ def _read_documents(value: Any, path: str) -> KeyTranslation:
     translation = _read_data_files(value, path)
     if not translation.settings:
         return translation
-    return dataclasses.replace(translation, settings={**translation.settings, "task_mode": "cpt"})
+    return replace(translation, settings={**translation.settings, "task_mode": "cpt"})
 
 
 def _read_template(value: Any, _: str) -> KeyTranslation | None:
@@ -266,8 +269,10 @@ def _read_template(value: Any, _: str) -> KeyTranslation | None:
 def _read_names(value: Any, path: str) -> KeyTranslation | None:
     """Names in a list, or in a text with commas."""
     if path.startswith("tuning.") and not re.fullmatch(r"[\w.,\[\]\"' -]*", str(value)):
-        words = "a pattern is not read: tuning.lora.target_modules lists names of modules (q_proj, …), or is auto"
-        return KeyTranslation(explanation=words)
+        return KeyTranslation(
+            explanation="a pattern is not read: tuning.lora.target_modules lists names of modules (q_proj, …), or is "
+            "auto"
+        )
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     if isinstance(value, list):
@@ -283,8 +288,10 @@ def _read_split(value: Any, path: str) -> KeyTranslation:
     if match and (match[1] == "train") is (path == DATA_SET_OPTIONS[0]):
         words = "this number of rows (max_rows) is drawn by train.seed, not the first"
         return KeyTranslation(explanation=words * bool(match[2]))
-    remedy = "load_dataset(…, split={value}).to_json(FILE) of datasets writes another, or a part, to name here"
-    return KeyTranslation(explanation=f"{path} reads a split whole, train or validation: {remedy}")
+    return KeyTranslation(
+        explanation=f"{path} reads a split whole, train or validation: "
+        "load_dataset(…, split={value}).to_json(FILE) of datasets writes another, or a part, to name here"
+    )
 
 
 # By the name that the table gives them.
@@ -458,7 +465,18 @@ def format_key_value(key: ForeignKey, raw_text: str | None) -> str:
 def _explain_key(key: ForeignKey, *, raw_text: str | None, separator: str) -> str:
     """What a key means here: what the table answers, its home, a near spelling, or the keys that there are."""
     if key.translation is not None:
-        return format_translation(key.translation, key.value, raw_text=raw_text, separator=separator)
+        settings = []  # `here it is train.bf16: true`
+        for path, value in key.settings.items():
+            is_same = value is key.value or (value == key.value and type(value) is type(key.value))
+            setting = f"{path}{separator}{format_setting_value(value, raw_text if is_same else None)}"
+            if path in all_options() and all_options()[path].default == value:
+                setting += ", the default"
+            settings.append(setting)
+        explanation = key.translation.explanation
+        explanation = explanation.replace("{value}", format_value(key.value, raw_text=raw_text).strip('"'))
+        if not settings:
+            return explanation
+        return f"here it is {' and '.join(settings)}{f' ({explanation})' if explanation else ''}"
     if key.option_path is not None:
         return f"it belongs at {key.option_path}{separator}{format_setting_value(key.value, raw_text)}"
     name = str(key.path[-1])
@@ -474,25 +492,6 @@ def _explain_key(key: ForeignKey, *, raw_text: str | None, separator: str) -> st
     if similar_name:
         return f"did you mean {' or '.join(find_option(similar_name)[:3])}?"
     return f"{key.section or 'the root'} takes {', '.join(section_keys or sections()[''].model_fields)}"
-
-
-def format_translation(translation: KeyTranslation, value: JsonValue, *, raw_text: str | None, separator: str) -> str:
-    """An answer of the table in words: `here it is train.bf16: true`."""
-    settings = []
-    for option_path, option_value in translation.settings.items():
-        is_same = option_value is value or (option_value == value and type(option_value) is type(value))
-        default = (
-            ", the default"
-            if option_path in all_options() and all_options()[option_path].default == option_value
-            else ""
-        )
-        settings.append(
-            f"{option_path}{separator}{format_setting_value(option_value, raw_text if is_same else None)}{default}"
-        )
-    explanation = translation.explanation.replace("{value}", format_value(value, raw_text=raw_text).strip('"'))
-    if not settings:
-        return explanation
-    return f"here it is {' and '.join(settings)}{f' ({explanation})' if explanation else ''}"
 
 
 def format_setting_value(value: JsonValue, raw_text: str | None) -> str:
@@ -532,7 +531,7 @@ def merge_keys(keys: Sequence[ForeignKey]) -> list[ForeignKey]:
         for index, key in enumerate(merged_keys):
             if option in key.settings and normalize_spelling(key.settings[option]) != normalize_spelling(value):
                 translation = KeyTranslation({**key.settings, option: value}, "" if key.is_default else explanation)
-                merged_keys[index] = dataclasses.replace(key, translation=translation)
+                merged_keys[index] = replace(key, translation=translation)
     return merged_keys
 
 

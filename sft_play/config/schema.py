@@ -8,8 +8,8 @@ from this file.
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -36,19 +36,18 @@ REFERENCE_ALPHA = 32
 # Lion steps by signs: its rate is 3 to 10 times smaller than AdamW's (https://arxiv.org/abs/2302.06675).
 LION_DIVISOR = 5
 # Fewer, or more, rows than these change nothing any more.
-BATCH_ROWS_RANGE = (16, 128)
+MIN_BATCH_ROWS, MAX_BATCH_ROWS = 16, 128
 
 
 def auto_learning_rate(*, alpha: float | None, rows: int, is_lion: bool = False) -> tuple[float, str]:
     """The peak learning rate and the reason for it. `alpha`: the adapters' scale times their rank (alpha, or with
     rsLoRA alpha x sqrt(r)) and the ratio of lora_B's rate to this one; None: all weights train. `rows`: the effective
     batch."""
-    min_rows, max_rows = BATCH_ROWS_RANGE
-    counted_rows = min(max(rows, min_rows), max_rows)
+    counted_rows = min(max(rows, MIN_BATCH_ROWS), MAX_BATCH_ROWS)
     base = FULL_RATE if alpha is None else ADAPTER_RATE
     rate, derivation = (
-        base * math.sqrt(counted_rows / max_rows),
-        f"{base:g} at {max_rows} rows a step x sqrt({counted_rows}/{max_rows})",
+        base * math.sqrt(counted_rows / MAX_BATCH_ROWS),
+        f"{base:g} at {MAX_BATCH_ROWS} rows a step x sqrt({counted_rows}/{MAX_BATCH_ROWS})",
     )
     if alpha is not None and alpha > REFERENCE_ALPHA:
         rate, derivation = (
@@ -356,15 +355,11 @@ PROCESSED_TEXT_PATH = "data/processed_text/train.jsonl"
 MANAGED_HELD_OUT_FILES = {PROCESSED_TRAIN_PATH: ("val.jsonl", "test.jsonl"), PROCESSED_TEXT_PATH: ("val.jsonl",)}
 
 
-def _default_held_out_path(name: str) -> Callable[[dict[str, Any]], str | None]:
+def _default_held_out_path(name: str, earlier_values: dict[str, Any]) -> str | None:
     """The default of a held-out path: the file that a command writes beside `train_path`; none if the user set their
     own `train_path`, because that file does not belong to its rows."""
-
-    def default(earlier_values: dict[str, Any]) -> str | None:
-        train_path = PurePath(earlier_values.get("train_path", PROCESSED_TRAIN_PATH) or "")
-        return str(train_path.with_name(name)) if name in MANAGED_HELD_OUT_FILES.get(str(train_path), ()) else None
-
-    return default
+    train_path = PurePath(earlier_values.get("train_path", PROCESSED_TRAIN_PATH) or "")
+    return str(train_path.with_name(name)) if name in MANAGED_HELD_OUT_FILES.get(str(train_path), ()) else None
 
 
 class SourceConfig(Section):
@@ -408,12 +403,16 @@ class DataConfig(Section):
     """Training rows: JSONL, JSON, CSV, Parquet, Arrow, plain text, a folder or glob of these, or a folder saved by
     `datasets`. Null if sources are given."""
 
-    val_path: Name | None = option(default_factory=_default_held_out_path("val.jsonl"), owner="data.sources.files")
+    val_path: Name | None = option(
+        default_factory=partial(_default_held_out_path, "val.jsonl"), owner="data.sources.files"
+    )
     """Rows for evaluation during training; null holds out `val_fraction` of the training rows, if any. The default is
     the file that make process or make dapt-docx writes beside the training rows; with your own train_path it is
     null."""
 
-    test_path: Name | None = option(default_factory=_default_held_out_path("test.jsonl"), owner="data.sources.files")
+    test_path: Name | None = option(
+        default_factory=partial(_default_held_out_path, "test.jsonl"), owner="data.sources.files"
+    )
     """Held-out rows for the metrics before and after training; null uses the validation rows. The default applies only
     with the default train_path; with your own train_path it is null."""
 
@@ -718,8 +717,11 @@ class TrainConfig(Section):
     def derives_effective_batch(self) -> bool:
         """True if the effective batch is derived: batch_size and grad_accum are given, and it is not. A value in the
         file, in SET or in a copy with an update counts as given, even if it is the default."""
-        is_split = self.batch_size != "auto" and self.grad_accum != "auto"
-        return is_split and "effective_batch_size" not in self.model_fields_set
+        return (
+            self.batch_size != "auto"
+            and self.grad_accum != "auto"
+            and "effective_batch_size" not in self.model_fields_set
+        )
 
     @property
     def effective_batch_options(self) -> str:

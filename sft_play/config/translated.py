@@ -2,11 +2,10 @@
 what it leaves out, and what has no equivalent as comments with the reason."""
 
 import copy
-import dataclasses
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -68,7 +67,23 @@ def translate_file(
     document = parse_yaml(re.sub(r"\$\{([\w.]+)\}", lambda ref: values_by_path.get(ref[1], ref[0]), text), name=name)
     if document.problems:
         raise ConfigError("\n".join(map(str, document.problems)))
-    _gather_data_sets(document)
+    # keys that describe all data sets (`dataset_config`, `max_samples`) move into the entry of each one
+    named_keys = {key: other_tools.find_known_key((key,)) for key, value in document.data.items() if value}
+    data_set_keys = [
+        key
+        for key, known_key in named_keys.items()
+        if known_key
+        and known_key.path == other_tools.DATA_SET_OPTIONS[0]
+        and other_tools.translate_value(known_key, document.data[key]).settings
+    ]
+    shared_options = {
+        key: document.data.pop(key)
+        for key in named_keys
+        if data_set_keys and key in other_tools.key_table().data_set_names["beside"]
+    }
+    for data_set_key in data_set_keys if shared_options else []:
+        entries = other_tools.parse_data_sets(document.data[data_set_key])
+        document.data[data_set_key] = [shared_options | entry for entry in entries]
     foreign_keys = find_unknown_keys(document, read_config(document)[1])
     key_names = {str(part) for key in foreign_keys for path, _ in walk_leaves(key.value, key.path) for part in path}
     result = Translation(other_tools.detect_tool(key_names), dict(user_settings))
@@ -76,11 +91,13 @@ def translate_file(
     keys += _data_set_keys(keys)
     for index, key in enumerate(keys):
         if known_key := result.tool.known_keys.get(key.name):
-            keys[index] = dataclasses.replace(key, translation=other_tools.translate_value(known_key, key.value))
+            keys[index] = replace(key, translation=other_tools.translate_value(known_key, key.value))
     for key in keys:  # what was written would train something else
         if key.translation is not None and key.value and key.translation.explanation.startswith("preference tuning"):
-            shown_key = f"{dotted_path(key.path)}: {format_value(key.value)}"
-            raise ConfigError(f"{name}: {shown_key}: {key.translation.explanation}; nothing is written")
+            raise ConfigError(
+                f"{name}: {dotted_path(key.path)}: {format_value(key.value)}: {key.translation.explanation}; nothing "
+                "is written"
+            )
     keys = merge_keys([*keys, *_default_keys(result.tool, keys)])
     # what another setting decides (steps of each epoch) behind it; of the defaults the mode first
     for key in sorted(keys, key=lambda key: not all(option_accepts(*setting) for setting in key.settings.items())):
@@ -91,27 +108,7 @@ def translate_file(
     if "model.name" not in result.settings:
         raise ConfigError(f"{name} names no model; give one beside it: make new FROM={name} MODEL=owner/name")
     _complete_settings(result, user_settings)
-    _drop_refused_settings(result)
     return result
-
-
-def _gather_data_sets(document: YamlDocument) -> None:
-    """Move keys that describe all data sets (`dataset_config`, `max_samples`) into the entry of each one."""
-    known_keys = {key: other_tools.find_known_key((key,)) for key, value in document.data.items() if value}
-    data_set_keys = [
-        key
-        for key, known_key in known_keys.items()
-        if known_key
-        and known_key.path == other_tools.DATA_SET_OPTIONS[0]
-        and other_tools.translate_value(known_key, document.data[key]).settings
-    ]
-    shared_options = {
-        key: document.data.pop(key)
-        for key in known_keys
-        if data_set_keys and key in other_tools.key_table().data_set_names["beside"]
-    }
-    for key in data_set_keys if shared_options else []:
-        document.data[key] = [shared_options | entry for entry in other_tools.parse_data_sets(document.data[key])]
 
 
 def _same_named_keys(document: YamlDocument, result: Translation) -> Iterator[ForeignKey]:
@@ -196,8 +193,9 @@ def _apply_key(key: ForeignKey, document: YamlDocument, result: Translation) -> 
         reason = f"here {' and '.join(f'{path}: {format_value(value)}' for path, value in accepted.items())}; {reason}"
     elif is_off and not reason.startswith("here rows"):
         return
-    entry = f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})"
-    result.left_out_keys.append((entry, reason or _UNKNOWN_KEY.explanation))
+    result.left_out_keys.append(
+        (f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})", reason or _UNKNOWN_KEY.explanation)
+    )
 
 
 def _apply_default(key: ForeignKey, result: Translation, row_format: str) -> None:
@@ -232,15 +230,20 @@ def _dependent_value(path: str, value: Any, settings: Mapping[str, JsonValue], r
 
 
 def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValue]) -> None:
-    """Complete what follows from several settings, those of the user among them."""
+    """Complete what follows from several settings, those of the user among them; then take out settings, with the
+    reason, until what is left is a run YAML without a problem."""
     settings = result.settings
     if "data.train_path" in user_settings and "data.sources" in settings:
         result.left_out_keys.append(
             (f"data.sources: {format_value(settings.pop('data.sources'))}", "DATA= names the rows")
         )
     if "data.train_path" not in settings and "data.sources" not in settings:
-        message = "no file or data set of the hub is named; DATA=FILE, or this key, names it (else: make process)"
-        result.left_out_keys.append(("data.train_path", message))
+        result.left_out_keys.append(
+            (
+                "data.train_path",
+                "no file or data set of the hub is named; DATA=FILE, or this key, names it (else: make process)",
+            )
+        )
     if settings["tuning.mode"] == "full":
         for path in [path for path in settings if path.startswith("tuning.lora.")]:
             result.left_out_keys.append(
@@ -254,13 +257,8 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
             )
         elif "train.effective_batch_size" not in settings:
             settings.setdefault("train.grad_accum", 1)  # the other tools' default; ours would be 32 rows in a step
-
-
-def _drop_refused_settings(result: Translation) -> None:
-    """Take out settings, with the reason, until what is left is a run YAML without a problem."""
     while True:
-        document = parse_yaml(format_run_yaml(result.settings), name="the run YAML")
-        _, problems = validate(document)
+        problems = validate(parse_yaml(format_run_yaml(result.settings), name="the run YAML"))[1]
         if not problems:
             return
         refused_settings = [(path, problem.message) for path in result.settings for problem in problems

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sft_play.config.options import all_options, list_item_option, list_item_sections, optimizer_options, sections
+from sft_play.config.options import all_options, field_option, list_item_sections, optimizer_options, sections
 from sft_play.config.other_tools import ForeignKey, find_foreign_keys, merge_keys, unknown_key_problem
 from sft_play.config.schema import RunConfig
 from sft_play.config.yaml_io import JsonValue, KeyPath, Problem, YamlDocument, find_value, format_value, walk_leaves
@@ -35,8 +35,11 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
             has_broken_text = True
             problems.append(document.problem(path, "the text has half of a surrogate pair"))
         elif isinstance(value, str) and value and {value[0], value[-1]} <= TYPOGRAPHIC_QUOTES:
-            message = "is in typographic quotes, which YAML takes for letters of the text; write \" or '"
-            problems.append(document.problem(path, message))
+            problems.append(
+                document.problem(
+                    path, "is in typographic quotes, which YAML takes for letters of the text; write \" or '"
+                )
+            )
     if has_broken_text:
         return None, problems
     config, errors = read_config(document)
@@ -76,8 +79,7 @@ def find_unknown_keys(document: YamlDocument, errors: Sequence[ErrorDetails]) ->
     for error in errors:
         if _is_unknown_key(error):
             path = error["loc"]
-            section = ".".join(map(str, path[:-1]))
-            keys += find_foreign_keys(path, find_value(document.data, path), section=section)
+            keys += find_foreign_keys(path, find_value(document.data, path), section=".".join(map(str, path[:-1])))
     return keys
 
 
@@ -111,7 +113,7 @@ def _describe_error(document: YamlDocument, path: KeyPath, error_type: str) -> s
             hint = did_you_mean(str(key_path[0]), keys) or f"{list_path}[] takes {', '.join(keys)}"
             return f"unknown key (value {shown_value}); {hint}"
         if key_path:
-            option = list_item_option(list_path, str(key_path[0]))
+            option = field_option(str(key_path[0]), section.model_fields[str(key_path[0])])
     if option is not None:
         if error_type == "missing":
             return f"missing; {option.doc}"
@@ -150,8 +152,9 @@ def value_hint(value: JsonValue, raw_text: str | None, accepted_values: str) -> 
 
 def find_conflicts(config: RunConfig, document: YamlDocument) -> list[Problem]:
     """Values that are valid alone but not together; each problem names the keys that disagree."""
-    conflicts = [*_setting_conflicts(config), *_source_conflicts(config)]
-    return [document.problem(path, message) for path, message in conflicts]
+    return [
+        document.problem(path, message) for path, message in (*_setting_conflicts(config), *_source_conflicts(config))
+    ]
 
 
 # A key, whether it contradicts another, and what is wrong.
@@ -161,6 +164,8 @@ _Rule = tuple[str, Any, str]
 def _setting_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
     train, tuning = config.train, config.tuning
     is_mixed = config.task_mode == "cpt_mixed"
+    # a rate with the sign of its power turned: 2e4 was meant as 2e-4
+    mantissa, _, power = f"{config.learning_rate:e}".replace("+", "-").partition("e-")
     rules: tuple[_Rule, ...] = (
         ("train.fp16", train.fp16 and train.bf16 is True, "true, and train.bf16 is true as well; choose one"),
         (
@@ -192,7 +197,7 @@ def _setting_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
             "train.learning_rate",
             config.learning_rate > MAX_LEARNING_RATE,
             f"{config.learning_rate:,g} is above {MAX_LEARNING_RATE:g}, where nothing learns; did you mean "
-            f"{_negative_power(config.learning_rate)}?",
+            f"{float(mantissa):g}e-{int(power) or 4}?",
         ),
         *(
             (
@@ -201,7 +206,8 @@ def _setting_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
                 f"{option.value(config)} is AdamW's, and train.optim is {train.optim}; remove one of them",
             )
             for option in optimizer_options()
-            if not option.is_read_by(train.optim) and option.value(config) != option.default
+            if train.optim not in (option.external_names.optimizers or (train.optim,))
+            and option.value(config) != option.default
         ),
         (
             "train.optim",
@@ -214,12 +220,13 @@ def _setting_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
             f"is the backend itself ({tuning.backend}); remove it",
         ),
     )
-    all_rules = (*rules, *_adapter_rules(config), *_data_rules(config))
-    yield from ((tuple(name.split(".")), message) for name, is_wrong, message in all_rules if is_wrong)
+    for name, is_wrong, message in (*rules, *_adapter_and_data_rules(config)):
+        if is_wrong:
+            yield tuple(name.split(".")), message
 
 
-def _adapter_rules(config: RunConfig) -> tuple[_Rule, ...]:
-    tuning, lora = config.tuning, config.tuning.lora
+def _adapter_and_data_rules(config: RunConfig) -> tuple[_Rule, ...]:
+    data, tuning, lora = config.data, config.tuning, config.tuning.lora
     mode, init = tuning.mode, lora.init if tuning.mode != "full" else "default"
     experts_key = "experts" if lora.experts else "target_parameters"
     return (
@@ -266,12 +273,6 @@ def _adapter_rules(config: RunConfig) -> tuple[_Rule, ...]:
             init == "pissa" and lora.use_rslora,
             "pissa divides its start by the scale; set tuning.lora.alpha instead",
         ),
-    )
-
-
-def _data_rules(config: RunConfig) -> tuple[_Rule, ...]:
-    data = config.data
-    return (
         (
             "data.train_path",
             not data.sources and data.train_path is None,
@@ -294,12 +295,6 @@ def _data_rules(config: RunConfig) -> tuple[_Rule, ...]:
             "given together with a source's val_path; keep one of them",
         ),
     )
-
-
-def _negative_power(rate: float) -> str:
-    """A rate with the sign of its power turned: 2e4 was meant as 2e-4."""
-    mantissa, _, power = f"{rate:e}".partition("e+")
-    return f"{float(mantissa):g}e-{int(power) or 4}" if power else ""
 
 
 def _source_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:

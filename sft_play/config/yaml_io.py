@@ -44,8 +44,10 @@ _WORDS = {
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
 # Tags of plain data; ? and ! are of nodes without one. A timestamp stays the text that it is.
-_YAML_TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")
-_PLAIN_TAGS = {"?", "!", *(f"tag:yaml.org,2002:{name}" for name in _YAML_TAGS)}
+_PLAIN_TAGS = {
+    *("?", "!"),
+    *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")),
+}
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,7 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        parts = [part for part in (self.location, self.path) if part]
-        return ": ".join([*parts, self.message])
+        return ": ".join([*filter(None, (self.location, self.path)), self.message])
 
 
 @dataclass
@@ -197,29 +198,23 @@ def parse_yaml_value(text: str, *, name: str) -> JsonValue:
 
 def _compose(text: str, *, name: str) -> yaml.Node | None:
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(_syntax_message(error, name=name)) from None
+        mark = error.problem_mark or error.context_mark
+        location = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        problem, hint = error.problem or str(error), ""
+        if "\\t" in problem or "'\t'" in problem:
+            hint = "; indent with spaces, not tabs"
+        elif "mapping values are not allowed" in problem or "but got ':'" in problem:
+            hint = '; put a value that contains ": " in quotes'
+        raise ConfigError(f"{location}: not valid YAML: {one_line(problem)}{hint}") from None
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         code = error.character if isinstance(error.character, int) else ord(error.character)
         raise ConfigError(f"{name}:{line}: the character {one_line(repr(chr(code)))} is not allowed in YAML") from None
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply") from None
-    assert node is None or isinstance(node, yaml.Node)
     return node
-
-
-def _syntax_message(error: yaml.MarkedYAMLError, *, name: str) -> str:
-    mark = error.problem_mark or error.context_mark
-    location = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-    problem = error.problem or str(error)
-    hint = ""
-    if "\\t" in problem or "'\t'" in problem:
-        hint = "; indent with spaces, not tabs"
-    elif "mapping values are not allowed" in problem or "but got ':'" in problem:
-        hint = '; put a value that contains ": " in quotes'
-    return f"{location}: not valid YAML: {one_line(problem)}{hint}"
 
 
 def _line_number(node: yaml.Node) -> int:
@@ -237,8 +232,7 @@ def _read_mapping(
             continue
         key_path = (*path, key := str(key_node.value))
         if key in result:
-            first_line = document.lines[key_path]
-            document.add_problem(key_path, key_node, f"the key appears twice, first on line {first_line}")
+            document.add_problem(key_path, key_node, f"the key appears twice, first on line {document.lines[key_path]}")
             continue
         document.lines[key_path] = _line_number(key_node)
         result[key] = _read_value(document, value_node, key_path, parents)
@@ -253,8 +247,7 @@ def _read_value(document: YamlDocument, node: yaml.Node, path: KeyPath, parents:
     if len(document.lines) > MAX_VALUES or id(node) in parents:
         raise ConfigError(f"{document.name}:{_line_number(node)}: aliases expand without end")
     if node.tag not in _PLAIN_TAGS:
-        message = f"the tag {one_line(node.tag)} is refused: a run YAML holds plain values only"
-        document.add_problem(path, node, message)
+        document.add_problem(path, node, f"the tag {one_line(node.tag)} is refused: a run YAML holds plain values only")
         return None
     parents = (*parents, id(node))
     if isinstance(node, yaml.MappingNode):
@@ -282,8 +275,8 @@ def resolve_scalar(text: str) -> JsonValue:
 
 def dotted_path(path: KeyPath) -> str:
     """`('data', 'columns', 0)` as `data.columns[0]`, with odd characters escaped."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return one_line(text.removeprefix("."))
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return one_line("".join(parts).removeprefix("."))
 
 
 def walk_leaves(data: JsonValue, path: KeyPath = ()) -> Iterator[tuple[KeyPath, JsonValue]]:

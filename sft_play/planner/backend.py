@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.options import all_options, to_plain_data
+from pydantic_core import to_jsonable_python
+
+from sft_play.config.options import all_options
 from sft_play.config.schema import RunConfig
 from sft_play.errors import BackendError, ConfigError
 from sft_play.log import one_line
@@ -179,6 +181,6 @@ def _changed_options(config: RunConfig) -> dict[str, Any]:
         value: Any = config
         for name in path.split("."):
             value = getattr(value, name, None)
-        return to_plain_data(value)
+        return to_jsonable_python(value)
 
     return {path: value for path, option in all_options().items() if (value := read_value(path)) != option.default}

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -308,8 +308,6 @@ _ENTITY = re.compile(r"&(?:[a-z]{2,6}|#\d{1,5}|#x[0-9A-Fa-f]{1,4});")
 
 # Forms of messages, and what is changed in a row for its template.
 
-NOTE_CONTENT = "a turn that only calls tools is passed to the chat template with empty content, or without content"
-NOTE_TYPED = "a tool call without a type is passed to the chat template with type: function, which it requires"
 NOTE_ROLE = "a role is passed to the chat template under its usual name (system, user, assistant, tool)"
 NOTE_PARTS = "content in parts is passed to the chat template as one text, which it takes"
 NOTE_SHORT_IDS = "ids of tool calls are passed to the chat template as nine letters and digits, which it requires"
@@ -340,8 +338,21 @@ class CallForm:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is changed, in words. The form with the fewest changes is taken, so that each of them is one."""
-        changes = ((NOTE_CONTENT, self.content != "own"), (NOTE_TYPED, self.adds_type))
-        return tuple(note for note, is_made in (*changes, (NOTE_SHORT_IDS, self.shortens_ids)) if is_made)
+        changes = (
+            (
+                "a turn that only calls tools is passed to the chat template with empty content, or without content",
+                self.content != "own",
+            ),
+            (
+                "a tool call without a type is passed to the chat template with type: function, which it requires",
+                self.adds_type,
+            ),
+            (
+                NOTE_SHORT_IDS,
+                self.shortens_ids,
+            ),
+        )
+        return tuple(note for note, is_made in changes if is_made)
 
 
 # In the order in which they are tried: the first leaves the row as it is written.
@@ -350,14 +361,6 @@ CALL_FORMS = tuple(
     for content in ("own", "empty", "absent")
     for typed, short_ids in ((False, False), (True, False), (False, True), (True, True))  # fewest changes first
 )
-
-
-@dataclass(frozen=True)
-class FittedMessages:
-    """A conversation as the template takes it, and what was changed for that, in words; mostly nothing."""
-
-    messages: Sequence[Message]
-    notes: tuple[str, ...] = ()
 
 
 KNOWN_KEYS = frozenset({"role", "tool_calls", "name", "tool_call_id", "call_id", "train", *TEXT_KEYS})
@@ -398,24 +401,18 @@ class FittedTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, with_prompt: bool = False) -> str:
         """The conversation as the model sees it; `messages` are fitted ones. Raises RenderError."""
-        return self.chat_template.render(
-            to_template_messages(messages, as_parts=self.traits.needs_content_parts),
-            tools=tools,
-            with_prompt=with_prompt,
-        )
+        # `train` is ours
+        copies = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+        for copy in copies:
+            if self.traits.needs_content_parts and isinstance(copy.get("content"), str):
+                copy["content"] = [{"type": "text", "text": copy["content"]}]
+        return self.chat_template.render(copies, tools=tools, with_prompt=with_prompt)
 
     def has_only_think_marks(self, text: str) -> bool:
         """Whether a text has only marks of think text and white space."""
         for mark in sorted(self.traits.think_marks, key=len, reverse=True):
             text = text.replace(mark, "")
         return not text.strip()
-
-    def empty_think_chars(self, text: str) -> int:
-        """Length of the empty think block that a text begins with, and of the white space after it. Its opening mark
-        may be part of the prompt."""
-        opening, closing = map(re.escape, self.traits.think_marks[:2] or ("\0", "\0"))
-        match = re.match(rf"\s*(?:{opening}\s*)?{closing}\s*", text)
-        return match.end() if match else 0
 
     def try_render(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
         """The conversation as the model sees it; empty where the template refuses it."""
@@ -424,31 +421,53 @@ class FittedTemplate:
         except RenderError:
             return ""
 
-    def fit(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> FittedMessages:
+    def fit(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[Sequence[Message], tuple[str, ...]]:
         """Adapt a conversation to the template: unchanged if its calls are written so, else as little as the template
-        allows: arguments as objects or as text are the same JSON. Raises InexactMaskError if it refuses every form."""
+        allows: arguments as objects or as text are the same JSON. Returns the messages, and what was changed, in words.
+        Raises InexactMaskError if it refuses every form."""
         if any(AUTHOR_MESSAGE in message for message in messages):
-            authored = self._authored_messages(messages, tools)
-            fitted = self.fit(authored.messages, tools)
-            fitted = FittedMessages(fitted.messages, (*authored.notes, *fitted.notes))
-            if not fitted.notes:
-                self._check_authored_rendering(messages, fitted.messages, tools)
-            return fitted
+            # What their author wrote, as far as the template takes it: roles, parts, and further keys, unless the
+            # template has no name for them and the text is the same without them.
+            notes: dict[str, None] = {}
+            authored = [self._authored_message(message, notes) for message in messages]
+            known_keys_only = [
+                {key: value for key, value in message.items() if key in KNOWN_KEYS or key in self._source_words}
+                for message in authored
+            ]
+            if known_keys_only == authored or self.try_render(known_keys_only, tools) == self.try_render(
+                authored, tools
+            ):
+                authored = known_keys_only
+            fitted_messages, fit_notes = self.fit(authored, tools)
+            if not notes and not fit_notes:
+                originals = [message.get(AUTHOR_MESSAGE, message) for message in messages]
+                # calls in a form of their own are noted where rows are read
+                has_same_calls = all(
+                    (original.get("tool_calls") or None) == message.get("tool_calls")
+                    for original, message in zip(originals, messages, strict=True)
+                )
+                original_text, text = self.try_render(originals, tools), self.try_render(fitted_messages, tools)
+                if has_same_calls and original_text and original_text != text:
+                    raise InexactMaskError(
+                        "the row is not rendered as apply_chat_template renders its messages",
+                        format_first_difference(original_text, text),
+                    )
+            return fitted_messages, (*notes, *fit_notes)
         if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
-            return FittedMessages(messages)
+            return messages, ()
         converted = convert_arguments(messages, self.traits.argument_form)
         argument_notes: tuple[str, ...] = ()
         if converted != [*messages]:
             argument_notes = (_ARGUMENT_NOTES[self.traits.argument_form],)
-        accepted_candidates: list[FittedMessages] = []
+        accepted_candidates: list[tuple[Sequence[Message], tuple[str, ...]]] = []
         refusal = ""
         # The first form whose calls are all written; a template may take a form and drop the calls without a word.
         for form in CALL_FORMS:
-            candidate = FittedMessages(apply_call_form(converted, form), (*argument_notes, *form.notes))
+            candidate = apply_call_form(converted, form)
             try:
-                if self._writes_names(candidate.messages, tools):
-                    return candidate
-                accepted_candidates.append(candidate)
+                if self._writes_names(candidate, tools):
+                    return candidate, (*argument_notes, *form.notes)
+                accepted_candidates.append((candidate, (*argument_notes, *form.notes)))
             except EndlessTemplateError as error:
                 refusal = str(error)
                 break  # each further form would take as long
@@ -466,33 +485,6 @@ class FittedTemplate:
 
         text = self.render([map_message_texts(message, 0, mark) for message in messages], tools)
         return all(f"{SENTINEL_PREFIX}{call_number}q" in text for call_number in range(next(count)))
-
-    def _authored_messages(self, messages: Sequence[Message], tools: Sequence[Any]) -> FittedMessages:
-        """The messages with what their author wrote, as far as the template takes it: roles, parts, and further keys,
-        unless the template has no name for them and the text is the same without them."""
-        notes: dict[str, None] = {}
-        authored = [self._authored_message(message, notes) for message in messages]
-        known_keys_only = [
-            {key: value for key, value in message.items() if key in KNOWN_KEYS or key in self._source_words}
-            for message in authored
-        ]
-        if known_keys_only != authored and self.try_render(known_keys_only, tools) != self.try_render(authored, tools):
-            return FittedMessages(authored, tuple(notes))
-        return FittedMessages(known_keys_only, tuple(notes))
-
-    def _check_authored_rendering(
-        self, messages: Sequence[Message], fitted: Sequence[Message], tools: Sequence[Any]
-    ) -> None:
-        authored = [message.get(AUTHOR_MESSAGE, message) for message in messages]
-        if any((original.get("tool_calls") or None) != message.get("tool_calls")
-               for original, message in zip(authored, messages, strict=True)):  # fmt: skip
-            return  # calls in a form of their own are noted where rows are read
-        authored_text, text = self.try_render(authored, tools), self.try_render(fitted, tools)
-        if authored_text and authored_text != text:
-            raise InexactMaskError(
-                "the row is not rendered as apply_chat_template renders its messages",
-                format_first_difference(authored_text, text),
-            )
 
     def _authored_message(self, message: Message, notes: dict[str, None]) -> Message:
         """A message with its author's role, content and keys; what cannot be kept is noted."""
@@ -532,7 +524,7 @@ class FittedTemplate:
             later_turns: list[Message] = {"assistant": [], "tool": [], "user": [reply]}.get(role, [*PROBE_EXCHANGE])
             turns = [*earlier_turns, {**PROBE_CALL_TURNS[2], **message} if role == "tool" else message, *later_turns]
             with contextlib.suppress(RenderError, InexactMaskError):
-                text = self.render(self.fit(turns).messages)
+                text = self.render(self.fit(turns)[0])
                 self._accepted[key] = all(word in text for word in words) and not PART_KEY.search(text)
         return self._accepted.setdefault(key, False)
 
@@ -550,10 +542,12 @@ def content_part_kinds(content: Any) -> list[str]:
     """The types of a list of parts that are text or think text; empty for anything else."""
     kinds: list[str] = []
     for part in content if isinstance(content, list) else ():
-        if not isinstance(part, dict) or part.get("type") not in ("text", "thinking", "reasoning"):
-            return []
         # `{"type": "text", "text": …}`, or `{"type": "thinking", "thinking": …}`: the text is under the type's own name
-        if not isinstance(part.get(part["type"]), str):
+        if (
+            not isinstance(part, dict)
+            or part.get("type") not in ("text", "thinking", "reasoning")
+            or not isinstance(part.get(part["type"]), str)
+        ):
             return []
         kinds.append(part["type"])
     return kinds
@@ -587,15 +581,6 @@ def map_message_texts(message: Message, index: int, change: Callable[[str, int, 
     if calls:
         copy["tool_calls"] = calls
     return copy
-
-
-def to_template_messages(messages: Sequence[Message], *, as_parts: bool) -> list[Message]:
-    """The messages without `train`, which is ours, and with `as_parts` their content as lists of parts."""
-    copies = [{key: value for key, value in message.items() if key != "train"} for message in messages]
-    for copy in copies:
-        if as_parts and isinstance(copy.get("content"), str):
-            copy["content"] = [{"type": "text", "text": copy["content"]}]
-    return copies
 
 
 def apply_call_form(messages: Sequence[Message], form: CallForm) -> list[Message]:
@@ -656,8 +641,10 @@ def probe_template(
     # Each step renders with the traits that the steps before it have seen.
     traits = _probe_content(chat_template, with_tools=with_tools)
     writes_calls, argument_form = _probe_calls(FittedTemplate(chat_template, traits))
-    traits = replace(traits, writes_calls=writes_calls, argument_form=argument_form)
-    traits = replace(traits, writes_system=_probe_system(FittedTemplate(chat_template, traits)))
+    traits = replace(traits, writes_calls=writes_calls, argument_form=argument_form, writes_system=False)
+    with contextlib.suppress(RenderError):
+        text = _render(FittedTemplate(chat_template, traits), [PROBE_SYSTEM, *PROBE_EXCHANGE])
+        traits = replace(traits, writes_system="system1q" in text)
     ends = TurnEnds(tuple(token for token in special_tokens if token), eos_token)
     traits = replace(traits, think_marks=_probe_think_marks(FittedTemplate(chat_template, traits), ends))
     generation_prompt, answer_header = _probe_headers(FittedTemplate(chat_template, traits), ends.special_tokens)
@@ -773,13 +760,6 @@ def _probe_think_marks(template: FittedTemplate, ends: TurnEnds) -> tuple[str, .
     return ()
 
 
-def _probe_system(template: FittedTemplate) -> bool:
-    try:
-        return "system1q" in _render(template, [PROBE_SYSTEM, *PROBE_EXCHANGE])
-    except RenderError:
-        return False
-
-
 def _probe_headers(template: FittedTemplate, special_tokens: Sequence[str]) -> tuple[str, str]:
     """The generation prompt behind a question; and where there is none, what stands before the answer all the same."""
     try:
@@ -810,8 +790,7 @@ def _probe_turn_ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
     exchange_text = _render(template, PROBE_EXCHANGE)
     final_tail = exchange_text.rpartition("answer1q")[2]
     try:
-        continued_text = _render(template, [*PROBE_EXCHANGE, *PROBE_NEXT_TURNS])
-        continuation = continued_text.partition("answer1q")[2]
+        continuation = _render(template, [*PROBE_EXCHANGE, *PROBE_NEXT_TURNS]).partition("answer1q")[2]
         continued_tail = continuation.partition("question2q")[0] if "question2q" in continuation else None
     except RenderError:  # a template for a single exchange
         continued_tail = None
@@ -828,7 +807,23 @@ def _probe_turn_ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
     # An end of calls counts only where it is none of these.
     ends = replace(ends, end_markers=tuple(dict.fromkeys(text for text, _ in end_texts if text)))
     if template.traits.writes_calls:
-        end_texts += _probe_call_ends(template, ends)
+        # The last token of a calling turn's end where it is none of the known ends (gpt-oss: `<|call|>`).
+        with contextlib.suppress(RenderError, InexactMaskError):
+            call_text, history_text = (
+                template.render(template.fit(turns, PROBE_TOOLS)[0], PROBE_TOOLS)
+                for turns in (PROBE_CALL_TURNS[:2], PROBE_CALL_TURNS)
+            )
+            text_before, result, _ = history_text.rpartition("result1q")
+            history_tail = text_before.rpartition("where1q")[2] if result else None
+            for is_last in (True, False):
+                end = ends.find_end(
+                    call_text.rpartition("where1q")[2], history_tail, is_last=is_last, is_answer_text=False
+                )
+                if end is not None and not end.is_text_only:
+                    # The last token alone: what stands before it closes the call (`</tool_call>`), not the turn.
+                    token = control_tokens(end.text, ends.special_tokens)[-1]
+                    if not any(marker.endswith(token) for marker in ends.end_markers):
+                        end_texts.append((token, end.opens_next_turn))
     return replace(
         ends,
         end_markers=tuple(dict.fromkeys(text for text, _ in end_texts if text)),
@@ -836,37 +831,14 @@ def _probe_turn_ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
     )
 
 
-def _probe_call_ends(template: FittedTemplate, ends: TurnEnds) -> Iterator[tuple[str, bool]]:
-    """The last token of a calling turn's end where it is none of the known ends (gpt-oss: `<|call|>`), and whether it
-    opens the next turn."""
-    try:
-        final_text, history_text = (
-            template.render(template.fit(turns, PROBE_TOOLS).messages, PROBE_TOOLS)
-            for turns in (PROBE_CALL_TURNS[:2], PROBE_CALL_TURNS)
-        )
-    except (RenderError, InexactMaskError):
-        return
-    final_tail = final_text.rpartition("where1q")[2]
-    text_before, result, _ = history_text.rpartition("result1q")
-    continued_tail = text_before.rpartition("where1q")[2] if result else None
-    for is_last in (True, False):
-        end = ends.find_end(final_tail, continued_tail, is_last=is_last, is_answer_text=False)
-        if end is not None and not end.is_text_only:
-            # The last token alone: what stands before it closes the call (`</tool_call>`), not the turn.
-            token = control_tokens(end.text, ends.special_tokens)[-1]
-            if not any(marker.endswith(token) for marker in ends.end_markers):
-                yield token, end.opens_next_turn
-
-
 def _probe_turn_openers(template: FittedTemplate, ends: TurnEnds) -> frozenset[str]:
     """Tokens that open a turn, where the template writes the next one's header whether or not it is asked to."""
     try:
-        question = _render(template, PROBE_EXCHANGE[:1])
-        if question != _render(template, PROBE_EXCHANGE[:1], with_prompt=True):
+        if _render(template, PROBE_EXCHANGE[:1]) != _render(template, PROBE_EXCHANGE[:1], with_prompt=True):
             return frozenset()  # it waits for add_generation_prompt, as nearly all do
         beginning = _render(template, [PROBE_SYSTEM, *PROBE_EXCHANGE])
     except RenderError:
         beginning = _render(template, PROBE_EXCHANGE)
     first_text = "system1q" if "system1q" in beginning else "question1q"
-    tokens = control_tokens(beginning[: max(0, beginning.find(first_text))], ends.special_tokens)
-    return frozenset(tokens) - {ends.eos_token or ""}
+    opening = beginning[: max(0, beginning.find(first_text))]
+    return frozenset(control_tokens(opening, ends.special_tokens)) - {ends.eos_token or ""}

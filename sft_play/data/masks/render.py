@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
@@ -32,9 +33,9 @@ from sft_play.data.masks.token_row import (
 )
 from sft_play.data.masks.tokenizer import (
     SpecialTokenGuard,
-    SplittingTokenizer,
     TokenizerParts,
     conversation_texts,
+    encode_with_mask,
     load_backend,
     mask_encoding,
     splice,
@@ -49,19 +50,6 @@ from sft_play.log import one_line
 
 LOST_TO_LENGTH = "every trained token lies beyond max_seq_len"
 NO_END_TOKEN = "no token ends an answer, so the model would not learn to stop"
-END_TOKEN_REMEDY = (
-    "give data.chat_template a template whose answers end with a token of this tokenizer, or train without one with "
-    "data.on_missing_end=train"
-)
-NOTE_RENDERED_CHAT = "a text that is a chat, rendered by this chat template, is read as the chat that it is"
-NOTE_LOOKS_RENDERED = (
-    "special_tokens_in_text: the text looks like a rendered chat ({mark}) of another template, and all of it is "
-    "trained, the user's turns too; give its turns as messages (make preview shows what is trained)"
-)
-NOTE_PROMPT_DIVERGES = (
-    "an answer's generation prompt goes on otherwise than the answer, with think text that is opened or closed; the "
-    "answer is trained behind what both have in common"
-)
 NOTE_NO_PROMPT = (
     "the chat template writes no generation prompt, so every answer is trained to begin with {header}; give "
     "data.chat_template a copy of it that ends with {{% if add_generation_prompt %}}{{{{ {header} }}}}{{% endif %}}"
@@ -70,17 +58,13 @@ NOTE_NO_HEADER = (
     "behind a tool's result the generation prompt has no {header}, which the text has; it is not trained, so a model "
     "served with this template may leave it out"
 )
-MERGE_REMEDY = "data.merge_consecutive=true joins them"
+NOTE_RENDERED_CHAT = "a text that is a chat, rendered by this chat template, is read as the chat that it is"
+NOTE_PROMPT_DIVERGES = (
+    "an answer's generation prompt goes on otherwise than the answer, with think text that is opened or closed; the "
+    "answer is trained behind what both have in common"
+)
 MOVE_SYSTEM_REMEDY = "data.system_into_user=true puts the system prompt before the first user turn"
-DROP_TEXT_REMEDY = (
-    "data.drop_text_beside_calls=true leaves out the text of turns that call tools, where the template writes it "
-    "behind the tool's result"
-)
 
-THINK_NEVER_CLOSED = (
-    "data.loss_on_empty_think=false leaves the end of an empty think block untrained that the generation prompt opens, "
-    "so the model would not learn to close it"
-)
 # different chat_template_kwargs of rows: the template is probed for each, which takes a second and some memory
 MAX_ROW_KWARGS = 64
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
@@ -130,16 +114,21 @@ class Renderer:
         source = self.tokenizer_parts.template(with_tools=with_tools)
         # a template for all rows is probed once, without tools
         is_for_tools = with_tools and len(templates) > 1 and source != templates.get("default")
-        template_kwargs = {**self.data.chat_template_kwargs, **(row_kwargs or {})}
         variables = {
             **dict(self.tokenizer_parts.special_tokens_map),
-            **select_template_kwargs(template_kwargs, kind),
+            **select_template_kwargs({**self.data.chat_template_kwargs, **(row_kwargs or {})}, kind),
         }
         key = (source, is_for_tools, json.dumps(variables, sort_keys=True, default=str))
         if key not in self._turn_locators:
             try:
                 template = ChatTemplate(source, variables=variables, today=self.today)
-                self._turn_locators[key] = self._probe(template, with_tools=is_for_tools)
+                special_texts = (text for _, text, is_special in self.tokenizer_parts.added_tokens if is_special)
+                self._turn_locators[key] = TurnLocator(
+                    template,
+                    special_tokens=[*dict.fromkeys((*self.tokenizer_parts.special_tokens, *special_texts))],
+                    eos_token=self.tokenizer_parts.eos_token,
+                    with_tools=is_for_tools,
+                )
             except TokenizerError as error:  # kept: every row would probe the broken template again
                 self._turn_locators[key] = error
         locator = self._turn_locators[key]
@@ -147,19 +136,15 @@ class Renderer:
             raise locator
         return locator
 
-    def _probe(self, template: ChatTemplate, *, with_tools: bool) -> TurnLocator:
-        special_texts = (text for _, text, is_special in self.tokenizer_parts.added_tokens if is_special)
-        special_tokens = [*dict.fromkeys((*self.tokenizer_parts.special_tokens, *special_texts))]
-        eos_token = self.tokenizer_parts.eos_token
-        return TurnLocator(template, special_tokens=special_tokens, eos_token=eos_token, with_tools=with_tools)
-
     def _locator_for(self, chat: Chat) -> TurnLocator:
         """The locator of a chat's turns. Raises InexactMaskError where there is none."""
         own_kwargs = json.dumps(chat.template_kwargs, sort_keys=True, default=str)
         if chat.template_kwargs and own_kwargs not in self._row_kwargs:
             if len(self._row_kwargs) >= MAX_ROW_KWARGS:
-                reason = f"the rows have more than {MAX_ROW_KWARGS} different chat_template_kwargs"
-                raise InexactMaskError(reason, "the template is probed with each of them")
+                raise InexactMaskError(
+                    f"the rows have more than {MAX_ROW_KWARGS} different chat_template_kwargs",
+                    "the template is probed with each of them",
+                )
             self._row_kwargs.add(own_kwargs)
         with_tools = bool(chat.tools)
         try:
@@ -169,11 +154,6 @@ class Renderer:
         except TokenizerError as error:
             reason = f"no chat template for rows {'with' if with_tools else 'without'} tools"
             raise InexactMaskError(reason, str(error)) from error
-
-    @functools.cached_property
-    def splitting_tokenizer(self) -> SplittingTokenizer:
-        """The copy of the tokenizer that splits at edges of answers."""
-        return SplittingTokenizer(self.backend)
 
     @functools.cached_property
     def special_token_guard(self) -> SpecialTokenGuard:
@@ -194,7 +174,10 @@ class Renderer:
         if messages is not None:
             return Chat(example.where, messages, (), (*example.notes, NOTE_RENDERED_CHAT), unused=example.unused)
         mark = find_rendered_mark(example.text)
-        note = NOTE_LOOKS_RENDERED.format(mark=mark)
+        note = (
+            f"special_tokens_in_text: the text looks like a rendered chat ({mark}) of another template, and all of it "
+            "is trained, the user's turns too; give its turns as messages (make preview shows what is trained)"
+        )
         return example if mark is None or note in example.notes else replace(example, notes=(*example.notes, note))
 
     @functools.cached_property
@@ -239,14 +222,7 @@ class Renderer:
     def render_all(self, examples: Sequence[Example]) -> list[TokenRow | BadRow]:
         """Many examples at once: the tokenizer takes them as one batch."""
         drafts = [self._make_draft(example) for example in examples]
-        return [
-            draft if isinstance(draft, BadRow) else self._tokenise(draft, encoding)
-            for draft, encoding in zip(drafts, self._encode_drafts(drafts), strict=True)
-        ]
-
-    def _encode_drafts(self, drafts: Sequence[TokenRow | BadRow]) -> list[Any]:
-        """For each draft its encoding; None for bad rows and for texts with hidden special tokens, which need another
-        copy of the tokenizer (`_tokenise`)."""
+        # None stays for bad rows and for texts with hidden special tokens, which need another copy of the tokenizer.
         encodings: list[Any] = [None] * len(drafts)
         for source, has_marks in ((CHAT, False), (TEXT, True)):
             texts = {
@@ -259,7 +235,10 @@ class Renderer:
             batch = self.backend.encode_batch(list(texts.values()), add_special_tokens=has_marks)
             for index, encoding in zip(texts, batch, strict=True):
                 encodings[index] = encoding
-        return encodings
+        return [
+            draft if isinstance(draft, BadRow) else self._tokenise(draft, encoding)
+            for draft, encoding in zip(drafts, encodings, strict=True)
+        ]
 
     def _should_hide(self, special_count: int) -> bool:
         """True if texts with so many special tokens have them hidden from the template and tokenised as plain text."""
@@ -271,27 +250,32 @@ class Renderer:
             text = example.text
             return TokenRow(
                 example.where, [], [], source=TEXT, method="document", text=text, spans=((0, len(text)),),
-                special_token_count=self.special_token_guard.count(text),
+                special_token_count=len(self.special_token_guard.find(text)),
             )  # fmt: skip
         chat = example
         try:
             # the messages in the form that the template takes
             chat = self._adapt_chat(chat)
             locator = self._locator_for(chat)
-            fitted = locator.template.fit(chat.messages, chat.tools)
-            messages = fitted.messages
+            messages, fit_notes = locator.template.fit(chat.messages, chat.tools)
             chat = replace(chat, messages=tuple(messages))
-            special_count = sum(map(self.special_token_guard.count, conversation_texts(messages)))
+            special_texts = self.special_token_guard.find(*conversation_texts(messages))
+            special_count = len(special_texts)
             if special_count and self.data.special_tokens_in_text == "fail":
-                raise InexactMaskError(
-                    "a text holds a special token of the tokenizer", self.special_token_guard.first_token(messages)
-                )
-            is_hiding = self._should_hide(special_count)
+                raise InexactMaskError("a text holds a special token of the tokenizer", one_line(special_texts[0]))
             # the text, with the spans of its turns
-            if is_hiding:
+            if self._should_hide(special_count):
                 located = locator.locate(self.special_token_guard.hide(messages), chat.tools)
+                try:
+                    visible_text = locator.template.render(messages, chat.tools)
+                except RenderError as error:
+                    raise InexactMaskError(TEMPLATE_REFUSES_ROW, str(error)) from error
                 # without the end that was added, which the template's own rendering does not have
-                self._check_hidden_rendering(locator, located.text.removesuffix(located.added_end), chat)
+                if self.special_token_guard.reveal(located.text.removesuffix(located.added_end)) != visible_text:
+                    raise InexactMaskError(
+                        "the chat template looks for a special token that stands in a text "
+                        "(data.special_tokens_in_text=control takes it as the template does)"
+                    )
             else:
                 located = locator.locate(messages, chat.tools)
             # the spans that are trained
@@ -299,7 +283,7 @@ class Renderer:
             prompt_suffixes = {
                 start: located.prompt_suffixes[start] for start, _ in spans if start in located.prompt_suffixes
             }
-            notes = (*fitted.notes, *self._row_notes(locator, located, chat, prompt_suffixes))
+            notes = (*fit_notes, *self._row_notes(locator, located, chat, prompt_suffixes))
             if not self.data.loss_on_empty_think and self.data.loss_on != "all":
                 spans = [self._skip_empty_think(locator, located, span) for span in spans]
             # with loss_on=all the one span is the whole text, whose end says nothing of the answers'
@@ -326,11 +310,18 @@ class Renderer:
         """A trained span without the empty think block that it begins with. Raises InexactMaskError where the prompt
         opens that block, so that its end is the model's to write."""
         start, end = span
-        size = locator.template.empty_think_chars(located.text[start:end])
+        # the block with the white space after it; its opening mark may be part of the prompt
+        opening, closing = map(re.escape, locator.template.traits.think_marks[:2] or ("\0", "\0"))
+        block = re.match(rf"\s*(?:{opening}\s*)?{closing}\s*", located.text[start:end])
+        if block is None:
+            return span
         prompt = located.text[:start] + located.prompt_suffixes.get(start, "")
-        if size and prompt.rstrip().endswith(locator.template.traits.think_marks[0]):
-            raise InexactMaskError(THINK_NEVER_CLOSED)
-        return start + size, end
+        if prompt.rstrip().endswith(locator.template.traits.think_marks[0]):
+            raise InexactMaskError(
+                "data.loss_on_empty_think=false leaves the end of an empty think block untrained that the generation "
+                "prompt opens, so the model would not learn to close it"
+            )
+        return start + block.end(), end
 
     def _row_notes(
         self,
@@ -370,43 +361,39 @@ class Renderer:
     def _check_end_tokens(self, locator: TurnLocator, text: str, spans: Sequence[Span]) -> None:
         if self.data.on_missing_end == "train":
             return
-        end_tokens = self._end_tokens(locator.ends.end_tokens)
-        for start, end in spans:
-            trained_text = text[start:end].rstrip()  # a line break after the end token may be trained with it
-            if not trained_text.endswith(end_tokens):
-                excerpt = one_line(repr(trained_text[-40:]), limit=60)
-                raise InexactMaskError(NO_END_TOKEN, f"{excerpt}: {END_TOKEN_REMEDY}")
-
-    def _end_tokens(self, own_ends: frozenset[str]) -> tuple[str, ...]:
-        """Special tokens, and the template's own ends that are one token."""
+        own_ends = locator.ends.end_tokens
+        # special tokens, and the template's own ends that are one token
         if own_ends not in self._end_tokens_by_ends:  # a tokenizer may have thousands, and rows millions
             parts = self.tokenizer_parts
             ends = [token for _, token, is_special in parts.added_tokens if is_special or token in own_ends]
             self._end_tokens_by_ends[own_ends] = tuple(token for token in (*ends, parts.eos_token) if token)
-        return self._end_tokens_by_ends[own_ends]
-
-    def _check_hidden_rendering(self, locator: TurnLocator, text: str, chat: Chat) -> None:
-        """Raise InexactMaskError where the template does not treat a special token in a text as plain text."""
-        try:
-            visible_text = locator.template.render(chat.messages, chat.tools)
-        except RenderError as error:
-            raise InexactMaskError(TEMPLATE_REFUSES_ROW, str(error)) from error
-        if self.special_token_guard.reveal(text) != visible_text:
-            raise InexactMaskError(
-                "the chat template looks for a special token that stands in a text "
-                "(data.special_tokens_in_text=control takes it as the template does)"
-            )
+        for start, end in spans:
+            trained_text = text[start:end].rstrip()  # a line break after the end token may be trained with it
+            if not trained_text.endswith(self._end_tokens_by_ends[own_ends]):
+                excerpt = one_line(repr(trained_text[-40:]), limit=60)
+                raise InexactMaskError(
+                    NO_END_TOKEN,
+                    f"{excerpt}: give data.chat_template a template whose answers end with a token of this tokenizer, "
+                    "or train without one with data.on_missing_end=train",
+                )
 
     def _find_remedy(self, chat: Chat, *, inexact_count: int) -> str:
         """The option, or the change of the row, that leaves fewer turns inexact, tried on it; empty where none does."""
         roles = [message["role"] for message in chat.messages]
         index = next((index for index in range(1, len(roles)) if roles[index] == roles[index - 1]), 1)
-        merge_remedy = f"messages[{index - 1}] and messages[{index}] are both {roles[index - 1]} turns: {MERGE_REMEDY}"
+        merge_remedy = (
+            f"messages[{index - 1}] and messages[{index}] are both {roles[index - 1]} turns: "
+            "data.merge_consecutive=true joins them"
+        )
         remedies: tuple[tuple[str, Callable[[Chat], Chat]], ...] = (
             (merge_remedy, _merge_chat),
             (MOVE_SYSTEM_REMEDY, self._move_system_into_user),
             (f"{merge_remedy} and {MOVE_SYSTEM_REMEDY}", lambda row: self._move_system_into_user(_merge_chat(row))),
-            (DROP_TEXT_REMEDY, lambda row: replace(row, messages=tuple(drop_text_beside_calls(row.messages)))),
+            (
+                "data.drop_text_beside_calls=true leaves out the text of turns that call tools, where the template "
+                "writes it behind the tool's result",
+                lambda row: replace(row, messages=tuple(drop_text_beside_calls(row.messages))),
+            ),
         )
         for remedy, change in remedies:
             with contextlib.suppress(InexactMaskError):
@@ -414,7 +401,7 @@ class Renderer:
                 if changed.messages == chat.messages:
                     continue
                 locator = self._locator_for(changed)
-                located = locator.locate(locator.template.fit(changed.messages, chat.tools).messages, chat.tools)
+                located = locator.locate(locator.template.fit(changed.messages, chat.tools)[0], chat.tools)
                 if located.spans and len(located.inexact_turns) < inexact_count:
                     return remedy
         return ""
@@ -424,7 +411,6 @@ class Renderer:
         return f"the template reads {', '.join(names)}, which data.chat_template_kwargs sets" if names else ""
 
     def _adapt_chat(self, chat: Chat) -> Chat:
-        """The chat as the run YAML has it changed for the template's sake."""
         if self.data.drop_text_beside_calls:
             chat = replace(chat, messages=tuple(drop_text_beside_calls(chat.messages)))
         return self._move_system_into_user(chat) if self.data.system_into_user else chat
@@ -461,8 +447,9 @@ class Renderer:
             return guessed_spans, len(requested_turns) - len(guessed_spans), "inexact"
         details = [inexact_turn.detail]
         for start, end in guessed_spans[-1:]:
-            excerpt = one_line(repr(located.text[start:end]), limit=60)
-            details.append(f"data.on_inexact_mask=train would train {excerpt}")
+            details.append(
+                f"data.on_inexact_mask=train would train {one_line(repr(located.text[start:end]), limit=60)}"
+            )
         raise InexactMaskError(inexact_turn.reason, "; ".join(filter(None, details)))
 
     def _tokenise(self, draft: TokenRow, encoding: Any) -> TokenRow | BadRow:
@@ -476,14 +463,15 @@ class Renderer:
             draft.labels = list(draft.input_ids)
             return draft
         encoded_text, spans = draft.text, draft.spans
-        owner: Renderer | SpecialTokenGuard = self
+        backend = self.backend
         if encoding is None:
-            owner = self.special_token_guard
-            encoding, spans, encoded_text, draft.text, draft.spans = owner.encode(encoded_text, spans)
+            guard = self.special_token_guard
+            encoding, spans, encoded_text, draft.text, draft.spans = guard.encode(encoded_text, spans)
+            backend = guard.plain_tokenizer
         masked = mask_encoding(encoding, encoded_text, spans, self._added_ids)
         draft.merged_edges = masked.crossed_edges
         if masked.crossed_edges:
-            split_tokens = owner.splitting_tokenizer.encode_with_mask(encoded_text, spans)
+            split_tokens = encode_with_mask(backend, encoded_text, spans)
             if split_tokens is None and self.data.on_inexact_mask == "fail":
                 return BadRow(
                     draft.location, "a token crosses the edge of an answer", encoding.tokens[masked.crossed_index]
@@ -536,7 +524,7 @@ class Renderer:
             return None
         try:
             locator = self._locator_for(chat)
-            prompt_messages = locator.template.fit(self._adapt_chat(chat).messages, chat.tools).messages[:-1]
+            prompt_messages = locator.template.fit(self._adapt_chat(chat).messages, chat.tools)[0][:-1]
             is_hiding = self.hides_special_tokens(prompt_messages)
             if is_hiding:
                 prompt_messages = self.special_token_guard.hide(prompt_messages)
@@ -566,7 +554,7 @@ class Renderer:
 
     def hides_special_tokens(self, messages: Sequence[Message]) -> bool:
         """Whether special tokens that the messages' texts spell are tokenised as plain text, as in training."""
-        return self._should_hide(sum(map(self.special_token_guard.count, conversation_texts(messages))))
+        return self._should_hide(len(self.special_token_guard.find(*conversation_texts(messages))))
 
 
 def drop_text_beside_calls(messages: Sequence[Message]) -> list[Message]:

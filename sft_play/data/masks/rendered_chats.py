@@ -21,7 +21,6 @@ _PROBE_ROLES: tuple[tuple[str, ...], ...] = (
 )
 # Neighbours of the first turn and of the last.
 _START, _END = "", ""
-RoleGaps = dict[tuple[str, str], tuple[str, ...]]
 
 
 class RenderedChatParser:
@@ -29,11 +28,38 @@ class RenderedChatParser:
 
     def __init__(self, template: FittedTemplate, *, special_tokens: Sequence[str]) -> None:
         self._template = template
-        self._gaps = _probe_gaps(template)
         self._special_tokens = tuple(special_tokens)
-        gaps = "".join(itertools.chain.from_iterable(self._gaps.values()))
+        # What the template writes between turns, by the roles before and after; some gaps have several forms.
+        forms: dict[tuple[str, str], dict[str, None]] = {}
+        for roles in _PROBE_ROLES:
+            texts = [f"qzx{index}{role}qzx" for index, role in enumerate(roles)]
+            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+            try:
+                remaining_text = template.render(messages, ())
+            except RenderError:
+                continue
+            previous_role, role_gaps = _START, []
+            for role, text in zip(roles, texts, strict=True):
+                gap, is_written, remaining_text = remaining_text.partition(text)
+                if not is_written:  # dropped or written elsewhere: such rows are none of these
+                    break
+                role_gaps.append(((previous_role, role), gap))
+                previous_role = role
+            else:
+                for key, gap in [*role_gaps, ((previous_role, _END), remaining_text)]:
+                    forms.setdefault(key, {})[gap] = None
+        self._gaps = {key: tuple(sorted(gaps, key=len, reverse=True)) for key, gaps in forms.items()}
+        all_gaps = "".join(itertools.chain.from_iterable(self._gaps.values()))
         # Control tokens that the template writes around turns.
-        self._marks = frozenset(filter(str.strip, control_tokens(gaps, special_tokens)))
+        self._marks = frozenset(filter(str.strip, control_tokens(all_gaps, special_tokens)))
+        # Tokens with which all conversations begin, and which no later turn has before it.
+        starts = [gap.lstrip() for (role, _), gaps in self._gaps.items() if role == _START for gap in gaps]
+        later_gaps = [gap for (role, _), gaps in self._gaps.items() if role != _START for gap in gaps]
+        self._bos_tokens = [
+            token
+            for token in special_tokens
+            if starts and all(gap.startswith(token) for gap in starts) and not any(token in gap for gap in later_gaps)
+        ]
 
     def parse(self, text: str) -> tuple[Message, ...] | None:
         """Parse a text that the template rendered back into its messages; None if it is no such text."""
@@ -62,15 +88,6 @@ class RenderedChatParser:
                 return text.removesuffix(token).rstrip()
         return text
 
-    def _is_bos(self, token: str) -> bool:
-        """Whether all conversations begin with this token, and no later turn has it before it."""
-        gaps_by_position = [
-            (previous_role == _START, gap) for (previous_role, _), gaps in self._gaps.items() for gap in gaps
-        ]
-        starts = [gap.lstrip() for is_first, gap in gaps_by_position if is_first]
-        is_between_turns = any(token in gap for is_first, gap in gaps_by_position if not is_first)
-        return bool(starts) and all(gap.startswith(token) for gap in starts) and not is_between_turns
-
     def _candidate_chats(self, text: str) -> Iterator[tuple[Message, ...]]:
         for role in ("system", "user"):
             for start in self._gaps.get((_START, role), ()):
@@ -89,7 +106,7 @@ class RenderedChatParser:
 
     def _strip_bos(self, text: str) -> str:
         text = text.lstrip()
-        bos = next((token for token in self._special_tokens if text.startswith(token) and self._is_bos(token)), "")
+        bos = next((token for token in self._bos_tokens if text.startswith(token)), "")
         return text.removeprefix(bos).lstrip()
 
     def _split_turns(self, text: str, role: str) -> tuple[Message, ...] | None:
@@ -113,26 +130,3 @@ class RenderedChatParser:
         ends = sorted((end.strip() for end in self._gaps.get((role, _END), ())), key=len, reverse=True)
         end = next((end for end in ends if end and text.rstrip().endswith(end)), "")
         return (*messages, {"role": role, "content": text.rstrip().removesuffix(end).rstrip() if end else text})
-
-
-def _probe_gaps(template: FittedTemplate) -> RoleGaps:
-    """Learn what the template writes between turns, by the roles before and after; some gaps have several forms."""
-    gaps: dict[tuple[str, str], dict[str, None]] = {}
-    for roles in _PROBE_ROLES:
-        texts = [f"qzx{index}{role}qzx" for index, role in enumerate(roles)]
-        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
-        try:
-            remaining_text = template.render(messages, ())
-        except RenderError:
-            continue
-        previous_role, role_gaps = _START, []
-        for role, text in zip(roles, texts, strict=True):
-            gap, is_written, remaining_text = remaining_text.partition(text)
-            if not is_written:  # dropped or written elsewhere: such rows are none of these
-                break
-            role_gaps.append(((previous_role, role), gap))
-            previous_role = role
-        else:
-            for key, gap in [*role_gaps, ((previous_role, _END), remaining_text)]:
-                gaps.setdefault(key, {})[gap] = None
-    return {key: tuple(sorted(forms, key=len, reverse=True)) for key, forms in gaps.items()}

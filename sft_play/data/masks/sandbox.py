@@ -22,14 +22,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from datetime import date, datetime
-from datetime import time as clock
+from datetime import date, datetime, time
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.sandbox
-from jinja2 import meta, nodes
+from jinja2 import ext, meta, nodes, sandbox
 
 from sft_play.log import one_line
 
@@ -73,24 +70,6 @@ def ask(function: Callable[..., Any], *arguments: Any) -> Any:
 def _exchange(request: bytes, *, is_last_try: bool = False) -> Any:
     """The answer to a request: what the function returned, in a tuple, or a RenderError. None where a signal from
     elsewhere ended the process, for which the template may not be blamed before a second try."""
-    process = _running_process()
-    try:
-        process.stdin.write(request)
-        process.stdin.flush()
-        return pickle.load(process.stdout)
-    except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-        process.communicate()  # its end
-        exit_code = process.returncode
-        if exit_code < 0 and exit_code != -signal.SIGPROF and not is_last_try:
-            return None
-        return _limit_error(exit_code)
-    except BaseException:  # Ctrl-C: the next request must not be given the answer of this one
-        process.kill()
-        process.communicate()
-        raise
-
-
-def _running_process() -> Any:
     global _process
     if _process is None or _process.poll() is not None:
         _process = subprocess.Popen(
@@ -101,7 +80,28 @@ def _running_process() -> Any:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             process_group=0,  # Ctrl-C of a terminal is for who asks
         )
-    return _process
+    try:
+        _process.stdin.write(request)
+        _process.stdin.flush()
+        return pickle.load(_process.stdout)
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+        _process.communicate()  # its end
+        exit_code = _process.returncode
+        if exit_code < 0 and exit_code != -signal.SIGPROF and not is_last_try:
+            return None
+        if exit_code == -signal.SIGPROF:
+            limit = f"more than {MAX_RENDER_SECONDS} seconds"
+        elif exit_code < 0 or exit_code == _EXIT_NO_MEMORY:  # the kernel may end it too, where memory is short
+            limit = f"more than {MAX_SANDBOX_BYTES / 2**30:.0f} GiB of memory"
+        else:
+            raise RuntimeError(
+                f"the process of chat templates ended with exit code {exit_code}; its output says why"
+            ) from None
+        return EndlessTemplateError(f"the chat template does not end in reasonable time or size: {limit}")
+    except BaseException:  # Ctrl-C: the next request must not be given the answer of this one
+        _process.kill()
+        _process.communicate()
+        raise
 
 
 # Of the process that forked this one; kept, since closing its pipes could write what is still in their buffers.
@@ -124,16 +124,6 @@ def _end_process() -> None:
         _process.communicate()
 
 
-def _limit_error(exit_code: int) -> EndlessTemplateError:
-    if exit_code == -signal.SIGPROF:
-        limit = f"more than {MAX_RENDER_SECONDS} seconds"
-    elif exit_code < 0 or exit_code == _EXIT_NO_MEMORY:  # the kernel may end it too, where memory is short
-        limit = f"more than {MAX_SANDBOX_BYTES / 2**30:.0f} GiB of memory"
-    else:
-        raise RuntimeError(f"the process of chat templates ended with exit code {exit_code}; its output says why")
-    return EndlessTemplateError(f"the chat template does not end in reasonable time or size: {limit}")
-
-
 # The end of the process.
 
 
@@ -150,7 +140,17 @@ def serve() -> None:
             seconds, function, arguments = pickle.load(sys.stdin.buffer)
             # no handler: at its end the kernel ends the process, whatever it is doing
             signal.setitimer(signal.ITIMER_PROF, seconds)
-            answer = _try_answer(function, arguments)
+            try:
+                answer: Any = (function(*arguments),)
+            except MemoryError:
+                raise
+            except RecursionError:
+                answer = EndlessTemplateError(
+                    "the chat template calls itself without end, or it or the row is nested too deeply for recursion"
+                )
+            except Exception as error:  # a program of somebody's: whatever Python raises
+                answer = RenderError(one_line(str(error) or type(error).__name__))
+                answer.line = getattr(error, "lineno", None)
             signal.setitimer(signal.ITIMER_PROF, 0)
             pickle.dump(answer, sys.stdout.buffer)
             sys.stdout.buffer.flush()
@@ -158,21 +158,6 @@ def serve() -> None:
         os._exit(0)
     except MemoryError:  # ended at once: what is left would not do for more
         os._exit(_EXIT_NO_MEMORY)
-
-
-def _try_answer(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    try:
-        return (function(*arguments),)
-    except MemoryError:
-        raise
-    except RecursionError:
-        return EndlessTemplateError(
-            "the chat template calls itself without end, or it or the row is nested too deeply for recursion"
-        )
-    except Exception as error:  # a program of somebody's: whatever Python raises
-        answer = RenderError(one_line(str(error) or type(error).__name__))
-        answer.line = getattr(error, "lineno", None)
-        return answer
 
 
 # What is asked of it.
@@ -187,26 +172,32 @@ def describe_template(source: str, today: date, known_variables: set[str]) -> tu
     """The texts that a template looks for, and the variables that it reads and does not set: others than these."""
     environment = _compile(source, today).environment
     tree = environment.parse(source)
-    known = {*known_variables, *environment.globals}
-    return frozenset(_find_searched_texts(tree)), _find_settable_variables(tree, known=known)
+    searched_texts = frozenset(_find_searched_texts(tree))
+    # Variables that it asks its caller for are those that it reads before it sets them itself. Jinja alone also names
+    # variables that are set in one branch of an `if` and read after it.
+    is_read_first: dict[str, bool] = {}
+    for name, is_read in _variable_uses(tree):
+        is_read_first.setdefault(name, is_read)
+    names = sorted(meta.find_undeclared_variables(tree) - known_variables - environment.globals.keys())
+    return searched_texts, tuple(name for name in names if is_read_first.get(name) and not name.endswith("_token"))
 
 
 @functools.lru_cache(maxsize=8)  # a tokenizer has one or two
 def _compile(source: str, today: date) -> jinja2.Template:
     environment = _ChatEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     # A mask is found by rendering the same conversation several times: all renderings must be alike.
     environment.filters["random"] = environment.globals["lipsum"] = _refuse_randomness
     environment.globals["raise_exception"] = _refuse_conversation
-    environment.globals["strftime_now"] = datetime.combine(today, clock()).strftime
+    environment.globals["strftime_now"] = datetime.combine(today, time()).strftime
     environment.globals["dict"] = _DictFactory()
     environment.globals["namespace"] = _PlainNamespace
     return environment.from_string(source)
 
 
-class _ChatEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+class _ChatEnvironment(sandbox.ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """`message.role`: of a plain dictionary the item at once, unless it is a method's name, which comes first."""
         if type(obj) is dict and attribute in obj and attribute not in _DICT_METHODS:
@@ -217,7 +208,7 @@ class _ChatEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 _DICT_METHODS = frozenset(dir(dict))
 
 
-class _GenerationBlock(jinja2.ext.Extension):
+class _GenerationBlock(ext.Extension):
     """`{% generation %}…{% endgeneration %}`, with which templates mark answers: the text between them."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja's own interface)
@@ -270,16 +261,6 @@ class _PlainNamespace(jinja2.utils.Namespace):
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
-
-
-def _find_settable_variables(tree: nodes.Template, *, known: set[str]) -> tuple[str, ...]:
-    """Variables that a template asks its caller for: those that it reads before it sets them itself."""
-    # Jinja alone also names variables that are set in one branch of an `if` and read after it.
-    is_read_first: dict[str, bool] = {}
-    for name, is_read in _variable_uses(tree):
-        is_read_first.setdefault(name, is_read)
-    names = sorted(meta.find_undeclared_variables(tree) - known)
-    return tuple(name for name in names if is_read_first.get(name) and not name.endswith("_token"))
 
 
 def _variable_uses(node: nodes.Node) -> Iterator[tuple[str, bool]]:

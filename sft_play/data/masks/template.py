@@ -75,8 +75,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": with_prompt,
         }
-        text: str = sandbox.ask(sandbox.render_template, self.source, self._today, self._variables, conversation)
-        return text
+        return str(sandbox.ask(sandbox.render_template, self.source, self._today, self._variables, conversation))
 
 
 def _normalize_reasoning(message: Message) -> Message:

@@ -37,14 +37,9 @@ class SpecialTokenGuard:
         self._indices = {token: number for number, token in enumerate(self.tokens)}
         self._hidden_pattern = f"[{chr(_HIDDEN_BASE)}-{chr(_HIDDEN_BASE + max(0, len(self.tokens) - 1))}]"
 
-    def count(self, text: str) -> int:
-        """Special tokens in a text."""
-        return len(self._pattern.findall(text)) if self._pattern.search(text) else 0
-
-    def first_token(self, messages: Sequence[Message]) -> str:
-        """The first one in the texts of messages, for a message."""
-        matches = (match.group() for text in conversation_texts(messages) if (match := self._pattern.search(text)))
-        return one_line(next(matches, ""))
+    def find(self, *texts: str) -> list[str]:
+        """Special tokens in texts, in order."""
+        return [token for text in texts for token in self._pattern.findall(text)]
 
     def hide(self, messages: Sequence[Message]) -> list[Message]:
         """Replace special tokens in messages by private-use characters, so that the template does not see them."""
@@ -55,10 +50,7 @@ class SpecialTokenGuard:
         def replace_tokens(text: str) -> str:
             return self._pattern.sub(lambda match: chr(_HIDDEN_BASE + self._indices[match.group()]), text)
 
-        hidden_messages: list[Message] = map_texts(
-            list(messages), replace_tokens, skipped_keys=("role", "id", "tool_call_id", "type")
-        )
-        return hidden_messages
+        return list(map_texts(list(messages), replace_tokens, skipped_keys=("role", "id", "tool_call_id", "type")))
 
     def reveal(self, text: str) -> str:
         """Undo `hide` in a rendered text: put the special tokens back as their text."""
@@ -79,13 +71,13 @@ class SpecialTokenGuard:
             splice(text, encoder_replacements, spans),
             splice(text, reader_replacements, spans),
         )
-        encoding = self.plain_tokenizer.encode(encoder_text, add_special_tokens=False)
-        return encoding, encoder_spans, encoder_text, reader_text, reader_spans
-
-    @functools.cached_property
-    def splitting_tokenizer(self) -> SplittingTokenizer:
-        """The copy that splits at edges of answers."""
-        return SplittingTokenizer(self.plain_tokenizer)
+        return (
+            self.plain_tokenizer.encode(encoder_text, add_special_tokens=False),
+            encoder_spans,
+            encoder_text,
+            reader_text,
+            reader_spans,
+        )
 
     def _hidden_name(self, token: str) -> str:
         return f"\U0010e000{self._indices[token]}\U0010e001"
@@ -94,8 +86,6 @@ class SpecialTokenGuard:
     def plain_tokenizer(self) -> Any:
         """The tokenizer with its special tokens under names that no text has; raises TokenizerError where ids do not
         stay."""
-        from tokenizers import Tokenizer
-
         # Renamed wherever tokenizer.json spells them, so that the ids stay and no text has a special token's name.
         state = json.loads(self._parts.backend_json)
         names = {token: self._hidden_name(token) for token in self.tokens}
@@ -113,9 +103,8 @@ class SpecialTokenGuard:
             model["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_merge_texts(merge))]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
-        post_processor = _rename_strings(state.get("post_processor"), names)
-        state["post_processor"], state["padding"], state["truncation"] = post_processor, None, None
-        copy = Tokenizer.from_str(json.dumps(state))
+        state["post_processor"] = _rename_strings(state.get("post_processor"), names)
+        copy = load_backend(json.dumps(state))
         changed_tokens = [token for token, name in names.items() if copy.token_to_id(name) != self._ids[token]]
         if changed_tokens:
             raise TokenizerError(
@@ -208,12 +197,11 @@ class TokenizerParts:
         templates = tokenizer.chat_template or {}
         if isinstance(templates, str):
             templates = {"default": templates}
-        special_map = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         added = tokenizer.added_tokens_decoder.items()
         return cls(
             tokenizer.backend_tokenizer.to_str(),
             tuple(templates.items()),
-            tuple(special_map.items()),
+            tuple((key, value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)),
             tuple(tokenizer.all_special_tokens),
             tuple((token_id, str(token.content), bool(token.special)) for token_id, token in added),
             tokenizer.bos_token_id,
@@ -248,11 +236,10 @@ class TokenizerParts:
 def end_of_text_id(tokenizer: Any) -> int | None:
     """The token between documents: an end-of-text token of the vocabulary, else the tokenizer's eos."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    eos_id: int | None = tokenizer.eos_token_id
-    return next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), eos_id)
+    return next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), tokenizer.eos_token_id)
 
 
-@functools.lru_cache(maxsize=2)  # reading a large vocabulary takes half a second
+@functools.lru_cache(maxsize=4)  # reading a large vocabulary takes half a second
 def load_backend(backend_json: str) -> Any:
     """A tokenizer's backend that neither pads nor truncates."""
     from tokenizers import Tokenizer
@@ -303,38 +290,41 @@ def mask_encoding(encoding: Any, text: str, spans: Sequence[Span], added_ids: fr
     return MaskedTokens(ids, labels, crossed_edges, crossed_index)
 
 
-class SplittingTokenizer:
-    """A tokenizer that starts again at every edge of a span, as generation does after its prompt: ` answer` after
-    `Assistant: ` may be one token, which a model that is prompted never sees."""
+# A private-use character: as an added token it cuts the text, and no text has it.
+_EDGE = "\U0010e002"
 
-    _EDGE = "\U0010e002"  # a private-use character: as an added token it cuts the text, and no text has it
 
-    def __init__(self, backend: Any) -> None:
-        from tokenizers import AddedToken, Tokenizer
+@functools.lru_cache(maxsize=4)
+def _add_edge_token(backend: Any) -> Any:
+    from tokenizers import AddedToken, Tokenizer
 
-        self._backend = backend
-        self._copy = Tokenizer.from_str(backend.to_str())
-        self._copy.add_special_tokens([AddedToken(self._EDGE, normalized=False, special=True)])
-        self._edge_id = self._copy.token_to_id(self._EDGE)
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.add_special_tokens([AddedToken(_EDGE, normalized=False, special=True)])
+    return copy
 
-    def encode_with_mask(self, text: str, spans: Sequence[Span]) -> MaskedTokens | None:
-        """The text's tokens, split at the spans; None where the tokenizer writes other tokens after a split."""
-        edges = [0, *itertools.chain.from_iterable(spans), len(text)]
-        parts = [text[begin:end] for begin, end in itertools.pairwise(edges)]
-        encoding = self._copy.encode(self._EDGE.join(parts), add_special_tokens=False)
-        ids: list[int] = []
-        labels: list[int] = []
-        part_index = 0
-        for token in encoding.ids:
-            if token == self._edge_id:
-                part_index += 1
-                continue
-            ids.append(token)
-            labels.append(token if part_index % 2 else IGNORED)  # edges alternate: odd parts are spans
-        unsplit_ids = self._backend.encode(text, add_special_tokens=False).ids
-        # A tokenizer that marks the beginning of a text (SentencePiece's ▁) may write it again after a split: then the
-        # tokens spell another text.
-        is_same_text = self._backend.decode(ids, skip_special_tokens=False) == self._backend.decode(
-            unsplit_ids, skip_special_tokens=False
-        )
-        return MaskedTokens(ids, labels, 0) if is_same_text and part_index == 2 * len(spans) else None
+
+def encode_with_mask(backend: Any, text: str, spans: Sequence[Span]) -> MaskedTokens | None:
+    """Tokenise a text anew from every edge of a span, as generation does after its prompt: ` answer` after
+    `Assistant: ` may be one token, which a model that is prompted never sees. None where the tokenizer writes other
+    tokens after a split."""
+    copy = _add_edge_token(backend)
+    edge_id = copy.token_to_id(_EDGE)
+    edges = [0, *itertools.chain.from_iterable(spans), len(text)]
+    parts = [text[begin:end] for begin, end in itertools.pairwise(edges)]
+    encoding = copy.encode(_EDGE.join(parts), add_special_tokens=False)
+    ids: list[int] = []
+    labels: list[int] = []
+    part_index = 0
+    for token in encoding.ids:
+        if token == edge_id:
+            part_index += 1
+            continue
+        ids.append(token)
+        labels.append(token if part_index % 2 else IGNORED)  # edges alternate: odd parts are spans
+    unsplit_ids = backend.encode(text, add_special_tokens=False).ids
+    # A tokenizer that marks the beginning of a text (SentencePiece's ▁) may write it again after a split: then the
+    # tokens spell another text.
+    is_same_text = backend.decode(ids, skip_special_tokens=False) == backend.decode(
+        unsplit_ids, skip_special_tokens=False
+    )
+    return MaskedTokens(ids, labels, 0) if is_same_text and part_index == 2 * len(spans) else None

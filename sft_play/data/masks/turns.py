@@ -138,21 +138,9 @@ _WRITTEN_FORMS: dict[str, Callable[[str], str]] = {
 }
 
 
-def _written_form(piece: MarkedPiece, written_text: str) -> str | None:
-    """The form in which a template wrote a piece; None where the text is another one."""
-    form = next((name for name, write in _WRITTEN_FORMS.items() if write(piece.text) == written_text), None)
-    # the arguments of a call, which are JSON, are encoded once, not twice
-    return None if piece.kind == "arguments" and form != "plain" else form
-
-
 def to_second_sentinels(text: str, *_: object) -> str:
     """A marked text with the second copy's sentinels, which have no letter of the first's."""
     return _SENTINEL.sub(lambda match: SECOND_SENTINEL_PREFIX + (match[1] + match[2]).translate(_TO_SECOND), text)
-
-
-def to_first_sentinels(text: str) -> str:
-    """The second copy's text with the sentinels of the first."""
-    return _SECOND_SENTINEL.sub(lambda match: SENTINEL_PREFIX + (match[1] + match[2]).translate(_FROM_SECOND), text)
 
 
 def searched_texts_pattern(searched_texts: frozenset[str]) -> re.Pattern[str]:
@@ -209,8 +197,10 @@ class MarkedText:
             elif index != open_index:
                 self.changed_pieces.add(index)
             else:
-                form = _written_form(pieces[index], text[open_start : match.start()])
-                if form is None:
+                piece, written_text = pieces[index], text[open_start : match.start()]
+                form = next((name for name, write in _WRITTEN_FORMS.items() if write(piece.text) == written_text), None)
+                # the arguments of a call, which are JSON, are encoded once, not twice
+                if form is None or (piece.kind == "arguments" and form != "plain"):
                     self.changed_pieces.add(index)
                 self.written_pieces.append((index, form or "plain"))
                 self._written_spans.append((index, open_start - SENTINEL_CHARS, match.end()))
@@ -285,10 +275,6 @@ def text_after_piece(rendering: str, text: str, piece_end: int) -> str | None:
 # The template layout of a row: what a template writes around its texts, and where its assistant
 # turns are, measured on a marked copy.
 
-NAMED_IDS_REMEDY = (
-    "ids of calls in the form functions.NAME:NUMBER, numbered from 0 over the row and the same in the results, make it "
-    "exact: the template writes ids in place of names"
-)
 # A sentinel numbers its piece with five digits.
 _MAX_PIECES = 90_000
 _ROLE_POSSESSIVES = {
@@ -298,124 +284,6 @@ _ROLE_POSSESSIVES = {
     "assistant": "an assistant's",
     "tool": "a tool's",
 }
-
-
-class TemplateLayoutBuilder:
-    """Makes marked copies and measures turns on them, for one template."""
-
-    def __init__(self, template: FittedTemplate, ends: TurnEnds) -> None:
-        self._template, self._ends = template, ends
-        self._searched_pattern = searched_texts_pattern(template.chat_template.searched_texts)
-
-    def measure(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[TemplateLayout, list[MarkedPiece]]:
-        """What the template writes around this row's pieces, and the pieces; raises InexactMaskError where it
-        refuses a marked copy, or drops, rewrites or takes apart a text."""
-        marked_messages, pieces = self.mark_messages(messages)
-        try:
-            text = self._template.render(marked_messages, tools)
-        except RenderError as error:
-            raise InexactMaskError(
-                "the chat template refuses a copy of the row with marks in it", str(error)
-            ) from error
-        # A template that takes letters out of a text (`content[0]`) takes them out of its sentinel. The second copy has
-        # other letters there, so that the two renderings differ.
-        second_copy = [
-            map_message_texts(message, index, to_second_sentinels) for index, message in enumerate(marked_messages)
-        ]
-        second_text = to_first_sentinels(self._template.try_render(second_copy, tools))
-        if second_text != text:
-            raise InexactMaskError(
-                "the chat template rewrites a text or takes it apart", format_first_difference(text, second_text)
-            )
-        marked_text = MarkedText(text, pieces)
-        stripped_pieces = self._check_pieces(messages, pieces, marked_text)
-        marked_row = _MarkedRow(self._template, self._ends, marked_text, marked_messages, tools)
-        turns = tuple(
-            marked_row.locate_turn(index) for index, message in enumerate(messages) if message["role"] == "assistant"
-        )
-        gaps = tuple(text[begin:end] for begin, end in marked_text.gap_spans)
-        return TemplateLayout(gaps, tuple(marked_text.written_pieces), turns, stripped_pieces), pieces
-
-    def mark_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[MarkedPiece]]:
-        """The row with sentinels around its pieces, and the pieces by number."""
-        pieces: list[MarkedPiece] = []
-
-        def mark(text: str, index: int, kind: PieceKind) -> str:
-            for salt in (SENTINEL_PREFIX, SECOND_SENTINEL_PREFIX):
-                if salt in text:
-                    raise InexactMaskError(
-                        "a text holds the mark that is used to find turns", f"messages[{index}]: {salt}"
-                    )
-            marked: list[str] = []
-            offset = 0
-            for begin, end, is_think in split_text_pieces(
-                text, self._searched_pattern if kind in ("content", "reasoning") else MATCHES_NOTHING
-            ):
-                piece_index = len(pieces)
-                pieces.append(MarkedPiece(index, kind, text[begin:end], is_think or kind == "reasoning"))
-                self._check_between(text[offset:begin], index)
-                marked += (
-                    text[offset:begin],
-                    f"{SENTINEL_PREFIX}{piece_index:05d}b",
-                    text[begin:end],
-                    f"{SENTINEL_PREFIX}{piece_index:05d}e",
-                )
-                offset = end
-            self._check_between(text[offset:], index)
-            return "".join((*marked, text[offset:]))
-
-        copy = [map_message_texts(message, index, mark) for index, message in enumerate(messages)]
-        if len(pieces) > _MAX_PIECES:
-            raise InexactMaskError("a row has too many texts", f"{len(pieces):,}")
-        return copy, pieces
-
-    def _check_between(self, text: str, index: int) -> None:
-        ends = sorted(self._ends.end_tokens | {*self._ends.end_markers})
-        marker = next((marker for marker in ends if marker in text), None)
-        if marker is not None:
-            raise InexactMaskError(
-                "a text holds the end of turn, which the chat template looks for in texts",
-                f"messages[{index}]: {one_line(marker)}",
-            )
-
-    def _check_pieces(
-        self, messages: Sequence[Message], pieces: Sequence[MarkedPiece], marked_text: MarkedText
-    ) -> tuple[int, ...]:
-        """Numbers of think pieces that are not written; raises InexactMaskError if others are missing or changed."""
-        written_indices = {piece_index for piece_index, _ in marked_text.written_pieces}
-        last_content = {
-            piece.message_index: piece_index for piece_index, piece in enumerate(pieces) if piece.kind == "content"
-        }
-        stripped_pieces = []
-        for piece_index, piece in enumerate(pieces):
-            role = messages[piece.message_index]["role"]
-            location = f"messages[{piece.message_index}]"
-            if piece_index in marked_text.changed_pieces:
-                reason = f"the chat template rewrites {_ROLE_POSSESSIVES[role]} text"
-                if piece.kind == "arguments":
-                    reason = "the chat template encodes the JSON text of a tool call's arguments a second time"
-                raise InexactMaskError(reason, location)
-            if piece_index in written_indices:
-                continue
-            if piece.kind == "name":  # Kimi writes the id, `functions.get_weather:0`, and no name beside it
-                calls = messages[piece.message_index]["tool_calls"]
-                ids = [str(call.get("id") or "") for call in calls if call["function"]["name"] == piece.text]
-                are_written = all(call_id and call_id in marked_text.text for call_id in ids)
-                if are_written and all(piece.text in call_id for call_id in ids):
-                    continue
-                if are_written:
-                    location = f"{location}: {NAMED_IDS_REMEDY}"
-            if piece.kind in ("name", "argument", "arguments"):
-                raise InexactMaskError(
-                    "the chat template drops a tool call", f"{location}: {one_line(piece.text, limit=60)}"
-                )
-            if role in ("system", "developer"):
-                remedy = "data.system_into_user=true puts it before the first user turn"
-                raise InexactMaskError(f"the chat template drops the system prompt ({remedy})", location)
-            if role != "assistant" or not piece.is_think or piece_index == last_content.get(piece.message_index):
-                raise InexactMaskError(f"the chat template drops {_ROLE_POSSESSIVES[role]} text", location)
-            stripped_pieces.append(piece_index)
-        return tuple(stripped_pieces)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -505,8 +373,11 @@ class _MarkedRow:
         gap = marked_text.text[previous_end:first_piece_start]
         size = self._header_size(prompt, self.messages[:index], tail, gap)
         # what is asked must stand before the turn, not another turn
-        asking_messages = self.messages[owner_index:index]
-        if size is None or owner_index < 0 or any(one["role"] not in ("user", "tool") for one in asking_messages):
+        if (
+            size is None
+            or owner_index < 0
+            or any(message["role"] not in ("user", "tool") for message in self.messages[owner_index:index])
+        ):
             return None, None
         # the text must have something of the header with which its prompt ends
         header = self.template.traits.generation_prompt
@@ -629,9 +500,8 @@ class _MarkedRow:
         following_turns = [NEXT_QUESTION]
         # After calls a tool's result goes first: some templates refuse a question there, others open another turn.
         if calls:
-            call_id = str(calls[-1].get("id") or "")
-            result = {"role": "tool", "content": NEXT_QUESTION["content"], "name": calls[-1]["function"]["name"]}
-            following_turns = [{**result, "tool_call_id": call_id}, NEXT_QUESTION]
+            call_id, name = str(calls[-1].get("id") or ""), calls[-1]["function"]["name"]
+            following_turns.insert(0, {**NEXT_QUESTION, "role": "tool", "name": name, "tool_call_id": call_id})
         for following in following_turns:
             continued_text = self.template.try_render([*self.messages, following], self.tools)
             tail = text_after_piece(continued_text, self.marked_text.text, piece_end)
@@ -678,7 +548,7 @@ class TurnLocator:
         self.template, self.ends = probe_template(
             chat_template, special_tokens=special_tokens, eos_token=eos_token, with_tools=with_tools
         )
-        self._layout_builder = TemplateLayoutBuilder(self.template, self.ends)
+        self._searched_pattern = searched_texts_pattern(chat_template.searched_texts)
         self._special_text_pattern = searched_texts_pattern(
             chat_template.searched_texts | {SENTINEL_PREFIX, SECOND_SENTINEL_PREFIX}
         )
@@ -693,26 +563,34 @@ class TurnLocator:
             raise InexactMaskError(TEMPLATE_REFUSES_ROW, str(error)) from error
         # Most rows are plain: one rendering and one comparison with what their shape says. All others get a copy each.
         shape = None if tools else self._row_shape(messages)
-        if shape is None:
-            return self._locate_by_marked_copy(text, messages, tools)
-        if shape not in self._layouts_by_shape:
+        if shape is not None and shape not in self._layouts_by_shape:
             if len(self._layouts_by_shape) >= _MAX_SHAPES:
                 self._layouts_by_shape.clear()
             self._layouts_by_shape[shape] = None  # rows of this shape have none, or may differ from one another
             with contextlib.suppress(InexactMaskError):
-                self._layouts_by_shape[shape] = self._layout_builder.measure(messages, ())[0]
-        template_layout = self._layouts_by_shape[shape]
-        if template_layout is None:
-            return self._locate_by_marked_copy(text, messages, tools)
-        # a plain message has one piece: its text without the white space at its ends, which the shape has
-        pieces = [stripped for message in messages if (stripped := message["content"].strip())]
-        expected_text, gap_starts = template_layout.fill(pieces)
-        if expected_text == text:
-            located = self._fill_layout(template_layout, text, gap_starts)
-            with contextlib.suppress(InexactMaskError):  # a copy of this row's own says more
-                self._verify(template_layout, located, messages, tools, gap_starts=gap_starts, is_shared=True)
-                return located
-        return self._locate_by_marked_copy(text, messages, tools)
+                self._layouts_by_shape[shape] = self._measure(messages, ())[0]
+        template_layout = self._layouts_by_shape.get(shape)
+        if template_layout is not None:
+            # a plain message has one piece: its text without the white space at its ends, which the shape has
+            expected_text, gap_starts = template_layout.fill(
+                [stripped for message in messages if (stripped := message["content"].strip())]
+            )
+            if expected_text == text:
+                located = self._fill_layout(template_layout, text, gap_starts)
+                with contextlib.suppress(InexactMaskError):  # a copy of this row's own says more
+                    self._verify(template_layout, located, messages, tools, gap_starts=gap_starts, is_shared=True)
+                    return located
+        # The turns by a marked copy of this very row, confirmed by its own prompts.
+        template_layout, pieces = self._measure(messages, tools)
+        expected_text, gap_starts = template_layout.fill([piece.text for piece in pieces])
+        if expected_text != text:
+            raise InexactMaskError(
+                "the chat template renders the row differently from its marked copy, so its turns cannot be located",
+                format_first_difference(expected_text, text),
+            )
+        located = self._fill_layout(template_layout, text, gap_starts)
+        self._verify(template_layout, located, messages, tools, gap_starts=gap_starts)
+        return located
 
     def _row_shape(self, messages: Sequence[Message]) -> Any:
         """What decides how the template treats a plain row: roles, and the white space around the texts; None where the
@@ -727,19 +605,6 @@ class TurnLocator:
             begin = len(content) - len(content.lstrip())
             shape.append((message["role"], not body, content[:begin], content[begin + len(body) :]))
         return tuple(shape)
-
-    def _locate_by_marked_copy(self, text: str, messages: Sequence[Message], tools: Sequence[Any]) -> LocatedTurns:
-        """The turns by a marked copy of this very row, confirmed by its own prompts. Raises InexactMaskError."""
-        template_layout, pieces = self._layout_builder.measure(messages, tools)
-        expected_text, gap_starts = template_layout.fill([piece.text for piece in pieces])
-        if expected_text != text:
-            raise InexactMaskError(
-                "the chat template renders the row differently from its marked copy, so its turns cannot be located",
-                format_first_difference(expected_text, text),
-            )
-        located = self._fill_layout(template_layout, text, gap_starts)
-        self._verify(template_layout, located, messages, tools, gap_starts=gap_starts)
-        return located
 
     def _verify(
         self,
@@ -779,10 +644,12 @@ class TurnLocator:
             if not starts_at_prompt_end:
                 raise InexactMaskError(PROMPT_MISMATCH, location)
             # Without markers the end is only where the turn's own rendering ends: that must hold for this row too.
-            if turn.ended_by_prefix and not self.ends.end_markers:
-                prefix_text = self.template.try_render(messages[: turn.message_index + 1], tools)
-                if prefix_text != located.text[:end]:
-                    raise InexactMaskError(NO_TURN_END, location)
+            if (
+                turn.ended_by_prefix
+                and not self.ends.end_markers
+                and self.template.try_render(messages[: turn.message_index + 1], tools) != located.text[:end]
+            ):
+                raise InexactMaskError(NO_TURN_END, location)
 
     def _fill_layout(self, template_layout: TemplateLayout, text: str, gap_starts: Sequence[int]) -> LocatedTurns:
         spans: dict[int, Span] = {}
@@ -829,3 +696,118 @@ class TurnLocator:
             prompt_suffixes,
             headers,
         )
+
+    def _measure(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[TemplateLayout, list[MarkedPiece]]:
+        """What the template writes around this row's pieces, and the pieces; raises InexactMaskError where it
+        refuses a marked copy, or drops, rewrites or takes apart a text."""
+        marked_messages, pieces = self._mark_messages(messages)
+        try:
+            text = self.template.render(marked_messages, tools)
+        except RenderError as error:
+            raise InexactMaskError(
+                "the chat template refuses a copy of the row with marks in it", str(error)
+            ) from error
+        # A template that takes letters out of a text (`content[0]`) takes them out of its sentinel. The second copy has
+        # other letters there, so that the two renderings differ.
+        second_copy = [
+            map_message_texts(message, index, to_second_sentinels) for index, message in enumerate(marked_messages)
+        ]
+        second_text = _SECOND_SENTINEL.sub(
+            lambda match: SENTINEL_PREFIX + (match[1] + match[2]).translate(_FROM_SECOND),
+            self.template.try_render(second_copy, tools),
+        )
+        if second_text != text:
+            raise InexactMaskError(
+                "the chat template rewrites a text or takes it apart", format_first_difference(text, second_text)
+            )
+        marked_text = MarkedText(text, pieces)
+        # Think pieces may be left out; no other may be missing or changed.
+        written_indices = {piece_index for piece_index, _ in marked_text.written_pieces}
+        last_content = {
+            piece.message_index: piece_index for piece_index, piece in enumerate(pieces) if piece.kind == "content"
+        }
+        stripped_pieces = []
+        for piece_index, piece in enumerate(pieces):
+            role = messages[piece.message_index]["role"]
+            location = f"messages[{piece.message_index}]"
+            if piece_index in marked_text.changed_pieces:
+                reason = f"the chat template rewrites {_ROLE_POSSESSIVES[role]} text"
+                if piece.kind == "arguments":
+                    reason = "the chat template encodes the JSON text of a tool call's arguments a second time"
+                raise InexactMaskError(reason, location)
+            if piece_index in written_indices:
+                continue
+            if piece.kind == "name":  # Kimi writes the id, `functions.get_weather:0`, and no name beside it
+                ids = [
+                    str(call.get("id") or "")
+                    for call in messages[piece.message_index]["tool_calls"]
+                    if call["function"]["name"] == piece.text
+                ]
+                are_written = all(call_id and call_id in marked_text.text for call_id in ids)
+                if are_written and all(piece.text in call_id for call_id in ids):
+                    continue
+                if are_written:
+                    location += (
+                        ": ids of calls in the form functions.NAME:NUMBER, numbered from 0 over the row and the same "
+                        "in the results, make it exact: the template writes ids in place of names"
+                    )
+            if piece.kind in ("name", "argument", "arguments"):
+                raise InexactMaskError(
+                    "the chat template drops a tool call", f"{location}: {one_line(piece.text, limit=60)}"
+                )
+            if role in ("system", "developer"):
+                raise InexactMaskError(
+                    "the chat template drops the system prompt (data.system_into_user=true puts it before the first "
+                    "user turn)",
+                    location,
+                )
+            if role != "assistant" or not piece.is_think or piece_index == last_content.get(piece.message_index):
+                raise InexactMaskError(f"the chat template drops {_ROLE_POSSESSIVES[role]} text", location)
+            stripped_pieces.append(piece_index)
+        marked_row = _MarkedRow(self.template, self.ends, marked_text, marked_messages, tools)
+        turns = tuple(
+            marked_row.locate_turn(index) for index, message in enumerate(messages) if message["role"] == "assistant"
+        )
+        gaps = tuple(text[begin:end] for begin, end in marked_text.gap_spans)
+        return TemplateLayout(gaps, tuple(marked_text.written_pieces), turns, tuple(stripped_pieces)), pieces
+
+    def _mark_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[MarkedPiece]]:
+        """The row with sentinels around its pieces, and the pieces by number."""
+        pieces: list[MarkedPiece] = []
+
+        def mark(text: str, index: int, kind: PieceKind) -> str:
+            for salt in (SENTINEL_PREFIX, SECOND_SENTINEL_PREFIX):
+                if salt in text:
+                    raise InexactMaskError(
+                        "a text holds the mark that is used to find turns", f"messages[{index}]: {salt}"
+                    )
+            marked: list[str] = []
+            offset = 0
+            for begin, end, is_think in split_text_pieces(
+                text, self._searched_pattern if kind in ("content", "reasoning") else MATCHES_NOTHING
+            ):
+                piece_index = len(pieces)
+                pieces.append(MarkedPiece(index, kind, text[begin:end], is_think or kind == "reasoning"))
+                self._check_between(text[offset:begin], index)
+                marked += (
+                    text[offset:begin],
+                    f"{SENTINEL_PREFIX}{piece_index:05d}b",
+                    text[begin:end],
+                    f"{SENTINEL_PREFIX}{piece_index:05d}e",
+                )
+                offset = end
+            self._check_between(text[offset:], index)
+            return "".join((*marked, text[offset:]))
+
+        copy = [map_message_texts(message, index, mark) for index, message in enumerate(messages)]
+        if len(pieces) > _MAX_PIECES:
+            raise InexactMaskError("a row has too many texts", f"{len(pieces):,}")
+        return copy, pieces
+
+    def _check_between(self, text: str, index: int) -> None:
+        for marker in sorted(self.ends.end_tokens | {*self.ends.end_markers}):
+            if marker in text:
+                raise InexactMaskError(
+                    "a text holds the end of turn, which the chat template looks for in texts",
+                    f"messages[{index}]: {one_line(marker)}",
+                )
