@@ -257,7 +257,13 @@ def _larger_machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
         return lowest_memory_candidate(_request_on_machine(request, machine))
 
     hardware, count = request.hardware, len(request.hardware.gpus)
-    yield from _machines_with_more_ram(request)
+    if count and hardware.ram_given:
+        machine = _machine_with_gpus(hardware, hardware.gpus[0], count)
+        candidate = lowest_on(replace(machine, ram_given=False))
+        if candidate is not None and candidate.fits and candidate.host_required > hardware.ram_free_bytes:
+            ram_bytes = -(-candidate.host_required // RAM_STEP_BYTES) * RAM_STEP_BYTES
+            larger_machine = replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes)
+            yield larger_machine, f"{ram_bytes / GIB:.0f} GiB of RAM on each node"
     larger_counts = [gpu_count for gpu_count in GPU_COUNTS if gpu_count > count]
     for gpu_count in larger_counts:
         if not count:
@@ -290,19 +296,6 @@ def _larger_machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
         too_small_memory[kind] = entry.memory_bytes
         if candidate is not None:
             too_small_memory[kind] = max(entry.memory_bytes, candidate.memory.required - 1)
-
-
-def _machines_with_more_ram(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
-    hardware = request.hardware
-    if not hardware.gpus or not hardware.ram_given:
-        return
-    machine = _machine_with_gpus(hardware, hardware.gpus[0], len(hardware.gpus))
-    candidate = lowest_memory_candidate(_request_on_machine(request, replace(machine, ram_given=False)))
-    if candidate is None or not candidate.fits or candidate.host_required <= hardware.ram_free_bytes:
-        return
-    ram_bytes = -(-candidate.host_required // RAM_STEP_BYTES) * RAM_STEP_BYTES
-    larger_machine = replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes)
-    yield larger_machine, f"{ram_bytes / GIB:.0f} GiB of RAM on each node"
 
 
 def _certainly_fits(candidate: Candidate | None) -> bool:
@@ -447,37 +440,38 @@ def compare_machine_prices(
     ConfigError: its length is not known."""
     offers, too_small = [], []
     for name, machine, price_list in machines:
-        plan = offer = None
+        plan = None
         with contextlib.suppress(SftPlayError):  # such as a batch that does not split over that many GPUs
             plan = make_machine_plan(machine)
-        if plan is not None:
-            offer = _build_offer(name, plan, price_list)
-        if offer is None:
+        price = None if plan is None else plan.hardware.price_per_gpu_hour
+        if (
+            plan is None
+            or not plan.fits
+            or plan.choice.needs_unknown_ram  # then it does not certainly fit
+            or not plan.speed_known
+            or price is None
+        ):
             too_small.append(name)
-        else:
-            offers.append(offer)
+            continue
+        if plan.hours is None:
+            raise ConfigError(
+                "BUDGET needs the length of the run, which is not known: set train.max_steps "
+                "(SET='train.max_steps=1000'), or data.train_path to one file whose rows can be counted"
+            )
+        cost = plan.hours * len(plan.hardware.gpus) * price
+        offer = Offer(name, price, plan.hours, cost, plan.speed.tokens_per_s, None, plan.layout)
+        if plan.speed_error is not None:
+            offer = replace(offer, speed_error=plan.speed_error.share)
+        if price_list is not None:
+            offer = replace(
+                offer,
+                provider=price_list.provider,
+                read=price_list.read.isoformat(),
+                address=price_list.address,
+            )
+        offers.append(offer)
     offers.sort(key=lambda offer: (offer.cost, offer.hours))
     return BudgetResult(usd, tuple(offers), tuple(too_small), today)
-
-
-def _build_offer(machine: str, plan: Plan, price_list: PriceList | None) -> Offer | None:
-    """What a plan's run costs at its machine's price; None where it does not certainly fit, or speed or price are not
-    known. Raises ConfigError where the run's length is not."""
-    price = plan.hardware.price_per_gpu_hour
-    if not plan.fits or plan.choice.needs_unknown_ram or not plan.speed_known or price is None:
-        return None
-    if plan.hours is None:
-        raise ConfigError(
-            "BUDGET needs the length of the run, which is not known: set train.max_steps "
-            "(SET='train.max_steps=1000'), or data.train_path to one file whose rows can be counted"
-        )
-    cost = plan.hours * len(plan.hardware.gpus) * price
-    offer = Offer(machine, price, plan.hours, cost, plan.speed.tokens_per_s, None, plan.layout)
-    if plan.speed_error is not None:
-        offer = replace(offer, speed_error=plan.speed_error.share)
-    if price_list is None:
-        return offer
-    return replace(offer, provider=price_list.provider, read=price_list.read.isoformat(), address=price_list.address)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -273,12 +273,19 @@ def _choose_confirmed(
         trace = trace_candidate(choice)
         if trace.unavailable_reason is not None:
             return choice, candidates, [*notes, f"not confirmed by a trace: {trace.unavailable_reason}"]
-        notes.append(_format_trace(choice, trace))
+        estimated = choice.memory.allocated
+        text = (
+            f"traced: {trace.allocated / GIB:.2f} GiB allocated and {trace.reserved / GIB:.2f} reserved; the estimate "
+            f"says {estimated / GIB:.2f} and {choice.memory.reserved / GIB:.2f}"
+        )
+        difference = trace.allocated / max(1, estimated) - 1
+        if abs(difference) > TRACE_TOLERANCE:
+            text += f", {difference:+.1%} apart: the larger one is used"
+        notes.append(text)
         # If the traced choice no longer fits, the next round takes, and traces, the next best. This ends: a candidate
         # is traced once, and one that fits by its trace is returned.
-        updated = _apply_trace(inputs, choice, trace)
         candidates = [*candidates]
-        candidates[candidates.index(choice)] = updated
+        candidates[candidates.index(choice)] = _apply_trace(inputs, choice, trace)
 
 
 def _apply_trace(inputs: PlanInputs, candidate: Candidate, trace: TracePrediction) -> Candidate:
@@ -302,18 +309,6 @@ def _apply_trace(inputs: PlanInputs, candidate: Candidate, trace: TracePredictio
         margin=int(memory.margin * reserved / max(1, memory.reserved)),  # it keeps its share of what is reserved
     )
     return dataclasses.replace(candidate, memory=memory, uncorrected=uncorrected, is_traced=True)
-
-
-def _format_trace(candidate: Candidate, trace: TracePrediction) -> str:
-    estimated = candidate.memory.allocated
-    text = (
-        f"traced: {trace.allocated / GIB:.2f} GiB allocated and {trace.reserved / GIB:.2f} reserved; the estimate "
-        f"says {estimated / GIB:.2f} and {candidate.memory.reserved / GIB:.2f}"
-    )
-    difference = trace.allocated / max(1, estimated) - 1
-    if abs(difference) > TRACE_TOLERANCE:
-        text += f", {difference:+.1%} apart: the larger one is used"
-    return text
 
 
 def _masked_required_bytes(inputs: PlanInputs, choice: Candidate) -> int | None:

@@ -94,8 +94,6 @@ def plan_reasons(
         *(f"adapters: {note}" for note in adapter_notes),
         *(shape.text_only_note, shape.storage_note),
         *_batch_reasons(inputs, candidates, choice),
-        _row_reason(inputs, choice),
-        _loading_reason(inputs, choice),
         learning_rate_reason,
         _sharded_checkpoint_reason(inputs, choice),
         REPEATED_KEYS_REASON * repeats_kv,
@@ -147,17 +145,14 @@ def _batch_reasons(inputs: PlanInputs, candidates: Sequence[Candidate], choice: 
             f"an effective batch of {batch.effective_batch} does not split over {layout.ranks} ranks that each read "
             f"their own rows: {layout.name} has {layout.data_parallel}"
         )
-
-
-def _loading_reason(inputs: PlanInputs, choice: Candidate) -> str:
-    layout, memory = choice.layout, choice.memory
-    if inputs.config.tuning.mode != "qlora" or not layout.shards_params or loads_by_unit(inputs.config, layout):
-        return ""
-    ram_note = ", the packed ones in RAM" * layout.offloads_params
-    return (
-        f"{layout.name} shards NF4 weights after loading: until then each rank holds all of them "
-        f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{ram_note}"
-    )
+    yield _row_reason(inputs, choice)
+    is_nf4, memory = inputs.config.tuning.mode == "qlora", choice.memory
+    if is_nf4 and layout.shards_params and not loads_by_unit(inputs.config, layout):
+        ram_note = ", the packed ones in RAM" * layout.offloads_params
+        yield (
+            f"{layout.name} shards NF4 weights after loading: until then each rank holds all of them "
+            f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{ram_note}"
+        )
 
 
 def _row_reason(inputs: PlanInputs, choice: Candidate) -> str:
@@ -380,10 +375,23 @@ def plan_summary_lines(plan: Plan, config: RunConfig, *, start_lines: Sequence[s
     verdict = plan.choice.verdict.replace("fits", "FITS", 1).replace("does NOT fit", "DOES NOT FIT", 1)
     if plan.fits and not start_lines:
         verdict = f"NOT STARTED{' on this machine' * (not plan.hardware.named)} ({plan.choice.verdict})"
+    hardware, batch, unit = plan.hardware, plan.batch, {"GPU": "GPUs", "process": "processes"}[plan.choice.device_word]
+    machine = "a CPU" if hardware.named else "this CPU"
+    if hardware.gpus:
+        machine = f"{len(hardware.gpus)} x {hardware.gpus[0].name}"
+        machine += f" on {hardware.nodes} nodes" * (hardware.nodes > 1)
+    elif hardware.ranks > 1:
+        machine += f", {hardware.ranks} processes"
+    machine += " (assumed)" * hardware.named
+    ranks_per_row = plan.choice.layout.ranks // batch.ranks  # ranks that share rows
+    if ranks_per_row > 1:
+        unit = f"groups of {ranks_per_row} {unit}"
+    passes = plural(batch.grad_accum, "pass", "passes")
+    batch_text = f"Batch {batch.effective_batch} = {plural(batch.micro_batch, 'row')} x {passes}"
+    batch_text += f" x {batch.ranks} {unit}" * (batch.ranks > 1)
     return [
-        f"{name}, {_format_mode(plan, config)}, on {_format_machine(plan)}: {verdict}; predicted peak "
-        f"{plan.memory.peak_text}",
-        f"{_format_batch(plan)}; {format_run_length(plan)}",
+        f"{name}, {_format_mode(plan, config)}, on {machine}: {verdict}; predicted peak {plan.memory.peak_text}",
+        f"{batch_text}; {format_run_length(plan)}",
         _format_data(plan, config, is_local=has_local_data),
         *(f"Warning: {warning}" for warning in plan_warnings(plan, config)),
         *start_lines[:-1],
@@ -452,27 +460,6 @@ def long_cpu_warnings(plan: Plan) -> list[str]:
 
 def _format_mode(plan: Plan, config: RunConfig) -> str:
     return MODE_NAMES[config.tuning.mode] + f" in {plan.layout}" * (plan.layout != "single")
-
-
-def _format_machine(plan: Plan) -> str:
-    hardware = plan.hardware
-    text = "a CPU" if hardware.named else "this CPU"
-    if hardware.gpus:
-        text = f"{len(hardware.gpus)} x {hardware.gpus[0].name}"
-        text += f" on {hardware.nodes} nodes" * (hardware.nodes > 1)
-    elif hardware.ranks > 1:
-        text += f", {hardware.ranks} processes"
-    return text + " (assumed)" * hardware.named
-
-
-def _format_batch(plan: Plan) -> str:
-    batch, unit = plan.batch, {"GPU": "GPUs", "process": "processes"}[plan.choice.device_word]
-    ranks_per_row = plan.choice.layout.ranks // batch.ranks  # ranks that share rows
-    if ranks_per_row > 1:
-        unit = f"groups of {ranks_per_row} {unit}"
-    passes = plural(batch.grad_accum, "pass", "passes")
-    text = f"Batch {batch.effective_batch} = {plural(batch.micro_batch, 'row')} x {passes}"
-    return text + f" x {batch.ranks} {unit}" * (batch.ranks > 1)
 
 
 def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:

@@ -346,14 +346,23 @@ def _layout_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardw
     optim = config.train.optim
     if config.train.async_save and not (layout.is_fsdp and config.tuning.mode == "full"):
         return "train.async_save: only FSDP2's ranks (fsdp), in full fine-tuning, write their parts beside the training"
-    if config.train.compile and (obstacle := compile_obstacle(layout)):
-        return obstacle
+    if config.train.compile and layout.is_zero:
+        return "train.compile: ZeRO's hooks in every submodule would break a compiled block; fsdp shards the same"
+    if config.train.compile and (layout.tensor_parallel > 1 or layout.context_parallel > 1):
+        return f"train.compile: ranks of {layout.name} exchange inside each block, which was not tried compiled"
     if config.model.add_tokens and config.tuning.mode != "full" and layout.name not in ("single", "ddp"):
         return (
             "model.add_tokens: PEFT trains rows of whole embeddings only, and they are divided here or cast (ddp works)"
         )
-    if obstacle := _adapter_start_obstacle(layout, config):
-        return obstacle
+    lora, init_text = config.tuning.lora, f"tuning.lora.init={config.tuning.lora.init}"
+    if config.tuning.mode != "full" and lora.init != "default":
+        if layout.tensor_parallel > 1 or (lora.init == "loftq" and layout.shards_params and layout.is_zero):
+            return f"{init_text}: whole 16-bit weights are read for it, and they are divided here (fsdp works)"
+        if layout.is_fsdp and lora.use_dora:
+            return (
+                f"{init_text}: DoRA's layers are divided only when training begins, where half of an adapter cannot be "
+                "frozen"
+            )
     if layout.tensor_parallel > 1 and (obstacle := _tensor_parallel_obstacle(layout, config, shape, hardware)):
         return obstacle
     if layout.context_parallel > 1 and (obstacle := _context_parallel_obstacle(layout, config, shape)):
@@ -369,29 +378,6 @@ def _layout_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardw
     return gradient_sync_obstacle(
         config, choose_precision(config, hardware, shape), layout.name, on_gpu=bool(hardware.gpus)
     )
-
-
-def _adapter_start_obstacle(layout: Layout, config: RunConfig) -> str | None:
-    lora, option_text = config.tuning.lora, f"tuning.lora.init={config.tuning.lora.init}: "
-    if config.tuning.mode == "full" or lora.init == "default":
-        return None
-    if layout.tensor_parallel > 1 or (lora.init == "loftq" and layout.shards_params and layout.is_zero):
-        return f"{option_text}whole 16-bit weights are read for it, and they are divided here (fsdp works)"
-    if layout.is_fsdp and lora.use_dora:
-        return (
-            f"{option_text}DoRA's layers are divided only when training begins, where half of an adapter cannot be "
-            "frozen"
-        )
-    return None
-
-
-def compile_obstacle(layout: Layout) -> str | None:
-    """Why blocks cannot be compiled in the layout; None where they can."""
-    if layout.is_zero:
-        return "train.compile: ZeRO's hooks in every submodule would break a compiled block; fsdp shards the same"
-    if layout.tensor_parallel > 1 or layout.context_parallel > 1:
-        return f"train.compile: ranks of {layout.name} exchange inside each block, which was not tried compiled"
-    return None
 
 
 def _tensor_parallel_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:

@@ -129,7 +129,17 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
             2 * _weight_bytes(config, shape, gathered_itemsize) - gathered_itemsize * shape.embedding_table_params
         )
     else:
-        gathered_bytes = _zero3_gathered_bytes(config, shape, precision, step)
+        # all weights, and again for the backward pass those behind which more than ZERO_REUSE_PARAMS lie until then; a
+        # checkpointed block larger than half of that releases its first layers before its backward pass. For packed
+        # weights DeepSpeed counts bytes
+        layers, packed_params = shape.num_layers, shape.linear_params * (config.tuning.mode == "qlora")
+        recomputed_share = step.recomputed_layers(layers) / layers
+        counted_params = shape.params - 0.5 * packed_params
+        kept_share = min(1.0, ZERO_REUSE_PARAMS / (2 + recomputed_share) / counted_params)
+        block_params = counted_params - (2 - shape.tied) * shape.embedding_table_params
+        regathered_share = max(0.0, block_params - layers * ZERO_REUSE_PARAMS / 2) / counted_params
+        gathered_bytes = _weight_bytes(config, shape, DTYPE_BYTES[precision.compute])
+        gathered_bytes *= 2 - kept_share + recomputed_share * regathered_share
     span, parts = layout.shard * neighbour_ranks, ranks // layout.shard
     weights = Collective("all_gather", gathered_bytes / layout.tensor_parallel, layout.shard, 2 * calls, span)
     reductions = [Collective("reduce_scatter", gradient_bytes, layout.shard, calls, span)]
@@ -147,19 +157,6 @@ def _weight_bytes(config: RunConfig, shape: ModelShape, itemsize: int, *, with_a
     if with_adapters and config.tuning.mode != "full":
         weight_bytes += itemsize * trained_parameters(config, shape, ElementBytes()).params
     return weight_bytes
-
-
-def _zero3_gathered_bytes(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> float:
-    """Bytes that ZeRO-3 gathers in a micro-batch: all weights, and again for the backward pass those behind which more
-    than `ZERO_REUSE_PARAMS` lie until then; a checkpointed block larger than half of that releases its first layers
-    before its backward pass. For packed weights DeepSpeed counts bytes."""
-    weight_bytes, layers = _weight_bytes(config, shape, DTYPE_BYTES[precision.compute]), shape.num_layers
-    recomputed_share = step.recomputed_layers(layers) / layers
-    counted_params = shape.params - (0.5 * shape.linear_params if config.tuning.mode == "qlora" else 0.0)
-    kept_share = min(1.0, ZERO_REUSE_PARAMS / (2 + recomputed_share) / counted_params)
-    block_params = counted_params - (2 - shape.tied) * shape.embedding_table_params
-    regathered_share = max(0.0, block_params - layers * ZERO_REUSE_PARAMS / 2) / counted_params
-    return weight_bytes * (2 - kept_share + recomputed_share * regathered_share)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -590,27 +587,20 @@ class _Roofline:
         shape, padded_tokens, is_full = self.shape, micro_steps.padded_tokens, self.config.tuning.mode == "full"
         weight_gradient_share = 1.0 if is_full else 0.0
         adapter_flops = 0.0 if is_full else 2.0 * adapter_params(shape, self.config.tuning.lora)
+        # keys that a query of a row sees on average, summed over the layers; eager attention computes all of them
+        length, attended_keys = micro_steps.row_length, 0.0
+        for kind in shape.layers:
+            has_window = kind.attention in ("sliding", "chunked")
+            window = min(length, shape.window or length) if has_window else length
+            # causal: position i sees min(i, window) keys; the mean over a row, from the triangle and the band below it
+            seen_keys = length if self.step.attention == "eager" else window - window * window / (2 * length)
+            attended_keys += 0.0 if kind.attention == "none" else kind.count * seen_keys
         return {
             "blocks": 2.0 * active_params(shape) * padded_tokens * (2.0 + recomputed_share + weight_gradient_share),
             "adapters": adapter_flops * padded_tokens * (3.0 + recomputed_share),
-            "attention": 4.0
-            * self._attended_keys(micro_steps.row_length)
-            * shape.q_width
-            * padded_tokens
-            * (3.5 + recomputed_share),
+            "attention": 4.0 * attended_keys * shape.q_width * padded_tokens * (3.5 + recomputed_share),
             "head": 2.0 * shape.vocab_size * shape.hidden_size * padded_tokens * (3.0 + weight_gradient_share),
         }
-
-    def _attended_keys(self, length: float) -> float:
-        """Keys that a query of a row sees on average, summed over the layers; eager attention computes all of them."""
-        total = 0.0
-        for kind in self.shape.layers:
-            has_window = kind.attention in ("sliding", "chunked")
-            window = min(length, self.shape.window or length) if has_window else length
-            # causal: position i sees min(i, window) keys; the mean over a row, from the triangle and the band below it
-            seen_keys = length if self.step.attention == "eager" else window - window * window / (2 * length)
-            total += 0.0 if kind.attention == "none" else kind.count * seen_keys
-        return total
 
     def _elementwise_bytes(self, tokens: float, saved_per_token: float) -> float:
         """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is

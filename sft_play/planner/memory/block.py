@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from sft_play.planner.memory.structure import NF4_BLOCK, BlockSpec
+from sft_play.planner.memory.structure import NF4_BLOCK, BlockSpec, segment_remainder
 from sft_play.planner.memory.tape import (
     ForwardPass,
     Grads,
@@ -49,7 +49,9 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     weights."""
     spec, rows = block.spec, block.tokens * block.spec.experts_per_token
     inner_elements = rows * spec.expert_width
-    routing = _routing_weights(block, x, rows)  # (T * k,)
+    probabilities = block.tape.op((x,), block.tokens * spec.num_experts, 4, holds_output=True)
+    routing = block.tape.op((probabilities,), rows, 4 if spec.routes_in_fp32 else x.itemsize)  # (T * k,)
+    del probabilities
     indices = block.tape.new(rows, 8)
     gathered = block.tape.op(
         (x,), rows * spec.hidden, x.itemsize, saved=(indices,), backward=block.index_backward(x, rows)
@@ -83,12 +85,6 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     combined = block.to(combined, x.itemsize)
     weights_in_use.clear()
     return combined
-
-
-def _routing_weights(block: ForwardPass, x: TensorRef, rows: int) -> TensorRef:
-    spec = block.spec
-    probabilities = block.tape.op((x,), block.tokens * spec.num_experts, 4, holds_output=True)
-    return block.tape.op((probabilities,), rows, 4 if spec.routes_in_fp32 else x.itemsize)
 
 
 def _grouped_linear(
@@ -400,13 +396,13 @@ def _score_elements(block: ForwardPass) -> int:
 
 def _softmax(block: ForwardPass, scores: TensorRef) -> TensorRef:
     """Holds its output; the backward kernel takes grad * output first (SoftMax.cu)."""
-    size = scores.elements
+    size, itemsize = scores.elements, scores.itemsize
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
-        tape.meter.add_transient(2 * size * 4)
-        return (tape.new(size, 4),)
+        tape.meter.add_transient(2 * size * itemsize)
+        return (tape.new(size, itemsize),)
 
-    return block.tape.op((scores,), size, 4, backward=backward, holds_output=True)
+    return block.tape.op((scores,), size, itemsize, backward=backward, holds_output=True)
 
 
 def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
@@ -418,21 +414,12 @@ def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef
     size = scores.elements + scores.elements // block.length
     sink_scores = block.tape.op((scores,), size, itemsize, backward=shared_gradient(1))
 
-    def maximum_backward(tape: Tape, grad: TensorRef) -> Grads:
-        # -grad is summed for the maximum, whose own gradient is scattered into zeros and added
-        tape.meter.add_transient(size * itemsize)
-        scattered = tape.new(size, itemsize)
-        out = tape.new(size, itemsize)
-        del scattered
-        return (out,)
-
+    # -grad is summed for the maximum, whose own gradient is scattered into zeros and added
+    scattered_bytes = size * itemsize + segment_remainder(size * itemsize)
+    maximum_backward = single_gradient(size, itemsize, transient=scattered_bytes)
     sink_scores = block.tape.op((sink_scores,), size, itemsize, backward=maximum_backward)
 
-    def softmax_backward(tape: Tape, grad: TensorRef) -> Grads:
-        tape.meter.add_transient(2 * size * itemsize)
-        return (tape.new(size, itemsize),)
-
-    probabilities = block.tape.op((sink_scores,), size, itemsize, backward=softmax_backward, holds_output=True)
+    probabilities = _softmax(block, sink_scores)
     del scores, sink_scores
     token_probabilities = block.tape.view(probabilities, probabilities.elements * block.length // (block.length + 1))
     if token_probabilities.node is not None:

@@ -459,11 +459,9 @@ class StepMemorySimulation:
                     gather_buffers=gather_buffers.reduction_bytes(layer),
                 )
             gradient_bytes += self._kept_gradient_bytes(block.gradients) * (not self.accumulates_gradients)
-        yield from self._embedding_phases(held_bytes[0] + self._hidden_bytes(self.step.micro_batch, 0))
-
-    def _embedding_phases(self, live_bytes: int) -> Iterator[tuple[StepPhase, MemoryTerms]]:
-        """The embedding's gradient is dense (V*h); where it is also the head's, or an older one exists, or it is
-        sharded only then, it is live in addition."""
+        # the embedding's gradient is dense (V*h); where it is also the head's, or an older one exists, or it is sharded
+        # only then, it is live in addition
+        live_bytes = held_bytes[0] + self._hidden_bytes(self.step.micro_batch, 0)
         embedding_gradient = self._table_copy_bytes()
         if self.trained_parameters.trains_embedding:
             embedding_gradient = self.shape.embedding_table_params * self.trained_itemsize
@@ -471,7 +469,7 @@ class StepMemorySimulation:
         if self.step.layout.shards_params:
             if not self.accumulates_gradients:
                 gradient_bytes -= self._kept_gradient_bytes(embedding_gradient)
-            for gathered_bytes in self.gather_buffers.embedding_backward_bytes(embedding_gradient):
+            for gathered_bytes in gather_buffers.embedding_backward_bytes(embedding_gradient):
                 yield self._phase_terms("backward", gradient_bytes, live_bytes, gather_buffers=gathered_bytes)
             return
         # `gradient_bytes` has the embedding's gradient once, or its shard: `embedding_gradient` is beside it, and so is

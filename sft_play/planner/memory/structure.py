@@ -298,8 +298,20 @@ OUTPUT_HEADS = ("lm_head", "embed_out")
 def check_adapter_targets(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError for adapter targets that match no linear layer, and for what is asked of experts that are not
     there."""
-    _check_expert_options(config, shape)
-    targets = config.tuning.lora.target_modules
+    tuning, lora, targets = config.tuning, config.tuning.lora, config.tuning.lora.target_modules
+    stacked = [tensor for kind in shape.layers for tensor in kind.expert_weights]
+    adapted_parameters = () if tuning.mode == "full" else lora.adapted_parameters
+    key = "tuning.lora.experts" if lora.experts else "tuning.lora.target_parameters"
+    options = ["tuning.quantize_experts=true"] * (tuning.quantize_experts is True) + [key] * bool(adapted_parameters)
+    if options and not stacked:
+        model = one_line(config.model.name)
+        raise ConfigError(f"{' and '.join(options)}: {model} has no experts in one tensor; leave it out")
+    parameter_names = adapted_parameters if isinstance(adapted_parameters, tuple) else ()
+    if missing := [name for name in parameter_names if not any(tensor.matches(name) for tensor in stacked)]:
+        tensor_names = ", ".join(sorted({tensor.path.rpartition(".")[2] for tensor in stacked}))
+        raise ConfigError(
+            f"{key}: {one_line(', '.join(missing))} matches nothing; the stacked experts are: {tensor_names}"
+        )
     if config.tuning.mode == "full" or targets == "auto":
         return
     layers = [linear for linear, _ in shape.linears if linear.adaptable]
@@ -313,21 +325,6 @@ def check_adapter_targets(config: RunConfig, shape: ModelShape) -> None:
         problems = "; ".join(f"{one_line(target)}{_unmatched_reason(target, shape, names)}" for target in unmatched)
         known_layers = f"The linear layers are: {', '.join(names)}; auto takes these"
         raise ConfigError(f"tuning.lora.target_modules: {problems}. {known_layers}")
-
-
-def _check_expert_options(config: RunConfig, shape: ModelShape) -> None:
-    tuning, lora = config.tuning, config.tuning.lora
-    stacked = [tensor for kind in shape.layers for tensor in kind.expert_weights]
-    adapted_parameters = () if tuning.mode == "full" else lora.adapted_parameters
-    key = "tuning.lora.experts" if lora.experts else "tuning.lora.target_parameters"
-    options = ["tuning.quantize_experts=true"] * (tuning.quantize_experts is True) + [key] * bool(adapted_parameters)
-    if options and not stacked:
-        model = one_line(config.model.name)
-        raise ConfigError(f"{' and '.join(options)}: {model} has no experts in one tensor; leave it out")
-    parameter_names = adapted_parameters if isinstance(adapted_parameters, tuple) else ()
-    if unmatched := [name for name in parameter_names if not any(tensor.matches(name) for tensor in stacked)]:
-        names = ", ".join(sorted({tensor.path.rpartition(".")[2] for tensor in stacked}))
-        raise ConfigError(f"{key}: {one_line(', '.join(unmatched))} matches nothing; the stacked experts are: {names}")
 
 
 def _unmatched_reason(target: str, shape: ModelShape, names: list[str]) -> str:

@@ -212,22 +212,20 @@ class Tape:
             del output_gradient
             node.saved.clear()
             for position, input_node in enumerate(node.inputs):
-                # out of the list, so that _accumulate sees who holds it
+                # out of the list, so that the storage counts who holds it
                 incoming, input_gradients[position] = input_gradients[position], None
                 if input_node is None or incoming is None:
                     continue
-                if id(input_node) in pending:
-                    self._accumulate(pending[id(input_node)], incoming)
-                else:
-                    pending[id(input_node)] = [incoming]
+                key = id(input_node)
+                if key not in pending:
+                    pending[key] = [incoming]
                     heapq.heappush(queue, input_node)
+                # in place, unless something else holds the older gradient (can_accumulate_inplace of
+                # input_buffer.cpp), or it is a view: of a matrix product over rows and tokens, whose two dimensions are
+                # seen as one
+                elif pending[key][0].storage.handles > 1 or pending[key][0].is_view:
+                    pending[key][0] = self.new(incoming.elements, incoming.itemsize)
                 del incoming
-
-    def _accumulate(self, slot: list[TensorRef], gradient: TensorRef) -> None:
-        """In place, unless something else holds the older gradient, or it is a view: of a matrix product over rows and
-        tokens, whose two dimensions are seen as one."""
-        if slot[0].storage.handles > 1 or slot[0].is_view:  # can_accumulate_inplace of input_buffer.cpp
-            slot[0] = self.new(gradient.elements, gradient.itemsize)
 
 
 def separate_gradients(*inputs: TensorRef) -> BackwardFormula:
@@ -341,9 +339,14 @@ class ForwardPass:
         """x @ W: a trained weight holds its input; autocast's copy of an fp32 weight is held for x's gradient."""
         x = self.to_autocast(x)
         saved = [x] * trainable
-        weight = self._autocast_weight(name, inputs * outputs, itemsize, trainable=trainable)
-        if weight is not None:
+        autocast_itemsize = self.spec.element_bytes.autocast
+        if autocast_itemsize is not None and autocast_itemsize != itemsize:
+            weight = self.cast_weights.get(name) or self.tape.new(inputs * outputs, autocast_itemsize)
+            # autocast caches casts of leaves that require a gradient, and no others (autocast_mode.cpp, cached_cast)
+            if trainable:
+                self.cast_weights[name] = weight
             saved.append(weight)
+            del weight  # `saved` has it, and autocast's cache
         rows = x.elements // inputs
 
         def backward(
@@ -360,21 +363,9 @@ class ForwardPass:
                 self.create_weight_gradient(inputs * outputs, itemsize)
             return (out,)
 
-        del weight  # `saved` has it, or autocast's cache
         return self.tape.op(
             (x,), rows * outputs, x.itemsize, saved=saved, backward=backward, holds_weight=True, trains_weight=trainable
         )
-
-    def _autocast_weight(self, name: str, elements: int, itemsize: int, *, trainable: bool) -> TensorRef | None:
-        autocast_itemsize = self.spec.element_bytes.autocast
-        if autocast_itemsize is None or autocast_itemsize == itemsize:
-            return None
-        # autocast caches casts of leaves that require a gradient, and no others (autocast_mode.cpp, cached_cast)
-        if not trainable:
-            return self.tape.new(elements, autocast_itemsize)
-        if name not in self.cast_weights:
-            self.cast_weights[name] = self.tape.new(elements, autocast_itemsize)
-        return self.cast_weights[name]
 
     def split(self, x: TensorRef, *sizes: int) -> list[TensorRef]:
         """Slices of one storage: each one's gradient is a tensor of the full size."""
@@ -565,7 +556,18 @@ def _dora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, 
     base runs again on what that left. The magnitude is fp32, and so is what it multiplies."""
     base = None if block.spec.lora_dropout else result
     x = block.dropout(x, block.spec.lora_dropout)
-    weights = _dora_weights(block, x, spec)
+    # the identity (i*i, held by A's product), BA and the plain weight (i*o each, as x); their sum's norm: two more
+    element_bytes, e = block.spec.element_bytes, x.itemsize
+    compute_itemsize = element_bytes.autocast or e
+    identity = block.tape.new(spec.inputs * spec.inputs, element_bytes.adapters)
+    weights = [block.tape.cast(identity, compute_itemsize)]
+    del identity
+    delta = block.tape.new(spec.elements, compute_itemsize)
+    weights.append(block.tape.cast(delta, e))
+    del delta
+    if block.spec.is_nf4 or element_bytes.weights != e:
+        weights.append(block.tape.new(spec.elements, e))
+    block.tape.meter.add_transient(2 * spec.elements * e)
     lora = _lora_output(block, x, role, spec)
     if base is None:
         cast_input = block.to_autocast(x)
@@ -579,22 +581,6 @@ def _dora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, 
     out = block.add(scaled_base, scaled_lora)
     del weights  # locals of PEFT's forward, which live until it returns
     return out
-
-
-def _dora_weights(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> list[TensorRef]:
-    """The identity (i*i, held by A's product), BA and the plain weight (i*o each, as x); their sum's norm: two more."""
-    element_bytes, e = block.spec.element_bytes, x.itemsize
-    compute_itemsize = element_bytes.autocast or e
-    identity = block.tape.new(spec.inputs * spec.inputs, element_bytes.adapters)
-    weights = [block.tape.cast(identity, compute_itemsize)]
-    del identity
-    delta = block.tape.new(spec.elements, compute_itemsize)
-    weights.append(block.tape.cast(delta, e))
-    del delta
-    if block.spec.is_nf4 or element_bytes.weights != e:
-        weights.append(block.tape.new(spec.elements, e))
-    block.tape.meter.add_transient(2 * spec.elements * e)
-    return weights
 
 
 def _scale_by_magnitude(block: ForwardPass, x: TensorRef) -> TensorRef:
