@@ -71,7 +71,7 @@ def make_advised_plan(request: PlanRequest, **options: Any) -> Plan:
 def find_suggestions(request: PlanRequest) -> Iterator[Suggestion]:
     """Changes that need less memory or provide more, and those that are not enough; then a smaller model."""
     has_fit = False
-    for suggestion in itertools.chain(_suggest_settings(request), _suggest_layout(request), _suggest_machine(request)):
+    for suggestion in itertools.chain(_suggest_settings(request), _suggest_layout_or_machine(request)):
         has_fit = has_fit or suggestion.fits
         yield suggestion
     if has_fit:
@@ -146,14 +146,12 @@ def _suggest_settings(request: PlanRequest) -> Iterator[Suggestion]:
                 yield _build_suggestion(combined_setting, combined, setting=combined_setting)
 
 
-def _suggest_layout(request: PlanRequest) -> Iterator[Suggestion]:
-    setting = None
+def _suggest_layout_or_machine(request: PlanRequest) -> Iterator[Suggestion]:
+    setting = candidate = None
     if request.config.model.mesh_shape is not None:
         setting = NO_MESH
         candidate = _planned_choice(replace(request, config=_apply_setting(request.config, NO_MESH)))
-    elif set(LAYOUT_NAMES) <= set(request.allowed_layouts):
-        return
-    else:
+    elif not set(LAYOUT_NAMES) <= set(request.allowed_layouts):
         candidate = _planned_choice(replace(request, allowed_layouts=LAYOUT_NAMES))
     if candidate is not None and candidate.fits:
         name = candidate.layout.name
@@ -161,9 +159,6 @@ def _suggest_layout(request: PlanRequest) -> Iterator[Suggestion]:
         if setting:
             change = f"{setting} ({name})"
         yield _build_suggestion(change, candidate, setting=setting)
-
-
-def _suggest_machine(request: PlanRequest) -> Iterator[Suggestion]:
     for machine, description in _larger_machines(request):
         candidate = _planned_choice(_request_on_machine(request, machine))
         if candidate is not None and candidate.fits:
@@ -199,8 +194,16 @@ def _memory_saving_settings(request: PlanRequest) -> list[str]:
         # auto counts the plain ones' memory
         "train.kernels=liger": train.kernels == "auto" and has_liger and bool(request.hardware.gpus),
     }
+
+    def fits(length: int) -> bool:
+        shorter = _apply_setting(config, f"model.max_seq_len={length}")
+        candidate = lowest_memory_candidate(replace(request, config=shorter))
+        return candidate is not None and candidate.fits
+
     if config.model.max_seq_len > SUGGESTED_SEQ_LEN_STEP:
-        helps[f"model.max_seq_len={_longest_fitting_seq_len(request)}"] = True
+        limit = (config.model.max_seq_len - 1) // SUGGESTED_SEQ_LEN_STEP * SUGGESTED_SEQ_LEN_STEP
+        longest = largest_fitting_multiple(fits, step=SUGGESTED_SEQ_LEN_STEP, limit=limit)
+        helps[f"model.max_seq_len={longest or SUGGESTED_SEQ_LEN_STEP}"] = True
     helps |= {
         "train.optim=adafactor": is_full,
         "tuning.mode=lora": is_full,
@@ -222,16 +225,6 @@ def _smaller_batches(train: TrainConfig) -> list[str]:
     if train.derives_effective_batch:
         grad_accum = str(train.batch_size * train.grad_accum)
     return [f"train.batch_size=1 train.grad_accum={grad_accum}"]
-
-
-def _longest_fitting_seq_len(request: PlanRequest) -> int:
-    def fits(length: int) -> bool:
-        config = _apply_setting(request.config, f"model.max_seq_len={length}")
-        candidate = lowest_memory_candidate(replace(request, config=config))
-        return candidate is not None and candidate.fits
-
-    max_seq_len = (request.config.model.max_seq_len - 1) // SUGGESTED_SEQ_LEN_STEP * SUGGESTED_SEQ_LEN_STEP
-    return largest_fitting_multiple(fits, step=SUGGESTED_SEQ_LEN_STEP, limit=max_seq_len) or SUGGESTED_SEQ_LEN_STEP
 
 
 def _apply_setting(config: RunConfig, setting: str) -> RunConfig:
@@ -310,8 +303,7 @@ def _machine_with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
     nodes = hardware.nodes
     if count != len(hardware.gpus):
         nodes = -(-count // max(GPUS_PER_NODE, hardware.ranks_per_node))
-    has_given_ram = hardware.ram_given and bool(hardware.gpus)
-    return replace(hardware, gpus=gpus, nodes=nodes, named=True, ram_given=has_given_ram)
+    return replace(hardware, gpus=gpus, nodes=nodes, named=True, ram_given=hardware.ram_given and bool(hardware.gpus))
 
 
 def _hardware_name(machine: Hardware) -> str:

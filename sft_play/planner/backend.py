@@ -86,7 +86,14 @@ def choose_backend(
             raise BackendError("it does not support curriculum")
         python, info = require_unsloth(config, hardware, layout=layout, is_rank=is_rank)
         if load_shape is not None:
-            require_unsloth_model(load_shape(), config, hardware)
+            shape = load_shape()
+            problem = unsloth_model_problem(
+                choose_precision(config, hardware, shape),
+                is_text_tower=bool(shape.text_only_note),
+                is_transposed=shape.model_type in TRANSPOSED_MODEL_TYPES,
+            )
+            if problem is not None:
+                raise BackendError(problem)
     except BackendError as error:
         name = config.tuning.backend_fallback
         if name is None:
@@ -103,8 +110,9 @@ def require_unsloth(config: RunConfig, hardware: Hardware, *, layout: str, is_ra
     Raises BackendError where it cannot run this; Unsloth, which takes seconds, is asked last."""
     python = find_unsloth_python(os.environ)
     if python is None:
-        requirement = "an environment of its own (and a CUDA GPU for its kernels)"
-        raise BackendError(f"it needs {requirement}, and there is none: {SETUP_HINT}")
+        raise BackendError(
+            f"it needs an environment of its own (and a CUDA GPU for its kernels), and there is none: {SETUP_HINT}"
+        )
     unsupported = unsupported_options(config)
     if unsupported:
         raise BackendError(f"it does not support {'; '.join(unsupported)}")
@@ -119,17 +127,6 @@ def require_unsloth(config: RunConfig, hardware: Hardware, *, layout: str, is_ra
         parent_gpu, worker_gpu = ("a GPU", "none") if has_gpu else ("none", "one")
         raise BackendError(f"there is {parent_gpu} here and {worker_gpu} in {python} (Unsloth chose {info.device})")
     return python, info
-
-
-def require_unsloth_model(shape: ModelShape, config: RunConfig, hardware: Hardware) -> None:
-    """Raises BackendError where Unsloth cannot train a model of this class, or in the run's precision."""
-    problem = unsloth_model_problem(
-        choose_precision(config, hardware, shape),
-        is_text_tower=bool(shape.text_only_note),
-        is_transposed=shape.model_type in TRANSPOSED_MODEL_TYPES,
-    )
-    if problem is not None:
-        raise BackendError(problem)
 
 
 def unsloth_model_problem(precision: Precision, *, is_text_tower: bool, is_transposed: bool) -> str | None:

@@ -268,8 +268,7 @@ def assign_joined(lengths: Sequence[int], *, max_tokens: int, ranks: int) -> Row
 
 def _spread_rows(first: int, last: int, ranks: int) -> list[list[int]]:
     """The rows of one micro step, in their order over the ranks, as evenly as they come out."""
-    count = last - first
-    ends = [first + count * (rank + 1) // ranks for rank in range(ranks)]
+    ends = [first + (last - first) * (rank + 1) // ranks for rank in range(ranks)]
     return [list(range(begin, end)) for begin, end in zip([first, *ends[:-1]], ends, strict=True)]
 
 

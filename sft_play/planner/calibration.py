@@ -145,9 +145,9 @@ class Correction:
     def reason(self) -> str | None:
         """The correction in words; None without a run."""
         if self.uses_selftest_speed:
-            ratio_text = f"{self.speed_factor:.2f} of the roofline's speed in this mode on this machine"
             return (
-                f"{SELFTEST_MODEL} measured {ratio_text}, which predicts this speed until one of your runs measures it"
+                f"{SELFTEST_MODEL} measured {self.speed_factor:.2f} of the roofline's speed in this mode on this "
+                "machine, which predicts this speed until one of your runs measures it"
             )
         if not self.run_count:
             return None

@@ -355,8 +355,11 @@ def build_candidate(
     step = _build_step(inputs, layout, batch, checkpointed_layers, loss=loss, uses_masks=keeps_masks)
     if step.one_by_one and inputs.cuts_by_tokens and inputs.row_tokens is not None:
         # every call costs its start, and padding is computed like text: only the rows' own lengths say which is faster
-        padded_step = _build_step(inputs, layout, batch, checkpointed_layers, loss=loss, keeps_padding=True)
-        step = max(step, padded_step, key=lambda one: _predict_step_speed(inputs, precision, one).tokens_per_s)
+        step = max(
+            step,
+            _build_step(inputs, layout, batch, checkpointed_layers, loss=loss, keeps_padding=True),
+            key=lambda one: _predict_step_speed(inputs, precision, one).tokens_per_s,
+        )
     simulation = create_step_simulation(inputs.config, inputs.shape, precision, step)
     if inputs.has_eval:
         # the evaluation's size follows from the training step's bytes, so the simulation comes first
@@ -400,8 +403,9 @@ def _predict_step_speed(inputs: PlanInputs, precision: Precision, step: Step) ->
             effective_batch=step.micro_batch * step.grad_accum * layout.data_parallel,
             ranks=layout.data_parallel,
         )
-        rank_tokens = micro_steps.padded_tokens / layout.context_parallel
-        micro_steps = dataclasses.replace(micro_steps, padded_tokens=rank_tokens)
+        micro_steps = dataclasses.replace(
+            micro_steps, padded_tokens=micro_steps.padded_tokens / layout.context_parallel
+        )
     return predict_speed(inputs.config, inputs.shape, precision, step, inputs.rates, micro_steps=micro_steps)
 
 

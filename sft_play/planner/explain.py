@@ -84,6 +84,14 @@ def plan_reasons(
         adapter_notes = shape.adapter_placement.notes
     if config.train.learning_rate == "auto":
         _, learning_rate_reason = config.derived_learning_rate
+    eval_rows, evaluation_reason = choice.step.eval_batch, ""
+    if eval_rows:
+        given_note = " (eval.batch_size is given)" * (config.eval.batch_size != "auto")
+        evaluation_bytes, step_bytes = (choice.memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training"))
+        evaluation_reason = (
+            f"evaluation: {plural(eval_rows, 'row')} at a time per rank{given_note}, rows of similar length together; "
+            f"{evaluation_bytes / GIB:.2f} GiB, a training step {step_bytes / GIB:.2f}"
+        )
     correction = inputs.find_correction(choice.layout).narrow_to_size(choice.uncorrected.reserved)
     reasons = (
         choice.precision.reason,
@@ -98,20 +106,19 @@ def plan_reasons(
         _sharded_checkpoint_reason(inputs, choice),
         REPEATED_KEYS_REASON * repeats_kv,
         CUDNN_REASON * choice.step.cudnn,
-        _evaluation_reason(config, choice),
+        evaluation_reason,
         *ineffective_distributed_options(config, choice.layout.name),
         *(correction.reason, correction.warning),
         *slow_code_reasons(config, shape, choice, inputs.rates.missing_packages),
         kernels.reason,
         *notes,
         *compile_reasons(config, shape),
-        *_tuning_reasons(config, choice),
-        *_fit_reasons(choice),
+        *_tuning_and_fit_reasons(config, choice),
     )
     return tuple(filter(None, reasons))
 
 
-def _tuning_reasons(config: RunConfig, choice: Candidate) -> Iterator[str]:
+def _tuning_and_fit_reasons(config: RunConfig, choice: Candidate) -> Iterator[str]:
     tuning, layout, compute = config.tuning, choice.layout, choice.precision.compute
     if tuning.mode != "full" and tuning.lora.dtype == "bfloat16":
         effect = "adapters and their states are bf16, and small updates are lost"
@@ -123,6 +130,16 @@ def _tuning_reasons(config: RunConfig, choice: Candidate) -> Iterator[str]:
     if tuning.backend == "unsloth":
         layout_note = f"; {layout.name} would run with backend bnb" * (layout.name not in ("single", "ddp"))
         yield f"tuning.backend=unsloth: planned as backend bnb; Unsloth itself was not measured{layout_note}"
+    ram_gib = choice.host_required / GIB
+    if choice.step.pages and (choice.offloads or choice.step.offloads):
+        yield (
+            f"{ram_gib:.1f} GiB of RAM are page-locked for offload, but WSL has been seen to give only 0.5 to 1 GiB: "
+            "the run may fail at the start"
+        )
+    if choice.fits and choice.needs_unknown_ram:
+        yield f"{ram_gib:.0f} GiB of RAM are needed on each node, and the machine's RAM was not given (ram=512GiB)"
+    if not choice.fits:
+        yield f"nothing fits: the closest is predicted to need {format_needs(choice, term_count=3)}"
 
 
 def _batch_reasons(inputs: PlanInputs, candidates: Sequence[Candidate], choice: Candidate) -> Iterator[str]:
@@ -215,31 +232,6 @@ def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
     return text
 
 
-def _evaluation_reason(config: RunConfig, choice: Candidate) -> str:
-    rows, memory = choice.step.eval_batch, choice.memory
-    if not rows:
-        return ""
-    given_note = " (eval.batch_size is given)" * (config.eval.batch_size != "auto")
-    evaluation_bytes, step_bytes = (memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training"))
-    return (
-        f"evaluation: {plural(rows, 'row')} at a time per rank{given_note}, rows of similar length together; "
-        f"{evaluation_bytes / GIB:.2f} GiB, a training step {step_bytes / GIB:.2f}"
-    )
-
-
-def _fit_reasons(choice: Candidate) -> Iterator[str]:
-    ram_gib = choice.host_required / GIB
-    if choice.step.pages and (choice.offloads or choice.step.offloads):
-        yield (
-            f"{ram_gib:.1f} GiB of RAM are page-locked for offload, but WSL has been seen to give only 0.5 to 1 GiB: "
-            "the run may fail at the start"
-        )
-    if choice.fits and choice.needs_unknown_ram:
-        yield f"{ram_gib:.0f} GiB of RAM are needed on each node, and the machine's RAM was not given (ram=512GiB)"
-    if not choice.fits:
-        yield f"nothing fits: the closest is predicted to need {format_needs(choice, term_count=3)}"
-
-
 # --- candidates that were not chosen ----------------------------------------------------------------------------------
 def candidates_to_show(inputs: PlanInputs, candidates: Sequence[Candidate], choice: Candidate) -> list[Candidate]:
     """The candidates worth showing, each with why it was not chosen: those of the chosen layout, the best of each
@@ -261,8 +253,9 @@ def candidates_to_show(inputs: PlanInputs, candidates: Sequence[Candidate], choi
     by_key = {choice.key: choice}
     for one in selected:
         if one.key not in by_key:
-            reason = rejection_reason(inputs, one, choice, fastest_tokens_per_s=fastest_tokens_per_s)
-            by_key[one.key] = dataclasses.replace(one, rejected_because=reason)
+            by_key[one.key] = dataclasses.replace(
+                one, rejected_because=rejection_reason(inputs, one, choice, fastest_tokens_per_s=fastest_tokens_per_s)
+            )
     return list(by_key.values())
 
 
@@ -303,8 +296,9 @@ def _layout_reason(
         f"{choice.layout.name} fits at {format_gib(choice.memory.required)} of {format_gib(inputs.device_budget)} GiB"
     )
     if candidate.layout.offloads_states and not choice.layout.offloads_states:
-        ram_note = f"; it needs {format_gib(candidate.host_required)} GiB of RAM on each node"
-        return f"offload is not needed: {fit_text}{ram_note}"
+        return (
+            f"offload is not needed: {fit_text}; it needs {format_gib(candidate.host_required)} GiB of RAM on each node"
+        )
     is_less_simple = LAYOUT_PREFERENCE.index(candidate.layout.name) > LAYOUT_PREFERENCE.index(choice.layout.name)
     text = f"another is preferred: {fit_text}"
     if is_less_simple:
@@ -513,8 +507,7 @@ def hardware_lines(hardware: Hardware) -> list[str]:
     else:
         lines += [f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GiB)" for gpu in gpus]
     total_line = f"Total VRAM: {sum(gpu.total_bytes for gpu in gpus) / GIB:.1f} GiB"
-    ram_lines = [f"RAM of each node: {host_text}"] * hardware.named
-    return ["\n".join(lines), total_line, *ram_lines, *hardware.notes]
+    return ["\n".join(lines), total_line, *([f"RAM of each node: {host_text}"] * hardware.named), *hardware.notes]
 
 
 def _format_host(hardware: Hardware) -> str:
@@ -607,8 +600,10 @@ def speed_lines(plan: Plan) -> list[str]:
         f"({parts_text}); a roofline, not a measurement"
     )
     if run is None:
-        reason = "no train.max_steps, and data.train_path is not one file here"
-        return [speed_line, f"Run: hours and cost are not predicted ({reason})"]
+        return [
+            speed_line,
+            "Run: hours and cost are not predicted (no train.max_steps, and data.train_path is not one file here)",
+        ]
     if run["hours"] is None:
         return [speed_line]
     line = f"Run: {run['steps']:,} steps, {format_duration(3600 * run['hours'])}{_full_rows_note(plan)}"
@@ -752,8 +747,11 @@ def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
     """The table of a grid, one row per cell: what fits, or which memory is too small."""
     if not cells:
         return []
-    text_columns = ("fits", "layout", "micro x accum", "checkpointing")
-    table = _build_table(text_columns, ("allocated GiB", "needs GiB", "tokens/s"), first_column="settings")
+    table = _build_table(
+        ("fits", "layout", "micro x accum", "checkpointing"),
+        ("allocated GiB", "needs GiB", "tokens/s"),
+        first_column="settings",
+    )
     for settings, plan in cells:
         verdict = f"NO: too little {' and '.join(plan.choice.insufficient_memory)}"
         if plan.fits:

@@ -122,11 +122,10 @@ _SDPA_KERNELS = (
 def sdpa_kernel(call: SdpaCall, capability: tuple[int, int] | None, *, uses_cudnn: bool) -> SdpaKernel:
     """The kernel that PyTorch takes. `capability` None: unknown. `uses_cudnn`: cuDNN's is preferred there and not
     switched off."""
-    gpu_capability = capability or _DEFAULT_CAPABILITY
     return next(
         kernel.name
         for kernel in _SDPA_KERNELS
-        if (uses_cudnn or kernel.name != "cudnn") and _accepts(kernel, call, gpu_capability)
+        if (uses_cudnn or kernel.name != "cudnn") and _accepts(kernel, call, capability or _DEFAULT_CAPABILITY)
     )
 
 
@@ -318,9 +317,17 @@ def plan_kernels(
     if option == "none":
         return PlannedKernels()
     setting = f"kernels: train.kernels={option}: "
-    problem = _liger_obstacle(config, shape, layout, on_gpu=on_gpu)
+    problem = None
+    if not on_gpu:
+        problem = "Liger's need a CUDA GPU"
+    elif config.tuning.backend != "bnb":
+        problem = f"tuning.backend={config.tuning.backend} brings its own"
+    elif layout.tensor_parallel > 1:
+        problem = "tensor-parallel ranks replace the same forwards"
+    elif shape.model_type not in LIGER_REPLACEMENTS:
+        problem = f"{LIGER_PACKAGE} {LIGER_VERSION} has none for {one_line(shape.model_type)} that this plan knows"
     # asked for by name, a missing package is refused when the run starts; the plan may be made on another machine
-    if problem is None and option == "auto" and LIGER_PACKAGE in missing_packages:
+    elif option == "auto" and LIGER_PACKAGE in missing_packages:
         problem = f"{LIGER_PACKAGE} is not installed here"
     if problem is not None:
         return PlannedKernels(reason=f"{setting}the plain ones, because {problem}")
@@ -334,20 +341,11 @@ def plan_kernels(
     if option == "liger":
         return PlannedKernels(operations, operations, f"{operations_text}, {condition}")
     # auto may fall back to the plain code when the run starts, which must then still fit
-    basis = "the speed is theirs, the memory that of the plain ones, which take more"
-    return PlannedKernels(None, operations, f"{operations_text}, {condition}: {basis}")
-
-
-def _liger_obstacle(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool) -> str | None:
-    if not on_gpu:
-        return "Liger's need a CUDA GPU"
-    if config.tuning.backend != "bnb":
-        return f"tuning.backend={config.tuning.backend} brings its own"
-    if layout.tensor_parallel > 1:
-        return "tensor-parallel ranks replace the same forwards"
-    if shape.model_type not in LIGER_REPLACEMENTS:
-        return f"{LIGER_PACKAGE} {LIGER_VERSION} has none for {one_line(shape.model_type)} that this plan knows"
-    return None
+    return PlannedKernels(
+        None,
+        operations,
+        f"{operations_text}, {condition}: the speed is theirs, the memory that of the plain ones, which take more",
+    )
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
@@ -414,9 +412,11 @@ def plan_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> 
         check_experts_option(config)
         return None
     # the width of experts in code that is not known is not known either
-    widths = sorted({shape.hidden_size, *(kind.expert_width for kind in expert_layers if kind.expert_width)})
     return select_experts_implementation(
-        config, uses_custom_experts=shape.uses_custom_experts, widths=widths, precision=precision
+        config,
+        uses_custom_experts=shape.uses_custom_experts,
+        widths=sorted({shape.hidden_size, *(kind.expert_width for kind in expert_layers if kind.expert_width)}),
+        precision=precision,
     )
 
 

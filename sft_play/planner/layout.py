@@ -57,7 +57,14 @@ def parse_mesh(mesh_shape: Any) -> Mesh | None:
     """The mesh that `model.mesh_shape` gives; None where it is null. Raises ConfigError where no engine builds it."""
     if mesh_shape is None:
         return None
-    sizes, names = _split_mesh_shape(mesh_shape)
+    parts = [mesh_shape] if isinstance(mesh_shape, int) else list(mesh_shape)
+    # [[2, 4], [fsdp, tp]]; a list of two numbers has no names
+    if len(parts) == 2 and all(isinstance(part, Sequence) for part in parts):
+        sizes, names = list(parts[0]), [str(name).strip().lower() for name in parts[1]]
+    elif len(parts) > len(DEFAULT_AXES):
+        raise _mesh_error(mesh_shape, f"{len(parts)} sizes without names")
+    else:
+        sizes, names = parts, list(DEFAULT_AXES[: len(parts)])
     if not sizes or min(sizes) < 1 or len(names) != len(sizes):
         raise _mesh_error(mesh_shape, f"{len(sizes)} sizes, which must be whole numbers from 1, and {len(names)} names")
     if set(names) - set(MESH_AXES) or len(set(names)) < len(names):
@@ -68,23 +75,12 @@ def parse_mesh(mesh_shape: Any) -> Mesh | None:
             mesh_shape, "tp and cp cannot be combined", f"use {Mesh(mesh.dp, mesh.fsdp, 1, mesh.cp * mesh.tp)}"
         )
     if mesh.dp > 1 and mesh.fsdp == 1 and mesh.tp * mesh.cp > 1:
-        alternative = Mesh(1, mesh.dp, mesh.tp, mesh.cp)
         raise _mesh_error(
-            mesh_shape, "DDP cannot be combined with tp or cp", f"use {alternative}: the same rows, less memory"
+            mesh_shape,
+            "DDP cannot be combined with tp or cp",
+            f"use {Mesh(1, mesh.dp, mesh.tp, mesh.cp)}: the same rows, less memory",
         )
     return mesh
-
-
-def _split_mesh_shape(mesh_shape: Any) -> tuple[list[int], list[str]]:
-    if isinstance(mesh_shape, int):
-        mesh_shape = (mesh_shape,)
-    parts = list(mesh_shape)
-    # [[2, 4], [fsdp, tp]]; a list of two numbers has no names
-    if len(parts) == 2 and all(isinstance(part, Sequence) for part in parts):
-        return list(parts[0]), [str(name).strip().lower() for name in parts[1]]
-    if len(parts) > len(DEFAULT_AXES):
-        raise _mesh_error(mesh_shape, f"{len(parts)} sizes without names")
-    return parts, list(DEFAULT_AXES[: len(parts)])
 
 
 def _mesh_error(mesh_shape: Any, problem: str, remedy: str = "") -> ConfigError:
@@ -213,8 +209,7 @@ class PreviousRun:
     def kept_layout(self, processes: int) -> LayoutName | None:
         """The layout that the run keeps over this many processes; None where any may be taken: DeepSpeed's checkpoints
         are read by the same layout only, those of the others by any, over any number of ranks."""
-        has_same_ranks = self.processes == processes
-        return self.layout if has_same_ranks or self.layout in DEEPSPEED_LAYOUTS else None
+        return self.layout if self.processes == processes or self.layout in DEEPSPEED_LAYOUTS else None
 
     def resume_obstacle(self, layout: LayoutName) -> str | None:
         """Why the run's checkpoint cannot be resumed in another layout; None where it can, over any number of ranks:
@@ -267,7 +262,21 @@ def find_layouts(
     the mesh is invalid, is of another number of processes, or cannot run the job."""
     mesh = parse_mesh(config.model.mesh_shape)
     if mesh is not None:
-        return (_check_mesh_layout(mesh, config, shape, hardware),), ()
+        option_text = f"model.mesh_shape={format_mesh(config.model.mesh_shape)}"
+        if mesh.ranks != hardware.ranks:
+            needed, present = (f"{n} process{'es' if n > 1 else ''}" for n in (mesh.ranks, hardware.ranks))
+            raise ConfigError(
+                f"{option_text} is a mesh of {needed}, and this is a run of {present}: start {mesh.ranks}, one for "
+                f"each GPU (make train-distributed, NPROC= of each node), or give a mesh of {hardware.ranks}"
+            )
+        layout = mesh_layout(mesh)
+        obstacle = _layout_obstacle(layout, config, shape, hardware)
+        if obstacle is not None:
+            alternative = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
+            raise ConfigError(
+                f"{option_text} cannot run this job: {obstacle}; use {alternative}, or null to let the plan choose"
+            )
+        return (layout,), ()
     possible_layouts: list[Layout] = []
     impossible: list[ImpossibleLayout] = []
     tried_layouts = _layouts_to_try(config, hardware)
@@ -286,29 +295,13 @@ def find_layouts(
     return tuple(possible_layouts), tuple(item for item in impossible if item.name not in possible_names)
 
 
-def _check_mesh_layout(mesh: Mesh, config: RunConfig, shape: ModelShape, hardware: Hardware) -> Layout:
-    option_text = f"model.mesh_shape={format_mesh(config.model.mesh_shape)}"
-    if mesh.ranks != hardware.ranks:
-        needed, present = (f"{n} process{'es' if n > 1 else ''}" for n in (mesh.ranks, hardware.ranks))
-        raise ConfigError(
-            f"{option_text} is a mesh of {needed}, and this is a run of {present}: start {mesh.ranks}, one for each "
-            "GPU "
-            f"(make train-distributed, NPROC= of each node), or give a mesh of {hardware.ranks}"
-        )
-    layout = mesh_layout(mesh)
-    obstacle = _layout_obstacle(layout, config, shape, hardware)
-    if obstacle is not None:
-        alternative = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
-        raise ConfigError(
-            f"{option_text} cannot run this job: {obstacle}; use {alternative}, or null to let the plan choose"
-        )
-    return layout
-
-
 def context_parallel_layouts(config: RunConfig, shape: ModelShape, hardware: Hardware) -> tuple[Layout, ...]:
     """The layouts that also divide the tokens of each row, for rows that are too long for a GPU."""
-    layouts = _all_context_parallel_layouts(hardware)
-    return tuple(layout for layout in layouts if _layout_obstacle(layout, config, shape, hardware) is None)
+    return tuple(
+        layout
+        for layout in _all_context_parallel_layouts(hardware)
+        if _layout_obstacle(layout, config, shape, hardware) is None
+    )
 
 
 def _all_context_parallel_layouts(hardware: Hardware) -> list[Layout]:

@@ -144,8 +144,9 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
     weights = Collective("all_gather", gathered_bytes / layout.tensor_parallel, layout.shard, 2 * calls, span)
     reductions = [Collective("reduce_scatter", gradient_bytes, layout.shard, calls, span)]
     if parts > 1:  # HSDP: each part is reduced once more, over the groups that hold a copy of it
-        part_bytes = gradient_bytes / layout.shard
-        reductions.append(Collective("all_reduce", part_bytes, parts, calls, ranks * neighbour_ranks))
+        reductions.append(
+            Collective("all_reduce", gradient_bytes / layout.shard, parts, calls, ranks * neighbour_ranks)
+        )
     return Traffic((weights,), tuple(reductions), (), sync.reductions_per_step)
 
 
@@ -394,8 +395,9 @@ class Speed:
 
     def scaled(self, factor: float) -> Speed:
         """The same with every duration multiplied."""
-        parts = {name: seconds * factor for name, seconds in self.parts.items()}
-        return dataclasses.replace(self, step_s=self.step_s * factor, parts=parts)
+        return dataclasses.replace(
+            self, step_s=self.step_s * factor, parts={name: seconds * factor for name, seconds in self.parts.items()}
+        )
 
 
 def find_rates(hardware: Hardware, precision: Precision) -> Rates:
@@ -474,8 +476,13 @@ class _Roofline:
     def full_rows(self) -> AverageMicroSteps:
         """Rows of full length."""
         step, layout = self.step, self.step.layout
-        tokens = step.tokens * step.grad_accum * layout.data_parallel * layout.context_parallel
-        return AverageMicroSteps(step.grad_accum, step.tokens, step.seq_len, tokens, step.micro_batch)
+        return AverageMicroSteps(
+            step.grad_accum,
+            step.tokens,
+            step.seq_len,
+            step.tokens * step.grad_accum * layout.data_parallel * layout.context_parallel,
+            step.micro_batch,
+        )
 
     @property
     def _compute_itemsize(self) -> int:
@@ -536,9 +543,19 @@ class _Roofline:
             saved_bytes = liger_saved_bytes(
                 shape, liger_operations, e=self._compute_itemsize, recomputed_share=recomputed_share
             ) / (pass_count * shape.num_layers)
-        elementwise_bytes = (
-            self._elementwise_bytes(micro_steps.padded_tokens, saved_bytes) * pass_count / tensor_parallel
-        )
+        # norms, activations, rotations and adapters, in one pass over all layers: each intermediate is written once and
+        # read about twice: two norms with their residual sums, the rotation of queries and keys, a gated activation
+        e, lora = self._compute_itemsize, config.tuning.lora
+        width = shape.intermediate_size * max(1, shape.rows_per_token)
+        per_token: float = 14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
+        # fused kernels move less, in each layer
+        per_token = max(MIN_TRAFFIC_SHARE * per_token, per_token - saved_bytes)
+        if mode != "full":
+            inputs = sum(linear.inputs + linear.outputs for linear in shape.commonest_kind.linears)
+            shares_cast = not (step.casts_inputs or lora.use_dora or lora.dropout or e == 4)
+            # twice as much where PEFT casts the input of each adapter to fp32 (training/model/adapters.py)
+            per_token += inputs * (8 if mode == "lora" and not shares_cast else 4)
+        elementwise_bytes = per_token * micro_steps.padded_tokens * shape.num_layers * pass_count / tensor_parallel
         moving_s = self._memory_seconds(
             elementwise_bytes * (COMPILED_TRAFFIC_SHARE if config.train.compile else 1.0) + weight_bytes * pass_count
         )
@@ -601,21 +618,6 @@ class _Roofline:
             "attention": 4.0 * attended_keys * shape.q_width * padded_tokens * (3.5 + recomputed_share),
             "head": 2.0 * shape.vocab_size * shape.hidden_size * padded_tokens * (3.0 + weight_gradient_share),
         }
-
-    def _elementwise_bytes(self, tokens: float, saved_per_token: float) -> float:
-        """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is
-        written once and read about twice. `saved_per_token`: bytes that fused kernels move less, in each layer."""
-        shape, e, lora = self.shape, self._compute_itemsize, self.config.tuning.lora
-        width = shape.intermediate_size * max(1, shape.rows_per_token)
-        # two norms with their residual sums, the rotation of queries and keys, a gated activation (above)
-        per_token: float = 14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
-        per_token = max(MIN_TRAFFIC_SHARE * per_token, per_token - saved_per_token)
-        if self.config.tuning.mode != "full":
-            inputs = sum(linear.inputs + linear.outputs for linear in shape.commonest_kind.linears)
-            shares_cast = not (self.step.casts_inputs or lora.use_dora or lora.dropout or e == 4)
-            # twice as much where PEFT casts the input of each adapter to fp32 (training/model/adapters.py)
-            per_token += inputs * (8 if self.config.tuning.mode == "lora" and not shares_cast else 4)
-        return float(per_token * tokens * shape.num_layers)
 
     def _optimizer_seconds(self) -> tuple[float, float]:
         shape, layout, is_full = self.shape, self.step.layout, self.config.tuning.mode == "full"
@@ -688,8 +690,7 @@ def active_params(shape: ModelShape) -> float:
 def _collective_seconds(collective: Collective, rates: Rates) -> float:
     span = collective.spanned_ranks or collective.ranks
     # of a group whose ranks are spread over `span` others, a node has a part
-    per_node = max(1, rates.gpus_per_node * collective.ranks // span)
-    link_rate = _link_bytes_per_s(span, rates, per_node=per_node)
+    link_rate = _link_bytes_per_s(span, rates, per_node=max(1, rates.gpus_per_node * collective.ranks // span))
     return collective.sent_bytes / link_rate + _start_seconds(collective.ranks, collective.calls)
 
 

@@ -68,7 +68,16 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     del inner
     if bias is not None:
         bias = block.tape.new(out.elements, out.itemsize)
-    weighted = _weight_rows(block, out, routing)
+    # rows times their weights, in the wider dtype; the weights' gradient is the sum of a product of its size
+    itemsize = max(out.itemsize, routing.itemsize)
+    size, e, routing_itemsize = out.elements, out.itemsize, routing.itemsize
+
+    def backward(tape: Tape, grad: TensorRef) -> Grads:
+        gradient = tape.cast(tape.new(size, itemsize), e)
+        tape.meter.add_transient(size * itemsize)
+        return (gradient, tape.new(rows, routing_itemsize))
+
+    weighted = block.tape.op((out, routing), size, itemsize, saved=(out, routing), backward=backward)
     del out, routing
     ordered = block.tape.op(
         (weighted,),
@@ -79,8 +88,9 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     )
     del weighted
     # .view(T, k, h).sum(dim=1); the gradient of a sum is expanded, and copied to be seen as rows
-    backward = single_gradient(ordered.elements, ordered.itemsize)
-    combined = block.tape.op((ordered,), x.elements, ordered.itemsize, backward=backward)
+    combined = block.tape.op(
+        (ordered,), x.elements, ordered.itemsize, backward=single_gradient(ordered.elements, ordered.itemsize)
+    )
     del ordered, bias, gathered
     combined = block.to(combined, x.itemsize)
     weights_in_use.clear()
@@ -167,19 +177,6 @@ def _clamped_gate(block: ForwardPass, halves: list[TensorRef]) -> TensorRef:
     return block.multiply(shifted_up, activated)
 
 
-def _weight_rows(block: ForwardPass, out: TensorRef, routing: TensorRef) -> TensorRef:
-    """Rows times their weights, in the wider dtype; the weights' gradient is the sum of a product of its size."""
-    itemsize = max(out.itemsize, routing.itemsize)
-    size, e, rows, routing_itemsize = out.elements, out.itemsize, routing.elements, routing.itemsize
-
-    def backward(tape: Tape, grad: TensorRef) -> Grads:
-        gradient = tape.cast(tape.new(size, itemsize), e)
-        tape.meter.add_transient(size * itemsize)
-        return (gradient, tape.new(rows, routing_itemsize))
-
-    return block.tape.op((out, routing), size, itemsize, saved=(out, routing), backward=backward)
-
-
 def _dense_mlp(block: ForwardPass, x: TensorRef) -> TensorRef:
     uses_liger_gate = block.spec.liger is not None and block.spec.liger.replaces_gate
     if "gate_up" in block.linears:
@@ -262,8 +259,13 @@ def _is_masked_cudnn(spec: BlockSpec) -> bool:
 def _rotate(block: ForwardPass, x: TensorRef) -> TensorRef:
     """x * cos + rotate_half(x) * sin: two more tensors of its size while it runs, forwards and backwards."""
     block.tape.meter.add_transient(3 * x.nbytes)
-    backward = single_gradient(x.elements, x.itemsize, transient=2 * x.nbytes)
-    return block.tape.op((x,), x.elements, x.itemsize, backward=backward, holds_weight=True)
+    return block.tape.op(
+        (x,),
+        x.elements,
+        x.itemsize,
+        backward=single_gradient(x.elements, x.itemsize, transient=2 * x.nbytes),
+        holds_weight=True,
+    )
 
 
 def _attend(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
@@ -386,8 +388,14 @@ def _fused_attention(
         return out
 
     saved = [one for one in (q, k, v, statistics, bias) if one is not None]
-    elements = block.tokens * spec.heads * spec.head_dim
-    return block.tape.op((q, k, v), elements, q.itemsize, saved=saved, backward=backward, holds_output=True)
+    return block.tape.op(
+        (q, k, v),
+        block.tokens * spec.heads * spec.head_dim,
+        q.itemsize,
+        saved=saved,
+        backward=backward,
+        holds_output=True,
+    )
 
 
 def _score_elements(block: ForwardPass) -> int:
@@ -415,8 +423,7 @@ def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef
     sink_scores = block.tape.op((scores,), size, itemsize, backward=shared_gradient(1))
 
     # -grad is summed for the maximum, whose own gradient is scattered into zeros and added
-    scattered_bytes = size * itemsize + segment_remainder(size * itemsize)
-    maximum_backward = single_gradient(size, itemsize, transient=scattered_bytes)
+    maximum_backward = single_gradient(size, itemsize, transient=size * itemsize + segment_remainder(size * itemsize))
     sink_scores = block.tape.op((sink_scores,), size, itemsize, backward=maximum_backward)
 
     probabilities = _softmax(block, sink_scores)
@@ -429,8 +436,9 @@ def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef
 
 
 def _weight_values(block: ForwardPass, scores: TensorRef, v: TensorRef) -> TensorRef:
-    elements = block.tokens * block.spec.heads * block.spec.head_dim
-    return block.tape.op((scores, v), elements, v.itemsize, saved=(scores, v))
+    return block.tape.op(
+        (scores, v), block.tokens * block.spec.heads * block.spec.head_dim, v.itemsize, saved=(scores, v)
+    )
 
 
 def _eager_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
@@ -540,10 +548,13 @@ def block_bytes(
     # gradients that are there when the forward runs again, and its peak until the last tensor is held
     recompute_peak = recompute_end + tape.live_at_first_use - kept_bytes
     gradient_bytes = sum(ref.nbytes for ref in block.gradients)
-    layer = LayerBytes(
-        forward_bytes, kept_bytes, backward_bytes, gradient_bytes, cast_bytes, tape.meter.dequantised, unheld_input
+    return BlockBytes(
+        LayerBytes(
+            forward_bytes, kept_bytes, backward_bytes, gradient_bytes, cast_bytes, tape.meter.dequantised, unheld_input
+        ),
+        grad_size[1],
+        recompute_peak,
     )
-    return BlockBytes(layer, grad_size[1], recompute_peak)
 
 
 def _backward_peak(tape: Tape, node: Node, size: tuple[int, int]) -> int:

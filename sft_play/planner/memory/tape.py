@@ -321,8 +321,7 @@ class ForwardPass:
         """Dropout: a mask of one byte an element is held."""
         if not probability or not self.training:
             return x
-        mask = self.tape.new(x.elements, 1)
-        return self.tape.op((x,), x.elements, x.itemsize, saved=(mask,))
+        return self.tape.op((x,), x.elements, x.itemsize, saved=(self.tape.new(x.elements, 1),))
 
     def create_weight_gradient(self, elements: int, itemsize: int) -> None:
         """Create a parameter's gradient: it stays, or is added to an older one."""
@@ -438,8 +437,7 @@ def norm(block: ForwardPass, x: TensorRef, *, is_head_norm: bool = False) -> Ten
     # x * rsqrt(mean(x ** 2)) in fp32, which is held; with the incoming gradient, which the mean's gradient
     # replaces, the square's takes four more of its size
     wide, size = block.to(x, 4), x.elements
-    backward = single_gradient(size, 4, transient=12 * size)
-    out = block.tape.op((wide,), size, 4, saved=(wide,), backward=backward)
+    out = block.tape.op((wide,), size, 4, saved=(wide,), backward=single_gradient(size, 4, transient=12 * size))
     del wide
     if block.spec.norm == "gemma":  # in fp32, then the input's dtype
         return block.to(_scale_by_weight(block, out), x.itemsize)
@@ -457,9 +455,14 @@ def _scale_by_weight(block: ForwardPass, x: TensorRef) -> TensorRef:
             tape.meter.add_transient(size * itemsize)
         return (None if out is None else tape.cast(out, e),)
 
-    saved = (x,) * trains_weight
     return block.tape.op(
-        (x,), size, itemsize, saved=saved, backward=backward, holds_weight=True, trains_weight=trains_weight
+        (x,),
+        size,
+        itemsize,
+        saved=(x,) * trains_weight,
+        backward=backward,
+        holds_weight=True,
+        trains_weight=trains_weight,
     )
 
 
