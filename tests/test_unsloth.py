@@ -216,12 +216,13 @@ def test_both_environments_have_to_see_the_same_device(standin, monkeypatch, gpu
     assert (problem(config(), parse_hardware("1xH100") if gpu else CPU) is None) == fine
 
 
-def test_models_that_it_cannot_train_as_the_run_says_are_named():
+def test_models_that_it_cannot_train_as_the_run_says_are_named(monkeypatch):
+    monkeypatch.setattr(backend, "require_unsloth", lambda *_, **__: (Path("python"), UnslothInfo("cuda", {})))
     h100, llama = parse_hardware("1xH100"), load_model_shape("meta-llama/Llama-3.1-8B")
 
     def said(shape: ModelShape, *overrides: str) -> str | None:
         try:
-            backend.require_unsloth_model(shape, config("tuning.mode=lora", *overrides), h100)
+            backend.choose_backend(config("tuning.mode=lora", *overrides), h100, load_shape=lambda: shape)
         except BackendError as error:
             return str(error)
         return None

@@ -178,7 +178,7 @@ def _build_suggestion(
 
 
 def _memory_saving_settings(request: PlanRequest) -> list[str]:
-    """Settings that need less memory, the least harmful first."""
+    # the least harmful first
     config, train, tuning = request.config, request.config.train, request.config.tuning
     is_full, can_checkpoint = tuning.mode == "full", request.shape.can_checkpoint
     checkpointing = train.gradient_checkpointing
@@ -292,7 +292,7 @@ def _larger_machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
 
 
 def _certainly_fits(candidate: Candidate | None) -> bool:
-    """Whether it certainly fits: unknown RAM does not count."""
+    # unknown RAM does not count
     return candidate is not None and candidate.fits and not candidate.needs_unknown_ram
 
 
@@ -307,7 +307,7 @@ def _machine_with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
 
 
 def _hardware_name(machine: Hardware) -> str:
-    """A machine with GPUs as HARDWARE= takes it."""
+    # as HARDWARE= takes it
     gpu = machine.gpus[0]
     name = gpu.name.removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "")
     entry = next(iter(find_catalog_entries(name)), None)

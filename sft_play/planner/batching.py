@@ -334,7 +334,7 @@ def summarize_row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int
     cumulative_counts = list(itertools.accumulate(counts[length] for length in lengths))
 
     def length_at(index: int) -> int:
-        """The length of a row, counted from the shortest."""
+        # counted from the shortest
         return lengths[bisect.bisect_right(cumulative_counts, index)]
 
     sample_size = min(rows, MAX_SAMPLED_LENGTHS)  # spread evenly over all of them

@@ -84,10 +84,25 @@ def plan_reasons(
         adapter_notes = shape.adapter_placement.notes
     if config.train.learning_rate == "auto":
         _, learning_rate_reason = config.derived_learning_rate
+    memory, ranks, checkpoint_reason = choice.memory, choice.layout.ranks, ""
+    if memory.checkpoint == "sharded":
+        size_text = f"{memory.checkpoint_bytes / GIB:.1f} GiB"
+        rank_size_text = f"{memory.host_save_each_bytes / GIB:.1f} GiB"
+        checkpoint_reason = (
+            f"checkpoints of {size_text} are written in parts, one by each of {ranks} ranks ({rank_size_text} of RAM "
+            f"each): above {MAX_WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than "
+            f"{MAX_WHOLE_SAVE_S // 60} minutes, and hold {memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number "
+            "of ranks resumes from them"
+        )
+        if config.train.async_save:
+            checkpoint_reason = (
+                f"train.async_save: checkpoints of {size_text} are written while training goes on, in parts: each of "
+                f"{ranks} ranks keeps its part in RAM meanwhile ({rank_size_text})"
+            )
     eval_rows, evaluation_reason = choice.step.eval_batch, ""
     if eval_rows:
         given_note = " (eval.batch_size is given)" * (config.eval.batch_size != "auto")
-        evaluation_bytes, step_bytes = (choice.memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training"))
+        evaluation_bytes, step_bytes = (memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training"))
         evaluation_reason = (
             f"evaluation: {plural(eval_rows, 'row')} at a time per rank{given_note}, rows of similar length together; "
             f"{evaluation_bytes / GIB:.2f} GiB, a training step {step_bytes / GIB:.2f}"
@@ -103,7 +118,7 @@ def plan_reasons(
         *(shape.text_only_note, shape.storage_note),
         *_batch_reasons(inputs, candidates, choice),
         learning_rate_reason,
-        _sharded_checkpoint_reason(inputs, choice),
+        checkpoint_reason,
         REPEATED_KEYS_REASON * repeats_kv,
         CUDNN_REASON * choice.step.cudnn,
         evaluation_reason,
@@ -185,25 +200,6 @@ def _row_reason(inputs: PlanInputs, choice: Candidate) -> str:
     return text + padding_text
 
 
-def _sharded_checkpoint_reason(inputs: PlanInputs, choice: Candidate) -> str:
-    memory, ranks = choice.memory, choice.layout.ranks
-    if memory.checkpoint != "sharded":
-        return ""
-    size_text = f"{memory.checkpoint_bytes / GIB:.1f} GiB"
-    rank_size_text = f"{memory.host_save_each_bytes / GIB:.1f} GiB"
-    if inputs.config.train.async_save:
-        return (
-            f"train.async_save: checkpoints of {size_text} are written while training goes on, in parts: each of "
-            f"{ranks} ranks keeps its part in RAM meanwhile ({rank_size_text})"
-        )
-    return (
-        f"checkpoints of {size_text} are written in parts, one by each of {ranks} ranks ({rank_size_text} of RAM "
-        f"each): above {MAX_WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than "
-        f"{MAX_WHOLE_SAVE_S // 60} minutes, and hold {memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of "
-        "ranks resumes from them"
-    )
-
-
 def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
     """How chats that share a row, or a micro-batch, are told apart, as the end of a sentence."""
     mask_reason = inputs.row_attention.pack_mask_reason(choice.precision)
@@ -275,7 +271,27 @@ def rejection_reason(
     speed_ratio = candidate.speed.tokens_per_s / choice.speed.tokens_per_s
     error = find_speed_error(inputs.shape, choice.precision, inputs.hardware, choice.step)
     if candidate.layout != choice.layout:
-        return _layout_reason(inputs, candidate, choice, speed_ratio, error)
+        fit_text = (
+            f"{choice.layout.name} fits at {format_gib(choice.memory.required)} of "
+            f"{format_gib(inputs.device_budget)} GiB"
+        )
+        if candidate.layout.offloads_states and not choice.layout.offloads_states:
+            return (
+                f"offload is not needed: {fit_text}; it needs {format_gib(candidate.host_required)} GiB of RAM on "
+                "each node"
+            )
+        is_less_simple = LAYOUT_PREFERENCE.index(candidate.layout.name) > LAYOUT_PREFERENCE.index(choice.layout.name)
+        text = f"another is preferred: {fit_text}"
+        if is_less_simple:
+            text = f"not needed: {fit_text}"
+        saved_gib = (candidate.speed.moved_bytes - choice.speed.moved_bytes) / GIB
+        if saved_gib >= 0.1:
+            text += f" and moves {saved_gib:.1f} GiB less per step"
+        elif saved_gib <= -0.1:
+            text += f" and moves {-saved_gib:.1f} GiB more per step"
+        if speed_ratio < EQUAL_SPEED_SHARE or not is_less_simple:
+            text += f"; this is predicted {format_relative_speed(speed_ratio, error)}"
+        return text
     share_of_best = candidate.speed.tokens_per_s / fastest_tokens_per_s
     if share_of_best < EQUAL_SPEED_SHARE:
         basis = "predicted" if inputs.rates.is_known else "with typical rates"
@@ -287,30 +303,6 @@ def rejection_reason(
     if extra_bytes > 0:
         return f"{speed_text}, {format_gib(extra_bytes)} GiB more"
     return f"{speed_text}, {format_gib(candidate.memory.required)} GiB as well"
-
-
-def _layout_reason(
-    inputs: PlanInputs, candidate: Candidate, choice: Candidate, speed_ratio: float, error: SpeedError
-) -> str:
-    fit_text = (
-        f"{choice.layout.name} fits at {format_gib(choice.memory.required)} of {format_gib(inputs.device_budget)} GiB"
-    )
-    if candidate.layout.offloads_states and not choice.layout.offloads_states:
-        return (
-            f"offload is not needed: {fit_text}; it needs {format_gib(candidate.host_required)} GiB of RAM on each node"
-        )
-    is_less_simple = LAYOUT_PREFERENCE.index(candidate.layout.name) > LAYOUT_PREFERENCE.index(choice.layout.name)
-    text = f"another is preferred: {fit_text}"
-    if is_less_simple:
-        text = f"not needed: {fit_text}"
-    saved_gib = (candidate.speed.moved_bytes - choice.speed.moved_bytes) / GIB
-    if saved_gib >= 0.1:
-        text += f" and moves {saved_gib:.1f} GiB less per step"
-    elif saved_gib <= -0.1:
-        text += f" and moves {-saved_gib:.1f} GiB more per step"
-    if speed_ratio < EQUAL_SPEED_SHARE or not is_less_simple:
-        text += f"; this is predicted {format_relative_speed(speed_ratio, error)}"
-    return text
 
 
 def format_relative_speed(ratio: float, error: SpeedError | None = None) -> str:
@@ -380,8 +372,10 @@ def plan_summary_lines(plan: Plan, config: RunConfig, *, start_lines: Sequence[s
     ranks_per_row = plan.choice.layout.ranks // batch.ranks  # ranks that share rows
     if ranks_per_row > 1:
         unit = f"groups of {ranks_per_row} {unit}"
-    passes = plural(batch.grad_accum, "pass", "passes")
-    batch_text = f"Batch {batch.effective_batch} = {plural(batch.micro_batch, 'row')} x {passes}"
+    batch_text = (
+        f"Batch {batch.effective_batch} = {plural(batch.micro_batch, 'row')} x "
+        f"{plural(batch.grad_accum, 'pass', 'passes')}"
+    )
     batch_text += f" x {batch.ranks} {unit}" * (batch.ranks > 1)
     return [
         f"{name}, {_format_mode(plan, config)}, on {machine}: {verdict}; predicted peak {plan.memory.peak_text}",
@@ -430,9 +424,9 @@ def plan_warnings(plan: Plan, config: RunConfig) -> list[str]:
     """What a person would want to know before the first step."""
     warnings = []
     if plan.run_length is not None and plan.run_length.steps < FEW_STEPS and not config.train.max_steps:
-        count_text = plural(plan.run_length.steps, "optimizer step is", "optimizer steps are")
         warnings.append(
-            f"{count_text} few: more train.epochs, or a smaller {config.train.effective_batch_options}, makes more"
+            f"{plural(plan.run_length.steps, 'optimizer step is', 'optimizer steps are')} few: more train.epochs, or a "
+            f"smaller {config.train.effective_batch_options}, makes more"
         )
     if batch_change := format_changed_batch(config.train, plan.batch):
         warnings.append(f"{batch_change}: the effective batch of {plan.batch.effective_batch} is kept over all ranks")

@@ -131,7 +131,11 @@ def sdpa_kernel(call: SdpaCall, capability: tuple[int, int] | None, *, uses_cudn
 
 def _accepts(kernel: _KernelLimits, call: SdpaCall, capability: tuple[int, int]) -> bool:
     head_dims = (call.head_dim, call.value_head_dim)
-    multiple = _efficient_multiple(call, capability) if kernel.name == "efficient" else kernel.head_dim_multiple
+    multiple = kernel.head_dim_multiple
+    if kernel.name == "efficient" and capability >= (8, 0):  # PyTorch's minimum_gemm_alignment
+        multiple = 8 if call.half_precision else 4
+    elif kernel.name == "efficient":
+        multiple = 8 if call.half_precision and capability >= (7, 0) else 1
     has_small_shared_memory = (8, 6) <= capability <= (8, 9) or capability[0] == 12
     return (
         kernel.min_capability <= capability <= kernel.max_capability
@@ -143,13 +147,6 @@ def _accepts(kernel: _KernelLimits, call: SdpaCall, capability: tuple[int, int])
         and (not kernel.needs_equal_head_dims or call.head_dim == call.value_head_dim)
         and not (call.needs_gradient and has_small_shared_memory and call.head_dim in kernel.untrainable_head_dims)
     )
-
-
-def _efficient_multiple(call: SdpaCall, capability: tuple[int, int]) -> int:
-    """What widths are a multiple of for the memory-efficient kernel (`minimum_gemm_alignment`)."""
-    if capability >= (8, 0):
-        return 8 if call.half_precision else 4
-    return 8 if call.half_precision and capability >= (7, 0) else 1
 
 
 def prefers_cudnn(capability: tuple[int, int] | None, libraries: CudaLibraries, *, is_amd: bool = False) -> bool:

@@ -57,7 +57,7 @@ def parse_mesh(mesh_shape: Any) -> Mesh | None:
     """The mesh that `model.mesh_shape` gives; None where it is null. Raises ConfigError where no engine builds it."""
     if mesh_shape is None:
         return None
-    parts = [mesh_shape] if isinstance(mesh_shape, int) else list(mesh_shape)
+    parts: list[Any] = [mesh_shape] if isinstance(mesh_shape, int) else list(mesh_shape)
     # [[2, 4], [fsdp, tp]]; a list of two numbers has no names
     if len(parts) == 2 and all(isinstance(part, Sequence) for part in parts):
         sizes, names = list(parts[0]), [str(name).strip().lower() for name in parts[1]]
@@ -311,7 +311,7 @@ def _all_context_parallel_layouts(hardware: Hardware) -> list[Layout]:
 
 
 def _group_sizes(hardware: Hardware) -> list[int]:
-    """Sizes of groups of ranks in one node, into which all ranks divide."""
+    # of ranks in one node, into which all ranks divide
     return [size for size in GROUP_SIZES if size <= hardware.ranks_per_node and hardware.ranks % size == 0]
 
 

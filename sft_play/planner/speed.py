@@ -151,7 +151,7 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
 
 
 def _weight_bytes(config: RunConfig, shape: ModelShape, itemsize: int, *, with_adapters: bool = True) -> float:
-    """Bytes of all weights as they are sent: 4-bit ones packed."""
+    # as they are sent: 4-bit ones packed
     weight_bytes = float(shape.params * itemsize)
     if config.tuning.mode == "qlora":
         weight_bytes = 0.5 * shape.linear_params + itemsize * (shape.params - shape.linear_params)
@@ -497,7 +497,19 @@ class _Roofline:
         seconds_by_part = self.micro_step_seconds(micro_steps)
         slow_code = self._slow_code_seconds(micro_steps.padded_tokens)
         micro_s = sum(seconds_by_part.values()) + sum(slow_code.values())
-        optimizer_s, host_s = self._optimizer_seconds()
+        is_full = self.config.tuning.mode == "full"
+        params = self.shape.params if is_full else adapter_params(self.shape, self.config.tuning.lora)
+        stepped_params = params / (layout.shard if layout.shards_states else 1)
+        stepped_params /= layout.tensor_parallel
+        optimizer_s = host_s = 0.0
+        if layout.offloads_states:
+            # seven accesses in fp32 on the host; 16-bit gradients go there, and 16-bit weights come back
+            host_s = 28.0 * stepped_params / HOST_BANDWIDTH + 4.0 * stepped_params / NOMINAL_LINK
+        else:
+            steps_loaded_weights = is_full and not layout.shards_states and self.precision.updates != "stochastic"
+            itemsize = DTYPE_BYTES[self.precision.load] if steps_loaded_weights else 4
+            # AdamW reads weight, gradient and two states, and writes all but the gradient
+            optimizer_s = self._memory_seconds(7.0 * itemsize * stepped_params)
         moved_bytes, exposed_s = self._communication_cost(micro_s, micro_steps)
         if step.offloads:  # each block's input to the host and back, in the stream that computes
             input_bytes = (
@@ -618,19 +630,6 @@ class _Roofline:
             "attention": 4.0 * attended_keys * shape.q_width * padded_tokens * (3.5 + recomputed_share),
             "head": 2.0 * shape.vocab_size * shape.hidden_size * padded_tokens * (3.0 + weight_gradient_share),
         }
-
-    def _optimizer_seconds(self) -> tuple[float, float]:
-        shape, layout, is_full = self.shape, self.step.layout, self.config.tuning.mode == "full"
-        params = shape.params if is_full else adapter_params(shape, self.config.tuning.lora)
-        stepped_params = params / (layout.shard if layout.shards_states else 1)
-        stepped_params /= layout.tensor_parallel
-        if layout.offloads_states:
-            # the same seven in fp32 on the host; 16-bit gradients go there, and 16-bit weights come back
-            return 0.0, 28.0 * stepped_params / HOST_BANDWIDTH + 4.0 * stepped_params / NOMINAL_LINK
-        steps_loaded_weights = is_full and not layout.shards_states and self.precision.updates != "stochastic"
-        itemsize = DTYPE_BYTES[self.precision.load] if steps_loaded_weights else 4
-        # AdamW reads weight, gradient and two states, and writes all but the gradient
-        return self._memory_seconds(7.0 * itemsize * stepped_params), 0.0
 
     def _communication_cost(self, micro_s: float, micro_steps: AverageMicroSteps) -> tuple[int, float]:
         """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a collective hides behind the

@@ -481,7 +481,6 @@ def max_evaluation_rows(simulation: StepMemorySimulation) -> int:
 
 
 def _phase_reserved_bytes(phase: str, terms: Mapping[str, int], step: Step) -> int:
-    """Bytes reserved, or resident on a CPU, when a phase's terms are live."""
     if not step.on_gpu:  # above the level after the imports: tensors, and what malloc does not return
         slack_bytes = CPU_ACTIVATION_SLACK * terms["activations"] + CPU_HEAD_SLACK * terms["loss_head"]
         return sum(terms.values()) + int(slack_bytes) + CPU_LATE_BYTES

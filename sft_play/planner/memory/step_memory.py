@@ -297,7 +297,6 @@ class StepMemorySimulation:
         return self.resident.gradients * gradients // max(1, self.rank_parameters.params * self.trained_itemsize)
 
     def _batch_bytes(self, batch: int, specs: Sequence[BlockSpec], *, is_training: bool) -> int:
-        """Token ids, labels and mask of a batch, and the masks that all blocks share."""
         return TOKEN_BYTES * batch * self.step.length + self._mask_bytes(batch, specs)
 
     def _mask_bytes(self, batch: int, specs: Sequence[BlockSpec]) -> int:
@@ -418,14 +417,13 @@ class StepMemorySimulation:
                 gather_buffers=gather_buffers.tail_gather_bytes,
             )
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
-        gathered_bytes = gather_buffers.tail
         loss_head_bytes = max(0, head.forward - size)  # of the head's own peak; its input is counted beside it
         yield self._phase_terms(
             "head",
             older_gradients,
             held_bytes[-1] + cast_bytes + size,
             loss_head=loss_head_bytes,
-            gather_buffers=gathered_bytes,
+            gather_buffers=gather_buffers.tail,
         )
 
     def _backward_phases(self, held_bytes: list[int]) -> Iterator[tuple[StepPhase, MemoryTerms]]:
@@ -505,25 +503,23 @@ class StepMemorySimulation:
         yield self._phase_terms(
             "evaluation", gradient_bytes, live_bytes, gather_buffers=gather_buffers.tail_gather_bytes
         )
-        gathered_bytes = gather_buffers.tail
         batch_bytes -= self._mask_bytes(rows, specs)
         yield self._phase_terms(
             "evaluation",
             gradient_bytes,
             batch_bytes + cast_bytes,
             loss_head=head.forward,
-            gather_buffers=gathered_bytes,
+            gather_buffers=gather_buffers.tail,
         )
 
 
 def largest_by_phase(phases: Iterable[tuple[StepPhase, MemoryTerms]]) -> Mapping[StepPhase, MemoryTerms]:
     """Select, of each phase's visits, the one with the most bytes."""
-    largest_terms: dict[StepPhase, tuple[int, MemoryTerms]] = {}
+    largest_terms: dict[StepPhase, MemoryTerms] = {}
     for phase, terms in phases:
-        size = sum(terms.values())
-        if phase not in largest_terms or size > largest_terms[phase][0]:
-            largest_terms[phase] = (size, terms)
-    return {name: terms for name, (_, terms) in largest_terms.items()}
+        if phase not in largest_terms or sum(terms.values()) > sum(largest_terms[phase].values()):
+            largest_terms[phase] = terms
+    return largest_terms
 
 
 # --------------------------------------------------------------------------------------------------
