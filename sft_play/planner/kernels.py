@@ -253,12 +253,6 @@ class ReplacedOperations:
     # A norm writes its input's gradient over its output's; not where the residual needs that one.
     writes_in_place: bool = True
 
-    @property
-    def text(self) -> str:
-        """What is replaced, as the end of a sentence."""
-        parts = ["norms"] + ["gated activations"] * self.replaces_gate + ["rotations"] * self.replaces_rotation
-        return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-
 
 _REPLACED_BY_TYPES = {
     "gemma granite hunyuan_v1_dense llama ministral mistral phi3 qwen2 smollm3": ReplacedOperations(),
@@ -331,7 +325,9 @@ def plan_kernels(
     operations = LIGER_REPLACEMENTS[shape.model_type]
     if shape.num_experts:  # experts keep their own code, and so do MLPs beside them
         operations = replace(operations, replaces_gate=False)
-    operations_text = f"{setting}Liger's for {operations.text}"
+    parts = ["norms"] + ["gated activations"] * operations.replaces_gate + ["rotations"] * operations.replaces_rotation
+    replaced_text = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    operations_text = f"{setting}Liger's for {replaced_text}"
     condition = (
         f"if a measurement before the first step shows that they compute the same ({LIGER_PACKAGE} {LIGER_VERSION})"
     )

@@ -471,7 +471,22 @@ def linear(block: ForwardPass, x: TensorRef, role: str) -> TensorRef:
     spec = block.linears[role]
     if not spec.rank:
         return _base_linear(block, x, role, spec)
-    return _adapted_nf4_linear(block, x, role, spec) if block.spec.is_nf4 else _adapted_linear(block, x, role, spec)
+    if block.spec.is_nf4:
+        return _adapted_nf4_linear(block, x, role, spec)
+    # peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for each target; under
+    # autocast only where training/model/adapters.py leaves it
+    result = _base_linear(block, x, role, spec)
+    itemsize = result.itemsize
+    if (
+        block.spec.element_bytes.autocast is None
+        or block.spec.casts_inputs
+        or block.spec.uses_dora
+        or block.spec.lora_dropout
+    ):
+        x = block.to(x, block.spec.element_bytes.adapters)
+    # result + lora_B(lora_A(dropout(x))) * scaling: fp32 where adapters are and autocast is not, then back
+    result = block.add(result, _adapter_output(block, x, role, spec, result))
+    return block.to(result, itemsize)
 
 
 def _base_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
@@ -509,23 +524,6 @@ def _nf4_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef
     block.tape.meter.add_transient(dequantised + out_elements * x.itemsize)
     out = block.tape.op((x,), out_elements, x.itemsize, backward=backward, holds_weight=True)
     return block.to(out, input_itemsize)  # Linear4bit.forward returns its input's dtype
-
-
-def _adapted_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
-    """peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for each target;
-    under autocast only where training/model/adapters.py leaves it."""
-    result = _base_linear(block, x, role, spec)
-    itemsize = result.itemsize
-    if (
-        block.spec.element_bytes.autocast is None
-        or block.spec.casts_inputs
-        or block.spec.uses_dora
-        or block.spec.lora_dropout
-    ):
-        x = block.to(x, block.spec.element_bytes.adapters)
-    # result + lora_B(lora_A(dropout(x))) * scaling: fp32 where adapters are and autocast is not, then back
-    result = block.add(result, _adapter_output(block, x, role, spec, result))
-    return block.to(result, itemsize)
 
 
 def _adapted_nf4_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
