@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +47,6 @@ from sft_play.training import unsloth_run, unsloth_worker
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.model_saving import saved_shapes
 from sft_play.training.loop.trainer import PlannedTrainer
-from sft_play.training.prepare import prepare
 from sft_play.training.prepare.model_spec import build_meta_model, build_model_spec
 from tests import warm
 from tests.conftest import ROOT
@@ -216,12 +214,13 @@ def test_both_environments_have_to_see_the_same_device(standin, monkeypatch, gpu
     assert (problem(config(), parse_hardware("1xH100") if gpu else CPU) is None) == fine
 
 
-def test_models_that_it_cannot_train_as_the_run_says_are_named():
+def test_models_that_it_cannot_train_as_the_run_says_are_named(monkeypatch):
+    monkeypatch.setattr(backend, "require_unsloth", lambda *_, **__: (Path("python"), UnslothInfo("cuda", {})))
     h100, llama = parse_hardware("1xH100"), load_model_shape("meta-llama/Llama-3.1-8B")
 
     def said(shape: ModelShape, *overrides: str) -> str | None:
         try:
-            backend.require_unsloth_model(shape, config("tuning.mode=lora", *overrides), h100)
+            backend.choose_backend(config("tuning.mode=lora", *overrides), h100, load_shape=lambda: shape)
         except BackendError as error:
             return str(error)
         return None
@@ -233,15 +232,15 @@ def test_models_that_it_cannot_train_as_the_run_says_are_named():
 
 
 def test_a_model_that_its_shapes_belie_is_found_before_its_weights_are_loaded():
-    def said(**changes: Any) -> str:
-        plain = {"text_tower": None, "peft_config": SimpleNamespace(fan_in_fan_out=False), "resize_to": None}
-        spec: Any = SimpleNamespace(**{**plain, **changes})
-        return str(prepare._unsloth_problem(spec, Precision("bfloat16", "bfloat16", "")))
+    def said(*dtypes: str, **changes: bool) -> str:
+        load, compute = dtypes or ("bfloat16", "bfloat16")
+        usual = {"is_text_tower": False, "is_transposed": False}
+        return str(backend.unsloth_model_problem(Precision(load, compute, ""), **{**usual, **changes}))
 
     assert said() == "None"
-    assert "image-text" in said(text_tower=object())
-    assert "Conv1D" in said(peft_config=SimpleNamespace(fan_in_fan_out=True))
-    assert "embeddings" in said(resize_to=7)
+    assert "image-text" in said(is_text_tower=True)
+    assert "Conv1D" in said(is_transposed=True)
+    assert "loads float32 and computes in bfloat16" in said("float32", "bfloat16")
 
 
 def test_the_types_with_transposed_layers_are_those_whose_code_has_them():

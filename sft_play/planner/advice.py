@@ -71,7 +71,7 @@ def make_advised_plan(request: PlanRequest, **options: Any) -> Plan:
 def find_suggestions(request: PlanRequest) -> Iterator[Suggestion]:
     """Changes that need less memory or provide more, and those that are not enough; then a smaller model."""
     has_fit = False
-    for suggestion in itertools.chain(_suggest_settings(request), _suggest_layout(request), _suggest_machine(request)):
+    for suggestion in itertools.chain(_suggest_settings(request), _suggest_layout_or_machine(request)):
         has_fit = has_fit or suggestion.fits
         yield suggestion
     if has_fit:
@@ -146,14 +146,12 @@ def _suggest_settings(request: PlanRequest) -> Iterator[Suggestion]:
                 yield _build_suggestion(combined_setting, combined, setting=combined_setting)
 
 
-def _suggest_layout(request: PlanRequest) -> Iterator[Suggestion]:
-    setting = None
+def _suggest_layout_or_machine(request: PlanRequest) -> Iterator[Suggestion]:
+    setting = candidate = None
     if request.config.model.mesh_shape is not None:
         setting = NO_MESH
         candidate = _planned_choice(replace(request, config=_apply_setting(request.config, NO_MESH)))
-    elif set(LAYOUT_NAMES) <= set(request.allowed_layouts):
-        return
-    else:
+    elif not set(LAYOUT_NAMES) <= set(request.allowed_layouts):
         candidate = _planned_choice(replace(request, allowed_layouts=LAYOUT_NAMES))
     if candidate is not None and candidate.fits:
         name = candidate.layout.name
@@ -161,9 +159,6 @@ def _suggest_layout(request: PlanRequest) -> Iterator[Suggestion]:
         if setting:
             change = f"{setting} ({name})"
         yield _build_suggestion(change, candidate, setting=setting)
-
-
-def _suggest_machine(request: PlanRequest) -> Iterator[Suggestion]:
     for machine, description in _larger_machines(request):
         candidate = _planned_choice(_request_on_machine(request, machine))
         if candidate is not None and candidate.fits:
@@ -183,7 +178,7 @@ def _build_suggestion(
 
 
 def _memory_saving_settings(request: PlanRequest) -> list[str]:
-    """Settings that need less memory, the least harmful first."""
+    # the least harmful first
     config, train, tuning = request.config, request.config.train, request.config.tuning
     is_full, can_checkpoint = tuning.mode == "full", request.shape.can_checkpoint
     checkpointing = train.gradient_checkpointing
@@ -199,8 +194,16 @@ def _memory_saving_settings(request: PlanRequest) -> list[str]:
         # auto counts the plain ones' memory
         "train.kernels=liger": train.kernels == "auto" and has_liger and bool(request.hardware.gpus),
     }
+
+    def fits(length: int) -> bool:
+        shorter = _apply_setting(config, f"model.max_seq_len={length}")
+        candidate = lowest_memory_candidate(replace(request, config=shorter))
+        return candidate is not None and candidate.fits
+
     if config.model.max_seq_len > SUGGESTED_SEQ_LEN_STEP:
-        helps[f"model.max_seq_len={_longest_fitting_seq_len(request)}"] = True
+        limit = (config.model.max_seq_len - 1) // SUGGESTED_SEQ_LEN_STEP * SUGGESTED_SEQ_LEN_STEP
+        longest = largest_fitting_multiple(fits, step=SUGGESTED_SEQ_LEN_STEP, limit=limit)
+        helps[f"model.max_seq_len={longest or SUGGESTED_SEQ_LEN_STEP}"] = True
     helps |= {
         "train.optim=adafactor": is_full,
         "tuning.mode=lora": is_full,
@@ -222,16 +225,6 @@ def _smaller_batches(train: TrainConfig) -> list[str]:
     if train.derives_effective_batch:
         grad_accum = str(train.batch_size * train.grad_accum)
     return [f"train.batch_size=1 train.grad_accum={grad_accum}"]
-
-
-def _longest_fitting_seq_len(request: PlanRequest) -> int:
-    def fits(length: int) -> bool:
-        config = _apply_setting(request.config, f"model.max_seq_len={length}")
-        candidate = lowest_memory_candidate(replace(request, config=config))
-        return candidate is not None and candidate.fits
-
-    max_seq_len = (request.config.model.max_seq_len - 1) // SUGGESTED_SEQ_LEN_STEP * SUGGESTED_SEQ_LEN_STEP
-    return largest_fitting_multiple(fits, step=SUGGESTED_SEQ_LEN_STEP, limit=max_seq_len) or SUGGESTED_SEQ_LEN_STEP
 
 
 def _apply_setting(config: RunConfig, setting: str) -> RunConfig:
@@ -257,7 +250,13 @@ def _larger_machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
         return lowest_memory_candidate(_request_on_machine(request, machine))
 
     hardware, count = request.hardware, len(request.hardware.gpus)
-    yield from _machines_with_more_ram(request)
+    if count and hardware.ram_given:
+        machine = _machine_with_gpus(hardware, hardware.gpus[0], count)
+        candidate = lowest_on(replace(machine, ram_given=False))
+        if candidate is not None and candidate.fits and candidate.host_required > hardware.ram_free_bytes:
+            ram_bytes = -(-candidate.host_required // RAM_STEP_BYTES) * RAM_STEP_BYTES
+            larger_machine = replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes)
+            yield larger_machine, f"{ram_bytes / GIB:.0f} GiB of RAM on each node"
     larger_counts = [gpu_count for gpu_count in GPU_COUNTS if gpu_count > count]
     for gpu_count in larger_counts:
         if not count:
@@ -292,21 +291,8 @@ def _larger_machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
             too_small_memory[kind] = max(entry.memory_bytes, candidate.memory.required - 1)
 
 
-def _machines_with_more_ram(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
-    hardware = request.hardware
-    if not hardware.gpus or not hardware.ram_given:
-        return
-    machine = _machine_with_gpus(hardware, hardware.gpus[0], len(hardware.gpus))
-    candidate = lowest_memory_candidate(_request_on_machine(request, replace(machine, ram_given=False)))
-    if candidate is None or not candidate.fits or candidate.host_required <= hardware.ram_free_bytes:
-        return
-    ram_bytes = -(-candidate.host_required // RAM_STEP_BYTES) * RAM_STEP_BYTES
-    larger_machine = replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes)
-    yield larger_machine, f"{ram_bytes / GIB:.0f} GiB of RAM on each node"
-
-
 def _certainly_fits(candidate: Candidate | None) -> bool:
-    """Whether it certainly fits: unknown RAM does not count."""
+    # unknown RAM does not count
     return candidate is not None and candidate.fits and not candidate.needs_unknown_ram
 
 
@@ -317,12 +303,11 @@ def _machine_with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
     nodes = hardware.nodes
     if count != len(hardware.gpus):
         nodes = -(-count // max(GPUS_PER_NODE, hardware.ranks_per_node))
-    has_given_ram = hardware.ram_given and bool(hardware.gpus)
-    return replace(hardware, gpus=gpus, nodes=nodes, named=True, ram_given=has_given_ram)
+    return replace(hardware, gpus=gpus, nodes=nodes, named=True, ram_given=hardware.ram_given and bool(hardware.gpus))
 
 
 def _hardware_name(machine: Hardware) -> str:
-    """A machine with GPUs as HARDWARE= takes it."""
+    # as HARDWARE= takes it
     gpu = machine.gpus[0]
     name = gpu.name.removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "")
     entry = next(iter(find_catalog_entries(name)), None)
@@ -447,37 +432,38 @@ def compare_machine_prices(
     ConfigError: its length is not known."""
     offers, too_small = [], []
     for name, machine, price_list in machines:
-        plan = offer = None
+        plan = None
         with contextlib.suppress(SftPlayError):  # such as a batch that does not split over that many GPUs
             plan = make_machine_plan(machine)
-        if plan is not None:
-            offer = _build_offer(name, plan, price_list)
-        if offer is None:
+        price = None if plan is None else plan.hardware.price_per_gpu_hour
+        if (
+            plan is None
+            or not plan.fits
+            or plan.choice.needs_unknown_ram  # then it does not certainly fit
+            or not plan.speed_known
+            or price is None
+        ):
             too_small.append(name)
-        else:
-            offers.append(offer)
+            continue
+        if plan.hours is None:
+            raise ConfigError(
+                "BUDGET needs the length of the run, which is not known: set train.max_steps "
+                "(SET='train.max_steps=1000'), or data.train_path to one file whose rows can be counted"
+            )
+        cost = plan.hours * len(plan.hardware.gpus) * price
+        offer = Offer(name, price, plan.hours, cost, plan.speed.tokens_per_s, None, plan.layout)
+        if plan.speed_error is not None:
+            offer = replace(offer, speed_error=plan.speed_error.share)
+        if price_list is not None:
+            offer = replace(
+                offer,
+                provider=price_list.provider,
+                read=price_list.read.isoformat(),
+                address=price_list.address,
+            )
+        offers.append(offer)
     offers.sort(key=lambda offer: (offer.cost, offer.hours))
     return BudgetResult(usd, tuple(offers), tuple(too_small), today)
-
-
-def _build_offer(machine: str, plan: Plan, price_list: PriceList | None) -> Offer | None:
-    """What a plan's run costs at its machine's price; None where it does not certainly fit, or speed or price are not
-    known. Raises ConfigError where the run's length is not."""
-    price = plan.hardware.price_per_gpu_hour
-    if not plan.fits or plan.choice.needs_unknown_ram or not plan.speed_known or price is None:
-        return None
-    if plan.hours is None:
-        raise ConfigError(
-            "BUDGET needs the length of the run, which is not known: set train.max_steps "
-            "(SET='train.max_steps=1000'), or data.train_path to one file whose rows can be counted"
-        )
-    cost = plan.hours * len(plan.hardware.gpus) * price
-    offer = Offer(machine, price, plan.hours, cost, plan.speed.tokens_per_s, None, plan.layout)
-    if plan.speed_error is not None:
-        offer = replace(offer, speed_error=plan.speed_error.share)
-    if price_list is None:
-        return offer
-    return replace(offer, provider=price_list.provider, read=price_list.read.isoformat(), address=price_list.address)
 
 
 # --------------------------------------------------------------------------------------------------

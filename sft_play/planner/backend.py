@@ -88,21 +88,23 @@ def choose_backend(
             raise BackendError("it does not support curriculum")
         python, info = require_unsloth(config, hardware, layout=layout, is_rank=is_rank)
         if load_shape is not None:
-            require_unsloth_model(load_shape(), config, hardware)
+            shape = load_shape()
+            problem = unsloth_model_problem(
+                choose_precision(config, hardware, shape),
+                is_text_tower=bool(shape.text_only_note),
+                is_transposed=shape.model_type in TRANSPOSED_MODEL_TYPES,
+            )
+            if problem is not None:
+                raise BackendError(problem)
     except BackendError as error:
-        return fall_back(config, str(error))
+        name = config.tuning.backend_fallback
+        if name is None:
+            raise BackendError(
+                f"tuning.backend=unsloth cannot run here: {error}; use tuning.backend=bnb, or set "
+                "tuning.backend_fallback=bnb to fall back to it where Unsloth cannot run"
+            ) from error
+        return Backend(name, f"{name} instead of unsloth: {error}", fallback_from="unsloth")
     return Backend("unsloth", f"unsloth: {info.versions_text}, in {python}", python=python, unsloth_info=info)
-
-
-def fall_back(config: RunConfig, problem: str) -> Backend:
-    """The backend in place of Unsloth, which cannot run because of `problem`; raises like `choose_backend`."""
-    if config.tuning.backend_fallback is None:
-        raise BackendError(
-            f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb, or set "
-            "tuning.backend_fallback=bnb to fall back to it where Unsloth cannot run"
-        )
-    name = config.tuning.backend_fallback
-    return Backend(name, f"{name} instead of unsloth: {problem}", fallback_from="unsloth")
 
 
 def require_unsloth(config: RunConfig, hardware: Hardware, *, layout: str, is_rank: bool) -> tuple[Path, UnslothInfo]:
@@ -110,8 +112,9 @@ def require_unsloth(config: RunConfig, hardware: Hardware, *, layout: str, is_ra
     Raises BackendError where it cannot run this; Unsloth, which takes seconds, is asked last."""
     python = find_unsloth_python(os.environ)
     if python is None:
-        requirement = "an environment of its own (and a CUDA GPU for its kernels)"
-        raise BackendError(f"it needs {requirement}, and there is none: {SETUP_HINT}")
+        raise BackendError(
+            f"it needs an environment of its own (and a CUDA GPU for its kernels), and there is none: {SETUP_HINT}"
+        )
     unsupported = unsupported_options(config)
     if unsupported:
         raise BackendError(f"it does not support {'; '.join(unsupported)}")
@@ -126,17 +129,6 @@ def require_unsloth(config: RunConfig, hardware: Hardware, *, layout: str, is_ra
         parent_gpu, worker_gpu = ("a GPU", "none") if has_gpu else ("none", "one")
         raise BackendError(f"there is {parent_gpu} here and {worker_gpu} in {python} (Unsloth chose {info.device})")
     return python, info
-
-
-def require_unsloth_model(shape: ModelShape, config: RunConfig, hardware: Hardware) -> None:
-    """Raises BackendError where Unsloth cannot train a model of this class, or in the run's precision."""
-    problem = unsloth_model_problem(
-        choose_precision(config, hardware, shape),
-        is_text_tower=bool(shape.text_only_note),
-        is_transposed=shape.model_type in TRANSPOSED_MODEL_TYPES,
-    )
-    if problem is not None:
-        raise BackendError(problem)
 
 
 def unsloth_model_problem(precision: Precision, *, is_text_tower: bool, is_transposed: bool) -> str | None:
@@ -167,20 +159,13 @@ def unsupported_options(config: RunConfig) -> list[str]:
         unsupported.append("task_mode=cpt_mixed")
     if type(config.train.gradient_checkpointing) is int:  # isinstance would take true and false too
         unsupported.append(f"train.gradient_checkpointing={config.train.gradient_checkpointing} (all layers or none)")
-    for path, value in _changed_options(config).items():
-        owner = all_options()[path].owner  # the module that reads the option: where it takes effect
-        if path not in _SUPPORTED_OPTIONS and (
-            path in _UNSUPPORTED_OPTIONS or not owner.startswith((*_PARENT_OWNERS, *_WORKER_OWNERS))
-        ):
-            unsupported.append(f"{path}={one_line(json.dumps(value))}")
-    return unsupported
-
-
-def _changed_options(config: RunConfig) -> dict[str, Any]:
-    def read_value(path: str) -> Any:
+    for path, option in all_options().items():
         value: Any = config
         for name in path.split("."):
             value = getattr(value, name, None)
-        return to_jsonable_python(value)
-
-    return {path: value for path, option in all_options().items() if (value := read_value(path)) != option.default}
+        value = to_jsonable_python(value)
+        # an option's owner is the module that reads it: where it takes effect
+        is_handled = option.owner.startswith((*_PARENT_OWNERS, *_WORKER_OWNERS)) and path not in _UNSUPPORTED_OPTIONS
+        if value != option.default and path not in _SUPPORTED_OPTIONS and not is_handled:
+            unsupported.append(f"{path}={one_line(json.dumps(value))}")
+    return unsupported

@@ -268,8 +268,7 @@ def assign_joined(lengths: Sequence[int], *, max_tokens: int, ranks: int) -> Row
 
 def _spread_rows(first: int, last: int, ranks: int) -> list[list[int]]:
     """The rows of one micro step, in their order over the ranks, as evenly as they come out."""
-    count = last - first
-    ends = [first + count * (rank + 1) // ranks for rank in range(ranks)]
+    ends = [first + (last - first) * (rank + 1) // ranks for rank in range(ranks)]
     return [list(range(begin, end)) for begin, end in zip([first, *ends[:-1]], ends, strict=True)]
 
 
@@ -335,7 +334,7 @@ def summarize_row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int
     cumulative_counts = list(itertools.accumulate(counts[length] for length in lengths))
 
     def length_at(index: int) -> int:
-        """The length of a row, counted from the shortest."""
+        # counted from the shortest
         return lengths[bisect.bisect_right(cumulative_counts, index)]
 
     sample_size = min(rows, MAX_SAMPLED_LENGTHS)  # spread evenly over all of them

@@ -145,9 +145,9 @@ class Correction:
     def reason(self) -> str | None:
         """The correction in words; None without a run."""
         if self.uses_selftest_speed:
-            ratio_text = f"{self.speed_factor:.2f} of the roofline's speed in this mode on this machine"
             return (
-                f"{SELFTEST_MODEL} measured {ratio_text}, which predicts this speed until one of your runs measures it"
+                f"{SELFTEST_MODEL} measured {self.speed_factor:.2f} of the roofline's speed in this mode on this "
+                "machine, which predicts this speed until one of your runs measures it"
             )
         if not self.run_count:
             return None
@@ -241,23 +241,20 @@ def compute_correction(
     same_model_runs = [
         run for run in same_kind if (run.layout, run.model, run.kernels) == (layout, model, kernels.memory)
     ]
-    return Correction(
-        len(nearest_runs), min(MAX_MEMORY_FACTOR, memory_factor), min(highest, max(lowest, speed_factor)),
-        has_measured_speed=bool(speeds),
-        uses_selftest_speed=bool(speeds) and not speed_runs, oom_run=_smallest_oom_run(same_model_runs, budget_bytes),
-        peaks=tuple((run.predicted_reserved, run.measured_reserved) for run in nearest_runs),
-    )  # fmt: skip
-
-
-def _smallest_oom_run(runs: Iterable[MeasuredRun], budget_bytes: int) -> MeasuredRun | None:
-    """The run with the smallest prediction that ran out of about this budget, and that no later one disproves."""
+    # those that ran out of about this budget, and that no later one disproves
     oom_runs: list[MeasuredRun] = []
-    for run in runs:
+    for run in same_model_runs:
         if run.ran_out_of:
             oom_runs += [run] * (budget_bytes <= RETRY_MEMORY_FACTOR * run.ran_out_of)
         else:
             oom_runs = [oom_run for oom_run in oom_runs if run.predicted_reserved < oom_run.predicted_reserved]
-    return min(oom_runs, key=lambda run: run.predicted_reserved, default=None)
+    return Correction(
+        len(nearest_runs), min(MAX_MEMORY_FACTOR, memory_factor), min(highest, max(lowest, speed_factor)),
+        has_measured_speed=bool(speeds),
+        uses_selftest_speed=bool(speeds) and not speed_runs,
+        oom_run=min(oom_runs, key=lambda run: run.predicted_reserved, default=None),
+        peaks=tuple((run.predicted_reserved, run.measured_reserved) for run in nearest_runs),
+    )  # fmt: skip
 
 
 def _prefer_runs(runs: list[MeasuredRun], is_preferred: Callable[[MeasuredRun], bool]) -> list[MeasuredRun]:

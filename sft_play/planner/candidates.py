@@ -355,13 +355,25 @@ def build_candidate(
     step = _build_step(inputs, layout, batch, checkpointed_layers, loss=loss, uses_masks=keeps_masks)
     if step.one_by_one and inputs.cuts_by_tokens and inputs.row_tokens is not None:
         # every call costs its start, and padding is computed like text: only the rows' own lengths say which is faster
-        padded_step = _build_step(inputs, layout, batch, checkpointed_layers, loss=loss, keeps_padding=True)
-        step = max(step, padded_step, key=lambda one: _predict_step_speed(inputs, precision, one).tokens_per_s)
+        step = max(
+            step,
+            _build_step(inputs, layout, batch, checkpointed_layers, loss=loss, keeps_padding=True),
+            key=lambda one: _predict_step_speed(inputs, precision, one).tokens_per_s,
+        )
     simulation = create_step_simulation(inputs.config, inputs.shape, precision, step)
     if inputs.has_eval:
         # the evaluation's size follows from the training step's bytes, so the simulation comes first
         simulation.step = dataclasses.replace(step, eval_batch=choose_eval_batch(simulation, default_rows=eval_rows))
     step, memory = simulation.step, estimate_from_simulation(simulation)
+    host_required = (
+        0  # bytes of RAM that the ranks of the first node need together: to offload and to write, or to load
+    )
+    if inputs.hardware.gpus:
+        ranks = min(layout.ranks, inputs.hardware.ranks_per_node)
+        reader_count = 1 if loads_by_unit(inputs.config, layout) else ranks
+        # loading is over when the first checkpoint is written, so the two do not add up
+        offloaded_bytes = (memory.host_bytes - memory.host_save_bytes) * ranks
+        host_required = max(offloaded_bytes + memory.host_save_bytes, memory.host_load_bytes * reader_count)
     # of the step with its evaluation, because both are one run's
     speed, correction = _predict_step_speed(inputs, precision, step), inputs.find_correction(layout)
     # recorded beside the measurement when the run ends
@@ -376,7 +388,7 @@ def build_candidate(
         ),
         speed=speed.scaled(1 / correction.speed_factor),  # a duration: slower by the factor that tokens/s are lower
         budget=MemoryBudget(inputs.device_budget, inputs.host_budget),
-        host_required=_host_required_bytes(inputs, layout, memory),
+        host_required=host_required,
         uncorrected=uncorrected,
         layers=inputs.shape.num_layers,
     )
@@ -391,8 +403,9 @@ def _predict_step_speed(inputs: PlanInputs, precision: Precision, step: Step) ->
             effective_batch=step.micro_batch * step.grad_accum * layout.data_parallel,
             ranks=layout.data_parallel,
         )
-        rank_tokens = micro_steps.padded_tokens / layout.context_parallel
-        micro_steps = dataclasses.replace(micro_steps, padded_tokens=rank_tokens)
+        micro_steps = dataclasses.replace(
+            micro_steps, padded_tokens=micro_steps.padded_tokens / layout.context_parallel
+        )
     return predict_speed(inputs.config, inputs.shape, precision, step, inputs.rates, micro_steps=micro_steps)
 
 
@@ -475,18 +488,6 @@ def choose_eval_batch(simulation: StepMemorySimulation, *, default_rows: int | N
     if default_rows is not None:
         return default_rows
     return max_evaluation_rows(simulation)
-
-
-def _host_required_bytes(inputs: PlanInputs, layout: Layout, memory: MemoryEstimate) -> int:
-    """Bytes of RAM that the ranks of the first node need together: to offload and to write, or to load."""
-    if not inputs.hardware.gpus:
-        return 0
-    ranks = reader_count = min(layout.ranks, inputs.hardware.ranks_per_node)
-    offloaded_bytes = memory.host_bytes - memory.host_save_bytes
-    if loads_by_unit(inputs.config, layout):
-        reader_count = 1
-    # loading is over when the first checkpoint is written, so the two do not add up
-    return max(offloaded_bytes * ranks + memory.host_save_bytes, memory.host_load_bytes * reader_count)
 
 
 def choose_candidate(candidates: Sequence[Candidate]) -> Candidate | None:

@@ -44,7 +44,6 @@ from sft_play.planner.plan import (
     Plan,
     RunLength,
     TraceCandidate,
-    TracePrediction,
     count_parameters,
     device_budget_bytes,
 )
@@ -273,47 +272,39 @@ def _choose_confirmed(
         trace = trace_candidate(choice)
         if trace.unavailable_reason is not None:
             return choice, candidates, [*notes, f"not confirmed by a trace: {trace.unavailable_reason}"]
-        notes.append(_format_trace(choice, trace))
+        estimated = choice.memory.allocated
+        text = (
+            f"traced: {trace.allocated / GIB:.2f} GiB allocated and {trace.reserved / GIB:.2f} reserved; the estimate "
+            f"says {estimated / GIB:.2f} and {choice.memory.reserved / GIB:.2f}"
+        )
+        difference = trace.allocated / max(1, estimated) - 1
+        if abs(difference) > TRACE_TOLERANCE:
+            text += f", {difference:+.1%} apart: the larger one is used"
+        notes.append(text)
         # If the traced choice no longer fits, the next round takes, and traces, the next best. This ends: a candidate
         # is traced once, and one that fits by its trace is returned.
-        updated = _apply_trace(inputs, choice, trace)
         candidates = [*candidates]
-        candidates[candidates.index(choice)] = updated
-
-
-def _apply_trace(inputs: PlanInputs, candidate: Candidate, trace: TracePrediction) -> Candidate:
-    """Use the larger of estimate and trace, then apply the calibration. The excess is shown as its own term."""
-    memory = candidate.memory
-    excess = max(0, trace.allocated - memory.allocated)
-    # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
-    uncorrected = dataclasses.replace(
-        candidate.uncorrected, reserved=max(candidate.uncorrected.reserved, trace.reserved)
-    )
-    reserved = inputs.find_correction(candidate.layout).corrected_reserved(uncorrected.reserved, inputs.device_budget)
-    peak_phase, terms = RUN_PHASES.get(memory.moment, "training"), memory.terms
-    if excess:
-        terms = terms | {"trace_says_more": excess}
-    memory = dataclasses.replace(
-        memory,
-        terms=terms,
-        reserved=reserved,
-        by_moment=memory.by_moment
-        | {peak_phase: (memory.allocated + excess, max(memory.by_moment[peak_phase][1], trace.reserved))},
-        margin=int(memory.margin * reserved / max(1, memory.reserved)),  # it keeps its share of what is reserved
-    )
-    return dataclasses.replace(candidate, memory=memory, uncorrected=uncorrected, is_traced=True)
-
-
-def _format_trace(candidate: Candidate, trace: TracePrediction) -> str:
-    estimated = candidate.memory.allocated
-    text = (
-        f"traced: {trace.allocated / GIB:.2f} GiB allocated and {trace.reserved / GIB:.2f} reserved; the estimate "
-        f"says {estimated / GIB:.2f} and {candidate.memory.reserved / GIB:.2f}"
-    )
-    difference = trace.allocated / max(1, estimated) - 1
-    if abs(difference) > TRACE_TOLERANCE:
-        text += f", {difference:+.1%} apart: the larger one is used"
-    return text
+        # the larger of estimate and trace, then the calibration; the excess is shown as its own term
+        memory, excess = choice.memory, max(0, trace.allocated - estimated)
+        # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
+        raw_reserved = max(choice.uncorrected.reserved, trace.reserved)
+        reserved = inputs.find_correction(choice.layout).corrected_reserved(raw_reserved, inputs.device_budget)
+        peak_phase, terms = RUN_PHASES.get(memory.moment, "training"), memory.terms
+        if excess:
+            terms = terms | {"trace_says_more": excess}
+        peak_bytes = (estimated + excess, max(memory.by_moment[peak_phase][1], trace.reserved))
+        candidates[candidates.index(choice)] = dataclasses.replace(
+            choice,
+            memory=dataclasses.replace(
+                memory,
+                terms=terms,
+                reserved=reserved,
+                by_moment=memory.by_moment | {peak_phase: peak_bytes},
+                margin=int(memory.margin * reserved / max(1, memory.reserved)),  # it keeps its share of the reserved
+            ),
+            uncorrected=dataclasses.replace(choice.uncorrected, reserved=raw_reserved),
+            is_traced=True,
+        )
 
 
 def _masked_required_bytes(inputs: PlanInputs, choice: Candidate) -> int | None:

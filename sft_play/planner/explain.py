@@ -84,6 +84,29 @@ def plan_reasons(
         adapter_notes = shape.adapter_placement.notes
     if config.train.learning_rate == "auto":
         _, learning_rate_reason = config.derived_learning_rate
+    memory, ranks, checkpoint_reason = choice.memory, choice.layout.ranks, ""
+    if memory.checkpoint == "sharded":
+        size_text = f"{memory.checkpoint_bytes / GIB:.1f} GiB"
+        rank_size_text = f"{memory.host_save_each_bytes / GIB:.1f} GiB"
+        checkpoint_reason = (
+            f"checkpoints of {size_text} are written in parts, one by each of {ranks} ranks ({rank_size_text} of RAM "
+            f"each): above {MAX_WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than "
+            f"{MAX_WHOLE_SAVE_S // 60} minutes, and hold {memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number "
+            "of ranks resumes from them"
+        )
+        if config.train.async_save:
+            checkpoint_reason = (
+                f"train.async_save: checkpoints of {size_text} are written while training goes on, in parts: each of "
+                f"{ranks} ranks keeps its part in RAM meanwhile ({rank_size_text})"
+            )
+    eval_rows, evaluation_reason = choice.step.eval_batch, ""
+    if eval_rows:
+        given_note = " (eval.batch_size is given)" * (config.eval.batch_size != "auto")
+        evaluation_bytes, step_bytes = (memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training"))
+        evaluation_reason = (
+            f"evaluation: {plural(eval_rows, 'row')} at a time per rank{given_note}, rows of similar length together; "
+            f"{evaluation_bytes / GIB:.2f} GiB, a training step {step_bytes / GIB:.2f}"
+        )
     correction = inputs.find_correction(choice.layout).narrow_to_size(choice.uncorrected.reserved)
     reasons = (
         choice.precision.reason,
@@ -94,26 +117,23 @@ def plan_reasons(
         *(f"adapters: {note}" for note in adapter_notes),
         *(shape.text_only_note, shape.storage_note),
         *_batch_reasons(inputs, candidates, choice),
-        _row_reason(inputs, choice),
-        _loading_reason(inputs, choice),
         learning_rate_reason,
-        _sharded_checkpoint_reason(inputs, choice),
+        checkpoint_reason,
         REPEATED_KEYS_REASON * repeats_kv,
         CUDNN_REASON * choice.step.cudnn,
-        _evaluation_reason(config, choice),
+        evaluation_reason,
         *ineffective_distributed_options(config, choice.layout.name),
         *(correction.reason, correction.warning),
         *slow_code_reasons(config, shape, choice, inputs.rates.missing_packages),
         kernels.reason,
         *notes,
         *compile_reasons(config, shape),
-        *_tuning_reasons(config, choice),
-        *_fit_reasons(choice),
+        *_tuning_and_fit_reasons(config, choice),
     )
     return tuple(filter(None, reasons))
 
 
-def _tuning_reasons(config: RunConfig, choice: Candidate) -> Iterator[str]:
+def _tuning_and_fit_reasons(config: RunConfig, choice: Candidate) -> Iterator[str]:
     tuning, layout, compute = config.tuning, choice.layout, choice.precision.compute
     if tuning.mode != "full" and tuning.lora.dtype == "bfloat16":
         effect = "adapters and their states are bf16, and small updates are lost"
@@ -125,6 +145,16 @@ def _tuning_reasons(config: RunConfig, choice: Candidate) -> Iterator[str]:
     if tuning.backend == "unsloth":
         layout_note = f"; {layout.name} would run with backend bnb" * (layout.name not in ("single", "ddp"))
         yield f"tuning.backend=unsloth: planned as backend bnb; Unsloth itself was not measured{layout_note}"
+    ram_gib = choice.host_required / GIB
+    if choice.step.pages and (choice.offloads or choice.step.offloads):
+        yield (
+            f"{ram_gib:.1f} GiB of RAM are page-locked for offload, but WSL has been seen to give only 0.5 to 1 GiB: "
+            "the run may fail at the start"
+        )
+    if choice.fits and choice.needs_unknown_ram:
+        yield f"{ram_gib:.0f} GiB of RAM are needed on each node, and the machine's RAM was not given (ram=512GiB)"
+    if not choice.fits:
+        yield f"nothing fits: the closest is predicted to need {format_needs(choice, term_count=3)}"
 
 
 def _batch_reasons(inputs: PlanInputs, candidates: Sequence[Candidate], choice: Candidate) -> Iterator[str]:
@@ -147,17 +177,14 @@ def _batch_reasons(inputs: PlanInputs, candidates: Sequence[Candidate], choice: 
             f"an effective batch of {batch.effective_batch} does not split over {layout.ranks} ranks that each read "
             f"their own rows: {layout.name} has {layout.data_parallel}"
         )
-
-
-def _loading_reason(inputs: PlanInputs, choice: Candidate) -> str:
-    layout, memory = choice.layout, choice.memory
-    if inputs.config.tuning.mode != "qlora" or not layout.shards_params or loads_by_unit(inputs.config, layout):
-        return ""
-    ram_note = ", the packed ones in RAM" * layout.offloads_params
-    return (
-        f"{layout.name} shards NF4 weights after loading: until then each rank holds all of them "
-        f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{ram_note}"
-    )
+    yield _row_reason(inputs, choice)
+    is_nf4, memory = inputs.config.tuning.mode == "qlora", choice.memory
+    if is_nf4 and layout.shards_params and not loads_by_unit(inputs.config, layout):
+        ram_note = ", the packed ones in RAM" * layout.offloads_params
+        yield (
+            f"{layout.name} shards NF4 weights after loading: until then each rank holds all of them "
+            f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{ram_note}"
+        )
 
 
 def _row_reason(inputs: PlanInputs, choice: Candidate) -> str:
@@ -171,25 +198,6 @@ def _row_reason(inputs: PlanInputs, choice: Candidate) -> str:
     if padded_tokens is not None:
         text += f": a micro-batch has as many rows as fit into {padded_tokens:,} tokens"
     return text + padding_text
-
-
-def _sharded_checkpoint_reason(inputs: PlanInputs, choice: Candidate) -> str:
-    memory, ranks = choice.memory, choice.layout.ranks
-    if memory.checkpoint != "sharded":
-        return ""
-    size_text = f"{memory.checkpoint_bytes / GIB:.1f} GiB"
-    rank_size_text = f"{memory.host_save_each_bytes / GIB:.1f} GiB"
-    if inputs.config.train.async_save:
-        return (
-            f"train.async_save: checkpoints of {size_text} are written while training goes on, in parts: each of "
-            f"{ranks} ranks keeps its part in RAM meanwhile ({rank_size_text})"
-        )
-    return (
-        f"checkpoints of {size_text} are written in parts, one by each of {ranks} ranks ({rank_size_text} of RAM "
-        f"each): above {MAX_WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than "
-        f"{MAX_WHOLE_SAVE_S // 60} minutes, and hold {memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of "
-        "ranks resumes from them"
-    )
 
 
 def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
@@ -220,31 +228,6 @@ def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
     return text
 
 
-def _evaluation_reason(config: RunConfig, choice: Candidate) -> str:
-    rows, memory = choice.step.eval_batch, choice.memory
-    if not rows:
-        return ""
-    given_note = " (eval.batch_size is given)" * (config.eval.batch_size != "auto")
-    evaluation_bytes, step_bytes = (memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training"))
-    return (
-        f"evaluation: {plural(rows, 'row')} at a time per rank{given_note}, rows of similar length together; "
-        f"{evaluation_bytes / GIB:.2f} GiB, a training step {step_bytes / GIB:.2f}"
-    )
-
-
-def _fit_reasons(choice: Candidate) -> Iterator[str]:
-    ram_gib = choice.host_required / GIB
-    if choice.step.pages and (choice.offloads or choice.step.offloads):
-        yield (
-            f"{ram_gib:.1f} GiB of RAM are page-locked for offload, but WSL has been seen to give only 0.5 to 1 GiB: "
-            "the run may fail at the start"
-        )
-    if choice.fits and choice.needs_unknown_ram:
-        yield f"{ram_gib:.0f} GiB of RAM are needed on each node, and the machine's RAM was not given (ram=512GiB)"
-    if not choice.fits:
-        yield f"nothing fits: the closest is predicted to need {format_needs(choice, term_count=3)}"
-
-
 # --- candidates that were not chosen ----------------------------------------------------------------------------------
 def candidates_to_show(inputs: PlanInputs, candidates: Sequence[Candidate], choice: Candidate) -> list[Candidate]:
     """The candidates worth showing, each with why it was not chosen: those of the chosen layout, the best of each
@@ -266,8 +249,9 @@ def candidates_to_show(inputs: PlanInputs, candidates: Sequence[Candidate], choi
     by_key = {choice.key: choice}
     for one in selected:
         if one.key not in by_key:
-            reason = rejection_reason(inputs, one, choice, fastest_tokens_per_s=fastest_tokens_per_s)
-            by_key[one.key] = dataclasses.replace(one, rejected_because=reason)
+            by_key[one.key] = dataclasses.replace(
+                one, rejected_because=rejection_reason(inputs, one, choice, fastest_tokens_per_s=fastest_tokens_per_s)
+            )
     return list(by_key.values())
 
 
@@ -287,7 +271,27 @@ def rejection_reason(
     speed_ratio = candidate.speed.tokens_per_s / choice.speed.tokens_per_s
     error = find_speed_error(inputs.shape, choice.precision, inputs.hardware, choice.step)
     if candidate.layout != choice.layout:
-        return _layout_reason(inputs, candidate, choice, speed_ratio, error)
+        fit_text = (
+            f"{choice.layout.name} fits at {format_gib(choice.memory.required)} of "
+            f"{format_gib(inputs.device_budget)} GiB"
+        )
+        if candidate.layout.offloads_states and not choice.layout.offloads_states:
+            return (
+                f"offload is not needed: {fit_text}; it needs {format_gib(candidate.host_required)} GiB of RAM on "
+                "each node"
+            )
+        is_less_simple = LAYOUT_PREFERENCE.index(candidate.layout.name) > LAYOUT_PREFERENCE.index(choice.layout.name)
+        text = f"another is preferred: {fit_text}"
+        if is_less_simple:
+            text = f"not needed: {fit_text}"
+        saved_gib = (candidate.speed.moved_bytes - choice.speed.moved_bytes) / GIB
+        if saved_gib >= 0.1:
+            text += f" and moves {saved_gib:.1f} GiB less per step"
+        elif saved_gib <= -0.1:
+            text += f" and moves {-saved_gib:.1f} GiB more per step"
+        if speed_ratio < EQUAL_SPEED_SHARE or not is_less_simple:
+            text += f"; this is predicted {format_relative_speed(speed_ratio, error)}"
+        return text
     share_of_best = candidate.speed.tokens_per_s / fastest_tokens_per_s
     if share_of_best < EQUAL_SPEED_SHARE:
         basis = "predicted" if inputs.rates.is_known else "with typical rates"
@@ -299,29 +303,6 @@ def rejection_reason(
     if extra_bytes > 0:
         return f"{speed_text}, {format_gib(extra_bytes)} GiB more"
     return f"{speed_text}, {format_gib(candidate.memory.required)} GiB as well"
-
-
-def _layout_reason(
-    inputs: PlanInputs, candidate: Candidate, choice: Candidate, speed_ratio: float, error: SpeedError
-) -> str:
-    fit_text = (
-        f"{choice.layout.name} fits at {format_gib(choice.memory.required)} of {format_gib(inputs.device_budget)} GiB"
-    )
-    if candidate.layout.offloads_states and not choice.layout.offloads_states:
-        ram_note = f"; it needs {format_gib(candidate.host_required)} GiB of RAM on each node"
-        return f"offload is not needed: {fit_text}{ram_note}"
-    is_less_simple = LAYOUT_PREFERENCE.index(candidate.layout.name) > LAYOUT_PREFERENCE.index(choice.layout.name)
-    text = f"another is preferred: {fit_text}"
-    if is_less_simple:
-        text = f"not needed: {fit_text}"
-    saved_gib = (candidate.speed.moved_bytes - choice.speed.moved_bytes) / GIB
-    if saved_gib >= 0.1:
-        text += f" and moves {saved_gib:.1f} GiB less per step"
-    elif saved_gib <= -0.1:
-        text += f" and moves {-saved_gib:.1f} GiB more per step"
-    if speed_ratio < EQUAL_SPEED_SHARE or not is_less_simple:
-        text += f"; this is predicted {format_relative_speed(speed_ratio, error)}"
-    return text
 
 
 def format_relative_speed(ratio: float, error: SpeedError | None = None) -> str:
@@ -380,10 +361,25 @@ def plan_summary_lines(plan: Plan, config: RunConfig, *, start_lines: Sequence[s
     verdict = plan.choice.verdict.replace("fits", "FITS", 1).replace("does NOT fit", "DOES NOT FIT", 1)
     if plan.fits and not start_lines:
         verdict = f"NOT STARTED{' on this machine' * (not plan.hardware.named)} ({plan.choice.verdict})"
+    hardware, batch, unit = plan.hardware, plan.batch, {"GPU": "GPUs", "process": "processes"}[plan.choice.device_word]
+    machine = "a CPU" if hardware.named else "this CPU"
+    if hardware.gpus:
+        machine = f"{len(hardware.gpus)} x {hardware.gpus[0].name}"
+        machine += f" on {hardware.nodes} nodes" * (hardware.nodes > 1)
+    elif hardware.ranks > 1:
+        machine += f", {hardware.ranks} processes"
+    machine += " (assumed)" * hardware.named
+    ranks_per_row = plan.choice.layout.ranks // batch.ranks  # ranks that share rows
+    if ranks_per_row > 1:
+        unit = f"groups of {ranks_per_row} {unit}"
+    batch_text = (
+        f"Batch {batch.effective_batch} = {plural(batch.micro_batch, 'row')} x "
+        f"{plural(batch.grad_accum, 'pass', 'passes')}"
+    )
+    batch_text += f" x {batch.ranks} {unit}" * (batch.ranks > 1)
     return [
-        f"{name}, {_format_mode(plan, config)}, on {_format_machine(plan)}: {verdict}; predicted peak "
-        f"{plan.memory.peak_text}",
-        f"{_format_batch(plan)}; {format_run_length(plan)}",
+        f"{name}, {_format_mode(plan, config)}, on {machine}: {verdict}; predicted peak {plan.memory.peak_text}",
+        f"{batch_text}; {format_run_length(plan)}",
         _format_data(plan, config, is_local=has_local_data),
         *(f"Warning: {warning}" for warning in plan_warnings(plan, config)),
         *start_lines[:-1],
@@ -428,9 +424,9 @@ def plan_warnings(plan: Plan, config: RunConfig) -> list[str]:
     """What a person would want to know before the first step."""
     warnings = []
     if plan.run_length is not None and plan.run_length.steps < FEW_STEPS and not config.train.max_steps:
-        count_text = plural(plan.run_length.steps, "optimizer step is", "optimizer steps are")
         warnings.append(
-            f"{count_text} few: more train.epochs, or a smaller {config.train.effective_batch_options}, makes more"
+            f"{plural(plan.run_length.steps, 'optimizer step is', 'optimizer steps are')} few: more train.epochs, or a "
+            f"smaller {config.train.effective_batch_options}, makes more"
         )
     if batch_change := format_changed_batch(config.train, plan.batch):
         warnings.append(f"{batch_change}: the effective batch of {plan.batch.effective_batch} is kept over all ranks")
@@ -452,27 +448,6 @@ def long_cpu_warnings(plan: Plan) -> list[str]:
 
 def _format_mode(plan: Plan, config: RunConfig) -> str:
     return MODE_NAMES[config.tuning.mode] + f" in {plan.layout}" * (plan.layout != "single")
-
-
-def _format_machine(plan: Plan) -> str:
-    hardware = plan.hardware
-    text = "a CPU" if hardware.named else "this CPU"
-    if hardware.gpus:
-        text = f"{len(hardware.gpus)} x {hardware.gpus[0].name}"
-        text += f" on {hardware.nodes} nodes" * (hardware.nodes > 1)
-    elif hardware.ranks > 1:
-        text += f", {hardware.ranks} processes"
-    return text + " (assumed)" * hardware.named
-
-
-def _format_batch(plan: Plan) -> str:
-    batch, unit = plan.batch, {"GPU": "GPUs", "process": "processes"}[plan.choice.device_word]
-    ranks_per_row = plan.choice.layout.ranks // batch.ranks  # ranks that share rows
-    if ranks_per_row > 1:
-        unit = f"groups of {ranks_per_row} {unit}"
-    passes = plural(batch.grad_accum, "pass", "passes")
-    text = f"Batch {batch.effective_batch} = {plural(batch.micro_batch, 'row')} x {passes}"
-    return text + f" x {batch.ranks} {unit}" * (batch.ranks > 1)
 
 
 def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:
@@ -526,8 +501,7 @@ def hardware_lines(hardware: Hardware) -> list[str]:
     else:
         lines += [f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GiB)" for gpu in gpus]
     total_line = f"Total VRAM: {sum(gpu.total_bytes for gpu in gpus) / GIB:.1f} GiB"
-    ram_lines = [f"RAM of each node: {host_text}"] * hardware.named
-    return ["\n".join(lines), total_line, *ram_lines, *hardware.notes]
+    return ["\n".join(lines), total_line, *([f"RAM of each node: {host_text}"] * hardware.named), *hardware.notes]
 
 
 def _format_host(hardware: Hardware) -> str:
@@ -620,8 +594,10 @@ def speed_lines(plan: Plan) -> list[str]:
         f"({parts_text}); a roofline, not a measurement"
     )
     if run is None:
-        reason = "no train.max_steps, and data.train_path is not one file here"
-        return [speed_line, f"Run: hours and cost are not predicted ({reason})"]
+        return [
+            speed_line,
+            "Run: hours and cost are not predicted (no train.max_steps, and data.train_path is not one file here)",
+        ]
     if run["hours"] is None:
         return [speed_line]
     line = f"Run: {run['steps']:,} steps, {format_duration(3600 * run['hours'])}{_full_rows_note(plan)}"
@@ -765,8 +741,11 @@ def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
     """The table of a grid, one row per cell: what fits, or which memory is too small."""
     if not cells:
         return []
-    text_columns = ("fits", "layout", "micro x accum", "checkpointing")
-    table = _build_table(text_columns, ("allocated GiB", "needs GiB", "tokens/s"), first_column="settings")
+    table = _build_table(
+        ("fits", "layout", "micro x accum", "checkpointing"),
+        ("allocated GiB", "needs GiB", "tokens/s"),
+        first_column="settings",
+    )
     for settings, plan in cells:
         verdict = f"NO: too little {' and '.join(plan.choice.insufficient_memory)}"
         if plan.fits:

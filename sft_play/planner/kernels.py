@@ -122,17 +122,20 @@ _SDPA_KERNELS = (
 def sdpa_kernel(call: SdpaCall, capability: tuple[int, int] | None, *, uses_cudnn: bool) -> SdpaKernel:
     """The kernel that PyTorch takes. `capability` None: unknown. `uses_cudnn`: cuDNN's is preferred there and not
     switched off."""
-    gpu_capability = capability or _DEFAULT_CAPABILITY
     return next(
         kernel.name
         for kernel in _SDPA_KERNELS
-        if (uses_cudnn or kernel.name != "cudnn") and _accepts(kernel, call, gpu_capability)
+        if (uses_cudnn or kernel.name != "cudnn") and _accepts(kernel, call, capability or _DEFAULT_CAPABILITY)
     )
 
 
 def _accepts(kernel: _KernelLimits, call: SdpaCall, capability: tuple[int, int]) -> bool:
     head_dims = (call.head_dim, call.value_head_dim)
-    multiple = _efficient_multiple(call, capability) if kernel.name == "efficient" else kernel.head_dim_multiple
+    multiple = kernel.head_dim_multiple
+    if kernel.name == "efficient" and capability >= (8, 0):  # PyTorch's minimum_gemm_alignment
+        multiple = 8 if call.half_precision else 4
+    elif kernel.name == "efficient":
+        multiple = 8 if call.half_precision and capability >= (7, 0) else 1
     has_small_shared_memory = (8, 6) <= capability <= (8, 9) or capability[0] == 12
     return (
         kernel.min_capability <= capability <= kernel.max_capability
@@ -144,13 +147,6 @@ def _accepts(kernel: _KernelLimits, call: SdpaCall, capability: tuple[int, int])
         and (not kernel.needs_equal_head_dims or call.head_dim == call.value_head_dim)
         and not (call.needs_gradient and has_small_shared_memory and call.head_dim in kernel.untrainable_head_dims)
     )
-
-
-def _efficient_multiple(call: SdpaCall, capability: tuple[int, int]) -> int:
-    """What widths are a multiple of for the memory-efficient kernel (`minimum_gemm_alignment`)."""
-    if capability >= (8, 0):
-        return 8 if call.half_precision else 4
-    return 8 if call.half_precision and capability >= (7, 0) else 1
 
 
 def prefers_cudnn(capability: tuple[int, int] | None, libraries: CudaLibraries, *, is_amd: bool = False) -> bool:
@@ -257,12 +253,6 @@ class ReplacedOperations:
     # A norm writes its input's gradient over its output's; not where the residual needs that one.
     writes_in_place: bool = True
 
-    @property
-    def text(self) -> str:
-        """What is replaced, as the end of a sentence."""
-        parts = ["norms"] + ["gated activations"] * self.replaces_gate + ["rotations"] * self.replaces_rotation
-        return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-
 
 _REPLACED_BY_TYPES = {
     "gemma granite hunyuan_v1_dense llama ministral mistral phi3 qwen2 smollm3": ReplacedOperations(),
@@ -318,36 +308,37 @@ def plan_kernels(
     if option == "none":
         return PlannedKernels()
     setting = f"kernels: train.kernels={option}: "
-    problem = _liger_obstacle(config, shape, layout, on_gpu=on_gpu)
+    problem = None
+    if not on_gpu:
+        problem = "Liger's need a CUDA GPU"
+    elif config.tuning.backend != "bnb":
+        problem = f"tuning.backend={config.tuning.backend} brings its own"
+    elif layout.tensor_parallel > 1:
+        problem = "tensor-parallel ranks replace the same forwards"
+    elif shape.model_type not in LIGER_REPLACEMENTS:
+        problem = f"{LIGER_PACKAGE} {LIGER_VERSION} has none for {one_line(shape.model_type)} that this plan knows"
     # asked for by name, a missing package is refused when the run starts; the plan may be made on another machine
-    if problem is None and option == "auto" and LIGER_PACKAGE in missing_packages:
+    elif option == "auto" and LIGER_PACKAGE in missing_packages:
         problem = f"{LIGER_PACKAGE} is not installed here"
     if problem is not None:
         return PlannedKernels(reason=f"{setting}the plain ones, because {problem}")
     operations = LIGER_REPLACEMENTS[shape.model_type]
     if shape.num_experts:  # experts keep their own code, and so do MLPs beside them
         operations = replace(operations, replaces_gate=False)
-    operations_text = f"{setting}Liger's for {operations.text}"
+    parts = ["norms"] + ["gated activations"] * operations.replaces_gate + ["rotations"] * operations.replaces_rotation
+    replaced_text = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    operations_text = f"{setting}Liger's for {replaced_text}"
     condition = (
         f"if a measurement before the first step shows that they compute the same ({LIGER_PACKAGE} {LIGER_VERSION})"
     )
     if option == "liger":
         return PlannedKernels(operations, operations, f"{operations_text}, {condition}")
     # auto may fall back to the plain code when the run starts, which must then still fit
-    basis = "the speed is theirs, the memory that of the plain ones, which take more"
-    return PlannedKernels(None, operations, f"{operations_text}, {condition}: {basis}")
-
-
-def _liger_obstacle(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool) -> str | None:
-    if not on_gpu:
-        return "Liger's need a CUDA GPU"
-    if config.tuning.backend != "bnb":
-        return f"tuning.backend={config.tuning.backend} brings its own"
-    if layout.tensor_parallel > 1:
-        return "tensor-parallel ranks replace the same forwards"
-    if shape.model_type not in LIGER_REPLACEMENTS:
-        return f"{LIGER_PACKAGE} {LIGER_VERSION} has none for {one_line(shape.model_type)} that this plan knows"
-    return None
+    return PlannedKernels(
+        None,
+        operations,
+        f"{operations_text}, {condition}: the speed is theirs, the memory that of the plain ones, which take more",
+    )
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
@@ -414,9 +405,11 @@ def plan_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> 
         check_experts_option(config)
         return None
     # the width of experts in code that is not known is not known either
-    widths = sorted({shape.hidden_size, *(kind.expert_width for kind in expert_layers if kind.expert_width)})
     return select_experts_implementation(
-        config, uses_custom_experts=shape.uses_custom_experts, widths=widths, precision=precision
+        config,
+        uses_custom_experts=shape.uses_custom_experts,
+        widths=sorted({shape.hidden_size, *(kind.expert_width for kind in expert_layers if kind.expert_width)}),
+        precision=precision,
     )
 
 

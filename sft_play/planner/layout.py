@@ -57,7 +57,14 @@ def parse_mesh(mesh_shape: Any) -> Mesh | None:
     """The mesh that `model.mesh_shape` gives; None where it is null. Raises ConfigError where no engine builds it."""
     if mesh_shape is None:
         return None
-    sizes, names = _split_mesh_shape(mesh_shape)
+    parts: list[Any] = [mesh_shape] if isinstance(mesh_shape, int) else list(mesh_shape)
+    # [[2, 4], [fsdp, tp]]; a list of two numbers has no names
+    if len(parts) == 2 and all(isinstance(part, Sequence) for part in parts):
+        sizes, names = list(parts[0]), [str(name).strip().lower() for name in parts[1]]
+    elif len(parts) > len(DEFAULT_AXES):
+        raise _mesh_error(mesh_shape, f"{len(parts)} sizes without names")
+    else:
+        sizes, names = parts, list(DEFAULT_AXES[: len(parts)])
     if not sizes or min(sizes) < 1 or len(names) != len(sizes):
         raise _mesh_error(mesh_shape, f"{len(sizes)} sizes, which must be whole numbers from 1, and {len(names)} names")
     if set(names) - set(MESH_AXES) or len(set(names)) < len(names):
@@ -68,23 +75,12 @@ def parse_mesh(mesh_shape: Any) -> Mesh | None:
             mesh_shape, "tp and cp cannot be combined", f"use {Mesh(mesh.dp, mesh.fsdp, 1, mesh.cp * mesh.tp)}"
         )
     if mesh.dp > 1 and mesh.fsdp == 1 and mesh.tp * mesh.cp > 1:
-        alternative = Mesh(1, mesh.dp, mesh.tp, mesh.cp)
         raise _mesh_error(
-            mesh_shape, "DDP cannot be combined with tp or cp", f"use {alternative}: the same rows, less memory"
+            mesh_shape,
+            "DDP cannot be combined with tp or cp",
+            f"use {Mesh(1, mesh.dp, mesh.tp, mesh.cp)}: the same rows, less memory",
         )
     return mesh
-
-
-def _split_mesh_shape(mesh_shape: Any) -> tuple[list[int], list[str]]:
-    if isinstance(mesh_shape, int):
-        mesh_shape = (mesh_shape,)
-    parts = list(mesh_shape)
-    # [[2, 4], [fsdp, tp]]; a list of two numbers has no names
-    if len(parts) == 2 and all(isinstance(part, Sequence) for part in parts):
-        return list(parts[0]), [str(name).strip().lower() for name in parts[1]]
-    if len(parts) > len(DEFAULT_AXES):
-        raise _mesh_error(mesh_shape, f"{len(parts)} sizes without names")
-    return parts, list(DEFAULT_AXES[: len(parts)])
 
 
 def _mesh_error(mesh_shape: Any, problem: str, remedy: str = "") -> ConfigError:
@@ -213,8 +209,7 @@ class PreviousRun:
     def kept_layout(self, processes: int) -> LayoutName | None:
         """The layout that the run keeps over this many processes; None where any may be taken: DeepSpeed's checkpoints
         are read by the same layout only, those of the others by any, over any number of ranks."""
-        has_same_ranks = self.processes == processes
-        return self.layout if has_same_ranks or self.layout in DEEPSPEED_LAYOUTS else None
+        return self.layout if self.processes == processes or self.layout in DEEPSPEED_LAYOUTS else None
 
     def resume_obstacle(self, layout: LayoutName) -> str | None:
         """Why the run's checkpoint cannot be resumed in another layout; None where it can, over any number of ranks:
@@ -267,7 +262,21 @@ def find_layouts(
     the mesh is invalid, is of another number of processes, or cannot run the job."""
     mesh = parse_mesh(config.model.mesh_shape)
     if mesh is not None:
-        return (_check_mesh_layout(mesh, config, shape, hardware),), ()
+        option_text = f"model.mesh_shape={format_mesh(config.model.mesh_shape)}"
+        if mesh.ranks != hardware.ranks:
+            needed, present = (f"{n} process{'es' if n > 1 else ''}" for n in (mesh.ranks, hardware.ranks))
+            raise ConfigError(
+                f"{option_text} is a mesh of {needed}, and this is a run of {present}: start {mesh.ranks}, one for "
+                f"each GPU (make train-distributed, NPROC= of each node), or give a mesh of {hardware.ranks}"
+            )
+        layout = mesh_layout(mesh)
+        obstacle = _layout_obstacle(layout, config, shape, hardware)
+        if obstacle is not None:
+            alternative = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
+            raise ConfigError(
+                f"{option_text} cannot run this job: {obstacle}; use {alternative}, or null to let the plan choose"
+            )
+        return (layout,), ()
     possible_layouts: list[Layout] = []
     impossible: list[ImpossibleLayout] = []
     tried_layouts = _layouts_to_try(config, hardware)
@@ -286,29 +295,13 @@ def find_layouts(
     return tuple(possible_layouts), tuple(item for item in impossible if item.name not in possible_names)
 
 
-def _check_mesh_layout(mesh: Mesh, config: RunConfig, shape: ModelShape, hardware: Hardware) -> Layout:
-    option_text = f"model.mesh_shape={format_mesh(config.model.mesh_shape)}"
-    if mesh.ranks != hardware.ranks:
-        needed, present = (f"{n} process{'es' if n > 1 else ''}" for n in (mesh.ranks, hardware.ranks))
-        raise ConfigError(
-            f"{option_text} is a mesh of {needed}, and this is a run of {present}: start {mesh.ranks}, one for each "
-            "GPU "
-            f"(make train-distributed, NPROC= of each node), or give a mesh of {hardware.ranks}"
-        )
-    layout = mesh_layout(mesh)
-    obstacle = _layout_obstacle(layout, config, shape, hardware)
-    if obstacle is not None:
-        alternative = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
-        raise ConfigError(
-            f"{option_text} cannot run this job: {obstacle}; use {alternative}, or null to let the plan choose"
-        )
-    return layout
-
-
 def context_parallel_layouts(config: RunConfig, shape: ModelShape, hardware: Hardware) -> tuple[Layout, ...]:
     """The layouts that also divide the tokens of each row, for rows that are too long for a GPU."""
-    layouts = _all_context_parallel_layouts(hardware)
-    return tuple(layout for layout in layouts if _layout_obstacle(layout, config, shape, hardware) is None)
+    return tuple(
+        layout
+        for layout in _all_context_parallel_layouts(hardware)
+        if _layout_obstacle(layout, config, shape, hardware) is None
+    )
 
 
 def _all_context_parallel_layouts(hardware: Hardware) -> list[Layout]:
@@ -318,7 +311,7 @@ def _all_context_parallel_layouts(hardware: Hardware) -> list[Layout]:
 
 
 def _group_sizes(hardware: Hardware) -> list[int]:
-    """Sizes of groups of ranks in one node, into which all ranks divide."""
+    # of ranks in one node, into which all ranks divide
     return [size for size in GROUP_SIZES if size <= hardware.ranks_per_node and hardware.ranks % size == 0]
 
 
@@ -346,14 +339,23 @@ def _layout_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardw
     optim = config.train.optim
     if config.train.async_save and not (layout.is_fsdp and config.tuning.mode == "full"):
         return "train.async_save: only FSDP2's ranks (fsdp), in full fine-tuning, write their parts beside the training"
-    if config.train.compile and (obstacle := compile_obstacle(layout)):
-        return obstacle
+    if config.train.compile and layout.is_zero:
+        return "train.compile: ZeRO's hooks in every submodule would break a compiled block; fsdp shards the same"
+    if config.train.compile and (layout.tensor_parallel > 1 or layout.context_parallel > 1):
+        return f"train.compile: ranks of {layout.name} exchange inside each block, which was not tried compiled"
     if config.model.add_tokens and config.tuning.mode != "full" and layout.name not in ("single", "ddp"):
         return (
             "model.add_tokens: PEFT trains rows of whole embeddings only, and they are divided here or cast (ddp works)"
         )
-    if obstacle := _adapter_start_obstacle(layout, config):
-        return obstacle
+    lora, init_text = config.tuning.lora, f"tuning.lora.init={config.tuning.lora.init}"
+    if config.tuning.mode != "full" and lora.init != "default":
+        if layout.tensor_parallel > 1 or (lora.init == "loftq" and layout.shards_params and layout.is_zero):
+            return f"{init_text}: whole 16-bit weights are read for it, and they are divided here (fsdp works)"
+        if layout.is_fsdp and lora.use_dora:
+            return (
+                f"{init_text}: DoRA's layers are divided only when training begins, where half of an adapter cannot be "
+                "frozen"
+            )
     if layout.tensor_parallel > 1 and (obstacle := _tensor_parallel_obstacle(layout, config, shape, hardware)):
         return obstacle
     if layout.context_parallel > 1 and (obstacle := _context_parallel_obstacle(layout, config, shape)):
@@ -369,29 +371,6 @@ def _layout_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardw
     return gradient_sync_obstacle(
         config, choose_precision(config, hardware, shape), layout.name, on_gpu=bool(hardware.gpus)
     )
-
-
-def _adapter_start_obstacle(layout: Layout, config: RunConfig) -> str | None:
-    lora, option_text = config.tuning.lora, f"tuning.lora.init={config.tuning.lora.init}: "
-    if config.tuning.mode == "full" or lora.init == "default":
-        return None
-    if layout.tensor_parallel > 1 or (lora.init == "loftq" and layout.shards_params and layout.is_zero):
-        return f"{option_text}whole 16-bit weights are read for it, and they are divided here (fsdp works)"
-    if layout.is_fsdp and lora.use_dora:
-        return (
-            f"{option_text}DoRA's layers are divided only when training begins, where half of an adapter cannot be "
-            "frozen"
-        )
-    return None
-
-
-def compile_obstacle(layout: Layout) -> str | None:
-    """Why blocks cannot be compiled in the layout; None where they can."""
-    if layout.is_zero:
-        return "train.compile: ZeRO's hooks in every submodule would break a compiled block; fsdp shards the same"
-    if layout.tensor_parallel > 1 or layout.context_parallel > 1:
-        return f"train.compile: ranks of {layout.name} exchange inside each block, which was not tried compiled"
-    return None
 
 
 def _tensor_parallel_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:

@@ -3,7 +3,6 @@ nothing fits.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -349,12 +348,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         "suggestions": data["ways_out"],
         "run_length": data["run"],
     }
-    return _plan_adapter().validate_python({**data, **renamed_fields})
-
-
-@functools.cache
-def _plan_adapter() -> TypeAdapter[Plan]:
-    return TypeAdapter(Plan)
+    return TypeAdapter(Plan).validate_python({**data, **renamed_fields})
 
 
 def require_fit(plan: Plan, config: RunConfig, *, is_resumed: bool = False) -> None:

@@ -96,8 +96,11 @@ def choose_precision(config: RunConfig, hardware: Hardware, shape: ModelShape | 
     ConfigError where fp16 is asked for by name, and the model's activations leave its range."""
     overflow = None
     if shape is not None:
-        is_eager = config.model.attn_implementation == "eager"
-        overflow = find_fp16_overflow(shape.model_type, is_eager=is_eager, attention_dropout=shape.attention_dropout)
+        overflow = find_fp16_overflow(
+            shape.model_type,
+            is_eager=config.model.attn_implementation == "eager",
+            attention_dropout=shape.attention_dropout,
+        )
     # gradients that overflow cost skipped steps; activations that do make the loss NaN, whatever the scale
     forward_overflow = None if overflow is None or overflow.in_backward else overflow
     compute, reason = _choose_compute_dtype(config, hardware, forward_overflow)
@@ -242,8 +245,7 @@ def gradient_sync(config: RunConfig, precision: Precision, layout: str) -> Gradi
 
 def adapter_dtype(config: RunConfig, precision: Precision) -> DtypeName:
     """Dtype of adapters: float32, or bf16 where that is asked for and is the compute dtype."""
-    wants_bf16 = config.tuning.lora.dtype == "bfloat16"
-    return "bfloat16" if wants_bf16 and precision.compute == "bfloat16" else "float32"
+    return "bfloat16" if config.tuning.lora.dtype == precision.compute == "bfloat16" else "float32"
 
 
 def _gradient_dtype(config: RunConfig, precision: Precision, layout: str, gathered_dtype: DtypeName) -> DtypeName:

@@ -129,37 +129,35 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
             2 * _weight_bytes(config, shape, gathered_itemsize) - gathered_itemsize * shape.embedding_table_params
         )
     else:
-        gathered_bytes = _zero3_gathered_bytes(config, shape, precision, step)
+        # all weights, and again for the backward pass those behind which more than ZERO_REUSE_PARAMS lie until then; a
+        # checkpointed block larger than half of that releases its first layers before its backward pass. For packed
+        # weights DeepSpeed counts bytes
+        layers, packed_params = shape.num_layers, shape.linear_params * (config.tuning.mode == "qlora")
+        recomputed_share = step.recomputed_layers(layers) / layers
+        counted_params = shape.params - 0.5 * packed_params
+        kept_share = min(1.0, ZERO_REUSE_PARAMS / (2 + recomputed_share) / counted_params)
+        block_params = counted_params - (2 - shape.tied) * shape.embedding_table_params
+        regathered_share = max(0.0, block_params - layers * ZERO_REUSE_PARAMS / 2) / counted_params
+        gathered_bytes = _weight_bytes(config, shape, DTYPE_BYTES[precision.compute])
+        gathered_bytes *= 2 - kept_share + recomputed_share * regathered_share
     span, parts = layout.shard * neighbour_ranks, ranks // layout.shard
     weights = Collective("all_gather", gathered_bytes / layout.tensor_parallel, layout.shard, 2 * calls, span)
     reductions = [Collective("reduce_scatter", gradient_bytes, layout.shard, calls, span)]
     if parts > 1:  # HSDP: each part is reduced once more, over the groups that hold a copy of it
-        part_bytes = gradient_bytes / layout.shard
-        reductions.append(Collective("all_reduce", part_bytes, parts, calls, ranks * neighbour_ranks))
+        reductions.append(
+            Collective("all_reduce", gradient_bytes / layout.shard, parts, calls, ranks * neighbour_ranks)
+        )
     return Traffic((weights,), tuple(reductions), (), sync.reductions_per_step)
 
 
 def _weight_bytes(config: RunConfig, shape: ModelShape, itemsize: int, *, with_adapters: bool = True) -> float:
-    """Bytes of all weights as they are sent: 4-bit ones packed."""
+    # as they are sent: 4-bit ones packed
     weight_bytes = float(shape.params * itemsize)
     if config.tuning.mode == "qlora":
         weight_bytes = 0.5 * shape.linear_params + itemsize * (shape.params - shape.linear_params)
     if with_adapters and config.tuning.mode != "full":
         weight_bytes += itemsize * trained_parameters(config, shape, ElementBytes()).params
     return weight_bytes
-
-
-def _zero3_gathered_bytes(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> float:
-    """Bytes that ZeRO-3 gathers in a micro-batch: all weights, and again for the backward pass those behind which more
-    than `ZERO_REUSE_PARAMS` lie until then; a checkpointed block larger than half of that releases its first layers
-    before its backward pass. For packed weights DeepSpeed counts bytes."""
-    weight_bytes, layers = _weight_bytes(config, shape, DTYPE_BYTES[precision.compute]), shape.num_layers
-    recomputed_share = step.recomputed_layers(layers) / layers
-    counted_params = shape.params - (0.5 * shape.linear_params if config.tuning.mode == "qlora" else 0.0)
-    kept_share = min(1.0, ZERO_REUSE_PARAMS / (2 + recomputed_share) / counted_params)
-    block_params = counted_params - (2 - shape.tied) * shape.embedding_table_params
-    regathered_share = max(0.0, block_params - layers * ZERO_REUSE_PARAMS / 2) / counted_params
-    return weight_bytes * (2 - kept_share + recomputed_share * regathered_share)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -397,8 +395,9 @@ class Speed:
 
     def scaled(self, factor: float) -> Speed:
         """The same with every duration multiplied."""
-        parts = {name: seconds * factor for name, seconds in self.parts.items()}
-        return dataclasses.replace(self, step_s=self.step_s * factor, parts=parts)
+        return dataclasses.replace(
+            self, step_s=self.step_s * factor, parts={name: seconds * factor for name, seconds in self.parts.items()}
+        )
 
 
 def find_rates(hardware: Hardware, precision: Precision) -> Rates:
@@ -477,8 +476,13 @@ class _Roofline:
     def full_rows(self) -> AverageMicroSteps:
         """Rows of full length."""
         step, layout = self.step, self.step.layout
-        tokens = step.tokens * step.grad_accum * layout.data_parallel * layout.context_parallel
-        return AverageMicroSteps(step.grad_accum, step.tokens, step.seq_len, tokens, step.micro_batch)
+        return AverageMicroSteps(
+            step.grad_accum,
+            step.tokens,
+            step.seq_len,
+            step.tokens * step.grad_accum * layout.data_parallel * layout.context_parallel,
+            step.micro_batch,
+        )
 
     @property
     def _compute_itemsize(self) -> int:
@@ -493,7 +497,19 @@ class _Roofline:
         seconds_by_part = self.micro_step_seconds(micro_steps)
         slow_code = self._slow_code_seconds(micro_steps.padded_tokens)
         micro_s = sum(seconds_by_part.values()) + sum(slow_code.values())
-        optimizer_s, host_s = self._optimizer_seconds()
+        is_full = self.config.tuning.mode == "full"
+        params = self.shape.params if is_full else adapter_params(self.shape, self.config.tuning.lora)
+        stepped_params = params / (layout.shard if layout.shards_states else 1)
+        stepped_params /= layout.tensor_parallel
+        optimizer_s = host_s = 0.0
+        if layout.offloads_states:
+            # seven accesses in fp32 on the host; 16-bit gradients go there, and 16-bit weights come back
+            host_s = 28.0 * stepped_params / HOST_BANDWIDTH + 4.0 * stepped_params / NOMINAL_LINK
+        else:
+            steps_loaded_weights = is_full and not layout.shards_states and self.precision.updates != "stochastic"
+            itemsize = DTYPE_BYTES[self.precision.load] if steps_loaded_weights else 4
+            # AdamW reads weight, gradient and two states, and writes all but the gradient
+            optimizer_s = self._memory_seconds(7.0 * itemsize * stepped_params)
         moved_bytes, exposed_s = self._communication_cost(micro_s, micro_steps)
         if step.offloads:  # each block's input to the host and back, in the stream that computes
             input_bytes = (
@@ -539,9 +555,19 @@ class _Roofline:
             saved_bytes = liger_saved_bytes(
                 shape, liger_operations, e=self._compute_itemsize, recomputed_share=recomputed_share
             ) / (pass_count * shape.num_layers)
-        elementwise_bytes = (
-            self._elementwise_bytes(micro_steps.padded_tokens, saved_bytes) * pass_count / tensor_parallel
-        )
+        # norms, activations, rotations and adapters, in one pass over all layers: each intermediate is written once and
+        # read about twice: two norms with their residual sums, the rotation of queries and keys, a gated activation
+        e, lora = self._compute_itemsize, config.tuning.lora
+        width = shape.intermediate_size * max(1, shape.rows_per_token)
+        per_token: float = 14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
+        # fused kernels move less, in each layer
+        per_token = max(MIN_TRAFFIC_SHARE * per_token, per_token - saved_bytes)
+        if mode != "full":
+            inputs = sum(linear.inputs + linear.outputs for linear in shape.commonest_kind.linears)
+            shares_cast = not (step.casts_inputs or lora.use_dora or lora.dropout or e == 4)
+            # twice as much where PEFT casts the input of each adapter to fp32 (training/model/adapters.py)
+            per_token += inputs * (8 if mode == "lora" and not shares_cast else 4)
+        elementwise_bytes = per_token * micro_steps.padded_tokens * shape.num_layers * pass_count / tensor_parallel
         moving_s = self._memory_seconds(
             elementwise_bytes * (COMPILED_TRAFFIC_SHARE if config.train.compile else 1.0) + weight_bytes * pass_count
         )
@@ -590,55 +616,20 @@ class _Roofline:
         shape, padded_tokens, is_full = self.shape, micro_steps.padded_tokens, self.config.tuning.mode == "full"
         weight_gradient_share = 1.0 if is_full else 0.0
         adapter_flops = 0.0 if is_full else 2.0 * adapter_params(shape, self.config.tuning.lora)
+        # keys that a query of a row sees on average, summed over the layers; eager attention computes all of them
+        length, attended_keys = micro_steps.row_length, 0.0
+        for kind in shape.layers:
+            has_window = kind.attention in ("sliding", "chunked")
+            window = min(length, shape.window or length) if has_window else length
+            # causal: position i sees min(i, window) keys; the mean over a row, from the triangle and the band below it
+            seen_keys = length if self.step.attention == "eager" else window - window * window / (2 * length)
+            attended_keys += 0.0 if kind.attention == "none" else kind.count * seen_keys
         return {
             "blocks": 2.0 * active_params(shape) * padded_tokens * (2.0 + recomputed_share + weight_gradient_share),
             "adapters": adapter_flops * padded_tokens * (3.0 + recomputed_share),
-            "attention": 4.0
-            * self._attended_keys(micro_steps.row_length)
-            * shape.q_width
-            * padded_tokens
-            * (3.5 + recomputed_share),
+            "attention": 4.0 * attended_keys * shape.q_width * padded_tokens * (3.5 + recomputed_share),
             "head": 2.0 * shape.vocab_size * shape.hidden_size * padded_tokens * (3.0 + weight_gradient_share),
         }
-
-    def _attended_keys(self, length: float) -> float:
-        """Keys that a query of a row sees on average, summed over the layers; eager attention computes all of them."""
-        total = 0.0
-        for kind in self.shape.layers:
-            has_window = kind.attention in ("sliding", "chunked")
-            window = min(length, self.shape.window or length) if has_window else length
-            # causal: position i sees min(i, window) keys; the mean over a row, from the triangle and the band below it
-            seen_keys = length if self.step.attention == "eager" else window - window * window / (2 * length)
-            total += 0.0 if kind.attention == "none" else kind.count * seen_keys
-        return total
-
-    def _elementwise_bytes(self, tokens: float, saved_per_token: float) -> float:
-        """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is
-        written once and read about twice. `saved_per_token`: bytes that fused kernels move less, in each layer."""
-        shape, e, lora = self.shape, self._compute_itemsize, self.config.tuning.lora
-        width = shape.intermediate_size * max(1, shape.rows_per_token)
-        # two norms with their residual sums, the rotation of queries and keys, a gated activation (above)
-        per_token: float = 14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
-        per_token = max(MIN_TRAFFIC_SHARE * per_token, per_token - saved_per_token)
-        if self.config.tuning.mode != "full":
-            inputs = sum(linear.inputs + linear.outputs for linear in shape.commonest_kind.linears)
-            shares_cast = not (self.step.casts_inputs or lora.use_dora or lora.dropout or e == 4)
-            # twice as much where PEFT casts the input of each adapter to fp32 (training/model/adapters.py)
-            per_token += inputs * (8 if self.config.tuning.mode == "lora" and not shares_cast else 4)
-        return float(per_token * tokens * shape.num_layers)
-
-    def _optimizer_seconds(self) -> tuple[float, float]:
-        shape, layout, is_full = self.shape, self.step.layout, self.config.tuning.mode == "full"
-        params = shape.params if is_full else adapter_params(shape, self.config.tuning.lora)
-        stepped_params = params / (layout.shard if layout.shards_states else 1)
-        stepped_params /= layout.tensor_parallel
-        if layout.offloads_states:
-            # the same seven in fp32 on the host; 16-bit gradients go there, and 16-bit weights come back
-            return 0.0, 28.0 * stepped_params / HOST_BANDWIDTH + 4.0 * stepped_params / NOMINAL_LINK
-        steps_loaded_weights = is_full and not layout.shards_states and self.precision.updates != "stochastic"
-        itemsize = DTYPE_BYTES[self.precision.load] if steps_loaded_weights else 4
-        # AdamW reads weight, gradient and two states, and writes all but the gradient
-        return self._memory_seconds(7.0 * itemsize * stepped_params), 0.0
 
     def _communication_cost(self, micro_s: float, micro_steps: AverageMicroSteps) -> tuple[int, float]:
         """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a collective hides behind the
@@ -698,8 +689,7 @@ def active_params(shape: ModelShape) -> float:
 def _collective_seconds(collective: Collective, rates: Rates) -> float:
     span = collective.spanned_ranks or collective.ranks
     # of a group whose ranks are spread over `span` others, a node has a part
-    per_node = max(1, rates.gpus_per_node * collective.ranks // span)
-    link_rate = _link_bytes_per_s(span, rates, per_node=per_node)
+    link_rate = _link_bytes_per_s(span, rates, per_node=max(1, rates.gpus_per_node * collective.ranks // span))
     return collective.sent_bytes / link_rate + _start_seconds(collective.ranks, collective.calls)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from sft_play.planner.memory.structure import NF4_BLOCK, BlockSpec
+from sft_play.planner.memory.structure import NF4_BLOCK, BlockSpec, segment_remainder
 from sft_play.planner.memory.tape import (
     ForwardPass,
     Grads,
@@ -49,7 +49,9 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     weights."""
     spec, rows = block.spec, block.tokens * block.spec.experts_per_token
     inner_elements = rows * spec.expert_width
-    routing = _routing_weights(block, x, rows)  # (T * k,)
+    probabilities = block.tape.op((x,), block.tokens * spec.num_experts, 4, holds_output=True)
+    routing = block.tape.op((probabilities,), rows, 4 if spec.routes_in_fp32 else x.itemsize)  # (T * k,)
+    del probabilities
     indices = block.tape.new(rows, 8)
     gathered = block.tape.op(
         (x,), rows * spec.hidden, x.itemsize, saved=(indices,), backward=block.index_backward(x, rows)
@@ -66,7 +68,16 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     del inner
     if bias is not None:
         bias = block.tape.new(out.elements, out.itemsize)
-    weighted = _weight_rows(block, out, routing)
+    # rows times their weights, in the wider dtype; the weights' gradient is the sum of a product of its size
+    itemsize = max(out.itemsize, routing.itemsize)
+    size, e, routing_itemsize = out.elements, out.itemsize, routing.itemsize
+
+    def backward(tape: Tape, grad: TensorRef) -> Grads:
+        gradient = tape.cast(tape.new(size, itemsize), e)
+        tape.meter.add_transient(size * itemsize)
+        return (gradient, tape.new(rows, routing_itemsize))
+
+    weighted = block.tape.op((out, routing), size, itemsize, saved=(out, routing), backward=backward)
     del out, routing
     ordered = block.tape.op(
         (weighted,),
@@ -77,18 +88,13 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     )
     del weighted
     # .view(T, k, h).sum(dim=1); the gradient of a sum is expanded, and copied to be seen as rows
-    backward = single_gradient(ordered.elements, ordered.itemsize)
-    combined = block.tape.op((ordered,), x.elements, ordered.itemsize, backward=backward)
+    combined = block.tape.op(
+        (ordered,), x.elements, ordered.itemsize, backward=single_gradient(ordered.elements, ordered.itemsize)
+    )
     del ordered, bias, gathered
     combined = block.to(combined, x.itemsize)
     weights_in_use.clear()
     return combined
-
-
-def _routing_weights(block: ForwardPass, x: TensorRef, rows: int) -> TensorRef:
-    spec = block.spec
-    probabilities = block.tape.op((x,), block.tokens * spec.num_experts, 4, holds_output=True)
-    return block.tape.op((probabilities,), rows, 4 if spec.routes_in_fp32 else x.itemsize)
 
 
 def _grouped_linear(
@@ -169,19 +175,6 @@ def _clamped_gate(block: ForwardPass, halves: list[TensorRef]) -> TensorRef:
     activated = block.multiply(gate, activated)
     shifted_up = block.tape.op((up,), up.elements, up.itemsize, backward=shared_gradient(1))
     return block.multiply(shifted_up, activated)
-
-
-def _weight_rows(block: ForwardPass, out: TensorRef, routing: TensorRef) -> TensorRef:
-    """Rows times their weights, in the wider dtype; the weights' gradient is the sum of a product of its size."""
-    itemsize = max(out.itemsize, routing.itemsize)
-    size, e, rows, routing_itemsize = out.elements, out.itemsize, routing.elements, routing.itemsize
-
-    def backward(tape: Tape, grad: TensorRef) -> Grads:
-        gradient = tape.cast(tape.new(size, itemsize), e)
-        tape.meter.add_transient(size * itemsize)
-        return (gradient, tape.new(rows, routing_itemsize))
-
-    return block.tape.op((out, routing), size, itemsize, saved=(out, routing), backward=backward)
 
 
 def _dense_mlp(block: ForwardPass, x: TensorRef) -> TensorRef:
@@ -266,8 +259,13 @@ def _is_masked_cudnn(spec: BlockSpec) -> bool:
 def _rotate(block: ForwardPass, x: TensorRef) -> TensorRef:
     """x * cos + rotate_half(x) * sin: two more tensors of its size while it runs, forwards and backwards."""
     block.tape.meter.add_transient(3 * x.nbytes)
-    backward = single_gradient(x.elements, x.itemsize, transient=2 * x.nbytes)
-    return block.tape.op((x,), x.elements, x.itemsize, backward=backward, holds_weight=True)
+    return block.tape.op(
+        (x,),
+        x.elements,
+        x.itemsize,
+        backward=single_gradient(x.elements, x.itemsize, transient=2 * x.nbytes),
+        holds_weight=True,
+    )
 
 
 def _attend(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
@@ -390,8 +388,14 @@ def _fused_attention(
         return out
 
     saved = [one for one in (q, k, v, statistics, bias) if one is not None]
-    elements = block.tokens * spec.heads * spec.head_dim
-    return block.tape.op((q, k, v), elements, q.itemsize, saved=saved, backward=backward, holds_output=True)
+    return block.tape.op(
+        (q, k, v),
+        block.tokens * spec.heads * spec.head_dim,
+        q.itemsize,
+        saved=saved,
+        backward=backward,
+        holds_output=True,
+    )
 
 
 def _score_elements(block: ForwardPass) -> int:
@@ -400,13 +404,13 @@ def _score_elements(block: ForwardPass) -> int:
 
 def _softmax(block: ForwardPass, scores: TensorRef) -> TensorRef:
     """Holds its output; the backward kernel takes grad * output first (SoftMax.cu)."""
-    size = scores.elements
+    size, itemsize = scores.elements, scores.itemsize
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
-        tape.meter.add_transient(2 * size * 4)
-        return (tape.new(size, 4),)
+        tape.meter.add_transient(2 * size * itemsize)
+        return (tape.new(size, itemsize),)
 
-    return block.tape.op((scores,), size, 4, backward=backward, holds_output=True)
+    return block.tape.op((scores,), size, itemsize, backward=backward, holds_output=True)
 
 
 def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
@@ -418,21 +422,11 @@ def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef
     size = scores.elements + scores.elements // block.length
     sink_scores = block.tape.op((scores,), size, itemsize, backward=shared_gradient(1))
 
-    def maximum_backward(tape: Tape, grad: TensorRef) -> Grads:
-        # -grad is summed for the maximum, whose own gradient is scattered into zeros and added
-        tape.meter.add_transient(size * itemsize)
-        scattered = tape.new(size, itemsize)
-        out = tape.new(size, itemsize)
-        del scattered
-        return (out,)
-
+    # -grad is summed for the maximum, whose own gradient is scattered into zeros and added
+    maximum_backward = single_gradient(size, itemsize, transient=size * itemsize + segment_remainder(size * itemsize))
     sink_scores = block.tape.op((sink_scores,), size, itemsize, backward=maximum_backward)
 
-    def softmax_backward(tape: Tape, grad: TensorRef) -> Grads:
-        tape.meter.add_transient(2 * size * itemsize)
-        return (tape.new(size, itemsize),)
-
-    probabilities = block.tape.op((sink_scores,), size, itemsize, backward=softmax_backward, holds_output=True)
+    probabilities = _softmax(block, sink_scores)
     del scores, sink_scores
     token_probabilities = block.tape.view(probabilities, probabilities.elements * block.length // (block.length + 1))
     if token_probabilities.node is not None:
@@ -442,8 +436,9 @@ def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef
 
 
 def _weight_values(block: ForwardPass, scores: TensorRef, v: TensorRef) -> TensorRef:
-    elements = block.tokens * block.spec.heads * block.spec.head_dim
-    return block.tape.op((scores, v), elements, v.itemsize, saved=(scores, v))
+    return block.tape.op(
+        (scores, v), block.tokens * block.spec.heads * block.spec.head_dim, v.itemsize, saved=(scores, v)
+    )
 
 
 def _eager_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
@@ -553,10 +548,13 @@ def block_bytes(
     # gradients that are there when the forward runs again, and its peak until the last tensor is held
     recompute_peak = recompute_end + tape.live_at_first_use - kept_bytes
     gradient_bytes = sum(ref.nbytes for ref in block.gradients)
-    layer = LayerBytes(
-        forward_bytes, kept_bytes, backward_bytes, gradient_bytes, cast_bytes, tape.meter.dequantised, unheld_input
+    return BlockBytes(
+        LayerBytes(
+            forward_bytes, kept_bytes, backward_bytes, gradient_bytes, cast_bytes, tape.meter.dequantised, unheld_input
+        ),
+        grad_size[1],
+        recompute_peak,
     )
-    return BlockBytes(layer, grad_size[1], recompute_peak)
 
 
 def _backward_peak(tape: Tape, node: Node, size: tuple[int, int]) -> int:

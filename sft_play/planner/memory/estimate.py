@@ -48,7 +48,18 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
         return {"weights": weights, "adapters": adapters, "gather_buffers": temporary, **others}
 
     if loads_by_unit(config, layout):
-        temporary = _largest_unit_bytes(simulation) + itemsize * largest_tensor_elements(shape)
+        # while a unit is sharded: what trains in full in its own dtype, fp32 under mixed precision, packed matrices
+        # with their constants
+        upcasts = simulation.loaded_element_bytes.autocast is not None
+        trained_itemsize = 4 if simulation.is_full and upcasts else itemsize
+        adapter_itemsize = 4 if upcasts and not simulation.is_nf4 else simulation.loaded_element_bytes.adapters
+        units_bytes = [trained_itemsize * shape.embedding_table_params]
+        for kind in shape.layers:
+            packed_sizes = kind.packable_sizes if simulation.is_nf4 else ()
+            adapter_params = block_adapter_params(kind, config.tuning.lora) * (not simulation.is_full)
+            plain_bytes = trained_itemsize * (kind.params - sum(packed_sizes)) + adapter_itemsize * adapter_params
+            units_bytes.append(plain_bytes + sum(map(nf4_bytes, packed_sizes)))
+        temporary = max(units_bytes) + itemsize * largest_tensor_elements(shape)
         if simulation.step.on_gpu:
             return terms(resident.weights, resident.adapters, temporary)
         # on a CPU the copies that the first rank reads are in the same memory
@@ -90,23 +101,6 @@ def _adapter_start_bytes(simulation: StepMemorySimulation) -> int:
         return 0
     weights = [linear.weights for linear, _ in simulation.shape.linears if is_target(linear, lora.target_modules)]
     return (4 + 2 * simulation.loaded_element_bytes.weights * simulation.is_nf4) * max(weights, default=0)
-
-
-def _largest_unit_bytes(simulation: StepMemorySimulation) -> int:
-    """Bytes of the largest unit of FSDP2 while it is sharded: what trains in full in its own dtype, fp32 under
-    mixed precision, packed matrices with their constants."""
-    element_bytes, is_nf4 = simulation.loaded_element_bytes, simulation.is_nf4
-    upcasts = element_bytes.autocast is not None
-    itemsize = 4 if simulation.is_full and upcasts else element_bytes.weights
-    adapter_itemsize = 4 if upcasts and not is_nf4 else element_bytes.adapters
-    lora = simulation.config.tuning.lora
-    units_bytes = [itemsize * simulation.shape.embedding_table_params]
-    for kind in simulation.shape.layers:
-        packed_sizes = kind.packable_sizes if is_nf4 else ()
-        adapter_params = block_adapter_params(kind, lora) * (not simulation.is_full)
-        plain_bytes = itemsize * (kind.params - sum(packed_sizes)) + adapter_itemsize * adapter_params
-        units_bytes.append(plain_bytes + sum(map(nf4_bytes, packed_sizes)))
-    return max(units_bytes)
 
 
 def host_read_bytes(simulation: StepMemorySimulation) -> int:
@@ -487,12 +481,10 @@ def max_evaluation_rows(simulation: StepMemorySimulation) -> int:
 
 
 def _phase_reserved_bytes(phase: str, terms: Mapping[str, int], step: Step) -> int:
-    """Bytes reserved, or resident on a CPU, when a phase's terms are live."""
     if not step.on_gpu:  # above the level after the imports: tensors, and what malloc does not return
         slack_bytes = CPU_ACTIVATION_SLACK * terms["activations"] + CPU_HEAD_SLACK * terms["loss_head"]
         return sum(terms.values()) + int(slack_bytes) + CPU_LATE_BYTES
-    is_evaluation = phase == "evaluation"
-    return reserved_bytes(terms, attention=step.attention, layout=step.layout, is_evaluation=is_evaluation)
+    return reserved_bytes(terms, attention=step.attention, layout=step.layout, is_evaluation=phase == "evaluation")
 
 
 def kv_cache_bytes_per_token(shape: ModelShape, itemsize: int) -> int:

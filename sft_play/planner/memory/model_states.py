@@ -198,7 +198,7 @@ def paged_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) ->
 
 
 def _state_counts(optim: str, shape: ModelShape, parameters: TrainedParameters) -> tuple[int, int]:
-    """States of a parameter, and parameters whose states are fp32."""
+    # of a parameter; parameters whose states are fp32
     states = 2 - ("lion" in optim)
     if "32bit" in optim:
         return states, parameters.params

@@ -241,8 +241,7 @@ class StepMemorySimulation:
             # forward again first, and its input stays until its backward pass has ended
             lone_peak = self._lone_forward_peak(layer, batch, self.specs, training=True)
             peak = max(kept_layer.backward + kept_layer.input, block.recompute_peak)
-            saved_bytes = self._hidden_bytes(batch, layer)
-            checkpointed = replace(kept_layer, forward=lone_peak, saved=saved_bytes, backward=peak)
+            checkpointed = replace(kept_layer, forward=lone_peak, saved=self._hidden_bytes(batch, layer), backward=peak)
             layers.append(checkpointed.offloaded if self.step.offloads else checkpointed)
         return layers
 
@@ -252,8 +251,9 @@ class StepMemorySimulation:
 
     def _evaluation_layer(self, layer: int, rows: int, specs: Sequence[BlockSpec]) -> LayerBytes:
         """A block where nothing is held for a backward pass; autocast keeps copies of its fp32 parameters there too."""
-        forward = self._lone_forward_peak(layer, rows, specs, training=False)
-        return LayerBytes(forward, cast=self.blocks[layer].layer.cast)
+        return LayerBytes(
+            self._lone_forward_peak(layer, rows, specs, training=False), cast=self.blocks[layer].layer.cast
+        )
 
     def _table_itemsize(self, *, trains: bool) -> int:
         # modules_to_save: PEFT's copy has the adapters' dtype
@@ -294,11 +294,9 @@ class StepMemorySimulation:
     def _kept_gradient_bytes(self, gradients: int) -> int:
         if not self.step.layout.shards_gradients:
             return gradients
-        all_gradient_bytes = self.rank_parameters.params * self.trained_itemsize
-        return self.resident.gradients * gradients // max(1, all_gradient_bytes)
+        return self.resident.gradients * gradients // max(1, self.rank_parameters.params * self.trained_itemsize)
 
     def _batch_bytes(self, batch: int, specs: Sequence[BlockSpec], *, is_training: bool) -> int:
-        """Token ids, labels and mask of a batch, and the masks that all blocks share."""
         return TOKEN_BYTES * batch * self.step.length + self._mask_bytes(batch, specs)
 
     def _mask_bytes(self, batch: int, specs: Sequence[BlockSpec]) -> int:
@@ -307,9 +305,10 @@ class StepMemorySimulation:
         step, mask_elements = self.step, batch * self.step.length**2
         if step.attention == "flash_attention_2":  # it takes the mask of B x S as it is
             return 0
-        kinds_and_specs = zip(self.shape.layers, specs, strict=True)
         masked_kinds = (
-            kind for kind, spec in kinds_and_specs if step.attention == "eager" or (spec.masked and not spec.one_by_one)
+            kind
+            for kind, spec in zip(self.shape.layers, specs, strict=True)
+            if step.attention == "eager" or (spec.masked and not spec.one_by_one)
         )
         attention_kinds = {kind.attention for kind in masked_kinds}
         return len(attention_kinds) * mask_elements * (self.weight_itemsize if step.attention == "eager" else 1)
@@ -402,11 +401,10 @@ class StepMemorySimulation:
             cast_bytes += block.cast
             # where blocks are checkpointed, the first one's checkpoint is the same tensor
             embedding_output = self._embedding_output_bytes(batch) if layer and not self.recomputed_layers else 0
-            live_bytes = held_bytes[-1] + cast_bytes + embedding_output + block.forward
             yield self._phase_terms(
                 "forward",
                 older_gradients,
-                live_bytes,
+                held_bytes[-1] + cast_bytes + embedding_output + block.forward,
                 gather_buffers=gather_buffers.forward_bytes(layer),
             )
             held_bytes.append(held_bytes[-1] + block.saved)
@@ -419,14 +417,13 @@ class StepMemorySimulation:
                 gather_buffers=gather_buffers.tail_gather_bytes,
             )
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
-        gathered_bytes = gather_buffers.tail
         loss_head_bytes = max(0, head.forward - size)  # of the head's own peak; its input is counted beside it
         yield self._phase_terms(
             "head",
             older_gradients,
             held_bytes[-1] + cast_bytes + size,
             loss_head=loss_head_bytes,
-            gather_buffers=gathered_bytes,
+            gather_buffers=gather_buffers.tail,
         )
 
     def _backward_phases(self, held_bytes: list[int]) -> Iterator[tuple[StepPhase, MemoryTerms]]:
@@ -459,11 +456,9 @@ class StepMemorySimulation:
                     gather_buffers=gather_buffers.reduction_bytes(layer),
                 )
             gradient_bytes += self._kept_gradient_bytes(block.gradients) * (not self.accumulates_gradients)
-        yield from self._embedding_phases(held_bytes[0] + self._hidden_bytes(self.step.micro_batch, 0))
-
-    def _embedding_phases(self, live_bytes: int) -> Iterator[tuple[StepPhase, MemoryTerms]]:
-        """The embedding's gradient is dense (V*h); where it is also the head's, or an older one exists, or it is
-        sharded only then, it is live in addition."""
+        # the embedding's gradient is dense (V*h); where it is also the head's, or an older one exists, or it is sharded
+        # only then, it is live in addition
+        live_bytes = held_bytes[0] + self._hidden_bytes(self.step.micro_batch, 0)
         embedding_gradient = self._table_copy_bytes()
         if self.trained_parameters.trains_embedding:
             embedding_gradient = self.shape.embedding_table_params * self.trained_itemsize
@@ -471,7 +466,7 @@ class StepMemorySimulation:
         if self.step.layout.shards_params:
             if not self.accumulates_gradients:
                 gradient_bytes -= self._kept_gradient_bytes(embedding_gradient)
-            for gathered_bytes in self.gather_buffers.embedding_backward_bytes(embedding_gradient):
+            for gathered_bytes in gather_buffers.embedding_backward_bytes(embedding_gradient):
                 yield self._phase_terms("backward", gradient_bytes, live_bytes, gather_buffers=gathered_bytes)
             return
         # `gradient_bytes` has the embedding's gradient once, or its shard: `embedding_gradient` is beside it, and so is
@@ -505,27 +500,26 @@ class StepMemorySimulation:
             cast_bytes += block.cast
         head = self._head_bytes(rows, needs_gradient=False)
         live_bytes = batch_bytes + cast_bytes + self._hidden_bytes(rows, 0) + 2 * self._hidden_bytes(rows, -1)
-        gathered_before_tail = gather_buffers.tail_gather_bytes
-        yield self._phase_terms("evaluation", gradient_bytes, live_bytes, gather_buffers=gathered_before_tail)
-        gathered_bytes = gather_buffers.tail
+        yield self._phase_terms(
+            "evaluation", gradient_bytes, live_bytes, gather_buffers=gather_buffers.tail_gather_bytes
+        )
         batch_bytes -= self._mask_bytes(rows, specs)
         yield self._phase_terms(
             "evaluation",
             gradient_bytes,
             batch_bytes + cast_bytes,
             loss_head=head.forward,
-            gather_buffers=gathered_bytes,
+            gather_buffers=gather_buffers.tail,
         )
 
 
 def largest_by_phase(phases: Iterable[tuple[StepPhase, MemoryTerms]]) -> Mapping[StepPhase, MemoryTerms]:
     """Select, of each phase's visits, the one with the most bytes."""
-    largest_terms: dict[StepPhase, tuple[int, MemoryTerms]] = {}
+    largest_terms: dict[StepPhase, MemoryTerms] = {}
     for phase, terms in phases:
-        size = sum(terms.values())
-        if phase not in largest_terms or size > largest_terms[phase][0]:
-            largest_terms[phase] = (size, terms)
-    return {name: terms for name, (_, terms) in largest_terms.items()}
+        if phase not in largest_terms or sum(terms.values()) > sum(largest_terms[phase].values()):
+            largest_terms[phase] = terms
+    return largest_terms
 
 
 # --------------------------------------------------------------------------------------------------

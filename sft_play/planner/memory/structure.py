@@ -211,7 +211,6 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
     """A block of this kind with the adapters of this mode; how it runs is left at the defaults."""
     is_full = mode == "full"
     targets = () if is_full else lora.target_modules
-    norm_count = max(1, shape.norms_per_layer)
     return BlockSpec(
         hidden=shape.hidden_size,
         heads=shape.num_heads,
@@ -222,7 +221,7 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
             for role, linear in linears_by_role(kind, shape).items()
         ),
         norm=shape.norm,
-        has_post_norms=norm_count >= 4,
+        has_post_norms=shape.norms_per_layer >= 4,
         qk_norm=shape.has_qk_norm,
         partial_rotary_factor=shape.rotary_dim / max(1, shape.head_dim),
         concatenates_rotary=0 < shape.rotary_dim < shape.head_dim or (shape.has_fused_qkv and shape.rotary_dim > 0),
@@ -268,13 +267,12 @@ def tensor_parallel_spec(spec: BlockSpec, ranks: int) -> BlockSpec:
     """The block's part on one of `ranks`: heads and MLP columns are divided, hidden states are full."""
     if ranks == 1:
         return spec
-    linears = tuple(
-        (role, tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES))
-        for role, linear in spec.linears
-    )
     return replace(
         spec,
-        linears=linears,
+        linears=tuple(
+            (role, tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES))
+            for role, linear in spec.linears
+        ),
         heads=max(1, spec.heads // ranks),
         kv_heads=max(1, spec.kv_heads // ranks),
         expert_width=spec.expert_width // ranks,
@@ -298,8 +296,21 @@ OUTPUT_HEADS = ("lm_head", "embed_out")
 def check_adapter_targets(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError for adapter targets that match no linear layer, and for what is asked of experts that are not
     there."""
-    _check_expert_options(config, shape)
-    targets = config.tuning.lora.target_modules
+    tuning, lora, targets = config.tuning, config.tuning.lora, config.tuning.lora.target_modules
+    stacked = [tensor for kind in shape.layers for tensor in kind.expert_weights]
+    adapted_parameters = () if tuning.mode == "full" else lora.adapted_parameters
+    key = "tuning.lora.experts" if lora.experts else "tuning.lora.target_parameters"
+    options = ["tuning.quantize_experts=true"] * (tuning.quantize_experts is True) + [key] * bool(adapted_parameters)
+    if options and not stacked:
+        raise ConfigError(
+            f"{' and '.join(options)}: {one_line(config.model.name)} has no experts in one tensor; leave it out"
+        )
+    parameter_names = adapted_parameters if isinstance(adapted_parameters, tuple) else ()
+    if missing := [name for name in parameter_names if not any(tensor.matches(name) for tensor in stacked)]:
+        tensor_names = ", ".join(sorted({tensor.path.rpartition(".")[2] for tensor in stacked}))
+        raise ConfigError(
+            f"{key}: {one_line(', '.join(missing))} matches nothing; the stacked experts are: {tensor_names}"
+        )
     if config.tuning.mode == "full" or targets == "auto":
         return
     layers = [linear for linear, _ in shape.linears if linear.adaptable]
@@ -311,23 +322,9 @@ def check_adapter_targets(config: RunConfig, shape: ModelShape) -> None:
     ]
     if unmatched:
         problems = "; ".join(f"{one_line(target)}{_unmatched_reason(target, shape, names)}" for target in unmatched)
-        known_layers = f"The linear layers are: {', '.join(names)}; auto takes these"
-        raise ConfigError(f"tuning.lora.target_modules: {problems}. {known_layers}")
-
-
-def _check_expert_options(config: RunConfig, shape: ModelShape) -> None:
-    tuning, lora = config.tuning, config.tuning.lora
-    stacked = [tensor for kind in shape.layers for tensor in kind.expert_weights]
-    adapted_parameters = () if tuning.mode == "full" else lora.adapted_parameters
-    key = "tuning.lora.experts" if lora.experts else "tuning.lora.target_parameters"
-    options = ["tuning.quantize_experts=true"] * (tuning.quantize_experts is True) + [key] * bool(adapted_parameters)
-    if options and not stacked:
-        model = one_line(config.model.name)
-        raise ConfigError(f"{' and '.join(options)}: {model} has no experts in one tensor; leave it out")
-    parameter_names = adapted_parameters if isinstance(adapted_parameters, tuple) else ()
-    if unmatched := [name for name in parameter_names if not any(tensor.matches(name) for tensor in stacked)]:
-        names = ", ".join(sorted({tensor.path.rpartition(".")[2] for tensor in stacked}))
-        raise ConfigError(f"{key}: {one_line(', '.join(unmatched))} matches nothing; the stacked experts are: {names}")
+        raise ConfigError(
+            f"tuning.lora.target_modules: {problems}. The linear layers are: {', '.join(names)}; auto takes these"
+        )
 
 
 def _unmatched_reason(target: str, shape: ModelShape, names: list[str]) -> str:

@@ -212,22 +212,20 @@ class Tape:
             del output_gradient
             node.saved.clear()
             for position, input_node in enumerate(node.inputs):
-                # out of the list, so that _accumulate sees who holds it
+                # out of the list, so that the storage counts who holds it
                 incoming, input_gradients[position] = input_gradients[position], None
                 if input_node is None or incoming is None:
                     continue
-                if id(input_node) in pending:
-                    self._accumulate(pending[id(input_node)], incoming)
-                else:
-                    pending[id(input_node)] = [incoming]
+                key = id(input_node)
+                if key not in pending:
+                    pending[key] = [incoming]
                     heapq.heappush(queue, input_node)
+                # in place, unless something else holds the older gradient (can_accumulate_inplace of
+                # input_buffer.cpp), or it is a view: of a matrix product over rows and tokens, whose two dimensions are
+                # seen as one
+                elif pending[key][0].storage.handles > 1 or pending[key][0].is_view:
+                    pending[key][0] = self.new(incoming.elements, incoming.itemsize)
                 del incoming
-
-    def _accumulate(self, slot: list[TensorRef], gradient: TensorRef) -> None:
-        """In place, unless something else holds the older gradient, or it is a view: of a matrix product over rows and
-        tokens, whose two dimensions are seen as one."""
-        if slot[0].storage.handles > 1 or slot[0].is_view:  # can_accumulate_inplace of input_buffer.cpp
-            slot[0] = self.new(gradient.elements, gradient.itemsize)
 
 
 def separate_gradients(*inputs: TensorRef) -> BackwardFormula:
@@ -323,8 +321,7 @@ class ForwardPass:
         """Dropout: a mask of one byte an element is held."""
         if not probability or not self.training:
             return x
-        mask = self.tape.new(x.elements, 1)
-        return self.tape.op((x,), x.elements, x.itemsize, saved=(mask,))
+        return self.tape.op((x,), x.elements, x.itemsize, saved=(self.tape.new(x.elements, 1),))
 
     def create_weight_gradient(self, elements: int, itemsize: int) -> None:
         """Create a parameter's gradient: it stays, or is added to an older one."""
@@ -341,9 +338,14 @@ class ForwardPass:
         """x @ W: a trained weight holds its input; autocast's copy of an fp32 weight is held for x's gradient."""
         x = self.to_autocast(x)
         saved = [x] * trainable
-        weight = self._autocast_weight(name, inputs * outputs, itemsize, trainable=trainable)
-        if weight is not None:
+        autocast_itemsize = self.spec.element_bytes.autocast
+        if autocast_itemsize is not None and autocast_itemsize != itemsize:
+            weight = self.cast_weights.get(name) or self.tape.new(inputs * outputs, autocast_itemsize)
+            # autocast caches casts of leaves that require a gradient, and no others (autocast_mode.cpp, cached_cast)
+            if trainable:
+                self.cast_weights[name] = weight
             saved.append(weight)
+            del weight  # `saved` has it, and autocast's cache
         rows = x.elements // inputs
 
         def backward(
@@ -360,21 +362,9 @@ class ForwardPass:
                 self.create_weight_gradient(inputs * outputs, itemsize)
             return (out,)
 
-        del weight  # `saved` has it, or autocast's cache
         return self.tape.op(
             (x,), rows * outputs, x.itemsize, saved=saved, backward=backward, holds_weight=True, trains_weight=trainable
         )
-
-    def _autocast_weight(self, name: str, elements: int, itemsize: int, *, trainable: bool) -> TensorRef | None:
-        autocast_itemsize = self.spec.element_bytes.autocast
-        if autocast_itemsize is None or autocast_itemsize == itemsize:
-            return None
-        # autocast caches casts of leaves that require a gradient, and no others (autocast_mode.cpp, cached_cast)
-        if not trainable:
-            return self.tape.new(elements, autocast_itemsize)
-        if name not in self.cast_weights:
-            self.cast_weights[name] = self.tape.new(elements, autocast_itemsize)
-        return self.cast_weights[name]
 
     def split(self, x: TensorRef, *sizes: int) -> list[TensorRef]:
         """Slices of one storage: each one's gradient is a tensor of the full size."""
@@ -447,8 +437,7 @@ def norm(block: ForwardPass, x: TensorRef, *, is_head_norm: bool = False) -> Ten
     # x * rsqrt(mean(x ** 2)) in fp32, which is held; with the incoming gradient, which the mean's gradient
     # replaces, the square's takes four more of its size
     wide, size = block.to(x, 4), x.elements
-    backward = single_gradient(size, 4, transient=12 * size)
-    out = block.tape.op((wide,), size, 4, saved=(wide,), backward=backward)
+    out = block.tape.op((wide,), size, 4, saved=(wide,), backward=single_gradient(size, 4, transient=12 * size))
     del wide
     if block.spec.norm == "gemma":  # in fp32, then the input's dtype
         return block.to(_scale_by_weight(block, out), x.itemsize)
@@ -466,9 +455,14 @@ def _scale_by_weight(block: ForwardPass, x: TensorRef) -> TensorRef:
             tape.meter.add_transient(size * itemsize)
         return (None if out is None else tape.cast(out, e),)
 
-    saved = (x,) * trains_weight
     return block.tape.op(
-        (x,), size, itemsize, saved=saved, backward=backward, holds_weight=True, trains_weight=trains_weight
+        (x,),
+        size,
+        itemsize,
+        saved=(x,) * trains_weight,
+        backward=backward,
+        holds_weight=True,
+        trains_weight=trains_weight,
     )
 
 
@@ -477,7 +471,22 @@ def linear(block: ForwardPass, x: TensorRef, role: str) -> TensorRef:
     spec = block.linears[role]
     if not spec.rank:
         return _base_linear(block, x, role, spec)
-    return _adapted_nf4_linear(block, x, role, spec) if block.spec.is_nf4 else _adapted_linear(block, x, role, spec)
+    if block.spec.is_nf4:
+        return _adapted_nf4_linear(block, x, role, spec)
+    # peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for each target; under
+    # autocast only where training/model/adapters.py leaves it
+    result = _base_linear(block, x, role, spec)
+    itemsize = result.itemsize
+    if (
+        block.spec.element_bytes.autocast is None
+        or block.spec.casts_inputs
+        or block.spec.uses_dora
+        or block.spec.lora_dropout
+    ):
+        x = block.to(x, block.spec.element_bytes.adapters)
+    # result + lora_B(lora_A(dropout(x))) * scaling: fp32 where adapters are and autocast is not, then back
+    result = block.add(result, _adapter_output(block, x, role, spec, result))
+    return block.to(result, itemsize)
 
 
 def _base_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
@@ -517,23 +526,6 @@ def _nf4_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef
     return block.to(out, input_itemsize)  # Linear4bit.forward returns its input's dtype
 
 
-def _adapted_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
-    """peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for each target;
-    under autocast only where training/model/adapters.py leaves it."""
-    result = _base_linear(block, x, role, spec)
-    itemsize = result.itemsize
-    if (
-        block.spec.element_bytes.autocast is None
-        or block.spec.casts_inputs
-        or block.spec.uses_dora
-        or block.spec.lora_dropout
-    ):
-        x = block.to(x, block.spec.element_bytes.adapters)
-    # result + lora_B(lora_A(dropout(x))) * scaling: fp32 where adapters are and autocast is not, then back
-    result = block.add(result, _adapter_output(block, x, role, spec, result))
-    return block.to(result, itemsize)
-
-
 def _adapted_nf4_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
     """peft/tuners/lora/bnb.py, Linear4bit.forward: the base's result is cloned; no cast under autocast."""
     result = _base_linear(block, x, role, spec)
@@ -565,7 +557,18 @@ def _dora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, 
     base runs again on what that left. The magnitude is fp32, and so is what it multiplies."""
     base = None if block.spec.lora_dropout else result
     x = block.dropout(x, block.spec.lora_dropout)
-    weights = _dora_weights(block, x, spec)
+    # the identity (i*i, held by A's product), BA and the plain weight (i*o each, as x); their sum's norm: two more
+    element_bytes, e = block.spec.element_bytes, x.itemsize
+    compute_itemsize = element_bytes.autocast or e
+    identity = block.tape.new(spec.inputs * spec.inputs, element_bytes.adapters)
+    weights = [block.tape.cast(identity, compute_itemsize)]
+    del identity
+    delta = block.tape.new(spec.elements, compute_itemsize)
+    weights.append(block.tape.cast(delta, e))
+    del delta
+    if block.spec.is_nf4 or element_bytes.weights != e:
+        weights.append(block.tape.new(spec.elements, e))
+    block.tape.meter.add_transient(2 * spec.elements * e)
     lora = _lora_output(block, x, role, spec)
     if base is None:
         cast_input = block.to_autocast(x)
@@ -579,22 +582,6 @@ def _dora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, 
     out = block.add(scaled_base, scaled_lora)
     del weights  # locals of PEFT's forward, which live until it returns
     return out
-
-
-def _dora_weights(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> list[TensorRef]:
-    """The identity (i*i, held by A's product), BA and the plain weight (i*o each, as x); their sum's norm: two more."""
-    element_bytes, e = block.spec.element_bytes, x.itemsize
-    compute_itemsize = element_bytes.autocast or e
-    identity = block.tape.new(spec.inputs * spec.inputs, element_bytes.adapters)
-    weights = [block.tape.cast(identity, compute_itemsize)]
-    del identity
-    delta = block.tape.new(spec.elements, compute_itemsize)
-    weights.append(block.tape.cast(delta, e))
-    del delta
-    if block.spec.is_nf4 or element_bytes.weights != e:
-        weights.append(block.tape.new(spec.elements, e))
-    block.tape.meter.add_transient(2 * spec.elements * e)
-    return weights
 
 
 def _scale_by_magnitude(block: ForwardPass, x: TensorRef) -> TensorRef:
