@@ -240,7 +240,7 @@ def test_a_model_that_its_shapes_belie_is_found_before_its_weights_are_loaded():
     assert said() == "None"
     assert "image-text" in said(is_text_tower=True)
     assert "Conv1D" in said(is_transposed=True)
-    assert "loads float32 and computes in bfloat16" in said("float32", "bfloat16")
+    assert "loads bfloat16 and computes in float32" in said("float32", "bfloat16")
 
 
 def test_the_types_with_transposed_layers_are_those_whose_code_has_them():
