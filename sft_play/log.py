@@ -184,12 +184,13 @@ def survive_lost_output() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  (open to the end)
             continue
         stream.flush()
+        writes_through = getattr(stream, "write_through", False)  # python -u; a stream that is put in place has none
         wrapper = io.TextIOWrapper(
             io.BufferedWriter(_SurvivingOutput(descriptor, "w", closefd=False)),
             encoding=stream.encoding,
             errors=stream.errors,
-            line_buffering=stream.line_buffering or stream.write_through,  # python -u
-            write_through=stream.write_through,
+            line_buffering=stream.line_buffering or writes_through,
+            write_through=writes_through,
         )
         setattr(sys, name, wrapper)
 

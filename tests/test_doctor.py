@@ -29,7 +29,6 @@ from sft_play.diagnose.doctor import (
     DoctorReport,
     PlannedRun,
     _select_gpus,
-    all_reduce_launch,
     check_node_meeting,
     judge_all_reduce,
     run_all_reduce,
@@ -402,17 +401,26 @@ def test_a_sum_that_is_wrong_or_hangs_names_who_waits_for_whom(notes, options, a
     assert remedy in str(found.remedy)
 
 
-def test_the_ranks_are_started_as_those_of_a_run():
-    made = all_reduce_launch(
-        machine(gpu(0), gpu(1)), LaunchOptions(gpus=(0, 1)), reports_folder=Path("/x"), timeout_s=35.0
-    )
-    module = "--module sft_play.diagnose.collective_check --out /x --device cuda --timeout 35.0"
-    assert f"--nproc-per-node 2 {module}" in made.shell_line
-    assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
-    nodes = LaunchOptions(nodes=NodeSetup(2, 1, "head", 29501))
-    made = all_reduce_launch(CPU, nodes, reports_folder=Path("/x"), timeout_s=1.0)
-    assert "--nnodes 2 --node-rank 1 --master-addr head --master-port 29501" in made.shell_line
-    assert made.environment["OMP_NUM_THREADS"] == "1"
+def test_the_ranks_are_started_as_those_of_a_run(monkeypatch):
+    def started(hardware: Hardware, options: LaunchOptions) -> tuple[str, dict[str, str]]:
+        seen: list[tuple[str, dict[str, str]]] = []
+
+        def start(argv: list[str], *, environment: dict[str, str], **_: object) -> None:
+            seen.append((" ".join(argv), environment))
+            raise InterruptedError
+
+        monkeypatch.setattr("sft_play.diagnose.doctor.start_child", start)
+        with pytest.raises(InterruptedError):
+            run_all_reduce(hardware, options, limit_s=40.0, environment={})
+        return seen[0]
+
+    words, environment = started(machine(gpu(0), gpu(1)), LaunchOptions(gpus=(0, 1)))
+    assert "--nproc-per-node 2 --module sft_play.diagnose.collective_check --out " in words
+    assert "--device cuda --timeout " in words
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    words, environment = started(CPU, LaunchOptions(nodes=NodeSetup(2, 1, "head", 29501)))
+    assert "--nnodes 2 --node-rank 1 --master-addr head --master-port 29501" in words
+    assert environment["OMP_NUM_THREADS"] == "1"
 
 
 # --- nodes that meet --------------------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def test_the_processes_of_a_data_loader_end_when_the_trainer_is_killed(config, t
 ENDED_OTHERWISE = {
     "sft_play.data.masks.sandbox": "chat templates: it ends with the pipe that it reads from",
     "sft_play.runs.folder": "git, with a time limit",
-    "sft_play.diagnose.gpu_info": "torch's report of itself, with a time limit",
+    "sft_play.diagnose.machine_pages": "torch's report of itself, with a time limit",
     "sft_play.commands.launch_file": "accelerate's questions, in the same terminal",
     "sft_play.process.signals": "start_child, which sets the variable",
     "sft_play.machine.compiler": "a compiler's trial of a few lines, with a time limit",

@@ -120,7 +120,7 @@ def test_the_starters_rows_are_counted_by_the_shipped_base_and_nobody_is_asked(r
 
 
 ALONE = """
-import json, socket, sys
+import dataclasses, json, socket, sys
 run, base = sys.argv[1:]
 asked = []
 def refuse(*words, **_):
@@ -134,7 +134,7 @@ found = []
 for name in (BASE_NAME, base):
     loaded = load_config(run, overrides=[f"model.name={json.dumps(name)}"])
     assert row_survey.count_row_tokens_if_quick(loaded) == []
-    found.append(row_survey.cached_row_tokens(loaded.config).as_json())
+    found.append(dataclasses.asdict(row_survey.cached_row_tokens(loaded.config)))
     if name == BASE_NAME:
         for note in row_survey._cache_path(loaded.config).parent.iterdir():
             note.unlink()

@@ -471,3 +471,12 @@ def test_a_resume_takes_each_recorded_setting_once_and_what_is_given_now_over_it
     assert resumed("train.seed=8") == ("train.epochs=2", "model.mesh_shape=[2]", "train.seed=8")
     assert resumed(keeps_mesh=False)[-1] == "model.mesh_shape=null"
     assert resumed("model.mesh_shape=[4]", keeps_mesh=False)[-1] == "model.mesh_shape=[4]"
+
+
+def test_hostile_text_in_a_config_does_not_reach_the_terminal(tmp_path, command):
+    path = tmp_path / "run.yaml"
+    path.write_text('model: {name: gpt2}\ntrain: {epochs: "\\e]0;owned\\a\\e[2J"}\n"\\e[31mkey": 1\n')
+    code, printed = command("plan", "--config", str(path))
+    assert code == 2
+    assert "\x1b" not in printed
+    assert "\\x1b" in printed or "\\u001b" in printed

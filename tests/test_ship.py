@@ -375,7 +375,7 @@ def test_a_good_run_ships(world, command):
     assert answer["verdict"] == "ship"
     assert checks(answer) == {"task": True, "general": True, "merge": True}
     evidence = answer["evidence"]
-    assert (len(evidence["task"]["losses"]["base"]), len(evidence["task"]["right_base"])) == (48, 4)
+    assert (len(evidence["task"]["losses"]["base"]), len(evidence["task"]["right_base"])) == (61, 4)
     assert "nothing to lose" not in answer["checks"][1]["line"]
     assert (folder / "merged" / "config.json").is_file()
     assert {"versions", "weights", "base", "rows_sha256", "sample", "thresholds"} <= set(answer)

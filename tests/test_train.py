@@ -371,7 +371,7 @@ def test_patience_is_not_begun_again_by_a_resume(train, trained, monkeypatch):
     assert summary["after"]["loss"] == pytest.approx(seen[best], rel=1e-4)
     assert (unbroken / "checkpoints" / f"checkpoint-{best}").is_dir()
 
-    def fail(*_):
+    def fail(*_, **__):
         raise TrainingError("ended here")
 
     assert train("early", *words, "train.stop_after_steps=2")[0] == 0
