@@ -183,16 +183,26 @@ def survive_lost_output() -> None:
         if stream is None:  # closed at the start (`>&-`)
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  (open to the end)
             continue
+        if not isinstance(stream, io.TextIOWrapper) or not _has_descriptor(stream, descriptor):
+            continue  # put in place by a program that reads what is printed
         stream.flush()
-        writes_through = getattr(stream, "write_through", False)  # python -u; a stream that is put in place has none
+        raw = _SurvivingOutput(descriptor, "w", closefd=False)
+        is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
         wrapper = io.TextIOWrapper(
-            io.BufferedWriter(_SurvivingOutput(descriptor, "w", closefd=False)),
+            raw if is_unbuffered else io.BufferedWriter(raw),
             encoding=stream.encoding,
             errors=stream.errors,
-            line_buffering=stream.line_buffering or writes_through,
-            write_through=writes_through,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
         )
         setattr(sys, name, wrapper)
+
+
+def _has_descriptor(stream: io.TextIOWrapper, descriptor: int) -> bool:
+    try:
+        return stream.fileno() == descriptor
+    except OSError:
+        return False
 
 
 def is_output_lost() -> bool:

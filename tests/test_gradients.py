@@ -306,7 +306,7 @@ def test_a_report_of_four_ranks_by_hand():
     assert found["sent_bytes"] == 90
     assert found["agrees"]
     assert [rank["waiting_s"] for rank in found["ranks"]] == pytest.approx([0.1, 0.1, 0.0, 0.1])
-    differing = [ranks[0], replace(ranks[1], work_times=(("all_gather", 0.5),))]
+    differing = [ranks[0], ranks[1]._replace(work_times=(("all_gather", 0.5),))]
     found = communication_report(differing, Layout("ddp", 2), steps=2, planned_bytes=planned, planned_sent_bytes=80)
     assert {rank["waiting_s"] for rank in found["ranks"]} == {None}
     other = communication_report(ranks, Layout("ddp", 4), steps=2, planned_bytes=planned, planned_sent_bytes=80)

@@ -366,7 +366,7 @@ def test_a_shipped_config_is_found_by_its_name_whatever_lies_here(tmp_path, monk
 
 @build
 @pytest.mark.parametrize(("words", "environment", "message"), [
-    (["push", "--repo", "nobody"], {}, "needs a repository of the hub, REPO=user/name"),
+    (["push", "--repo", "nobody"], {}, "names no user and repository of the hub"),
     (["infer", "--input", "nope.jsonl"], {"OUTPUT": "x.jsonl"}, "INPUT=nope.jsonl does not exist"),
 ])  # fmt: skip
 def test_what_needs_no_library_is_refused_before_one_is_imported(words, environment, message, tmp_path):
