@@ -26,7 +26,7 @@ HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "accelerate", "bits
 SEVERAL = f"""
 import contextlib, io, json, sys
 from sft_play.cli import main
-from sft_play.launch import start as ranks
+from sft_play.launch import ranks
 
 def started(launch, folder):
     print("the ranks were started")
