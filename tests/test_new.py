@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sft_play.commands import new
@@ -213,6 +213,7 @@ def test_preferences_are_refused_and_a_file_without_a_model_asks_for_it():
     )
 
 
+DATA_SET_PATHS = ("data.train_path", "data.sources")
 KEYS = sorted(key for key in other_tools.key_table().known_keys if "." not in key)
 VALUES = st.sampled_from(
     [True, False, None, 0, 1, 4, 8, 16, 0.05, 2e-4, "auto", "lora", "qlora", "full", "epoch", "no", "steps", "cosine",
@@ -222,6 +223,9 @@ VALUES = st.sampled_from(
 
 @QUICK
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=12))
+@example({"dataset": "a/b", "dataset_config": True})
+@example({"dataset": "a/b", "dataset_config": "lora"})
+@example({"dataset": "x.jsonl", "dataset_config": "lora"})
 def test_whatever_a_file_says_is_taken_or_named_with_a_reason(said):
     """The result loads, and no key of the file is lost without a word."""
     try:
@@ -238,6 +242,9 @@ def test_whatever_a_file_says_is_taken_or_named_with_a_reason(said):
         asked = [*answer.settings, *find_option(key)]
         is_idle = value in (False, None, []) or "no effect" in answer.explanation
         is_taken = any(f"{one}.".startswith(f"{path}.") for one in found.settings for path in asked)
+        # a config of the hub stands in the name that is written: hub:owner/name:config
+        is_in_source = any(f":{value}" in json.dumps(found.settings.get(path)) for path in DATA_SET_PATHS)
+        is_taken |= key in other_tools.key_table().data_set_names["config"] and is_in_source
         assert is_taken or is_idle or key in comments or any(path in comments for path in asked)
 
 

@@ -239,7 +239,7 @@ def _data_set_sources(entry: Mapping[str, Any], *, is_trained: bool) -> Iterator
         is_on_hub = source.startswith("hub:")
         if is_on_hub and not re.match(read_splits, split):
             continue
-        if parts["config"] and is_on_hub and source.count(":") == 1:
+        if type(parts["config"]) in (str, int) and is_on_hub and source.count(":") == 1:
             source += f":{parts['config']}"
         # ms-swift writes a number of rows as FILE#500, `datasets` as train[:500]
         row_limit = re.search(r"#(\d+)$", text.strip()) or re.search(r"^\w+\[:(\d+)\]$", split)

@@ -140,7 +140,16 @@ def _data_set_keys(keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
             entry_path = (*key.path, index) if isinstance(key.value, list) else key.path
             for inner_path, value in walk_leaves(entry):
                 inner_key = other_tools.find_known_key(("entry", *map(str, inner_path))) or _UNKNOWN_KEY
-                yield ForeignKey((*entry_path, *inner_path), value, None, other_tools.translate_value(inner_key, value))
+                translation = other_tools.translate_value(inner_key, value)
+                if value and inner_path[0] in other_tools.key_table().data_set_names["config"]:
+                    # part of the source's name, but of a local file
+                    rest = {name: part for name, part in entry.items() if name != inner_path[0]}
+                    settings, settings_without = (
+                        other_tools.translate_value(known_key, [part]).settings for part in (entry, rest)
+                    )
+                    if settings and settings == settings_without:
+                        translation = KeyTranslation(explanation="it changes nothing that is read here")
+                yield ForeignKey((*entry_path, *inner_path), value, None, translation)
 
 
 def _default_keys(tool: OtherTool, keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
