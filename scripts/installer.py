@@ -12,14 +12,21 @@ import time
 from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
-# These would make the installer use another environment, or pass make's flags into a package's build. UV_TORCH_BACKEND
-# would choose another build of torch than ours.
+# These would make the installer use another environment, or pass make's flags into a package's
+# build. UV_TORCH_BACKEND would choose another build of torch than ours.
 MISLEADING = (
     *("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_DRY_RUN"),
     *("UV_SYSTEM_PYTHON", "UV_TORCH_BACKEND", "UV_OVERRIDE"),
     *("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"),
 )
-OF_UV = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_NO_INDEX")
+OF_UV = (
+    "UV_DEFAULT_INDEX",
+    "UV_INDEX",
+    "UV_INDEX_URL",
+    "UV_EXTRA_INDEX_URL",
+    "UV_FIND_LINKS",
+    "UV_NO_INDEX",
+)
 LINES_SHOWN = 15
 """Lines of the log that a failed step shows."""
 QUIET_S = 30.0
@@ -41,7 +48,9 @@ class Installer(NamedTuple):
 def clean_environ(environ: Mapping[str, str]) -> Dict[str, str]:
     """The environment for pip and uv: with the user's proxies and indexes, without `MISLEADING`."""
     kept = {name: value for name, value in environ.items() if name not in MISLEADING}
-    kept.update(PIP_USER="0", PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")  # a question would end in the log
+    kept.update(
+        PIP_USER="0", PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1"
+    )  # a question would end in the log
     return kept
 
 
@@ -51,13 +60,16 @@ def clean_environ(environ: Mapping[str, str]) -> Dict[str, str]:
 def choose(python: str, environ: Mapping[str, str], pip_settings: str) -> Installer:
     """uv where it is on PATH and has indexes configured if pip has, else the environment's own pip.
 
-    `pip_settings` is what `pip config list` printed: uv reads none of it (docs.astral.sh/uv/pip/compatibility).
+    `pip_settings` is what `pip config list` printed: uv reads none of it
+    (docs.astral.sh/uv/pip/compatibility).
     """
     of_pip, of_uv = pip_indexes(pip_settings), uv_indexes(environ)
     uv = shutil.which("uv", path=environ.get("PATH", os.defpath))
     if uv and (of_uv or not of_pip):
         told = f"uv's settings name an index ({of_uv})" if of_uv else ""
-        return Installer("uv", (uv, "pip", "install", "--python", python), told, f"uv installs ({uv})")
+        return Installer(
+            "uv", (uv, "pip", "install", "--python", python), told, f"uv installs ({uv})"
+        )
     told = f"pip's settings name an index ({of_pip})" if of_pip else ""
     why = f"pip installs: {told}, and uv does not read them" if uv else "pip installs"
     return Installer("pip", (python, "-m", "pip", "install"), told, why)
@@ -67,7 +79,11 @@ def pip_indexes(settings: str) -> str:
     """The settings that name an index, of what `pip config list` prints; empty where none does."""
     keys = ("index-url", "extra-index-url", "find-links", "no-index")
     names = [line.split("=", 1)[0] for line in settings.splitlines() if "=" in line]
-    told = [name for name in names if re.match(r"(global|install|:env:)\.", name) and name.split(".")[-1] in keys]
+    told = [
+        name
+        for name in names
+        if re.match(r"(global|install|:env:)\.", name) and name.split(".")[-1] in keys
+    ]
     return ", ".join(told)
 
 
@@ -77,7 +93,9 @@ def uv_indexes(environ: Mapping[str, str]) -> str:
     home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or "/") / ".config")
     file = environ.get("UV_CONFIG_FILE")
     files = [Path(file)] if file else [home / "uv/uv.toml", Path("/etc/uv/uv.toml")]
-    key = re.compile(r"^\s*(\[\[(pip\.)?index\]\]|((extra-)?index(-url)?|find-links|no-index)\s*=)", re.MULTILINE)
+    key = re.compile(
+        r"^\s*(\[\[(pip\.)?index\]\]|((extra-)?index(-url)?|find-links|no-index)\s*=)", re.MULTILINE
+    )
     for path in files:
         try:
             text = path.read_text(encoding="utf-8")
@@ -89,10 +107,13 @@ def uv_indexes(environ: Mapping[str, str]) -> str:
 
 
 def pip_settings(python: str, environ: Mapping[str, str]) -> str:
-    """What `pip config list` prints, its files and variables together; empty where it does not answer."""
+    """What `pip config list` prints, its files and variables together; empty where it does not
+    answer."""
     command = [python, "-m", "pip", "config", "list"]
     try:
-        return os.fsdecode(subprocess.check_output(command, env=clean_environ(environ), stderr=subprocess.DEVNULL))
+        return os.fsdecode(
+            subprocess.check_output(command, env=clean_environ(environ), stderr=subprocess.DEVNULL)
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
 
@@ -101,7 +122,8 @@ def pip_settings(python: str, environ: Mapping[str, str]) -> str:
 
 
 def options(installer: Installer) -> List[str]:
-    """Options of each call: uv compiles to bytecode as pip does, and pip draws no progress bars into the log."""
+    """Options of each call: uv compiles to bytecode as pip does, and pip draws no progress bars
+    into the log."""
     return ["--compile-bytecode"] if installer.name == "uv" else ["--progress-bar", "off"]
 
 
@@ -132,7 +154,8 @@ class Logged:
         with self.log.open("ab") as file:
             file.write(("\n$ " + " ".join(command) + "\n").encode("utf-8", "replace"))
             file.flush()
-            # close_fds=False: the command inherits the build lock, so that a pip that outlives us still holds it.
+            # close_fds=False: the command inherits the build lock, so that a pip that outlives us
+            # still holds it.
             process = subprocess.Popen(
                 list(command),
                 cwd=str(root),
@@ -150,7 +173,8 @@ class Logged:
                 raise
 
     def _watched(self, process: "subprocess.Popen[bytes]") -> int:
-        """Its exit code; until then a line of progress, every second on a terminal, else every half minute."""
+        """Its exit code; until then a line of progress, every second on a terminal, else every half
+        minute."""
         terminal, shown_at = sys.stderr.isatty(), time.monotonic()
         try:
             while True:
@@ -167,7 +191,9 @@ class Logged:
 
     def _show(self, elapsed_s: float, terminal: bool) -> None:
         """The installer's last line; on a terminal it replaces the one before."""
-        newest = [line for line in self.tail() if not line.startswith(("WARNING", "$ "))][-1:] or ["…"]
+        newest = [line for line in self.tail() if not line.startswith(("WARNING", "$ "))][-1:] or [
+            "…"
+        ]
         width = shutil.get_terminal_size().columns - 1 if terminal else 100
         text = f"[setup] {elapsed_s:3.0f} s: {''.join(newest)}"[:width]
         sys.stderr.write(CLEARED + text if terminal else text + "\n")
@@ -176,4 +202,6 @@ class Logged:
     def tail(self, count: int = LINES_SHOWN) -> List[str]:
         """The last lines of the log, without blank ones."""
         text = self.log.read_bytes()[-20000:].decode("utf-8", "replace")
-        return [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()][-count:]
+        return [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()][
+            -count:
+        ]

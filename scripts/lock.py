@@ -1,8 +1,10 @@
-"""Updates requirements.lock to the newest versions that fit pyproject.toml, and prints what changed.
+"""Updates requirements.lock to the newest versions that fit pyproject.toml, and prints what
+changed.
 
-pip resolves in a dry run inside a throw-away environment: nothing is installed, .venv is neither needed nor
-touched. torch keeps its present pin unless TORCH names another one, because the other wheels are built
-against it. Runs on the oldest supported Python of the machine: what fits it fits the newer ones as well.
+pip resolves in a dry run inside a throw-away environment: nothing is installed, .venv is neither
+needed nor touched. torch keeps its present pin unless TORCH names another one, because the other
+wheels are built against it. Runs on the oldest supported Python of the machine: what fits it fits
+the newer ones as well.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ HEADER = """\
 # Written by `make -C benchmarks lock` (scripts/lock.py) on Python {python}. It constrains pip only.
 # torch has no local suffix here, so that PyPI's CUDA build fits as well as a CPU build; the nvidia-*,
 # cuda-* and triton packages that torch itself pins are left out.
-"""
+"""  # noqa: E501  (the lock's own header)
 
 
 def say(text: str) -> None:
@@ -43,14 +45,18 @@ def canonical(name: str) -> str:
 
 def read_pins(text: str) -> dict[str, str]:
     """Name and version of each line of a lock file."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    lines = [
+        line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")
+    ]
     return dict(line.split("==", 1) for line in lines)
 
 
 def requirements(pyproject: dict[str, Any]) -> list[str]:
     """Everything that the project can need: the build tool, the dependencies and every extra."""
     project = pyproject["project"]
-    extras = [requirement for extra in project["optional-dependencies"].values() for requirement in extra]
+    extras = [
+        requirement for extra in project["optional-dependencies"].values() for requirement in extra
+    ]
     return [*pyproject["build-system"]["requires"], *project["dependencies"], *extras]
 
 
@@ -61,8 +67,12 @@ def requirement_name(requirement: str) -> str:
 
 
 def report_pins(report: dict[str, Any], direct: set[str]) -> dict[str, str]:
-    """Name and version of what pip would install, without local suffixes and what torch pins itself."""
-    versions = {canonical(item["metadata"]["name"]): item["metadata"]["version"] for item in report["install"]}
+    """Name and version of what pip would install, without local suffixes and what torch pins
+    itself."""
+    versions = {
+        canonical(item["metadata"]["name"]): item["metadata"]["version"]
+        for item in report["install"]
+    }
     return {
         name: version.split("+")[0]
         for name, version in sorted(versions.items())
@@ -76,8 +86,8 @@ def torch_pin(environ: dict[str, str], old: dict[str, str]) -> str:
     if re.fullmatch(r"\d+(\.\d+)+", version):
         return version
     raise SetupError(
-        f"torch should be pinned at {version!r}, which is not a version (TORCH, else the pin in {LOCK.name}).\n"
-        "  Name one: make -C benchmarks lock TORCH=2.13.0"
+        f"torch should be pinned at {version!r}, which is not a version (TORCH, else the pin in"
+        f" {LOCK.name}).\n  Name one: make -C benchmarks lock TORCH=2.13.0"
     )
 
 
@@ -120,7 +130,9 @@ def resolve(wanted: list[str], torch: str, python: Python) -> dict[str, Any]:
             "--no-build-isolation",
             "--use-feature=fast-deps",
         ]
-        call(inside, "-m", "pip", "install", *options, "--report", report, "-c", constraint, *wanted)
+        call(
+            inside, "-m", "pip", "install", *options, "--report", report, "-c", constraint, *wanted
+        )
         return json.loads(report.read_text(encoding="utf-8"))
 
 
@@ -139,7 +151,10 @@ def renew(python: Python) -> None:
     wanted = requirements(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")))
     old = read_pins(LOCK.read_text(encoding="utf-8")) if LOCK.exists() else {}
     torch = torch_pin(dict(os.environ), old)
-    say(f"resolving {len(wanted)} requirements on Python {show(python.version)}, torch held at {torch}")
+    say(
+        f"resolving {len(wanted)} requirements on Python {show(python.version)}, torch held at"
+        f" {torch}"
+    )
     new = report_pins(resolve(wanted, torch, python), {requirement_name(item) for item in wanted})
     write_lock(new, python)
     for line in changes(old, new) or ["nothing changed"]:

@@ -1,18 +1,21 @@
 """Builds the checkout's .venv from the pinned versions, or says in one message why it cannot.
 
-`make` runs this before every target that needs the environment; it is silent and quick when there is nothing to do.
-It reads three environment variables: VENV (the user's own environment, which is only checked), PYTHON (the Python to
-build with) and TORCH (the build of torch; by default the one that the driver runs). With the word `unsloth` it builds
-.venv-unsloth instead, whose pins conflict with those of .venv; a target that needs an extra (`dapt-docx`, `eval`, …)
-adds it.
-Standard library only, and nothing newer than Python 3.6: an old Python may run this file, either to find a newer one
-or to say that one is needed. All output goes to stderr, so that `make plan JSON=1 > plan.json` stays clean even when it
-builds first; only a failure writes the object that JSON=1 asks for to stdout.
+`make` runs this before every target that needs the environment; it is silent and quick when there
+is nothing to do. It reads three environment variables: VENV (the user's own environment, which is
+only checked), PYTHON (the Python to build with) and TORCH (the build of torch; by default the one
+that the driver runs). With the word `unsloth` it builds .venv-unsloth instead, whose pins conflict
+with those of .venv; a target that needs an extra (`dapt-docx`, `eval`, …) adds it. Standard library
+only, and nothing newer than Python 3.6: an old Python may run this file, either to find a newer one
+or to say that one is needed. All output goes to stderr, so that `make plan JSON=1 > plan.json`
+stays clean even when it builds first; only a failure writes the object that JSON=1 asks for to
+stdout.
 """
 
 import signal
 
-if __name__ == "__main__":  # Ctrl-C among the imports below: nothing is open, so end without a traceback
+if (
+    __name__ == "__main__"
+):  # Ctrl-C among the imports below: nothing is open, so end without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
@@ -34,9 +37,17 @@ from torch_build import BuildError, Choice
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
-from sft_play.exit_codes import EXIT_FAULT, EXIT_STOPPED, EXIT_USER, wants_json, write_missing_answer  # noqa: E402
+from sft_play.exit_codes import (  # noqa: E402
+    EXIT_FAULT,
+    EXIT_STOPPED,
+    EXIT_USER,
+    wants_json,
+    write_missing_answer,
+)
 
-STAMP = ".sft-play-stamp"  # inside .venv: "building", then "ready" with the digest of what was built
+STAMP = (  # inside .venv: "building", then "ready" with the digest of what was built
+    ".sft-play-stamp"
+)
 EXTRA_STAMP = ".sft-play-{}"  # inside .venv: what the stamp said when an extra was added
 EXTRAS = {  # extras of pyproject.toml that targets of make add to .venv: for what, and the targets
     "documents": ("reading documents", ("dapt-docx", "test", "coverage")),
@@ -49,8 +60,8 @@ OLDEST, NEWEST = (3, 11), (3, 14)  # as `requires-python` in pyproject.toml
 RANGE = f"Python {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 PYTHONS = ("python3", "python3.14", "python3.13", "python3.12", "python3.11")
 
-# Runs in the Python in question, so it has to work in every Python, 2 included. The base executable matters:
-# python3 may be that of an activated .venv, which the build empties.
+# Runs in the Python in question, so it has to work in every Python, 2 included. The base executable
+# matters: python3 may be that of an activated .venv, which the build empties.
 PROBE = """
 import sys
 try:
@@ -75,12 +86,15 @@ class Python(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """An environment that can be built: its folder in the checkout, its pins, its target of make."""
+    """An environment that can be built: its folder in the checkout, its pins, its target of
+    make."""
 
     folder: str
     pins: str
     target: str
-    needs: Tuple[str, ...]  # what pip is asked for; empty: this project with its tools for development
+    needs: Tuple[
+        str, ...
+    ]  # what pip is asked for; empty: this project with its tools for development
 
     @property
     def lock_file(self) -> str:
@@ -94,14 +108,33 @@ class Environment(NamedTuple):
 
 
 MAIN = Environment(".venv", "requirements.lock", "setup", ())
-# Unsloth, and what this project's training loop needs beside it; Unsloth's process finds the loop by its path.
+# Unsloth, and what this project's training loop needs beside it; Unsloth's process finds the loop
+# by its path.
 UNSLOTH = Environment(
     ".venv-unsloth",
     "requirements-unsloth.lock",
     "setup-unsloth",
     (
-        *("unsloth", "unsloth_zoo", "transformers>=5.17", "bitsandbytes", "datasets", "peft", "accelerate", "psutil"),
-        *("pydantic>=2.10,<3", "pyyaml", "pyarrow", "rich", "jinja2", "safetensors", "tensorboard", "nvidia-ml-py"),
+        *(
+            "unsloth",
+            "unsloth_zoo",
+            "transformers>=5.17",
+            "bitsandbytes",
+            "datasets",
+            "peft",
+            "accelerate",
+            "psutil",
+        ),
+        *(
+            "pydantic>=2.10,<3",
+            "pyyaml",
+            "pyarrow",
+            "rich",
+            "jinja2",
+            "safetensors",
+            "tensorboard",
+            "nvidia-ml-py",
+        ),
     ),
 )
 
@@ -130,7 +163,8 @@ def meaningful(text: str) -> List[str]:
 
 
 def dependency_lines(pyproject: str) -> List[str]:
-    """The part of pyproject.toml that decides what gets installed (no TOML reader before Python 3.11)."""
+    """The part of pyproject.toml that decides what gets installed (no TOML reader before Python
+    3.11)."""
     kept = []
     table, in_dependencies = "", False
     for line in meaningful(pyproject):
@@ -154,7 +188,8 @@ def extra_requirements(pyproject: str, extra: str) -> List[str]:
 
 
 def digest(root: Path, version: Version, what: Environment = MAIN) -> str:
-    """Identifies a build: the pins, the Python version, and the path (scripts in a venv contain it)."""
+    """Identifies a build: the pins, the Python version, and the path (scripts in a venv contain
+    it)."""
     lock = (root / what.pins).read_text(encoding="utf-8")
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     wanted = list(what.needs) or dependency_lines(pyproject)
@@ -166,7 +201,8 @@ def digest(root: Path, version: Version, what: Environment = MAIN) -> str:
 
 
 def live_version(venv: Path) -> Optional[Version]:
-    """The version of .venv/bin/python now (a system upgrade may change it), None if it is broken."""
+    """The version of .venv/bin/python now (a system upgrade may change it), None if it is
+    broken."""
     python = venv / "bin" / "python"
     if not python.exists():
         return None
@@ -181,8 +217,11 @@ def ready_text(root: Path, version: Version, what: Environment = MAIN, torch: st
     return f"ready {digest(root, version, what)} python {show(version)} torch {torch}\n"
 
 
-def is_ready(root: Path, venv: Path, wanted: Optional[Python], what: Environment = MAIN, torch: str = "") -> bool:
-    """Whether .venv is complete, from the present pins, and of the Python and torch that were asked for (if any)."""
+def is_ready(
+    root: Path, venv: Path, wanted: Optional[Python], what: Environment = MAIN, torch: str = ""
+) -> bool:
+    """Whether .venv is complete, from the present pins, and of the Python and torch that were asked
+    for (if any)."""
     try:
         stamp = (venv / STAMP).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -196,15 +235,21 @@ def is_ready(root: Path, venv: Path, wanted: Optional[Python], what: Environment
 
 
 def refuse_foreign(venv: Path) -> None:
-    """Raises unless .venv is absent, empty, or carries our stamp: only then may a build touch it. Never through a link
-    into another checkout, whose environment that is."""
+    """Raises unless .venv is absent, empty, or carries our stamp: only then may a build touch it.
+    Never through a link into another checkout, whose environment that is."""
     owner = venv.resolve().parent
-    is_others = venv.is_symlink() and owner != venv.parent.resolve() and (owner / MAIN.pins).is_file()
+    is_others = (
+        venv.is_symlink() and owner != venv.parent.resolve() and (owner / MAIN.pins).is_file()
+    )
     if not is_others and (not os.path.lexists(str(venv)) or (venv / STAMP).is_file()):
         return
     if not is_others and venv.is_dir() and not any(venv.iterdir()):
         return
-    why = f"is a link to the environment of {owner}" if is_others else f"was not built by this project (no {STAMP})"
+    why = (
+        f"is a link to the environment of {owner}"
+        if is_others
+        else f"was not built by this project (no {STAMP})"
+    )
     variable = "VENV" if venv.name == MAIN.folder else "UNSLOTH_VENV"
     raise SetupError(
         f"{venv} {why}, so it is not changed.\n"
@@ -241,7 +286,9 @@ def probe(command: str) -> Optional[Python]:
         major, minor, has_pip, path = os.fsdecode(answer).strip().split(" ", 3)
         return Python(path, (int(major), int(minor)), has_pip == "1")
     except (OSError, ValueError, subprocess.CalledProcessError):
-        return None  # missing, not executable, a pyenv shim without a version, or not a Python at all
+        return (
+            None  # missing, not executable, a pyenv shim without a version, or not a Python at all
+        )
 
 
 def supported(python: Python) -> bool:
@@ -261,9 +308,9 @@ def named_python(command: str) -> Python:
     else:
         return python
     raise SetupError(
-        f"PYTHON={command} was asked for, but {why}; this project needs {RANGE}.\n"
-        f"  Name another one (PYTHON=/path/to/python{show(NEWEST)}), leave PYTHON out to search PATH, "
-        "or use your own environment (VENV=/path)"
+        f"PYTHON={command} was asked for, but {why}; this project needs {RANGE}.\n  Name another"
+        f" one (PYTHON=/path/to/python{show(NEWEST)}), leave PYTHON out to search PATH, or use your"
+        " own environment (VENV=/path)"
     )
 
 
@@ -278,21 +325,21 @@ def search_python(names: Sequence[str] = PYTHONS) -> Python:
         raise SetupError(without_pip(*fitting[0]))
     versions = ", ".join(f"{name} is {show(python.version)}" for name, python in pythons)
     raise SetupError(
-        f"This project needs {RANGE}. Looked on PATH for {', '.join(names)}; "
-        f"found: {versions or 'none of them'}.\n"
-        f"  Install one of these versions, name one (make setup PYTHON=/path/to/python{show(NEWEST)}), "
-        "or use your own environment (VENV=/path)"
+        f"This project needs {RANGE}. Looked on PATH for {', '.join(names)}; found:"
+        f" {versions or 'none of them'}.\n  Install one of these versions, name one (make setup"
+        f" PYTHON=/path/to/python{show(NEWEST)}), or use your own environment (VENV=/path)"
     )
 
 
 def without_pip(name: str, python: Python) -> str:
-    """The message for a Python that cannot make environments (Debian ships that part separately)."""
+    """The message for a Python that cannot make environments (Debian ships that part
+    separately)."""
     version = show(python.version)
     return (
-        f"{name} is Python {version} ({python.path}), but it lacks the venv or ensurepip module that "
-        "builds .venv.\n"
-        f"  On Debian or Ubuntu: apt install python3-venv (or python{version}-venv). Otherwise name another "
-        "Python (PYTHON=/path) or your own environment (VENV=/path)"
+        f"{name} is Python {version} ({python.path}), but it lacks the venv or ensurepip module"
+        " that builds .venv.\n  On Debian or Ubuntu: apt install python3-venv (or"
+        f" python{version}-venv). Otherwise name another Python (PYTHON=/path) or your own"
+        " environment (VENV=/path)"
     )
 
 
@@ -306,22 +353,27 @@ def how(venv: Path, environ: Mapping[str, str], asked: str) -> Tuple[Installer, 
     return by, torch_build.choose(torch_build.this_machine(), asked, by.configured)
 
 
-def install_steps(root: Path, by: Installer, torch: Choice, what: Environment = MAIN) -> List[Tuple[str, List[str]]]:
+def install_steps(
+    root: Path, by: Installer, torch: Choice, what: Environment = MAIN
+) -> List[Tuple[str, List[str]]]:
     """Title and command of each step that installs, in order."""
     install = [*by.command, "--constraint", what.pins, *installer.options(by)]
     steps, builds, beside = [], [], []  # type: List[Tuple[str, List[str]]], List[str], List[str]
     if torch.source:
-        # Without what torch needs, which comes from the usual index below: until then it cannot be imported, and
-        # deepspeed's setup.py, run there, does not look for a CUDA toolkit.
+        # Without what torch needs, which comes from the usual index below: until then it cannot be
+        # imported, and deepspeed's setup.py, run there, does not look for a CUDA toolkit.
         builds = [f"{pin}+{torch.name}" for pin in family_pins(root, what)]
         title = f"installing {torch_build.label(torch)} from {torch.source}"
         steps.append((title, [*install, *installer.from_index(by, torch.source), *builds]))
         if torch.name.startswith("rocm"):  # its own triton is on that index only
             beside = installer.beside_index(by, torch.source)
     if what.needs:
-        return [*steps, ("installing the pinned packages", [*install, *beside, *builds, *what.needs])]
-    # setuptools goes first, at its pin, because the project is built without isolation: an isolated build
-    # would fetch a setuptools that nobody pinned.
+        return [
+            *steps,
+            ("installing the pinned packages", [*install, *beside, *builds, *what.needs]),
+        ]
+    # setuptools goes first, at its pin, because the project is built without isolation: an isolated
+    # build would fetch a setuptools that nobody pinned.
     last = [*install, *beside, *builds, "--no-build-isolation", "--editable", ".[dev]"]
     steps.append(("installing setuptools", [*install, "setuptools"]))
     return [*steps, ("installing the pinned packages", last)]
@@ -345,11 +397,20 @@ def empty(venv: Path) -> None:
 
 
 def build(
-    root: Path, venv: Path, python: Python, run: Runner, what: Environment, environ: Mapping[str, str], asked: str
+    root: Path,
+    venv: Path,
+    python: Python,
+    run: Runner,
+    what: Environment,
+    environ: Mapping[str, str],
+    asked: str,
 ) -> None:
     """Build .venv with its stamp; raises when a step fails, and the next call starts over."""
     start = time.monotonic()
-    say(f"building {what.folder} with Python {show(python.version)} ({python.path}); this takes minutes, once")
+    say(
+        f"building {what.folder} with Python {show(python.version)} ({python.path}); this takes"
+        " minutes, once"
+    )
     empty(venv)
     take(f"creating {what.folder}", [python.path, "-I", "-m", "venv", str(venv)], root, run, what)
     by, torch = how(venv, environ, asked)
@@ -359,7 +420,9 @@ def build(
     say(f"{time.monotonic() - start:3.0f} s: {what.folder} is ready")
 
 
-def install(root: Path, by: Installer, torch: Choice, run: Runner, what: Environment, start: float) -> None:
+def install(
+    root: Path, by: Installer, torch: Choice, run: Runner, what: Environment, start: float
+) -> None:
     """Install every package, with a line for each step."""
     for title, command in install_steps(root, by, torch, what):
         say(f"{time.monotonic() - start:3.0f} s: {title}")
@@ -369,8 +432,8 @@ def install(root: Path, by: Installer, torch: Choice, run: Runner, what: Environ
             if torch.source not in command or "--no-deps" not in command:
                 raise
             raise SetupError(
-                f"{error}\n  Without a way to pytorch.org: name a mirror in pip's settings, or take the build that "
-                f"your package index has (make setup TORCH={torch_build.OF_INDEX})"
+                f"{error}\n  Without a way to pytorch.org: name a mirror in pip's settings, or take"
+                f" the build that your package index has (make setup TORCH={torch_build.OF_INDEX})"
             ) from None
 
 
@@ -404,11 +467,17 @@ def take(title: str, command: Sequence[str], root: Path, run: Runner, what: Envi
 
 def needed_extras(asked: Sequence[str], environ: Mapping[str, str]) -> List[Tuple[str, str]]:
     """The extras that targets of make need, each with what it is for."""
-    needed = [(extra, purpose) for extra, (purpose, targets) in EXTRAS.items() if not set(asked).isdisjoint(targets)]
+    needed = [
+        (extra, purpose)
+        for extra, (purpose, targets) in EXTRAS.items()
+        if not set(asked).isdisjoint(targets)
+    ]
     return [*needed, TASKS_EXTRA] if "eval" in asked and environ.get("TASKS") else needed
 
 
-def add_extra(extra: str, purpose: str, root: Path, environ: Mapping[str, str], run: Optional[Runner] = None) -> None:
+def add_extra(
+    extra: str, purpose: str, root: Path, environ: Mapping[str, str], run: Optional[Runner] = None
+) -> None:
     """Add an extra at its pins to a .venv that is ready; raises when it cannot be installed."""
     venv = root / MAIN.folder
     if has_extra(venv, extra):
@@ -418,15 +487,25 @@ def add_extra(extra: str, purpose: str, root: Path, environ: Mapping[str, str], 
             return
         needs = extra_requirements((root / "pyproject.toml").read_text(encoding="utf-8"), extra)
         names = ", ".join(need.split(">")[0] for need in needs)
-        say(f"adding the packages for {purpose} to {MAIN.folder}, once, as {MAIN.pins} pins them: {names}")
+        say(
+            f"adding the packages for {purpose} to {MAIN.folder}, once, as {MAIN.pins} pins them:"
+            f" {names}"
+        )
         python = str(venv / "bin" / "python")
         by = installer.choose(python, environ, installer.pip_settings(python, environ))
         command = [*by.command, "--constraint", MAIN.pins, *installer.options(by), *needs]
         try:
-            take(f"installing the {extra} extra", command, root, run or Logged(root / MAIN.log_file), MAIN)
+            take(
+                f"installing the {extra} extra",
+                command,
+                root,
+                run or Logged(root / MAIN.log_file),
+                MAIN,
+            )
         except SetupError as error:
             raise SetupError(
-                f"{error}\n  Or, in your own environment (make with VENV=/path): pip install 'sft-play[{extra}]'"
+                f"{error}\n  Or, in your own environment (make with VENV=/path): pip install"
+                f" 'sft-play[{extra}]'"
             ) from None
         stamp = venv / EXTRA_STAMP.format(extra)
         stamp.write_text((venv / STAMP).read_text(encoding="utf-8"), encoding="utf-8")
@@ -435,7 +514,9 @@ def add_extra(extra: str, purpose: str, root: Path, environ: Mapping[str, str], 
 def has_extra(venv: Path, extra: str) -> bool:
     """Whether an extra was added since .venv was built."""
     stamp = venv / EXTRA_STAMP.format(extra)
-    return stamp.is_file() and stamp.read_text(encoding="utf-8") == (venv / STAMP).read_text(encoding="utf-8")
+    return stamp.is_file() and stamp.read_text(encoding="utf-8") == (venv / STAMP).read_text(
+        encoding="utf-8"
+    )
 
 
 @contextlib.contextmanager
@@ -475,7 +556,9 @@ def ensure(
         return
     with build_lock(root, what):
         refuse_foreign(venv)
-        if not is_ready(root, venv, wanted, what, torch):  # another make may have built it while we waited
+        if not is_ready(
+            root, venv, wanted, what, torch
+        ):  # another make may have built it while we waited
             python = wanted or search_python()
             build(root, venv, python, run or Logged(root / what.log_file), what, environ, asked)
 
@@ -491,14 +574,21 @@ def main(root: Path = ROOT, what: Environment = MAIN, *, targets: Sequence[str] 
     except (SetupError, BuildError) as error:
         return ended(EXIT_USER, str(error))
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP):
+        if error.errno not in (
+            errno.EACCES,
+            errno.EPERM,
+            errno.EROFS,
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.ELOOP,
+        ):
             answer(EXIT_FAULT, repr(error))
             raise
         return ended(
             EXIT_USER,
-            f"{error.filename or root}: {error.strerror}: {what.folder} cannot be read or built there.\n"
-            "  Make it readable and writable for you, make room on the disk, or use your own "
-            f"({'VENV' if what is MAIN else 'UNSLOTH_VENV'}=/path)",
+            f"{error.filename or root}: {error.strerror}: {what.folder} cannot be read or built"
+            " there.\n  Make it readable and writable for you, make room on the disk, or use your"
+            f" own ({'VENV' if what is MAIN else 'UNSLOTH_VENV'}=/path)",
         )
     except KeyboardInterrupt:
         again = f"the next make{'' if what is MAIN else ' ' + what.target} repairs {what.folder}"

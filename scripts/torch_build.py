@@ -1,8 +1,10 @@
-"""Which build of torch this machine can run, where to get it, and its size on the network and on the disk.
+"""Which build of torch this machine can run, where to get it, and its size on the network and on
+the disk.
 
-The package index has one build of torch for Linux, pytorch.org has all of them. The driver decides: a build for CUDA 13
-does not run on a driver before 580, and one for CUDA 12.6 has no kernels for GPUs newer than Hopper.
-Standard library only, and nothing newer than Python 3.6, like setup_env.py, which asks here before it installs.
+The package index has one build of torch for Linux, pytorch.org has all of them. The driver decides:
+a build for CUDA 13 does not run on a driver before 580, and one for CUDA 12.6 has no kernels for
+GPUs newer than Hopper. Standard library only, and nothing newer than Python 3.6, like setup_env.py,
+which asks here before it installs.
 """
 
 import os
@@ -14,7 +16,8 @@ from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 VERSION = "2.13.0"
-"""The version of torch that the tables below are for; a test fails when requirements.lock pins another."""
+"""The version of torch that the tables below are for; a test fails when requirements.lock pins
+another."""
 WHEELS = "https://download.pytorch.org/whl/"
 OF_INDEX = "index"
 """The build that the user's package index has, whichever it is."""
@@ -26,7 +29,8 @@ Capability = Tuple[int, int]
 
 
 class Build(NamedTuple):
-    """A build of torch for Linux: what runs it, and the MiB of the whole environment with it (None: not known)."""
+    """A build of torch for Linux: what runs it, and the MiB of the whole environment with it (None:
+    not known)."""
 
     label: str
     driver: Tuple[int, ...]  # the oldest of NVIDIA's that runs it; empty: needs none
@@ -36,10 +40,11 @@ class Build(NamedTuple):
     disk: Optional[int]
 
 
-# Drivers: NVIDIA's CUDA release notes, table of minor version compatibility (CUDA 12: 525.60.13, CUDA 13: 580).
-# Builds and GPUs of torch 2.13: github.com/pytorch/pytorch/pull/187075, issues 172663 and 178665; from 12.0 on PTX.
-# MiB, Linux x86_64, 2026-11-22. CPU: measured. CUDA 13.0: sizes of the wheels, and what they unpack to. CUDA 12.6:
-# sizes of the wheels (torch's: 830 MB, as 2.11 had), unpacked at the ratios of those for CUDA 13.0.
+# Drivers: NVIDIA's CUDA release notes, table of minor version compatibility (CUDA 12: 525.60.13,
+# CUDA 13: 580). Builds and GPUs of torch 2.13: github.com/pytorch/pytorch/pull/187075, issues
+# 172663 and 178665; from 12.0 on PTX. MiB, Linux x86_64, 2026-11-22. CPU: measured. CUDA 13.0:
+# sizes of the wheels, and what they unpack to. CUDA 12.6: sizes of the wheels (torch's: 830 MB, as
+# 2.11 had), unpacked at the ratios of those for CUDA 13.0.
 BUILDS: Dict[str, Build] = {
     "cu130": Build("CUDA 13.0", (580,), (7, 5), (99, 0), 2850, 5800),
     "cu126": Build("CUDA 12.6", (525, 60, 13), (5, 0), (9, 0), 3650, 7000),
@@ -58,7 +63,9 @@ class Machine(NamedTuple):
     system: str  # as sys.platform says
     arch: str
     driver: str = ""  # version of NVIDIA's; empty without one
-    gpus: Tuple[Tuple[str, Capability], ...] = ()  # NVIDIA's: name, compute capability; empty where unknown
+    gpus: Tuple[
+        Tuple[str, Capability], ...
+    ] = ()  # NVIDIA's: name, compute capability; empty where unknown
 
 
 class Choice(NamedTuple):
@@ -86,7 +93,9 @@ def this_machine() -> Machine:
 def output(command: Sequence[str]) -> str:
     """What a program prints; empty where it is missing, fails or hangs."""
     try:
-        done = subprocess.run(list(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, timeout=30)
+        done = subprocess.run(
+            list(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, timeout=30
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return os.fsdecode(done.stdout)
@@ -123,14 +132,16 @@ def asked_build(environ: Mapping[str, str]) -> str:
         return asked
     version = re.fullmatch(r"\d+(\.\d+)+", asked)
     raise BuildError(
-        f"TORCH={asked} was asked for, which is {'a version' if version else 'not a build of torch'}.\n"
-        f"  make setup takes {', '.join(BUILDS)}, {OF_INDEX} (what your package index has) or auto (what the driver "
-        f"runs); make -C benchmarks lock TORCH=X.Y.Z changes the version"
+        f"TORCH={asked} was asked for, which is"
+        f" {'a version' if version else 'not a build of torch'}.\n  make setup takes"
+        f" {', '.join(BUILDS)}, {OF_INDEX} (what your package index has) or auto (what the driver"
+        " runs); make -C benchmarks lock TORCH=X.Y.Z changes the version"
     )
 
 
 def choose(machine: Machine, asked: str = "", configured: str = "") -> Choice:
-    """The build to install: the one asked for, that of a configured index, else what this machine runs."""
+    """The build to install: the one asked for, that of a configured index, else what this machine
+    runs."""
     if asked not in ("", "auto"):
         name, why = asked, f"as TORCH={asked} asks"
     elif configured:
@@ -150,11 +161,15 @@ def fitting(machine: Machine) -> Tuple[str, str]:
             if BUILDS[name].driver and not obstacles(machine, BUILDS[name]):
                 return name, f"NVIDIA's driver {machine.driver} runs it"
         raise BuildError(refusal(machine))
-    return "cpu", "no driver of NVIDIA's was found; make setup TORCH=cu130 builds for machines with one"
+    return (
+        "cpu",
+        "no driver of NVIDIA's was found; make setup TORCH=cu130 builds for machines with one",
+    )
 
 
 def on_package_index(machine: Machine) -> str:
-    """The build that the public package index has for a machine (github.com/pytorch/pytorch/issues/168065)."""
+    """The build that the public package index has for a machine
+    (github.com/pytorch/pytorch/issues/168065)."""
     if machine.system != "linux":
         return OF_INDEX
     return {"x86_64": "cu130", "aarch64": "cpu"}.get(machine.arch, OF_INDEX)
@@ -167,7 +182,9 @@ def obstacles(machine: Machine, build: Build) -> List[str]:
         reasons.append(f"needs driver {'.'.join(map(str, build.driver))} or newer")
     for name, capability in dict.fromkeys(machine.gpus):
         if not build.oldest <= capability <= build.newest:
-            reasons.append(f"has no kernels for {name} (capability {capability[0]}.{capability[1]})")
+            reasons.append(
+                f"has no kernels for {name} (capability {capability[0]}.{capability[1]})"
+            )
     return reasons
 
 
@@ -179,8 +196,12 @@ def version_of(text: str) -> Tuple[int, ...]:
 def refusal(machine: Machine) -> str:
     """The message where the driver runs no build."""
     cuda = {name: obstacles(machine, build) for name, build in BUILDS.items() if build.driver}
-    reasons = "\n".join(f"    {BUILDS[name].label} ({name}): {'; '.join(texts)}" for name, texts in cuda.items())
-    with_kernels = [name for name, texts in cuda.items() if not any("no kernels" in text for text in texts)]
+    reasons = "\n".join(
+        f"    {BUILDS[name].label} ({name}): {'; '.join(texts)}" for name, texts in cuda.items()
+    )
+    with_kernels = [
+        name for name, texts in cuda.items() if not any("no kernels" in text for text in texts)
+    ]
     newest = max((BUILDS[name].driver for name in with_kernels), default=())
     update = f"update NVIDIA's driver to {newest[0]} or newer, or " if newest else ""
     return (
@@ -193,7 +214,8 @@ def refusal(machine: Machine) -> str:
 
 
 def sizes(choice: Choice) -> Tuple[int, int, str]:
-    """Bytes to download and on the disk (a lower bound where that is not known), and a text about both."""
+    """Bytes to download and on the disk (a lower bound where that is not known), and a text about
+    both."""
     least = BUILDS["cpu"]
     build = BUILDS.get(choice.name, least)
     download, disk = (build.download or least.download or 0), (build.disk or least.disk or 0)
@@ -203,7 +225,10 @@ def sizes(choice: Choice) -> Tuple[int, int, str]:
         more = f"{(cuda.download or 0) / 1024:.1f} and {(cuda.disk or 0) / 1024:.1f} GiB"
         text += f" if that is a build for the CPU, {more} if it is for CUDA"
     elif choice.name not in BUILDS or build.disk is None:
-        text = f"more than {download / 1024:.1f} GiB to download, {disk / 1024:.1f} GiB on the disk (not measured)"
+        text = (
+            f"more than {download / 1024:.1f} GiB to download, {disk / 1024:.1f} GiB on the disk"
+            " (not measured)"
+        )
     return download * MIB, disk * MIB, text
 
 

@@ -1,5 +1,6 @@
-"""What a command answers with: plain data for programs, and lines for a person; and what a check found, of which
-`make check` and `make doctor` collect their answers (`diagnose/doctor.py` shows them)."""
+"""What a command answers with: plain data for programs, and lines for a person; and what a check
+found, of which `make check` and `make doctor` collect their answers (`diagnose/doctor.py` shows
+them)."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -28,13 +29,16 @@ class Answer:
 
 def plain_data(instance: Any) -> dict[str, Any]:
     """The fields of a dataclass as JSON has them: lists, text for paths, ISO dates."""
-    text = json.dumps(asdict(instance), default=lambda value: getattr(value, "isoformat", value.__str__)())
+    text = json.dumps(
+        asdict(instance), default=lambda value: getattr(value, "isoformat", value.__str__)()
+    )
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-# --- what a check found ----------------------------------------------------------------------------------------------
+# --- what a check found ---------------------------------------------------------------------------
 
-# WARN: it will run, but slower, less safely or differently than intended. SKIP: not checked, with the reason.
+# WARN: it will run, but slower, less safely or differently than intended. SKIP: not checked, with
+# the reason.
 Verdict = Literal["PASS", "WARN", "FAIL", "SKIP"]
 
 
@@ -49,7 +53,9 @@ class Finding:
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.remedy or self.verdict in ("PASS", "SKIP"), f"{self.name}: {self.verdict} without a remedy"
+        assert self.remedy or self.verdict in ("PASS", "SKIP"), (
+            f"{self.name}: {self.verdict} without a remedy"
+        )
 
 
 def pass_finding(name: str, found: str) -> Finding:

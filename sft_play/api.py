@@ -4,8 +4,8 @@
     planned = plan(run, hardware="1xRTX4090")   # nothing is loaded: no torch, no weights
     summary = train(run)                        # what `make train` does
 
-Progress goes to the `sft_play` loggers at INFO; `logging.basicConfig(level="INFO")` shows it. Errors that a user can
-fix are classes of `sft_play.errors`.
+Progress goes to the `sft_play` loggers at INFO; `logging.basicConfig(level="INFO")` shows it.
+Errors that a user can fix are classes of `sft_play.errors`.
 """
 
 import json
@@ -25,11 +25,12 @@ __all__ = ["load_config", "plan", "train"]
 
 
 def plan(run: LoadedConfig, *, hardware: str | Hardware | None = None, trace: bool = False) -> Plan:
-    """Plan a run (with stages, the one with the longest rows): layout, micro-batch, predicted peak and speed, with
-    the reasons; sizes are bytes per GPU. Where nothing fits, `plan.fits` is False and `plan.suggestions`
-    says what would. `hardware`: a machine by name, such as `2xH200`; None is this one. `trace`: confirm the choice by
-    tracing the step (seconds; imports torch). Raises ConfigError where the batch does not divide over the GPUs,
-    HardwareError for an unknown machine, ModelError for a config.json that cannot be read."""
+    """Plan a run (with stages, the one with the longest rows): layout, micro-batch, predicted peak
+    and speed, with the reasons; sizes are bytes per GPU. Where nothing fits, `plan.fits` is False
+    and `plan.suggestions` says what would. `hardware`: a machine by name, such as `2xH200`; None is
+    this one. `trace`: confirm the choice by tracing the step (seconds; imports torch). Raises
+    ConfigError where the batch does not divide over the GPUs, HardwareError for an unknown machine,
+    ModelError for a config.json that cannot be read."""
     if hardware is None:
         hardware = detect_hardware()
     elif isinstance(hardware, str):
@@ -39,10 +40,10 @@ def plan(run: LoadedConfig, *, hardware: str | Hardware | None = None, trace: bo
 
 
 def train(run: LoadedConfig) -> dict[str, Any]:
-    """Train in this process, on one GPU or the CPU; returns the run folder's `summary.json`, with its path as `run`.
-    The folder is named by `output.name`, or by config and time; `output.if_exists` decides about an existing one.
-    Raises SftPlayError for anything a user can fix, such as `DoesNotFit`; Interrupted for Ctrl-C, after the state was
-    saved."""
+    """Train in this process, on one GPU or the CPU; returns the run folder's `summary.json`, with
+    its path as `run`. The folder is named by `output.name`, or by config and time;
+    `output.if_exists` decides about an existing one. Raises SftPlayError for anything a user can
+    fix, such as `DoesNotFit`; Interrupted for Ctrl-C, after the state was saved."""
     os.environ.update(openmp_wait_variables(os.environ))
     os.environ.update(allocator_variables(os.environ))
     folder = start_run(LaunchRequest(run)).folder

@@ -1,4 +1,5 @@
-"""The program: reads the request, runs the command, writes its answer, and maps errors to exit codes."""
+"""The program: reads the request, runs the command, writes its answer, and maps errors to exit
+codes."""
 
 import logging
 import os
@@ -15,17 +16,26 @@ logger = logging.getLogger(__name__)
 
 
 def import_command(argv: Sequence[str]) -> None:
-    """Import the file of the command that `argv` names, before anything starts that Ctrl-C could leave half done."""
-    command = next((word for word in argv if word in (*commands.COMMAND_FILES, *commands.INTERNAL_COMMANDS)), None)
+    """Import the file of the command that `argv` names, before anything starts that Ctrl-C could
+    leave half done."""
+    command = next(
+        (word for word in argv if word in (*commands.COMMAND_FILES, *commands.INTERNAL_COMMANDS)),
+        None,
+    )
     if command is not None:
         commands.load_module(command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code (0 done, 2 the user can fix it, 3 does not fit, 130 stopped)."""
+    """Run a command; returns its exit code (0 done, 2 the user can fix it, 3 does not fit, 130
+    stopped)."""
     argv = sys.argv[1:] if argv is None else argv
-    os.environ.update(openmp_wait_variables(os.environ))  # OpenMP reads these once, when torch is loaded
-    os.environ.update(allocator_variables(os.environ))  # torch reads this when it starts CUDA; ranks inherit both
+    os.environ.update(
+        openmp_wait_variables(os.environ)
+    )  # OpenMP reads these once, when torch is loaded
+    os.environ.update(
+        allocator_variables(os.environ)
+    )  # torch reads this when it starts CUDA; ranks inherit both
     command = next((word for word in argv if not word.startswith("-")), "sft-play")
     log.set_up_logging(log.escape_control(command)[:20], stream=sys.stderr)
     failures.install_process_guards()
@@ -35,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         request = read_request(argv, os.environ)
         log.set_up_logging(request.command, stream=sys.stderr if is_json else sys.stdout)
-        if request.trust:  # given as a flag; ranks and `checkpoints.last_checkpoint` read the variable
+        if (
+            request.trust
+        ):  # given as a flag; ranks and `checkpoints.last_checkpoint` read the variable
             os.environ["TRUST"] = "1"
         if request.out is not None:
             require_writable_out(request.out)
@@ -59,8 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.EXIT_FAULT
 
 
-def _write_json_error(data: dict[str, object], exit_code: int, error: BaseException, *, is_json: bool) -> None:
-    """With JSON=1, write the JSON object of a failed command; among a launcher's ranks only rank 0 writes it."""
+def _write_json_error(
+    data: dict[str, object], exit_code: int, error: BaseException, *, is_json: bool
+) -> None:
+    """With JSON=1, write the JSON object of a failed command; among a launcher's ranks only rank 0
+    writes it."""
     if is_json and os.environ.get("RANK", "0") == "0":
         exit_codes.write_json_line(exit_codes.add_exit_status(data, exit_code, error_text(error)))
 

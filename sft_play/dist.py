@@ -1,5 +1,6 @@
-"""Helpers for people's own training scripts and notebooks, over accelerate and DeepSpeed (docs/dist.md): an
-`accelerate.Accelerator` configured from a file, what it trains, and one complete save."""
+"""Helpers for people's own training scripts and notebooks, over accelerate and DeepSpeed
+(docs/dist.md): an `accelerate.Accelerator` configured from a file, what it trains, and one complete
+save."""
 
 import importlib.util
 import logging
@@ -31,10 +32,25 @@ from sft_play.launch.deepspeed import (
 from sft_play.log import one_line
 from sft_play.process.environment import set_deepspeed_to_cpu
 from sft_play.training.checkpoints.full_state_dict import adapter_parameters, gather_to_cpu
-from sft_play.training.checkpoints.model_saving import check_saved_weights, saved_shapes, write_weights
-from sft_play.training.distributed import announce_compile_waits, gather_values, init_deepspeed, require_same_inputs
+from sft_play.training.checkpoints.model_saving import (
+    check_saved_weights,
+    saved_shapes,
+    write_weights,
+)
+from sft_play.training.distributed import (
+    announce_compile_waits,
+    gather_values,
+    init_deepspeed,
+    require_same_inputs,
+)
 
-__all__ = ["DistConfig", "NoOpAccelerator", "get_accelerator", "save_sharded", "wrap_model_optimizer"]
+__all__ = [
+    "DistConfig",
+    "NoOpAccelerator",
+    "get_accelerator",
+    "save_sharded",
+    "wrap_model_optimizer",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +59,7 @@ DEFAULT_CONFIG = "configs/train/common.yaml"
 PROJECT_FOLDER = Path(__file__).resolve().parents[1]
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 class DistConfig(Section):
     """The keys of `configs/train/common.yaml`."""
 
@@ -70,9 +86,11 @@ class DistConfig(Section):
     find_unused_parameters: bool = False
 
 
-def read_settings(config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig) -> tuple[DistConfig, Path]:
-    """The settings of a file or a mapping, and the folder of the file. Raises ConfigError: there is no such file, or
-    keys or values are wrong; all of them at once."""
+def read_settings(
+    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig,
+) -> tuple[DistConfig, Path]:
+    """The settings of a file or a mapping, and the folder of the file. Raises ConfigError: there is
+    no such file, or keys or values are wrong; all of them at once."""
     if isinstance(config, DistConfig):
         return config, Path()
     if isinstance(config, Mapping):
@@ -88,33 +106,52 @@ def read_settings(config: str | os.PathLike[str] | Mapping[str, Any] | DistConfi
     except ValidationError as error:
         for item in error.errors():
             key = str(item["loc"][0])
-            problems.append(document.problem((key,), f"{item['msg']}, found {one_line(repr(item['input']))}"))
+            problems.append(
+                document.problem((key,), f"{item['msg']}, found {one_line(repr(item['input']))}")
+            )
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
     if settings.zero3_offload and settings.backend == "accelerate":
-        raise ConfigError("zero3_offload: true is for DeepSpeed, but backend is accelerate; set backend: deepspeed")
+        raise ConfigError(
+            "zero3_offload: true is for DeepSpeed, but backend is accelerate; set backend:"
+            " deepspeed"
+        )
     return settings, folder
 
 
 def _find_file(path: Path, *folders: Path) -> Path:
-    """A path that a user has given, in the working folder, in `folders`, or in the project; else as it is."""
+    """A path that a user has given, in the working folder, in `folders`, or in the project; else as
+    it is."""
     path = path.expanduser()
-    return next(filter(Path.exists, (path, *(folder / path for folder in (*folders, PROJECT_FOLDER)))), path)
+    return next(
+        filter(Path.exists, (path, *(folder / path for folder in (*folders, PROJECT_FOLDER)))), path
+    )
 
 
-def load_deepspeed_config(settings: DistConfig, folder: Path, *, best_precision: str) -> dict[str, Any]:
-    """DeepSpeed's configuration for these settings: their file, looked for in `folder` too, or the shipped one. What it
-    leaves "auto" is accelerate's to fill. Raises ConfigError: it cannot be read, or contradicts the settings."""
+def load_deepspeed_config(
+    settings: DistConfig, folder: Path, *, best_precision: str
+) -> dict[str, Any]:
+    """DeepSpeed's configuration for these settings: their file, looked for in `folder` too, or the
+    shipped one. What it leaves "auto" is accelerate's to fill. Raises ConfigError: it cannot be
+    read, or contradicts the settings.
+    """
     if settings.deepspeed_config is None:
-        name, config = "DeepSpeed", shipped_deepspeed_config("zero3_offload" if settings.zero3_offload else "zero2")
+        name, config = (
+            "DeepSpeed",
+            shipped_deepspeed_config("zero3_offload" if settings.zero3_offload else "zero2"),
+        )
     else:
         path = _find_file(Path(settings.deepspeed_config), folder)
         name = one_line(str(path))
-        config = translate_deepspeed_keys(read_deepspeed_file(path, variable="deepspeed_config"), name=name)
+        config = translate_deepspeed_keys(
+            read_deepspeed_file(path, variable="deepspeed_config"), name=name
+        )
     steps = settings.gradient_accumulation_steps
     if config.get("gradient_accumulation_steps", "auto") not in ("auto", steps):
-        raise ConfigError(f"{name}: gradient_accumulation_steps: {config['gradient_accumulation_steps']} contradicts "
-                          f"the {steps} of the settings; keep one of them")  # fmt: skip
+        raise ConfigError(
+            f"{name}: gradient_accumulation_steps: {config['gradient_accumulation_steps']}"
+            f" contradicts the {steps} of the settings; keep one of them"
+        )
     config["gradient_accumulation_steps"] = steps
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"):
         config.setdefault(key, "auto")
@@ -127,7 +164,9 @@ def load_deepspeed_config(settings: DistConfig, folder: Path, *, best_precision:
             f"zero_optimization.stage is {zero['stage']}"
         )
     for key in ("offload_optimizer", "offload_param"):
-        if settings.zero3_offload and not is_offloaded(zero, key):  # what the file moves to NVMe stays there
+        if settings.zero3_offload and not is_offloaded(
+            zero, key
+        ):  # what the file moves to NVMe stays there
             zero[key] = {"device": "cpu", "pin_memory": True}
     precision = _precision(settings, config, best_precision)
     for key in ("bf16", "fp16"):  # the file may have been written for another machine
@@ -146,11 +185,14 @@ def _precision(settings: DistConfig, deepspeed: Mapping[str, Any], best_precisio
     return "no" if enabled.get(best_precision) is False else best_precision
 
 
-# --- the accelerator --------------------------------------------------------------------------------------------------
+# --- the accelerator ------------------------------------------------------------------------------
 class NoOpAccelerator(Accelerator):
-    """accelerate's Accelerator for one process without a settings file: nothing is spread over ranks."""
+    """accelerate's Accelerator for one process without a settings file: nothing is spread over
+    ranks."""
 
-    def __init__(self, mixed_precision: str | None = None, gradient_accumulation_steps: int = 1) -> None:
+    def __init__(
+        self, mixed_precision: str | None = None, gradient_accumulation_steps: int = 1
+    ) -> None:
         super().__init__(
             mixed_precision=mixed_precision,
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -158,13 +200,16 @@ class NoOpAccelerator(Accelerator):
         )
 
 
-def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig = DEFAULT_CONFIG) -> Any:
-    """An `accelerate.Accelerator` with the settings of a YAML file or a mapping (`DistConfig` lists the keys).
+def get_accelerator(
+    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig = DEFAULT_CONFIG,
+) -> Any:
+    """An `accelerate.Accelerator` with the settings of a YAML file or a mapping (`DistConfig` lists
+    the keys).
 
-    A relative path is looked up in the working folder, then in the project. Without the package DeepSpeed accelerate
-    runs instead, with a warning. A second call replaces the accelerator of the first. The settings are its
-    attribute `dist_config`. Raises ConfigError: the settings are wrong or contradictory, or differ over ranks, or a
-    launcher started too few of these."""
+    A relative path is looked up in the working folder, then in the project. Without the package
+    DeepSpeed accelerate runs instead, with a warning. A second call replaces the accelerator of the
+    first. The settings are its attribute `dist_config`. Raises ConfigError: the settings are wrong
+    or contradictory, or differ over ranks, or a launcher started too few of these."""
     from accelerate.state import AcceleratorState, GradientState
 
     refuse_too_few_processes(os.environ)
@@ -174,11 +219,14 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     settings, folder = read_settings(config)
     deepspeed: dict[str, Any] = {}
     if settings.backend == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        logger.warning("backend: deepspeed falls back to accelerate: the package deepspeed is not installed")
+        logger.warning(
+            "backend: deepspeed falls back to accelerate: the package deepspeed is not installed"
+        )
     elif settings.backend == "deepspeed":
         deepspeed = load_deepspeed_config(settings, folder, best_precision=best_precision)
     precision = _precision(settings, deepspeed, best_precision)
-    # accelerate's state refuses a second precision or DeepSpeed plugin, so no cell of a notebook could run twice
+    # accelerate's state refuses a second precision or DeepSpeed plugin, so no cell of a notebook
+    # could run twice
     if AcceleratorState._shared_state:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
@@ -190,13 +238,20 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
 
 
 def _best_precision() -> str:
-    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.accelerator.is_available():
+    if (
+        os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        or not torch.accelerator.is_available()
+    ):
         return "no"
-    lacks_bf16 = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+    lacks_bf16 = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(
+        including_emulation=False
+    )
     return "fp16" if lacks_bf16 else "bf16"
 
 
-def _new_accelerator(settings: DistConfig, precision: str, deepspeed: dict[str, Any], *, on_cpu: bool) -> Any:
+def _new_accelerator(
+    settings: DistConfig, precision: str, deepspeed: dict[str, Any], *, on_cpu: bool
+) -> Any:
     from accelerate.state import PartialState
     from accelerate.utils import (
         DeepSpeedPlugin,
@@ -210,14 +265,26 @@ def _new_accelerator(settings: DistConfig, precision: str, deepspeed: dict[str, 
         remove_accelerate_variables(os.environ)
         announce_compile_waits()
         if "RANK" not in os.environ:  # DeepSpeed looks for MPI unless a launcher has set the ranks
-            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+            os.environ |= {
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1",
+            }
             os.environ["MASTER_PORT"] = "0"  # rank 0 listens at any port that is free
         if on_cpu:
-            PartialState(cpu=True)  # with `cpu=True` the Accelerator itself would silently leave out DeepSpeed
+            PartialState(
+                cpu=True
+            )  # with `cpu=True` the Accelerator itself would silently leave out DeepSpeed
         options = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=deepspeed)}
-    elif os.environ.pop("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and settings.backend == "accelerate":
-        logger.warning("accelerate launch asked for DeepSpeed, but backend is accelerate, which trains without it; set "
-                       "backend: deepspeed")  # fmt: skip
+    elif (
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+        and settings.backend == "accelerate"
+    ):
+        logger.warning(
+            "accelerate launch asked for DeepSpeed, but backend is accelerate, which trains without"
+            " it; set backend: deepspeed"
+        )
     # FSDP would keep every rank's full gradients until the last micro-batch of a step
     uses_fsdp = not deepspeed and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     accelerator = Accelerator(
@@ -225,39 +292,51 @@ def _new_accelerator(settings: DistConfig, precision: str, deepspeed: dict[str, 
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=settings.gradient_accumulation_steps, sync_each_batch=uses_fsdp
         ),
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=settings.find_unused_parameters)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=settings.find_unused_parameters)
+        ],
         **options,
     )
     if uses_fsdp and str(accelerator.distributed_type) != str(DistributedType.FSDP):
-        logger.warning("accelerate launch asked for FSDP, and accelerate trains without it here (%s)",
-                       accelerator.distributed_type)  # fmt: skip
+        logger.warning(
+            "accelerate launch asked for FSDP, and accelerate trains without it here (%s)",
+            accelerator.distributed_type,
+        )
     if deepspeed and on_cpu:
         init_deepspeed(on_cpu=True)  # ZeRO-3 partitions weights while they are read
     return accelerator
 
 
 def wrap_model_optimizer(
-    accelerator: Any, model: Any, optimizer: Any = None, *others: Any, gradient_checkpointing: bool | None = None
+    accelerator: Any,
+    model: Any,
+    optimizer: Any = None,
+    *others: Any,
+    gradient_checkpointing: bool | None = None,
 ) -> tuple[Any, ...]:
-    """Model, optimizer and the rest (data loaders, schedulers), prepared, in the order given; `None` stays `None`.
-    `gradient_checkpointing`: None follows the settings of `get_accelerator`. Raises ConfigError: the model cannot
-    recompute its activations."""
+    """Model, optimizer and the rest (data loaders, schedulers), prepared, in the order given;
+    `None` stays `None`. `gradient_checkpointing`: None follows the settings of `get_accelerator`.
+    Raises ConfigError: the model cannot recompute its activations."""
     if gradient_checkpointing is None:
-        gradient_checkpointing = getattr(getattr(accelerator, "dist_config", None), "gradient_checkpointing", False)
+        gradient_checkpointing = getattr(
+            getattr(accelerator, "dist_config", None), "gradient_checkpointing", False
+        )
     if gradient_checkpointing:
         # transformers' new and old name of the same
         kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         enable = getattr(model, f"{kind}_checkpointing_enable", None)
         if enable is None:
             raise ConfigError(
-                f"gradient_checkpointing: {type(model).__name__} has no gradient_checkpointing_enable, as "
-                "transformers' models have; set it to false, or recompute in your model's forward"
+                f"gradient_checkpointing: {type(model).__name__} has no"
+                " gradient_checkpointing_enable, as transformers' models have; set it to false, or"
+                " recompute in your model's forward"
             )
         # non-reentrant: that works with frozen weights and under DDP
         enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
     plugin = getattr(accelerator, "deepspeed_plugin", None)
     if plugin is not None:
-        # what is "auto" and goes by the model's hidden size, which accelerate finds in text models' configs alone
+        # what is "auto" and goes by the model's hidden size, which accelerate finds in text models'
+        # configs alone
         zero: dict[str, Any] = plugin.deepspeed_config["zero_optimization"]
         model_config: Any = getattr(model, "config", None)
         if hasattr(model_config, "get_text_config"):
@@ -275,34 +354,41 @@ def wrap_model_optimizer(
     return tuple(None if item is None else next(remaining_items) for item in items)
 
 
-# --- saving -----------------------------------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------------------
 # A folder with one of these files is a saved model, which a new save may replace.
 _MODEL_FILES = ("adapter_config.json", "config.json", "model.safetensors")
 
 
-def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *, tokenizer: Any = None) -> Path:
-    """Save a prepared model once, whole, as safetensors; every rank calls it. Returns the folder's path.
+def save_sharded(
+    accelerator: Any, model: Any, folder: str | os.PathLike[str], *, tokenizer: Any = None
+) -> Path:
+    """Save a prepared model once, whole, as safetensors; every rank calls it. Returns the folder's
+    path.
 
-    An adapter can be opened with `PeftModel.from_pretrained`, a transformers model with its `from_pretrained`, any
-    other module is one `model.safetensors`; tensors keep their dtype. Shards (ZeRO-3, FSDP) are gathered tensor by
-    tensor into rank 0's host memory. It is written beside the folder and renamed once it has been read back and no rank
-    has failed: until then an existing folder is unchanged. Files in it that are not weights (notes, a README) are kept.
-    Raises RunFolderError: the folder holds no saved model, or cannot be written; TrainingError, on every rank: one has
-    failed; ModelError: what was written is not what the model holds."""
+    An adapter can be opened with `PeftModel.from_pretrained`, a transformers model with its
+    `from_pretrained`, any other module is one `model.safetensors`; tensors keep their dtype. Shards
+    (ZeRO-3, FSDP) are gathered tensor by tensor into rank 0's host memory. It is written beside the
+    folder and renamed once it has been read back and no rank has failed: until then an existing
+    folder is unchanged. Files in it that are not weights (notes, a README) are kept. Raises
+    RunFolderError: the folder holds no saved model, or cannot be written; TrainingError, on every
+    rank: one has failed; ModelError: what was written is not what the model holds."""
     path = Path(folder).expanduser().resolve()
     temporary_path = path.with_name(f".{path.name}.building")
     try:
         _run_on_rank_0(accelerator, lambda: _prepare_folders(path, temporary_path))
         unwrapped_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         weights = _gather_weights(accelerator, model, unwrapped_model)
-        _run_on_rank_0(accelerator, lambda: _write_model(unwrapped_model, tokenizer, weights, temporary_path))
+        _run_on_rank_0(
+            accelerator, lambda: _write_model(unwrapped_model, tokenizer, weights, temporary_path)
+        )
         _run_on_rank_0(accelerator, lambda: _replace_folder(temporary_path, path))
     except SftPlayError:
         raise
     except Exception as error:
         raise TrainingError(
-            f"rank {accelerator.process_index}: saving {path} failed ({type(error).__name__}: "
-            f"{one_line(str(error), limit=300)}); a folder there is a whole save, the earlier or this one"
+            f"rank {accelerator.process_index}: saving {path} failed ({type(error).__name__}:"
+            f" {one_line(str(error), limit=300)}); a folder there is a whole save, the earlier or"
+            " this one"
         ) from error
     finally:
         if accelerator.is_main_process:
@@ -329,17 +415,23 @@ def _prepare_folders(path: Path, temporary_path: Path) -> None:
     atomic.restore_backup(path)
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is not a folder")
-    if path.is_dir() and any(path.iterdir()) and not any((path / name).is_file() for name in _MODEL_FILES):
+    if (
+        path.is_dir()
+        and any(path.iterdir())
+        and not any((path / name).is_file() for name in _MODEL_FILES)
+    ):
         examples = ", ".join(sorted(item.name for item in path.iterdir())[:3])
         raise RunFolderError(
-            f"{path} exists and holds no saved model ({one_line(examples)}), so it is not replaced; name a folder "
-            "inside it"
+            f"{path} exists and holds no saved model ({one_line(examples)}), so it is not replaced;"
+            " name a folder inside it"
         )
     try:
         atomic.remove(temporary_path)
         temporary_path.mkdir(parents=True)
     except OSError as error:
-        raise RunFolderError(f"{path} cannot be written: {error.strerror} ({temporary_path})") from None
+        raise RunFolderError(
+            f"{path} cannot be written: {error.strerror} ({temporary_path})"
+        ) from None
 
 
 def _gather_weights(accelerator: Any, model: Any, unwrapped_model: Any) -> dict[str, torch.Tensor]:
@@ -352,7 +444,9 @@ def _gather_weights(accelerator: Any, model: Any, unwrapped_model: Any) -> dict[
     return gather_to_cpu(tensors, keeps_copies=accelerator.is_main_process)
 
 
-def _write_model(unwrapped_model: Any, tokenizer: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
+def _write_model(
+    unwrapped_model: Any, tokenizer: Any, weights: dict[str, torch.Tensor], folder: Path
+) -> None:
     shapes = None
     if hasattr(unwrapped_model, "save_pretrained"):
         write_weights(unwrapped_model, folder, state_dict=weights)
@@ -368,10 +462,13 @@ def _write_model(unwrapped_model: Any, tokenizer: Any, weights: dict[str, torch.
 
 
 def _replace_folder(temporary_path: Path, path: Path) -> None:
-    """Put the new folder in the place of the old one, with the old one's files that are not weights."""
+    """Put the new folder in the place of the old one, with the old one's files that are not
+    weights."""
     if path.is_dir():
         old_weights = {
-            item.name for item in path.iterdir() if item.name.endswith((".safetensors", ".safetensors.index.json"))
+            item.name
+            for item in path.iterdir()
+            if item.name.endswith((".safetensors", ".safetensors.index.json"))
         }
         left_out = old_weights.union(_MODEL_FILES, (item.name for item in temporary_path.iterdir()))
         shutil.copytree(

@@ -33,7 +33,12 @@ from sft_play.config.schema import DocumentsConfig, RunConfig
 from sft_play.data.managed_outputs import OutputFolder
 from sft_play.data.sources.files import find_source, walk_data_files
 from sft_play.data.sources.formats import digest_share
-from sft_play.data.sources.raw import find_piece_end, read_head, read_text_pieces, wide_encoding_error
+from sft_play.data.sources.raw import (
+    find_piece_end,
+    read_head,
+    read_text_pieces,
+    wide_encoding_error,
+)
 from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.machine.host import cpu_cores
@@ -68,15 +73,19 @@ _PICTURE_LINK = re.compile(r"!\[([^\]]*)\]\([^)\s]*\)")
 
 
 class UnreadableDocumentError(Exception):
-    """A document that cannot be read; the text says why and what to do. The other documents are read all the same."""
+    """A document that cannot be read; the text says why and what to do. The other documents are
+    read all the same."""
 
 
 def read_document(path: Path, options: DocumentsConfig) -> str:
-    """Read a document as clean text, Markdown if it has more. Raises UnreadableDocumentError: why, and what to do."""
+    """Read a document as clean text, Markdown if it has more. Raises UnreadableDocumentError: why,
+    and what to do."""
     kind = DOCUMENT_KINDS[path.suffix.lower()]
     try:
         if path.stat().st_size > MAX_DOCUMENT_BYTES:
-            raise UnreadableDocumentError(f"larger than the {MAX_DOCUMENT_BYTES // MIB} MiB that are read; split it")
+            raise UnreadableDocumentError(
+                f"larger than the {MAX_DOCUMENT_BYTES // MIB} MiB that are read; split it"
+            )
         if kind != "text":
             text = _convert_document(kind, path.read_bytes(), options)
         else:
@@ -87,12 +96,21 @@ def read_document(path: Path, options: DocumentsConfig) -> str:
     except (UnreadableDocumentError, DataError) as error:
         raise UnreadableDocumentError(str(error)) from None
     except OSError as error:
-        raise UnreadableDocumentError(f"cannot be opened: {error.strerror or one_line(str(error))}") from None
+        raise UnreadableDocumentError(
+            f"cannot be opened: {error.strerror or one_line(str(error))}"
+        ) from None
     except (MemoryError, RecursionError) as error:
-        raise UnreadableDocumentError(f"too large or nested too deeply to be read ({type(error).__name__})") from None
-    except Exception as error:  # libraries raise anything at a file that is damaged; the others are read all the same
+        raise UnreadableDocumentError(
+            f"too large or nested too deeply to be read ({type(error).__name__})"
+        ) from None
+    except Exception as error:
+        # libraries raise anything at a file that is damaged; the others are read all the same
         detail = one_line(f"{type(error).__name__}: {error}", limit=200)
-        reason = "locked with a password" if "Password" in detail else "damaged, or something else than its name says"
+        reason = (
+            "locked with a password"
+            if "Password" in detail
+            else "damaged, or something else than its name says"
+        )
         raise UnreadableDocumentError(f"cannot be read as {kind}: {reason}? ({detail})") from None
     if not re.search(r"\w", text):  # an empty table is not text
         hint = " (scanned pages?); run it through OCR first" if kind == "pdf" else ""
@@ -106,19 +124,23 @@ def _convert_document(kind: str, data: bytes, options: DocumentsConfig) -> str:
 
     if data.startswith(_OLE_MAGIC):
         raise UnreadableDocumentError(
-            "an Office file from before 2007, or locked with a password; save it as .docx without one"
+            "an Office file from before 2007, or locked with a password; save it as .docx"
+            " without one"
         )
     if data.startswith(_ZIP_MAGIC):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(part.file_size for part in archive.infolist()) > MAX_DOCUMENT_UNPACKED_BYTES:
                 raise UnreadableDocumentError(
-                    f"unpacks to more than the {MAX_DOCUMENT_UNPACKED_BYTES // MIB:,} MiB that are opened"
+                    f"unpacks to more than the {MAX_DOCUMENT_UNPACKED_BYTES // MIB:,} MiB that are"
+                    " opened"
                 )
     if kind == "html":
         import trafilatura
         from bs4 import UnicodeDammit
 
-        page = UnicodeDammit(data, is_html=True).unicode_markup or ""  # decoded as it declares, as browsers do
+        page = (
+            UnicodeDammit(data, is_html=True).unicode_markup or ""
+        )  # decoded as it declares, as browsers do
         main_text = options.drop_repeated and trafilatura.extract(
             page, output_format="markdown", include_comments=False
         )
@@ -139,28 +161,36 @@ def _convert_document(kind: str, data: bytes, options: DocumentsConfig) -> str:
             for name in sorted(archive.namelist()):
                 if re.fullmatch(r"word/(header|footer)\d*\.xml", name):
                     for paragraph in ElementTree.fromstring(archive.read(name)).findall(".//{*}p"):
-                        headers["".join(run.text or "" for run in paragraph.findall(".//{*}t"))] = None
+                        headers["".join(run.text or "" for run in paragraph.findall(".//{*}t"))] = (
+                            None
+                        )
         text = "\n\n".join([*filter(str.strip, headers), text])
     return str(text)
 
 
 # The process that reads
 class ReaderProcess:
-    """A process that reads one document after the other; started anew after a document that it did not survive."""
+    """A process that reads one document after the other; started anew after a document that it did
+    not survive."""
 
     def __init__(self, options: DocumentsConfig, *, timeout_s: float = MAX_READ_SECONDS) -> None:
         self._options, self._timeout_s = options, timeout_s
         self._process: SpawnProcess | None = None
 
     def read(self, path: Path) -> str:
-        """Read a document as clean text; raises UnreadableDocumentError as `read_document` does, or at a limit."""
+        """Read a document as clean text; raises UnreadableDocumentError as `read_document` does, or
+        at a limit."""
         if self._process is None:
-            from sft_play.data.build.build import hide_main_module  # with libraries that the reader does not need
+            from sft_play.data.build.build import (
+                hide_main_module,
+            )  # with libraries that the reader does not need
 
             context = multiprocessing.get_context("spawn")
             self._connection, child_connection = context.Pipe()
             self._process = context.Process(
-                target=_serve_documents, args=(child_connection, self._options, os.getpid()), daemon=True
+                target=_serve_documents,
+                args=(child_connection, self._options, os.getpid()),
+                daemon=True,
             )
             with hide_main_module():
                 self._process.start()
@@ -210,9 +240,9 @@ def _serve_documents(connection: Connection, options: DocumentsConfig, parent_pi
             return
 
 
-# Text: in Unicode's composed form (NFC) with `\n` as line ends. Control characters, soft hyphens and byte order marks
-# are removed; non-breaking spaces become plain ones, spaces at line ends are removed. Of Markdown no more is known than
-# headings and blocks of code.
+# Text: in Unicode's composed form (NFC) with `\n` as line ends. Control characters, soft hyphens
+# and byte order marks are removed; non-breaking spaces become plain ones, spaces at line ends are
+# removed. Of Markdown no more is known than headings and blocks of code.
 _ESCAPE_SEQUENCE = "\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b\n]*(?:\x07|\x1b\\\\)?|[@-Z\\\\^_])"
 _REMOVED_CHARACTERS = re.compile(
     f"{_ESCAPE_SEQUENCE}|[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\ufeff\ud800-\udfff\ufffe\uffff]"
@@ -228,9 +258,13 @@ _PARAGRAPH_SEPARATOR = "\n\n"
 def clean_text(text: str) -> str:
     """Text in its clean form (see above), line breaks and indents kept."""
     # form feeds and paragraph separators end paragraphs; other line ends become plain ones
-    text = _PARAGRAPH_ENDS.sub(_PARAGRAPH_SEPARATOR, _LINE_ENDS.sub("\n", _REMOVED_CHARACTERS.sub("", text)))
+    text = _PARAGRAPH_ENDS.sub(
+        _PARAGRAPH_SEPARATOR, _LINE_ENDS.sub("\n", _REMOVED_CHARACTERS.sub("", text))
+    )
     # composed last: what was removed may have stood between a letter and its accent
-    return unicodedata.normalize("NFC", "\n".join(line.rstrip(" \t") for line in _SPACES.sub(" ", text).split("\n")))
+    return unicodedata.normalize(
+        "NFC", "\n".join(line.rstrip(" \t") for line in _SPACES.sub(" ", text).split("\n"))
+    )
 
 
 def split_paragraphs(text: str) -> list[str]:
@@ -254,17 +288,20 @@ def join_paragraphs(paragraphs: list[str]) -> str:
 
 
 def split_chunks(paragraphs: list[str], *, limit: int) -> list[str]:
-    """Texts of at most `limit` characters, cut between paragraphs; a longer paragraph is cut inside. A heading goes
-    with what follows it. Nothing is lost but the white space at the cuts."""
+    """Texts of at most `limit` characters, cut between paragraphs; a longer paragraph is cut
+    inside. A heading goes with what follows it. Nothing is lost but the white space at the cuts."""
     texts: list[str] = []
     current: list[str] = []
     size = 0
-    for piece in (piece for paragraph in paragraphs for piece in _split_long_paragraph(paragraph, limit)):
+    for piece in (
+        piece for paragraph in paragraphs for piece in _split_long_paragraph(paragraph, limit)
+    ):
         if current and size + len(_PARAGRAPH_SEPARATOR) + len(piece) > limit:
             start = len(current)
             while start and HEADING.fullmatch(current[start - 1]):
                 start -= 1
-            # the headings at the end go to the next text, if there is text before them and room there
+            # the headings at the end go to the next text, if there is text before them and room
+            # there
             if start == 0 or len(join_paragraphs([*current[start:], piece])) > limit:
                 start = len(current)
             texts.append(join_paragraphs(current[:start]))
@@ -287,9 +324,9 @@ def _split_long_paragraph(paragraph: str, limit: int) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------
 # `make dapt-docx`: documents become clean text, one row of JSON for each document or part of one.
 #
-# Each document is read by a process with limits (`ReaderProcess`, above), its repeated paragraphs are left
-# out, and it is cut between paragraphs into rows `{"text": …, "source": name, "part": n}`. No row
-# holds text of two documents. A document's split depends on its own text alone.
+# Each document is read by a process with limits (`ReaderProcess`, above), its repeated paragraphs
+# are left out, and it is cut between paragraphs into rows `{"text": …, "source": name, "part": n}`.
+# No row holds text of two documents. A document's split depends on its own text alone.
 
 TRAIN_FILE, VAL_FILE, REPORT_JSON_FILE = "train.jsonl", "val.jsonl", "report.json"
 # The packages of the documents extra, and the module of each.
@@ -299,7 +336,8 @@ DOCUMENT_PACKAGES = {
     "markitdown": "markitdown",
     "trafilatura": "trafilatura",
 }
-# Shorter paragraphs (in UTF-8) are never counted as repeats: "Yes.", a speaker's name, the points of a list.
+# Shorter paragraphs (in UTF-8) are never counted as repeats: "Yes.", a speaker's name, the points
+# of a list.
 MIN_REPEATED_BYTES = 40
 _MAX_LISTED_ITEMS = 20
 _MAX_PROCESSES = 8
@@ -309,7 +347,8 @@ _DOCUMENTS_PER_PROCESS = 4
 
 @dataclass
 class DocumentsReport(Answer):
-    """What was found, read, left out and written; `repeated_paragraphs`: seen earlier in this document or another."""
+    """What was found, read, left out and written; `repeated_paragraphs`: seen earlier in this
+    document or another."""
 
     config: DocumentsConfig
     # By their names in rows and reports, in order.
@@ -322,7 +361,9 @@ class DocumentsReport(Answer):
     paragraphs: int = 0
     # Documents, rows and characters of each file.
     splits: dict[str, Counter[str]] = field(
-        default_factory=lambda: {name: Counter(documents=0, rows=0, characters=0) for name in (TRAIN_FILE, VAL_FILE)}
+        default_factory=lambda: {
+            name: Counter(documents=0, rows=0, characters=0) for name in (TRAIN_FILE, VAL_FILE)
+        }
     )
     # Why there is no val.jsonl where one was asked for.
     val_note: str = ""
@@ -335,7 +376,9 @@ class DocumentsReport(Answer):
     def as_json(self) -> dict[str, Any]:
         """The content of report.json; counts in documents, rows, paragraphs and characters."""
         return {
-            "path": [self.config.path] if isinstance(self.config.path, str) else list(self.config.path),
+            "path": (
+                [self.config.path] if isinstance(self.config.path, str) else list(self.config.path)
+            ),
             "out_dir": self.config.out_dir,
             "found": len(self.documents),
             "read": len(self.documents) - len(self.unreadable),
@@ -345,30 +388,51 @@ class DocumentsReport(Answer):
             "repeated_paragraphs": self.repeated_paragraphs,
             "paragraphs": self.paragraphs,
             "chunk_chars": self.config.chunk_chars,
-            "splits": {name.removesuffix(".jsonl"): dict(split) for name, split in self.splits.items()},
+            "splits": {
+                name.removesuffix(".jsonl"): dict(split) for name, split in self.splits.items()
+            },
             "val_note": self.val_note,
         }
 
     def lines(self) -> list[str]:
         """The report for people."""
-        read_count, rows = len(self.documents) - len(self.unreadable), sum(one["rows"] for one in self.splits.values())
-        lines = [f"{plural(len(self.documents), 'document')} found, {read_count} read, {len(self.unreadable)} not"]
+        read_count, rows = (
+            len(self.documents) - len(self.unreadable),
+            sum(one["rows"] for one in self.splits.values()),
+        )
+        lines = [
+            f"{plural(len(self.documents), 'document')} found, {read_count} read,"
+            f" {len(self.unreadable)} not"
+        ]
         lists = {
             "not read": [f"{name}: {reason}" for name, reason in self.unreadable.items()],
-            "other files, not read": [f"{count:,} {suffix}" for suffix, count in self.other_files.most_common()],
-            "copies": [f"{name} is the same text as {first}" for name, first in self.copies.items()],
+            "other files, not read": [
+                f"{count:,} {suffix}" for suffix, count in self.other_files.most_common()
+            ],
+            "copies": [
+                f"{name} is the same text as {first}" for name, first in self.copies.items()
+            ],
         }
         for title, items in lists.items():
             lines += _format_list(title, items)
         if self.repeated_paragraphs:
-            outcome = "left out" if self.config.drop_repeated else "kept (data.documents.drop_repeated=false)"
+            outcome = (
+                "left out"
+                if self.config.drop_repeated
+                else "kept (data.documents.drop_repeated=false)"
+            )
             lines.append(f"{plural(self.repeated_paragraphs, 'paragraph')} repeated, {outcome}")
         limit = f"{self.config.chunk_chars:,} characters"
-        lines.append(f"{plural(self.paragraphs, 'paragraph')} in {plural(rows, 'row')} of at most {limit}")
+        lines.append(
+            f"{plural(self.paragraphs, 'paragraph')} in {plural(rows, 'row')} of at most {limit}"
+        )
         for name, split in self.splits.items():
             if split["rows"]:
                 counts = f"{plural(split['documents'], 'document')}, {plural(split['rows'], 'row')}"
-                lines.append(f"  {Path(self.config.out_dir) / name}: {counts}, {split['characters']:,} characters")
+                lines.append(
+                    f"  {Path(self.config.out_dir) / name}: {counts}, {split['characters']:,}"
+                    " characters"
+                )
         if self.val_note:
             lines.append(f"  {self.val_note}")
         return lines
@@ -384,12 +448,21 @@ def _format_list(title: str, items: list[str]) -> list[str]:
 
 
 def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
-    """Read `data.documents.path`, write train.jsonl, val.jsonl and report.json to `data.documents.out_dir`. `force`
-    overwrites files that were edited. Raises DataError where no document can be read, or packages are missing."""
+    """Read `data.documents.path`, write train.jsonl, val.jsonl and report.json to
+    `data.documents.out_dir`. `force` overwrites files that were edited. Raises DataError where no
+    document can be read, or packages are missing.
+    """
     # before any document is read, so that a folder of text does not fail at its first web page
-    missing = [package for package, module in DOCUMENT_PACKAGES.items() if importlib.util.find_spec(module) is None]
+    missing = [
+        package
+        for package, module in DOCUMENT_PACKAGES.items()
+        if importlib.util.find_spec(module) is None
+    ]
     if missing:
-        message = f"make dapt-docx needs packages that are not installed in {sys.prefix}: {', '.join(missing)}"
+        message = (
+            f"make dapt-docx needs packages that are not installed in {sys.prefix}:"
+            f" {', '.join(missing)}"
+        )
         raise DataError(f"{message}; install them there: pip install 'sft-play[documents]'")
     options, output_names = config.data.documents, (TRAIN_FILE, VAL_FILE, REPORT_JSON_FILE)
     folder, report = Path(options.out_dir), DocumentsReport(options)
@@ -398,13 +471,16 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
         train_file = output.open(TRAIN_FILE)
         names_by_digest: dict[bytes, str] = {}
         known_paragraphs: set[bytes] = set()
-        val_documents: list[tuple[str, list[str]]] = []  # for validation, if there will be something to train on
+        val_documents: list[
+            tuple[str, list[str]]
+        ] = []  # for validation, if there will be something to train on
         with contextlib.closing(read_documents(report.documents, options)) as texts:
             for name, text in texts:
                 if isinstance(text, UnreadableDocumentError):
                     report.unreadable[name] = str(text)
                     continue
-                # the share is that of all the text, so that other documents do not move this one to another split
+                # the share is that of all the text, so that other documents do not move this one to
+                # another split
                 paragraphs = split_paragraphs(text)
                 text_digest = _text_digest(join_paragraphs(paragraphs))
                 share = digest_share(text_digest)
@@ -414,8 +490,13 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
                     report.copies[name] = first_name
                 else:
                     for paragraph in paragraphs:
-                        words = " ".join(paragraph.split())  # the same paragraph may be wrapped otherwise
-                        digest, is_short = _text_digest(words)[:16], len(words.encode("utf-8")) < MIN_REPEATED_BYTES
+                        words = " ".join(
+                            paragraph.split()
+                        )  # the same paragraph may be wrapped otherwise
+                        digest, is_short = (
+                            _text_digest(words)[:16],
+                            len(words.encode("utf-8")) < MIN_REPEATED_BYTES,
+                        )
                         if digest not in known_paragraphs:
                             new_paragraphs.append(paragraph)
                         # headings and code never count as repeats, which the text around them needs
@@ -432,7 +513,10 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
         if val_documents and report.ok:
             split, file = VAL_FILE, output.open(VAL_FILE)
         elif val_documents:
-            report.val_note = f"no {VAL_FILE}: by their hashes all documents would be in it, and none in {TRAIN_FILE}"
+            report.val_note = (
+                f"no {VAL_FILE}: by their hashes all documents would be in it, and none in"
+                f" {TRAIN_FILE}"
+            )
         elif options.val_fraction:
             report.val_note = (
                 f"no {VAL_FILE}: no document has a hash in the share "
@@ -441,7 +525,10 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
         for name, paragraphs in val_documents:
             _write_rows(file, split, name, paragraphs, report)
         if not report.ok:
-            title = f"none of the {plural(len(report.documents), 'document')} could be read; nothing was written"
+            title = (
+                f"none of the {plural(len(report.documents), 'document')} could be read; nothing"
+                " was written"
+            )
             reasons = [f"{name}: {reason}" for name, reason in report.unreadable.items()]
             raise DataError("\n".join(_format_list(title, reasons)))
         output.write_json(REPORT_JSON_FILE, report.as_json())
@@ -449,16 +536,23 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
 
 
 def find_documents(report: DocumentsReport, *, output_paths: Iterable[Path]) -> None:
-    """Put the documents of `data.documents.path` into the report, except hidden files and `output_paths`, which it
-    writes. Raises DataError where there is none: where it looked, and what is there."""
+    """Put the documents of `data.documents.path` into the report, except hidden files and
+    `output_paths`, which it writes. Raises DataError where there is none: where it looked, and what
+    is there."""
     paths_by_name: dict[str, Path] = {}
     document_paths = report.as_json()["path"]
-    known_paths = {os.path.realpath(path) for path in output_paths}  # a document is read once, whatever leads to it
+    known_paths = {
+        os.path.realpath(path) for path in output_paths
+    }  # a document is read once, whatever leads to it
     for root, path in (
-        root_and_path for document_path in document_paths for root_and_path in _find_files(document_path)
+        root_and_path
+        for document_path in document_paths
+        for root_and_path in _find_files(document_path)
     ):
         real_path, suffix = os.path.realpath(path), path.suffix.lower()
-        if real_path in known_paths or path.name.startswith((".", "~$")):  # Word keeps ~$… beside an open document
+        if real_path in known_paths or path.name.startswith(
+            (".", "~$")
+        ):  # Word keeps ~$… beside an open document
             continue
         known_paths.add(real_path)
         name = _display_path(path.relative_to(root))
@@ -469,10 +563,12 @@ def find_documents(report: DocumentsReport, *, output_paths: Iterable[Path]) -> 
             report.other_files[suffix or "no ending"] += 1
     report.documents = dict(sorted(paths_by_name.items()))
     if not paths_by_name:
-        others = ", ".join(f"{count} {suffix}" for suffix, count in report.other_files.most_common(12))
+        others = ", ".join(
+            f"{count} {suffix}" for suffix, count in report.other_files.most_common(12)
+        )
         raise DataError(
-            f"data.documents.path={one_line(', '.join(document_paths))}: no documents there (looked from {Path.cwd()} "
-            f"for {', '.join(DOCUMENT_KINDS)}); there are {others or 'no files'}"
+            f"data.documents.path={one_line(', '.join(document_paths))}: no documents there (looked"
+            f" from {Path.cwd()} for {', '.join(DOCUMENT_KINDS)}); there are {others or 'no files'}"
         )
 
 
@@ -484,12 +580,20 @@ def _display_path(path: Path) -> str:
 def _find_files(document_path: str) -> Iterator[tuple[Path, Path]]:
     path = find_source(document_path)
     if isinstance(path, Path):
-        yield from ((path, file) for file in walk_data_files(path)) if path.is_dir() else [(path.parent, path)]
+        yield from (
+            ((path, file) for file in walk_data_files(path))
+            if path.is_dir()
+            else [(path.parent, path)]
+        )
         return
     parts = Path(document_path).expanduser().parts
-    root = Path(*parts[: next((index for index, part in enumerate(parts) if glob.has_magic(part)), 0)])
+    root = Path(
+        *parts[: next((index for index, part in enumerate(parts) if glob.has_magic(part)), 0)]
+    )
     for match in sorted(root.glob("/".join(parts[len(root.parts) :]))):
-        yield from ((root, file) for file in (walk_data_files(match) if match.is_dir() else [match]))
+        yield from (
+            (root, file) for file in (walk_data_files(match) if match.is_dir() else [match])
+        )
 
 
 def read_documents(
@@ -508,10 +612,13 @@ def read_documents(
         finally:
             idle_readers.put(reader)
 
-    # threads wait for processes here; at the end no new work comes first, then the processes' end, then the threads'
+    # threads wait for processes here; at the end no new work comes first, then the processes' end,
+    # then the threads'
     with ThreadPoolExecutor(count) as pool, contextlib.ExitStack() as stack:
         progress = stack.enter_context(
-            report_wait("Reading documents", unit="documents", count_total=lambda: len(paths_by_name))
+            report_wait(
+                "Reading documents", unit="documents", count_total=lambda: len(paths_by_name)
+            )
         )
         for _ in range(count):
             idle_readers.put(stack.enter_context(contextlib.closing(ReaderProcess(options))))
@@ -525,9 +632,13 @@ def _text_digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8")).digest()
 
 
-def _write_rows(file: TextIO, split: str, name: str, paragraphs: list[str], report: DocumentsReport) -> None:
+def _write_rows(
+    file: TextIO, split: str, name: str, paragraphs: list[str], report: DocumentsReport
+) -> None:
     texts = split_chunks(paragraphs, limit=report.config.chunk_chars)
     for part, text in enumerate(texts, start=1):
-        file.write(json.dumps({"text": text, "source": name, "part": part}, ensure_ascii=False) + "\n")
+        file.write(
+            json.dumps({"text": text, "source": name, "part": part}, ensure_ascii=False) + "\n"
+        )
     report.paragraphs += len(paragraphs)
     report.splits[split].update(documents=1, rows=len(texts), characters=sum(map(len, texts)))

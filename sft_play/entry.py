@@ -1,8 +1,9 @@
-"""Runs before the program: messages in place of tracebacks for a Python that cannot run it, and for an early Ctrl-C.
+"""Runs before the program: messages in place of tracebacks for a Python that cannot run it, and for
+an early Ctrl-C.
 
-The program's own imports take a second, and need a new Python and packages. So nothing of it is imported at the top of
-this file but how a command ends; both are written for Python 3.6. With JSON=1 the object of a command that ends here is
-written here.
+The program's own imports take a second, and need a new Python and packages. So nothing of it is
+imported at the top of this file but how a command ends; both are written for Python 3.6. With
+JSON=1 the object of a command that ends here is written here.
 """
 
 import os
@@ -28,7 +29,8 @@ EXTRA_PACKAGES = {
 
 
 def main(command: "Optional[str]" = None) -> int:
-    """Run `sft-play` with this process's words (`command` put before them); returns its exit code."""
+    """Run `sft-play` with this process's words (`command` put before them); returns its exit
+    code."""
     argv = [command, *sys.argv[1:]] if command else sys.argv[1:]
     command_name = next((word for word in argv if not word.startswith("-")), "sft-play")[:20]
     catches_interrupt = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
@@ -41,10 +43,15 @@ def main(command: "Optional[str]" = None) -> int:
                 _exit_with_message(command_name, argv, early_message, exit_codes.EXIT_STOPPED)
             ),
         )
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the Makefile blocks it while Python starts
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, [signal.SIGINT]
+    )  # the Makefile blocks it while Python starts
     if sys.version_info < MIN_PYTHON:
         needed = "{}.{}".format(*MIN_PYTHON)
-        old = f"{sys.executable} is {_python_version()}, and sft_play needs {needed} or newer; {_install_hint(argv)}"
+        old = (
+            f"{sys.executable} is {_python_version()}, and sft_play needs {needed} or newer;"
+            f" {_install_hint(argv)}"
+        )
         return _exit_with_message(command_name, argv, old)
     try:
         from sft_play import cli, log
@@ -90,11 +97,14 @@ def _run_guarded(run_program: "Any", argv: "Sequence[str]", command_name: str) -
 
             _write_missing_answer(argv, exit_codes.EXIT_FAULT, error_text(error))
             raise
-        return _exit_with_message(command_name, argv, "stopped by the user", exit_codes.EXIT_STOPPED)
+        return _exit_with_message(
+            command_name, argv, "stopped by the user", exit_codes.EXIT_STOPPED
+        )
 
 
 def _is_interrupt(error: "Optional[BaseException]") -> bool:
-    """True if an exception is a Ctrl-C, or was raised while handling one: libraries reword what breaks an import."""
+    """True if an exception is a Ctrl-C, or was raised while handling one: libraries reword what
+    breaks an import."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -103,19 +113,24 @@ def _is_interrupt(error: "Optional[BaseException]") -> bool:
 
 
 def _write_redacted_traceback(error_type: "Any", error: "Any", error_traceback: "Any") -> None:
-    """Write the traceback of a bug, with tokens redacted: an error may quote them, and a batch system logs it."""
+    """Write the traceback of a bug, with tokens redacted: an error may quote them, and a batch
+    system logs it."""
     import traceback
 
     from sft_play import log
 
     sys.stderr.write(
-        log.redact(log.escape_control("".join(traceback.format_exception(error_type, error, error_traceback))))
+        log.redact(
+            log.escape_control(
+                "".join(traceback.format_exception(error_type, error, error_traceback))
+            )
+        )
     )
 
 
 def missing_package_message(error: ModuleNotFoundError, argv: "Sequence[str]") -> "Optional[str]":
-    """Return the message for a package that is not installed. None where the missing module is ours, or of an
-    installed package: that is a bug, and keeps its traceback."""
+    """Return the message for a package that is not installed. None where the missing module is
+    ours, or of an installed package: that is a bug, and keeps its traceback."""
     import contextlib
     from importlib.util import find_spec
 
@@ -124,7 +139,10 @@ def missing_package_message(error: ModuleNotFoundError, argv: "Sequence[str]") -
         if find_spec(package) is not None:
             return None
     hint = _install_hint(argv, package)
-    return f"{sys.executable} ({_python_version()}) has no package {package}, which sft_play needs; {hint}"
+    return (
+        f"{sys.executable} ({_python_version()}) has no package {package}, which sft_play needs;"
+        f" {hint}"
+    )
 
 
 def _python_version() -> str:
@@ -132,7 +150,8 @@ def _python_version() -> str:
 
 
 def _install_hint(argv: "Sequence[str]", package: str = "") -> str:
-    """How to run the same with the project's environment, or how to install the package here with its extra."""
+    """How to run the same with the project's environment, or how to install the package here with
+    its extra."""
     from pathlib import Path
 
     root = Path(__file__).resolve().parent.parent
@@ -151,10 +170,14 @@ def _install_hint(argv: "Sequence[str]", package: str = "") -> str:
     return "; or ".join(hints) or "install it into another Python"
 
 
-def _exit_with_message(command_name: str, argv: "Sequence[str]", text: str, code: int = exit_codes.EXIT_USER) -> int:
+def _exit_with_message(
+    command_name: str, argv: "Sequence[str]", text: str, code: int = exit_codes.EXIT_USER
+) -> int:
     _write_missing_answer(argv, code, text)
     kind = "" if code == exit_codes.EXIT_STOPPED else "error: "
-    printable = "".join(letter if letter.isprintable() else "?" for letter in f"[{command_name}] {kind}{text}")
+    printable = "".join(
+        letter if letter.isprintable() else "?" for letter in f"[{command_name}] {kind}{text}"
+    )
     try:  # noqa: SIM105  (contextlib would have to be imported)
         os.write(2, (printable + "\n").encode("utf-8", "replace"))
     except OSError:
@@ -163,8 +186,8 @@ def _exit_with_message(command_name: str, argv: "Sequence[str]", text: str, code
 
 
 def _write_missing_answer(argv: "Sequence[str]", code: int, error: str) -> None:
-    """With JSON=1, write the object of a command that failed before writing one. Among another launcher's ranks only
-    rank 0 writes it; ranks of ours leave it to their agent or its parent."""
+    """With JSON=1, write the object of a command that failed before writing one. Among another
+    launcher's ranks only rank 0 writes it; ranks of ours leave it to their agent or its parent."""
     is_first = os.environ.get("RANK", "0") == "0" and "SFT_PLAY_AGENT" not in os.environ
     if code and is_first and exit_codes.wants_json(argv):
         exit_codes.write_missing_answer(code, error)

@@ -1,7 +1,8 @@
-"""The error tree: what a user can fix. Every other exception is a bug of ours and keeps its traceback.
+"""The error tree: what a user can fix. Every other exception is a bug of ours and keeps its
+traceback.
 
-Each class is also the standard-library type that it refines, so that scripts can catch either. The message says what
-was asked, what was found, and what to do.
+Each class is also the standard-library type that it refines, so that scripts can catch either. The
+message says what was asked, what was found, and what to do.
 """
 
 import contextlib
@@ -31,11 +32,13 @@ class DataError(SftPlayError, ValueError):
 
 
 class ModelError(SftPlayError, ValueError):
-    """A model folder or hub id cannot be used: missing, gated, custom code, names that match nothing."""
+    """A model folder or hub id cannot be used: missing, gated, custom code, names that match
+    nothing."""
 
 
 class TokenizerError(SftPlayError, ValueError):
-    """The tokenizer cannot be used: no chat template, a missing package, more tokens than embeddings."""
+    """The tokenizer cannot be used: no chat template, a missing package, more tokens than
+    embeddings."""
 
 
 class BackendError(SftPlayError, RuntimeError):
@@ -47,7 +50,8 @@ class RunFolderError(SftPlayError, FileExistsError):
 
 
 class TrainingError(SftPlayError, RuntimeError):
-    """Training was stopped because continuing would waste it, such as a tensor that gets no gradient."""
+    """Training was stopped because continuing would waste it, such as a tensor that gets no
+    gradient."""
 
 
 class DoesNotFit(SftPlayError, MemoryError):
@@ -61,7 +65,8 @@ class DoesNotFit(SftPlayError, MemoryError):
 
 
 class OutOfMemory(DoesNotFit):
-    """Memory ran out while a run was on its way. `batch`: how rows were divided; None where ranks start again."""
+    """Memory ran out while a run was on its way. `batch`: how rows were divided; None where ranks
+    start again."""
 
     def __init__(self, message: str = "", *, batch: Any = None) -> None:
         super().__init__(message)
@@ -76,8 +81,10 @@ class Interrupted(SftPlayError, KeyboardInterrupt):
 
 @contextlib.contextmanager
 def translate_library_errors() -> Iterator[None]:
-    """Translate two errors of libraries inside the block: a panic of the tokenizer's library over a text (which is no
-    Exception in Python) becomes TokenizerError, and the host's memory running out becomes DoesNotFit."""
+    """Translate two errors of libraries inside the block: a panic of the tokenizer's library over a
+    text (which is no Exception in Python) becomes TokenizerError, and the host's memory running out
+    becomes DoesNotFit.
+    """
     try:
         yield
     except SftPlayError:
@@ -85,15 +92,19 @@ def translate_library_errors() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ == "PanicException":  # pyo3's, which cannot be imported
             raise TokenizerError(
-                f"the tokenizer cannot split a text: its library stopped ({error}); where a regular expression of its "
-                "tokenizer.json backtracks, correct it there, or take the tokenizer of another model"
+                f"the tokenizer cannot split a text: its library stopped ({error}); where a regular"
+                " expression of its tokenizer.json backtracks, correct it there, or take the"
+                " tokenizer of another model"
             ) from error
         # of an import, reworded
         is_memory_error = isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError)
-        if is_memory_error or re.search("failed to map segment|can(no|')t allocate memory", str(error), re.IGNORECASE):
+        if is_memory_error or re.search(
+            "failed to map segment|can(no|')t allocate memory", str(error), re.IGNORECASE
+        ):
             raise DoesNotFit(
-                f"the memory of this machine ran out ({str(error) or type(error).__name__}): end other programs, or "
-                "raise the limit of this process (ulimit -v, the container's, the job's)"
+                f"the memory of this machine ran out ({str(error) or type(error).__name__}): end"
+                " other programs, or raise the limit of this process (ulimit -v, the container's,"
+                " the job's)"
             ) from error
         raise
 
@@ -113,5 +124,6 @@ def error_prefix(prefix: str | None) -> Iterator[None]:
     except SftPlayError as error:
         if prefix is None:
             raise
-        # the cause is read again: a plan that does not fit is on the first error (cli._unfitting_plan)
+        # the cause is read again: a plan that does not fit is on the first error
+        # (cli._unfitting_plan)
         raise type(error)(f"{prefix}: {error}") from error

@@ -1,7 +1,8 @@
-"""How a command ends, as programs read it: exit codes, their kinds, and the one JSON object that JSON=1 asks for.
+"""How a command ends, as programs read it: exit codes, their kinds, and the one JSON object that
+JSON=1 asks for.
 
-Standard library only, and nothing newer than Python 3.6: make's checks and the setup need it before there is an
-environment.
+Standard library only, and nothing newer than Python 3.6: make's checks and the setup need it before
+there is an environment.
 """
 
 import os
@@ -31,13 +32,19 @@ _has_answered = False
 
 
 def wants_json(argv: "Sequence[str]") -> bool:
-    """True if the command line or the environment asks for JSON. Works before either is parsed: that may fail."""
+    """True if the command line or the environment asks for JSON. Works before either is parsed:
+    that may fail."""
     return "--json" in argv or os.environ.get("JSON", "0") not in ("", "0")
 
 
 def add_exit_status(data: "Any", exit_code: int, error: "str | None" = None) -> "dict[str, Any]":
-    """Add how a command ended to its JSON: `ok`, `kind`, `exit`, and `error` if any. A list becomes `rows`."""
-    status = {"ok": exit_code == 0, "kind": EXIT_KINDS.get(exit_code, EXIT_KINDS[EXIT_FAULT]), "exit": exit_code}  # type: dict[str, Any]
+    """Add how a command ended to its JSON: `ok`, `kind`, `exit`, and `error` if any. A list becomes
+    `rows`."""
+    status = {
+        "ok": exit_code == 0,
+        "kind": EXIT_KINDS.get(exit_code, EXIT_KINDS[EXIT_FAULT]),
+        "exit": exit_code,
+    }  # type: dict[str, Any]
     if error is not None:
         status["error"] = error
     if not isinstance(data, dict):
@@ -46,7 +53,8 @@ def add_exit_status(data: "Any", exit_code: int, error: "str | None" = None) -> 
 
 
 def write_json_line(data: "Any") -> None:
-    """Write one JSON object as a line of standard output; NaN and infinity, which JSON lacks, become null."""
+    """Write one JSON object as a line of standard output; NaN and infinity, which JSON lacks,
+    become null."""
     import json  # 2 ms, in which a Ctrl-C would be a traceback
 
     global _has_answered

@@ -1,8 +1,8 @@
 """Logging, set up once and only by entry points; and functions that make text safe to show.
 
-Modules only use `logger = logging.getLogger(__name__)`. INFO is what a person reads while a command runs, DEBUG
-everything else: it is in a run's train.log, and with WHY=1 on the terminal. Ranks but the first log at WARNING, with
-their rank in the prefix.
+Modules only use `logger = logging.getLogger(__name__)`. INFO is what a person reads while a command
+runs, DEBUG everything else: it is in a run's train.log, and with WHY=1 on the terminal. Ranks but
+the first log at WARNING, with their rank in the prefix.
 """
 
 import contextlib
@@ -21,10 +21,14 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
 
-# With the marks that reorder text (U+202A and the like), which could make a line read as another, and lone surrogates,
-# which cannot be encoded.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_URL_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s@:]+:[^\s\"']*@|[^/\s@]+@)")
+# With the marks that reorder text (U+202A and the like), which could make a line read as another,
+# and lone surrogates, which cannot be encoded.
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_URL_USERINFO = re.compile(
+    r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s@:]+:[^\s\"']*@|[^/\s@]+@)"
+)
 # Token formats of services: secret wherever they come from.
 _TOKEN_SHAPES = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}"
@@ -32,13 +36,16 @@ _TOKEN_SHAPES = re.compile(
     r"|(?<=access_token=)[^\s&\"']+|(?<=Bearer )[\w.~+/=-]{16,}"
 )
 _SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE_KEY|_KEY$|^KEY$|_PAT$|AUTH|BEARER", re.IGNORECASE
+    r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE_KEY|_KEY$|^KEY$|_PAT$|AUTH|BEARER",
+    re.IGNORECASE,
 )
 
 
 def escape_control(text: str) -> str:
     r"""Text with its control characters shown as escapes (`\x1b`), tabs and line breaks kept."""
-    return _CONTROL.sub(lambda match: match.group().encode("unicode_escape", "surrogatepass").decode(), text)
+    return _CONTROL.sub(
+        lambda match: match.group().encode("unicode_escape", "surrogatepass").decode(), text
+    )
 
 
 def one_line(text: str, *, limit: int = 120) -> str:
@@ -49,13 +56,17 @@ def one_line(text: str, *, limit: int = 120) -> str:
 
 def secret_values(environment: Iterable[tuple[str, str]]) -> list[str]:
     """Values of environment variables whose names mark them as secret, longest first."""
-    # shorter values of secret-looking variables are words like `true`: hiding them would garble every line
-    secrets = {value for name, value in environment if len(value) >= 8 and _SECRET_NAME.search(name)}
+    # shorter values of secret-looking variables are words like `true`: hiding them would garble
+    # every line
+    secrets = {
+        value for name, value in environment if len(value) >= 8 and _SECRET_NAME.search(name)
+    }
     return sorted(secrets, key=len, reverse=True)
 
 
 def redact(text: str, *, secrets: Iterable[str] | None = None) -> str:
-    """Text without tokens, keys, values of secret environment variables, or passwords inside URLs."""
+    """Text without tokens, keys, values of secret environment variables, or passwords inside
+    URLs."""
     for secret in secret_values(os.environ.items()) if secrets is None else secrets:
         # as it is, as a text in JSON (metrics, the manifest), and as JSON inside such a text
         for form in {secret, json.dumps(secret)[1:-1], json.dumps(json.dumps(secret)[1:-1])[1:-1]}:
@@ -63,11 +74,16 @@ def redact(text: str, *, secrets: Iterable[str] | None = None) -> str:
     return _TOKEN_SHAPES.sub("***", _URL_USERINFO.sub(r"\g<scheme>***@", text))
 
 
-# Loggers of libraries whose warnings a user cannot act on, and what they warn about; their errors are shown.
+# Loggers of libraries whose warnings a user cannot act on, and what they warn about; their errors
+# are shown.
 QUIET_LOGGERS = {
     "bitsandbytes": "asks at import for a package that would fetch kernels from the hub",
-    "transformers.distributed.tensor_parallel": "lists layers that are not sharded in runs that shard nothing",
-    "torch.distributed.tensor._redistribute": "tells how two collectives of a mesh could be one, norm and checkpoint",
+    "transformers.distributed.tensor_parallel": (
+        "lists layers that are not sharded in runs that shard nothing"
+    ),
+    "torch.distributed.tensor._redistribute": (
+        "tells how two collectives of a mesh could be one, norm and checkpoint"
+    ),
     "torch.distributed.tensor._collective_utils": "tells that gloo gathers where NCCL exchanges",
 }
 
@@ -88,7 +104,8 @@ class _PlainFormatter(logging.Formatter):
 
 
 def _is_new_warning(seen_messages: set[str], record: logging.LogRecord) -> bool:
-    """Lets a library's warning through once: repeated at every step, it would bury other messages."""
+    """Lets a library's warning through once: repeated at every step, it would bury other
+    messages."""
     if record.levelno < logging.WARNING or record.name.startswith("sft_play"):
         return True
     is_new = record.getMessage() not in seen_messages
@@ -97,7 +114,8 @@ def _is_new_warning(seen_messages: set[str], record: logging.LogRecord) -> bool:
 
 
 def _is_first_on_node(folder: Path, record: logging.LogRecord) -> bool:
-    """Lets a warning through on the first rank of a node that has it; the others would repeat it."""
+    """Lets a warning through on the first rank of a node that has it; the others would repeat
+    it."""
     if record.levelno != logging.WARNING:
         return True
     digest = hashlib.sha256(record.getMessage().encode("utf-8", "surrogateescape")).hexdigest()[:24]
@@ -113,15 +131,19 @@ _make_record = logging.getLogRecordFactory()
 
 
 def _escaped_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-    """A record whose text is safe to show: libraries have handlers of their own, and quote a stranger's files."""
+    """A record whose text is safe to show: libraries have handlers of their own, and quote a
+    stranger's files."""
     record = _make_record(*args, **kwargs)
-    with contextlib.suppress(Exception):  # values that do not fit into the text: its handler reports it
+    with contextlib.suppress(
+        Exception
+    ):  # values that do not fit into the text: its handler reports it
         record.msg, record.args = escape_control(record.getMessage()), None
     return record
 
 
 class _OutputHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current `sys.stdout`, so that lines appear above a progress bar that redirects it."""
+    """Writes to the current `sys.stdout`, so that lines appear above a progress bar that redirects
+    it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stdout  # not by setStream, which flushes the old stream: it may be closed
@@ -129,7 +151,8 @@ class _OutputHandler(logging.StreamHandler[TextIO]):
 
 
 def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None) -> None:
-    """Send this process's log to `stream` (standard output by default), replacing earlier handlers."""
+    """Send this process's log to `stream` (standard output by default), replacing earlier
+    handlers."""
     handler: logging.Handler = _OutputHandler(sys.stdout)
     if stream not in (None, sys.stdout):
         handler = logging.StreamHandler(stream)
@@ -143,7 +166,9 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
     if node_folder.is_dir():
         handler.addFilter(functools.partial(_is_first_on_node, node_folder))
     root = logging.getLogger()
-    for old_handler in root.handlers[:]:  # cli.main sets up twice: under the word typed, then under the command's name
+    for old_handler in root.handlers[
+        :
+    ]:  # cli.main sets up twice: under the word typed, then under the command's name
         root.removeHandler(old_handler)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
@@ -154,14 +179,14 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-# --- output without a reader ------------------------------------------------------------------------------------------
+# --- output without a reader ----------------------------------------------------------------------
 
 _lost_streams: dict[int, OSError] = {}
 
 
 class _SurvivingOutput(io.FileIO):
-    """Output that outlives its reader (`plan | head` finishes the plan): after the first failed write it goes to the
-    null device, also that of libraries and children."""
+    """Output that outlives its reader (`plan | head` finishes the plan): after the first failed
+    write it goes to the null device, also that of libraries and children."""
 
     def write(self, data: Any) -> int:
         """Write; returns the number of bytes also where nobody reads them."""
@@ -176,8 +201,8 @@ class _SurvivingOutput(io.FileIO):
 
 
 def survive_lost_output() -> None:
-    """Keep writes to standard output and error from failing: a command whose reader leaves (`make plan | head`)
-    finishes, writes its files and exits with its own code."""
+    """Keep writes to standard output and error from failing: a command whose reader leaves (`make
+    plan | head`) finishes, writes its files and exits with its own code."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:  # closed at the start (`>&-`)
@@ -206,12 +231,14 @@ def _has_descriptor(stream: io.TextIOWrapper, descriptor: int) -> bool:
 
 
 def is_output_lost() -> bool:
-    """Whether standard output has lost its reader, so that a command that only displays something may end."""
+    """Whether standard output has lost its reader, so that a command that only displays something
+    may end."""
     return 1 in _lost_streams
 
 
 def output_failure() -> str | None:
-    """Return why standard output could not be written; None if it could, or if only its reader left."""
+    """Return why standard output could not be written; None if it could, or if only its reader
+    left."""
     with contextlib.suppress(ValueError):
         sys.stdout.flush()
     error = _lost_streams.get(1)
@@ -255,11 +282,14 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._failed:
             self._failed = True
-            sys.stderr.write(f"{escape_control(self.baseFilename)} cannot be written: {error.strerror}\n")
+            sys.stderr.write(
+                f"{escape_control(self.baseFilename)} cannot be written: {error.strerror}\n"
+            )
 
 
 class _TimedFormatter(logging.Formatter):
-    """The line of `train.log`: UTC time, level, module, message; redacted like everything in a run folder."""
+    """The line of `train.log`: UTC time, level, module, message; redacted like everything in a run
+    folder."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")

@@ -1,13 +1,14 @@
 """The name that was probably meant: every "did you mean" asks here.
 
-Standard library only, and nothing newer than Python 3.7: `scripts/check_variables.py` needs it before there is an
-environment.
+Standard library only, and nothing newer than Python 3.7: `scripts/check_variables.py` needs it
+before there is an environment.
 """
 
 import difflib
 from typing import Iterable, Optional
 
-# How similar names are (difflib's ratio) of which one is the other with a slip: one letter of four, two of eight.
+# How similar names are (difflib's ratio) of which one is the other with a slip: one letter of four,
+# two of eight.
 TYPO_SIMILARITY = 0.75
 # The same for names of three letters.
 SHORT_NAME_SIMILARITY = 0.66
@@ -15,11 +16,14 @@ SHORT_NAME_SIMILARITY = 0.66
 MIN_PREFIX_LETTERS = 4
 
 
-def nearest_name(name: str, *choices: Iterable[str], min_similarity: Optional[float] = None) -> Optional[str]:
-    """The most similar name, from the first of the lists that has one which begins so, or is at least so similar; None
-    where none has.
+def nearest_name(
+    name: str, *choices: Iterable[str], min_similarity: Optional[float] = None
+) -> Optional[str]:
+    """The most similar name, from the first of the lists that has one which begins so, or is at
+    least so similar; None where none has.
 
-    Case, hyphens and underscores do not count. `min_similarity` is that of a slip where it is not given.
+    Case, hyphens and underscores do not count. `min_similarity` is that of a slip where it is not
+    given.
     """
     normalized = normalize_name(name[:100])
     if min_similarity is None:

@@ -1,4 +1,5 @@
-"""Text for people: sizes, durations and large numbers, and tables, where what is not known is `n/a`."""
+"""Text for people: sizes, durations and large numbers, and tables, where what is not known is
+`n/a`."""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -30,7 +31,8 @@ def format_size(size: int) -> str:
 
 
 def format_count(count: int) -> str:
-    """A large number such as `30.53 billion` or `13.4 million`; a smaller one with all its digits."""
+    """A large number such as `30.53 billion` or `13.4 million`; a smaller one with all its
+    digits."""
     if count >= 10**9:
         return f"{count / 10**9:.2f} billion"
     return f"{count / 10**6:.1f} million" if count >= 10**6 else f"{count:,}"
@@ -42,7 +44,8 @@ def plural(count: int, noun: str, plural_noun: str = "") -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration in the unit that a person would take: `40 seconds`, `8 minutes`, `3.2 hours`, `19.0 days`."""
+    """A duration in the unit that a person would take: `40 seconds`, `8 minutes`, `3.2 hours`,
+    `19.0 days`."""
     if seconds >= 48 * 3600:
         return f"{seconds / 86400:.1f} days"
     if seconds >= 90 * 60:
@@ -78,22 +81,32 @@ def yes_no_or_na(value: bool | None) -> str:
     return {None: NOT_KNOWN, True: "yes", False: "no"}[value]
 
 
-def build_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: Sequence[int] = ()) -> Table:
-    """A table without frames, numbers to the right; `text_columns` are to the left, and wrap where it is narrow."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="", padding=(0, 1, 0, 0))
+def build_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: Sequence[int] = ()
+) -> Table:
+    """A table without frames, numbers to the right; `text_columns` are to the left, and wrap where
+    it is narrow."""
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="", padding=(0, 1, 0, 0)
+    )
     for index, name in enumerate(columns):
         is_text = index in text_columns
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+        table.add_column(
+            name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
+        )
     for row in rows:
         table.add_row(*row)
     return table
 
 
 def render_lines(renderable: RenderableType, *, width: int | None = PAGE_WIDTH) -> list[str]:
-    """The lines of a table, without colours; names are never read as markup. None: as wide as its longest line."""
+    """The lines of a table, without colours; names are never read as markup. None: as wide as its
+    longest line."""
     buffer = io.StringIO()
     console_width = 100_000 if width is None else width
-    console = Console(file=buffer, width=console_width, no_color=True, highlight=False, markup=False, emoji=False)
+    console = Console(
+        file=buffer, width=console_width, no_color=True, highlight=False, markup=False, emoji=False
+    )
     console.print(renderable)
     return [line.rstrip() for line in buffer.getvalue().splitlines()]
 

@@ -1,8 +1,9 @@
-"""The commands, the variables of make and the program's flags for them, in one table: `variables.json`.
+"""The commands, the variables of make and the program's flags for them, in one table:
+`variables.json`.
 
-Make's check of its command line, `make help`, the program's flags and their help, its `Request` and the tests read it.
-Standard library only, and nothing newer than Python 3.6: `scripts/check_variables.py` reads it with any Python, before
-there is an environment.
+Make's check of its command line, `make help`, the program's flags and their help, its `Request` and
+the tests read it. Standard library only, and nothing newer than Python 3.6:
+`scripts/check_variables.py` reads it with any Python, before there is an environment.
 """
 
 import json
@@ -11,16 +12,20 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Se
 
 from sft_play.spelling import nearest_name, normalize_name
 
-_VARIABLE_TABLE: Dict[str, Any] = json.loads(Path(__file__).with_name("variables.json").read_text(encoding="utf-8"))
+_VARIABLE_TABLE: Dict[str, Any] = json.loads(
+    Path(__file__).with_name("variables.json").read_text(encoding="utf-8")
+)
 
 
-# The commands in the order of the help: each with the file that runs it, the groups that it is in, and its help.
+# The commands in the order of the help: each with the file that runs it, the groups that it is in,
+# and its help.
 COMMAND_ROWS: Dict[str, Dict[str, str]] = _VARIABLE_TABLE["commands"]
 COMMANDS = tuple(COMMAND_ROWS)
 
 
 def _expand_names(text: str) -> Tuple[str, ...]:
-    """The words of an entry; `@NAME` stands for the commands of a group, or its targets of make, which have no row."""
+    """The words of an entry; `@NAME` stands for the commands of a group, or its targets of make,
+    which have no row."""
     names = []  # type: List[str]
     for word in text.split():
         group = word[1:]
@@ -31,7 +36,9 @@ def _expand_names(text: str) -> Tuple[str, ...]:
         elif group in _VARIABLE_TABLE["groups"]:
             names += _expand_names(_VARIABLE_TABLE["groups"][group])
         else:
-            names += [name for name, row in COMMAND_ROWS.items() if group in row.get("groups", "").split()]
+            names += [
+                name for name, row in COMMAND_ROWS.items() if group in row.get("groups", "").split()
+            ]
     return tuple(names)
 
 
@@ -40,13 +47,17 @@ TRAINING_COMMANDS, DESCRIBING_COMMANDS = _expand_names("@training"), _expand_nam
 TARGETS: Dict[str, str] = _VARIABLE_TABLE["targets"]
 MAINTENANCE_TARGETS = _expand_names("@maintaining")
 MAKE_ONLY_COMMANDS = _expand_names("@commands_of_make")
-# Flags that are not variables: the commands that take them, their help, and the setting for which some stand.
+# Flags that are not variables: the commands that take them, their help, and the setting for which
+# some stand.
 EXTRA_FLAGS: Dict[str, Dict[str, Any]] = {
-    flag: {**row, "for": _expand_names(row["for"])} for flag, row in _VARIABLE_TABLE["flags"].items()
+    flag: {**row, "for": _expand_names(row["for"])}
+    for flag, row in _VARIABLE_TABLE["flags"].items()
 }
 SETTING_BY_VARIABLE: Dict[str, str] = _VARIABLE_TABLE["settings"]
 # Other names for the same, in capitals without underscores: launchers' and people's.
-VARIABLE_SYNONYMS = {word: name for name, words in _VARIABLE_TABLE["other_words"].items() for word in words.split()}
+VARIABLE_SYNONYMS = {
+    word: name for name, words in _VARIABLE_TABLE["other_words"].items() for word in words.split()
+}
 # Prefixes of other programs' and libraries' variables: `make train HF_TOKEN=…` passes them on.
 FOREIGN_PREFIXES = _expand_names(_VARIABLE_TABLE["of_others"])
 _FOREIGN_VARIABLES = _expand_names(_VARIABLE_TABLE["others"])
@@ -56,11 +67,12 @@ DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".tx
 class Variable(NamedTuple):
     """A variable of make, and the flag of the program that means the same.
 
-    `commands`: those that take it. `help` and `example`: its line of `make help`, and the help of its flag.
-    `kind`: how `Request` reads it: "text", "path", "names" (with commas), "count" (from 1) and "number" (from 0) may
-    not be empty; "list" may; "switch" is off where it is empty or 0; "launch" is read by `launch/request.py`.
-    `counted_noun`: what a count or a number counts, for error messages.
-    `flag_only_commands`: commands that take the flag, although their target of make does not pass the variable.
+    `commands`: those that take it. `help` and `example`: its line of `make help`, and the help of
+    its flag. `kind`: how `Request` reads it: "text", "path", "names" (with commas), "count" (from
+    1) and "number" (from 0) may not be empty; "list" may; "switch" is off where it is empty or 0;
+    "launch" is read by `launch/request.py`. `counted_noun`: what a count or a number counts, for
+    error messages. `flag_only_commands`: commands that take the flag, although their target of make
+    does not pass the variable.
     """
 
     commands: Tuple[str, ...]
@@ -113,9 +125,14 @@ def flag_commands(name: str) -> Tuple[str, ...]:
 
 
 def target_help(makefile: str, target: str) -> List[str]:
-    """What `make help TARGET` shows: the target's line of a Makefile, and the variables that it takes."""
-    text = next(line for line in makefile.splitlines() if line.startswith(target + ":")).partition("## ")[2]
-    variables = [(name, variable) for name, variable in VARIABLES.items() if takes_variable(name, target)]
+    """What `make help TARGET` shows: the target's line of a Makefile, and the variables that it
+    takes."""
+    text = next(line for line in makefile.splitlines() if line.startswith(target + ":")).partition(
+        "## "
+    )[2]
+    variables = [
+        (name, variable) for name, variable in VARIABLES.items() if takes_variable(name, target)
+    ]
     return [
         f"make {target}: {text}",
         *(f"  {name + '=' + variable.example:<24} {variable.help}" for name, variable in variables),
@@ -136,7 +153,11 @@ def command_line_problem(
         makefile_targets: the targets of the Makefile that asks; None is every target of both.
     """
     targets = list(goals or ["help"])
-    unknown = [_unknown_target_problem(goal) for goal in targets if goal not in (makefile_targets or all_targets())]
+    unknown = [
+        _unknown_target_problem(goal)
+        for goal in targets
+        if goal not in (makefile_targets or all_targets())
+    ]
     if unknown:
         return "; ".join(unknown)
     command_text = f"make {' '.join(targets)}" if goals else "make without a target"
@@ -145,7 +166,10 @@ def command_line_problem(
         variable = VARIABLES.get(name)
         is_used = variable is not None and any(takes_variable(name, goal) for goal in targets)
         if variable is not None and is_used and variable.kind not in ("list", "switch"):
-            problems.append(f"{name}= is given and empty (an unset shell variable?): give a value, or leave it out")
+            problems.append(
+                f"{name}= is given and empty (an unset shell variable?): give a value, or leave"
+                " it out"
+            )
     return "; ".join(filter(None, problems)) or None
 
 
@@ -171,14 +195,23 @@ def _variable_problem(name: str, targets: List[str], command_text: str) -> Optio
     if name in VARIABLES:
         if any(takes_variable(name, goal) for goal in targets):
             return None
-        problem = f"{name}= is not used by {command_text}; it belongs to {_format_variable_commands(name)}"
-        is_run_command = any(target_command(goal) in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS) for goal in targets)
+        problem = (
+            f"{name}= is not used by {command_text}; it belongs to"
+            f" {_format_variable_commands(name)}"
+        )
+        is_run_command = any(
+            target_command(goal) in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS) for goal in targets
+        )
         if is_run_command and name in SETTING_BY_VARIABLE:
             problem += f" (the setting: SET='{SETTING_BY_VARIABLE[name]}=...')"
         return problem
     if name.upper() in _FOREIGN_VARIABLES:
         return None
-    usable_names = [variable for variable in VARIABLES if any(takes_variable(variable, goal) for goal in targets)]
+    usable_names = [
+        variable
+        for variable in VARIABLES
+        if any(takes_variable(variable, goal) for goal in targets)
+    ]
     # PYTHONPATH is no slip of PYTHON, and ACCELERATE_CONFG is one of ACCELERATE_CONFIG
     min_similarity = 0.85 if name.startswith(FOREIGN_PREFIXES) else None
     suggestion = VARIABLE_SYNONYMS.get(normalize_name(name))
@@ -190,13 +223,20 @@ def _variable_problem(name: str, targets: List[str], command_text: str) -> Optio
             or nearest_name(name, list(VARIABLES), min_similarity=min_similarity)
         )
     if suggestion is not None:
-        owner_note = "" if suggestion in usable_names else f" It belongs to {_format_variable_commands(suggestion)}"
-        return f"{name}= is not a variable of {command_text}; did you mean {suggestion}=?{owner_note}"
+        owner_note = (
+            ""
+            if suggestion in usable_names
+            else f" It belongs to {_format_variable_commands(suggestion)}"
+        )
+        return (
+            f"{name}= is not a variable of {command_text}; did you mean {suggestion}=?{owner_note}"
+        )
     if name.startswith(FOREIGN_PREFIXES):
         return None
     return (
-        f"{name}= is not a variable of {command_text}, which takes {', '.join(usable_names)} (a setting of the run "
-        f"YAML goes into SET='a.b=1'; a variable for another program goes before make: {name}=... make)"
+        f"{name}= is not a variable of {command_text}, which takes {', '.join(usable_names)} (a"
+        " setting of the run YAML goes into SET='a.b=1'; a variable for another program goes"
+        f" before make: {name}=... make)"
     )
 
 

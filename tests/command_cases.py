@@ -275,10 +275,7 @@ COMMAND_CASES: dict[str, CommandCase] = {
         lambda world: [],
         {"ok", "output", "runs"},
         can_refuse=False,
-        next_commands=(
-            (runs, ["make", "report", f"RUN={RUN}"]),
-            (lambda: runs(is_empty=True), ["make", "train"]),
-        ),
+        next_commands=((runs, ["make", "report", f"RUN={RUN}"]), (lambda: runs(is_empty=True), ["make", "train"])),
     ),
     "prune": CommandCase(
         lambda world: ["--runs", "old", "--yes"],

@@ -65,10 +65,7 @@ def test_a_schema_accepts_what_commands_write_and_nothing_less(answer, wrong):
 
 def test_kinds_are_those_of_the_schema_and_json_has_no_nan(capfd):
     kinds = schemas()["ending"]["properties"]["kind"]["enum"]
-    assert set(kinds) == {
-        *exit_codes.EXIT_KINDS.values(),
-        exit_codes.DO_NOT_SHIP,
-    }
+    assert set(kinds) == {*exit_codes.EXIT_KINDS.values(), exit_codes.DO_NOT_SHIP}
     assert exit_codes.add_exit_status([{"a": 1}], 0) == {"ok": True, "kind": "done", "exit": 0, "rows": [{"a": 1}]}
     assert exit_codes.add_exit_status({}, 77)["kind"] == "failed"
     exit_codes.write_json_line({"a": float("nan"), "b": [float("inf"), (1.5, {"c": -float("inf")})], "d": True})

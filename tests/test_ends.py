@@ -245,8 +245,7 @@ QWEN = (
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["<think>a</think>b</think>c", "a<think>b</think>c", "<think>a</think>b<think>c</think>d"],
+    "text", ["<think>a</think>b</think>c", "a<think>b</think>c", "<think>a</think>b<think>c</think>d"]
 )
 def test_text_outside_of_think_marks_is_never_counted_as_thought(make, text):
     for messages in ((user("q"), answer(text)), (user("q"), answer(text), user("r"), answer("s"))):

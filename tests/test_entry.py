@@ -166,10 +166,7 @@ def test_ctrl_c_in_the_first_second_is_one_line(name):
 
 @pytest.mark.parametrize(
     "raised",
-    [
-        "raise KeyboardInterrupt",
-        "try:\n  raise KeyboardInterrupt\n except BaseException:\n  raise ImportError('no')",
-    ],
+    ["raise KeyboardInterrupt", "try:\n  raise KeyboardInterrupt\n except BaseException:\n  raise ImportError('no')"],
 )
 def test_ctrl_c_that_a_library_rewords_is_still_one(raised, monkeypatch, capfd):
     scope: dict[str, object] = {}
@@ -224,13 +221,7 @@ sys.meta_path.insert(0, Without())
 """
 
 
-@pytest.mark.parametrize(
-    ("package", "words"),
-    [
-        ("torch", ("train",)),
-        ("transformers", ("preview",)),
-    ],
-)
+@pytest.mark.parametrize(("package", "words"), [("torch", ("train",)), ("transformers", ("preview",))])
 def test_a_package_that_is_missed_later_is_one_message(package, words, tmp_path, tiny_llama, sums):
     config = run_yaml(tmp_path, tiny_llama, sums, steps=1)
     answer = program(*words, "--config", str(config), code=WITHOUT.format(name=package))

@@ -108,10 +108,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 352, "head_dim": 64}
 
 @pytest.mark.parametrize(
     ("quant", "dtype", "types"),
-    [
-        ("q4_k_m", torch.bfloat16, {"F32", "Q4_K", "Q6_K"}),
-        ("q5_0", torch.float32, {"F32", "Q5_0", "Q6_K"}),
-    ],
+    [("q4_k_m", torch.bfloat16, {"F32", "Q4_K", "Q6_K"}), ("q5_0", torch.float32, {"F32", "Q5_0", "Q6_K"})],
 )
 def test_fewer_bits_are_those_of_llama_cpp_and_measured(tmp_path, quant, dtype, types):
     needs_llama_cpp()

@@ -435,8 +435,7 @@ LAYOUTS = [("ddp", "lora"), ("fsdp", "lora"), ("zero2", "lora"), ("zero3", "lora
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mode"),
-    [LAYOUTS[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in LAYOUTS[1:])],
+    ("strategy", "mode"), [LAYOUTS[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in LAYOUTS[1:])]
 )
 def test_every_layout_begins_with_the_adapters_loss(tmp_path, world, strategy, mode):
     kind = "quantized" if mode == "qlora" else "plain"

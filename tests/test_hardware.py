@@ -49,11 +49,7 @@ def two(**facts):
     [
         (two(links=12), 300e9, 312e12),
         (two(links=0), 32e9, 312e12),  # NVLink is off: 16 lanes of generation 4
-        (
-            two(name="NVIDIA RTX A6000", total=49_140, capability=(8, 6), links=4),
-            32e9,
-            154.8e12,
-        ),  # by a bridge
+        (two(name="NVIDIA RTX A6000", total=49_140, capability=(8, 6), links=4), 32e9, 154.8e12),  # by a bridge
         (two(name="NVIDIA Q900", total=20_000, capability=(9, 9)), None, None),  # not in the catalogue
     ],
 )

@@ -48,9 +48,7 @@ LAYERS = {
 """Package or module of the package: layer. `sft_play/__init__.py` itself holds the version and the names of `api`."""
 
 
-STARTED = {
-    ("launch.torchrun", "launch.agent"): "the program that is run in the place of torch.distributed.run",
-}
+STARTED = {("launch.torchrun", "launch.agent"): "the program that is run in the place of torch.distributed.run"}
 """A module that a string names, since it is started as a process of its own, and why."""
 
 HEAVY = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "deepspeed"}

@@ -130,14 +130,7 @@ def copy(tmp_path):
     for name in ("sft_play", "tests", "benchmarks"):
         (folder / name).mkdir(parents=True)
     shutil.copy(ROOT / "benchmarks" / "Makefile", folder / "benchmarks")
-    for name in (
-        "__init__.py",
-        "_version.py",
-        "exit_codes.py",
-        "spelling.py",
-        "variables.py",
-        "variables.json",
-    ):
+    for name in ("__init__.py", "_version.py", "exit_codes.py", "spelling.py", "variables.py", "variables.json"):
         shutil.copy(ROOT / "sft_play" / name, folder / "sft_play" / name)
     return folder
 

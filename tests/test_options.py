@@ -904,9 +904,7 @@ def test_every_choice_of_every_option_is_probed():
 
 
 @pytest.mark.parametrize(
-    ("leaf", "probe"),
-    PROBES,
-    ids=[f"{number}-{' '.join(probe.after)}" for number, (_, probe) in enumerate(PROBES)],
+    ("leaf", "probe"), PROBES, ids=[f"{number}-{' '.join(probe.after)}" for number, (_, probe) in enumerate(PROBES)]
 )
 def test_an_option_sets_the_facts_that_it_is_for(leaf, probe, world):
     assert probe.problem(world) is None

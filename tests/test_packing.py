@@ -304,10 +304,7 @@ def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one(
         return make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-0.5B"), machine))
 
     single, text = plan(), plan("data.packing=best_fit", "task_mode=cpt")
-    packs, apart = (
-        plan("data.packing=best_fit", "model.attn_implementation=sdpa"),
-        plan("data.packing=best_fit"),
-    )
+    packs, apart = (plan("data.packing=best_fit", "model.attn_implementation=sdpa"), plan("data.packing=best_fit"))
     assert not single.choice.step.padded
     assert not apart.choice.step.padded
     assert apart.memory.terms == single.memory.terms  # boundaries cost nothing

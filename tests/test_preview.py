@@ -206,7 +206,7 @@ def test_the_page_holds_nothing_of_the_data_but_text():
     text = render_html_page([row], title=NASTY, intro_lines=[NASTY])
     page = Page(text)
     assert {tag for tag, _ in page.tags} == {
-        *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "section", "pre", "span"),
+        *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "section", "pre", "span")
     }
     allowed = {"lang", "charset", "http-equiv", "content", "name", "class", "dir"}
     assert {name for _, found in page.tags for name in found} <= allowed

@@ -126,10 +126,7 @@ def test_a_row_of_a_table_over_the_limit_is_refused(tmp_path):
 
     path = tmp_path / "a.csv"
     path.write_text('question,answer\nq,"a\n' + "x y z\n" * MIB)
-    with (
-        traced(120 * MIB),
-        pytest.raises(DataError, match=r"a\.csv:2: a quote .* not closed, or .* larger than 1 MiB"),
-    ):
+    with traced(120 * MIB), pytest.raises(DataError, match=r"a\.csv:2: a quote .* not closed, or .* larger than 1 MiB"):
         list(read_rows(path, split="train"))
     path.write_text("question,answer\nq," + "x" * (MIB + 9) + "\n")
     with pytest.raises(DataError, match=LIMIT):

@@ -326,10 +326,7 @@ def world(tmp_path_factory) -> Path:
         "eval: {before_training: false, steps: 0, generate_rows: 4, max_new_tokens: 6}\n"
         f"output: {{dir: {folder}/outputs}}\n"
     )
-    for name, *more in (
-        ("good",),
-        ("ruined", "train.learning_rate=1e-2", "train.max_steps=40", "train.bf16=true"),
-    ):
+    for name, *more in (("good",), ("ruined", "train.learning_rate=1e-2", "train.max_steps=40", "train.bf16=true")):
         assert main(["train", "--config", str(run_yaml), f"output.name={name}", *more]) == 0
     return folder
 

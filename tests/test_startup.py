@@ -75,11 +75,7 @@ def jsonl(*rows: object) -> str:
 
 # --- refused before a library loads -----------------------------------------------------------------------------------
 
-FILES = {
-    "empty": "",
-    "broken": jsonl(*["{not json"] * 130),
-    "unknown": jsonl({"picture": "a"}, {"picture": "b"}),
-}
+FILES = {"empty": "", "broken": jsonl(*["{not json"] * 130), "unknown": jsonl({"picture": "a"}, {"picture": "b"})}
 WRONG_DATA = {
     "empty": "empty.jsonl has no rows: the file is empty",
     "broken": "100 of the first 100 rows of data.train_path=broken.jsonl cannot be used: 100 x not valid JSON",

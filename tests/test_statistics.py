@@ -41,8 +41,7 @@ def by_tokens(generator, rows):
 
 
 @pytest.mark.parametrize(
-    ("draw", "truth", "rows"),
-    [(losses, -0.3, 8), (losses, -0.3, 60), (matches, 0.2, 60), (by_tokens, -3.0 / 30.5, 60)],
+    ("draw", "truth", "rows"), [(losses, -0.3, 8), (losses, -0.3, 60), (matches, 0.2, 60), (by_tokens, -3.0 / 30.5, 60)]
 )
 def test_ninety_five_of_a_hundred_intervals_hold_the_true_difference(draw, truth, rows):
     # the standard error of 400 trials is 1.1 points

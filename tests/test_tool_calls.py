@@ -154,9 +154,7 @@ def test_calls_of_every_shared_template_are_what_transformers_renders_or_said(mi
         tokenizer.chat_template = file.read_text(encoding="utf-8")
         try:
             renderer = Renderer(
-                parts.replace_template(tokenizer.chat_template),
-                DataConfig(**ENDLESS),
-                max_seq_len=NO_LIMIT,
+                parts.replace_template(tokenizer.chat_template), DataConfig(**ENDLESS), max_seq_len=NO_LIMIT
             )
             renderer.turn_locator()
         except TokenizerError:

@@ -234,8 +234,7 @@ def test_what_comes_of_the_wish_for_bf16_adapters_is_said(mode, machine, only, m
 
 
 @pytest.mark.parametrize(
-    ("layout", "trained"),
-    [(SINGLE, 16), (Layout("ddp", 2), 20), (Layout("fsdp", 2, 2), 8), (Layout("zero2", 2, 2), 9)],
+    ("layout", "trained"), [(SINGLE, 16), (Layout("ddp", 2), 20), (Layout("fsdp", 2, 2), 8), (Layout("zero2", 2, 2), 9)]
 )
 def test_the_plan_counts_adapters_gradients_and_states_of_qlora_in_fp32(layout, trained):
     """Bytes a parameter: weight, gradient, two states, DDP's bucket: 4 each; ZeRO-2 on 2 ranks 2 + 1 + 2 + 4."""

@@ -37,8 +37,7 @@ def paging(text: str) -> Hardware:
 
 
 @pytest.mark.parametrize(
-    ("release", "found"),
-    [(WSL, True), ("4.4.0-19041-Microsoft\n", True), ("6.8.0-45-generic\n", False)],
+    ("release", "found"), [(WSL, True), ("4.4.0-19041-Microsoft\n", True), ("6.8.0-45-generic\n", False)]
 )
 def test_wsl_is_known_by_its_kernel(tmp_path, release, found):
     path = tmp_path / "osrelease"

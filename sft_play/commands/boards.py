@@ -29,7 +29,9 @@ def run_boards(request: Request) -> CommandResult:
     with redirect_stdout_to_stderr(enabled=request.json):
         if request.command == "tensorboard":
             return CommandResult({"ok": True, **_server_fields(_start_page(request))})
-        return {"tb-open": _open_page, "tb-stop": _stop_servers, "tb-clean": _remove_curves}[request.command](request)
+        return {"tb-open": _open_page, "tb-stop": _stop_servers, "tb-clean": _remove_curves}[
+            request.command
+        ](request)
 
 
 def _start_page(request: Request) -> TensorBoardServer:
@@ -50,18 +52,27 @@ def _start_page(request: Request) -> TensorBoardServer:
 
 
 def _open_page(request: Request) -> CommandResult:
-    """In a browser, or its address where there is no display. Without RUN, a TensorBoard of one of the runs will do."""
+    """In a browser, or its address where there is no display. Without RUN, a TensorBoard of one of
+    the runs will do."""
     servers = list(filter(tensorboard.is_serving, _servers_inside(_logdir(request))))
     server = min(servers, key=lambda one: len(one.logdir)) if servers else _start_page(request)
-    has_display = sys.platform == "darwin" or any(map(os.environ.get, ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")))
+    has_display = sys.platform == "darwin" or any(
+        map(os.environ.get, ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
+    )
     is_open = has_display and webbrowser.open(server.page)
-    log_text = "Opened %s in the browser" if is_open else "No browser can be shown here; open this address yourself: %s"
+    log_text = (
+        "Opened %s in the browser"
+        if is_open
+        else "No browser can be shown here; open this address yourself: %s"
+    )
     logger.info(log_text, server.page)
     return CommandResult({"ok": True, "opened": is_open, **_server_fields(server)})
 
 
 def _stop_servers(request: Request) -> CommandResult:
-    folder = _logdir(request) if request.is_config_given or request.run or request.overrides else None
+    folder = (
+        _logdir(request) if request.is_config_given or request.run or request.overrides else None
+    )
     servers = tensorboard.running_servers() if folder is None else _servers_inside(folder)
     if not servers:
         logger.info("No TensorBoard of this project is running over %s", folder or "any folder")
@@ -71,7 +82,11 @@ def _stop_servers(request: Request) -> CommandResult:
     still_running = [server for server in servers if server in running]
     stopped = [_server_fields(server) for server in servers if server not in still_running]
     return CommandResult(
-        {"ok": not still_running, "stopped": stopped, "running": list(map(_server_fields, running))},
+        {
+            "ok": not still_running,
+            "stopped": stopped,
+            "running": list(map(_server_fields, running)),
+        },
         exit_code=int(bool(still_running)),
     )
 
@@ -79,7 +94,11 @@ def _stop_servers(request: Request) -> CommandResult:
 def _remove_curves(request: Request) -> CommandResult:
     output = request_output_dir(request)
     removable: dict[RunFolder, dict[Path, int]] = {}
-    for folder in [resolve_run(output, request.run)] if request.run else iter_runs(output, include_replaced=True):
+    for folder in (
+        [resolve_run(output, request.run)]
+        if request.run
+        else iter_runs(output, include_replaced=True)
+    ):
         try:
             removable |= select_prunable([folder], "curves")
         except RunFolderError as error:
@@ -92,11 +111,17 @@ def _remove_curves(request: Request) -> CommandResult:
     pruned = PruneResult((), 0)
     if not removable:
         logger.info("There are no event files of finished runs in %s", output)
-    elif confirm_with_user(request, f"Remove {description}?", refusal=f"tb-clean would remove {description}"):
+    elif confirm_with_user(
+        request, f"Remove {description}?", refusal=f"tb-clean would remove {description}"
+    ):
         pruned = prune(removable)
     if removable:
-        logger.info("Removed: %d event files, %s", len(pruned.removed), format_size(pruned.freed_bytes))
-    return CommandResult({"ok": True, "removed": list(map(str, pruned.removed)), "freed_bytes": pruned.freed_bytes})
+        logger.info(
+            "Removed: %d event files, %s", len(pruned.removed), format_size(pruned.freed_bytes)
+        )
+    return CommandResult(
+        {"ok": True, "removed": list(map(str, pruned.removed)), "freed_bytes": pruned.freed_bytes}
+    )
 
 
 def _logdir(request: Request) -> Path:
@@ -106,7 +131,11 @@ def _logdir(request: Request) -> Path:
 
 def _servers_inside(folder: Path) -> list[TensorBoardServer]:
     resolved_folder = folder.absolute().resolve()
-    return [server for server in tensorboard.running_servers() if Path(server.logdir).is_relative_to(resolved_folder)]
+    return [
+        server
+        for server in tensorboard.running_servers()
+        if Path(server.logdir).is_relative_to(resolved_folder)
+    ]
 
 
 def _server_fields(server: TensorBoardServer) -> dict[str, object]:

@@ -1,6 +1,7 @@
-"""Developers' commands. `bench`, `memory-model-score`, `verify-layouts`, `gpu-selftest` and `mask-score` measure the
-project itself, by tools that only a checkout has: `benchmarks/` is beside the package and is not installed with it.
-`generate` writes the files of a checkout that are made from the code."""
+"""Developers' commands. `bench`, `memory-model-score`, `verify-layouts`, `gpu-selftest` and
+`mask-score` measure the project itself, by tools that only a checkout has: `benchmarks/` is beside
+the package and is not installed with it. `generate` writes the files of a checkout that are made
+from the code."""
 
 import importlib
 import logging
@@ -15,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def run_developing(request: Request) -> CommandResult:
-    """Run a developer's command; returns its figures, each beside what was expected, or the files that it wrote."""
+    """Run a developer's command; returns its figures, each beside what was expected, or the files
+    that it wrote."""
     if request.command in ("bench", "verify-layouts", "gpu-selftest"):
         refuse_hardware(request)
     module = benchmark_module("commands", command=request.command)
@@ -24,13 +26,15 @@ def run_developing(request: Request) -> CommandResult:
 
 
 def benchmark_module(name: str, *, command: str) -> ModuleType:
-    """The module `benchmarks.NAME` of the checkout; raises ConfigError where the package is installed without its
-    checkout."""
+    """The module `benchmarks.NAME` of the checkout; raises ConfigError where the package is
+    installed without its checkout."""
     if not (ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").is_file():
         raise ConfigError(
-            f"{command} is a developer's command of a checkout, and {ROOT / 'sft_play'} is installed without one: run "
-            f"make {command} in a clone of the repository"
+            f"{command} is a developer's command of a checkout, and {ROOT / 'sft_play'} is"
+            f" installed without one: run make {command} in a clone of the repository"
         )
-    if str(ROOT) not in sys.path:  # a console script has its own folder there; processes that it spawns inherit it
+    if (
+        str(ROOT) not in sys.path
+    ):  # a console script has its own folder there; processes that it spawns inherit it
         sys.path.insert(0, str(ROOT))
     return importlib.import_module(f"benchmarks.{name}")

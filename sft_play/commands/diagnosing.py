@@ -1,5 +1,5 @@
-"""`check`, `doctor`, `gpu-info` and `memory-check`: what stops or spoils a run, what this machine is, and what a run
-holds of it."""
+"""`check`, `doctor`, `gpu-info` and `memory-check`: what stops or spoils a run, what this machine
+is, and what a run holds of it."""
 
 import contextlib
 import dataclasses
@@ -35,25 +35,35 @@ logger = logging.getLogger(__name__)
 
 
 def run_diagnosing(request: Request) -> CommandResult | int:
-    """Run check, doctor, gpu-info or memory-check; check and doctor end with exit code 2 if there is a problem."""
+    """Run check, doctor, gpu-info or memory-check; check and doctor end with exit code 2 if there
+    is a problem."""
     if request.command == "check":
         report = check_run(request.config, request.overrides, requested_hardware(request))
         return check_result(report, is_full=request.why)
     if request.command == "gpu-info":
         if request.hardware:
-            data, lines = machine_pages.assumed_machine_info(requested_hardware(request), request.hardware)
+            data, lines = machine_pages.assumed_machine_info(
+                requested_hardware(request), request.hardware
+            )
         else:
             output = request_output_dir(request)
-            data, lines = machine_pages.read_machine_info(output, os.environ, includes_torch=request.full)
+            data, lines = machine_pages.read_machine_info(
+                output, os.environ, includes_torch=request.full
+            )
         return CommandResult(data, ["\n".join(lines)])
     refuse_hardware(request)
     if request.command == "doctor":
         return _doctor(request)
     output = request_output_dir(request)
-    take_snapshot = functools.partial(machine_pages.read_memory_snapshot, output, os.environ, name=request.run)
+    take_snapshot = functools.partial(
+        machine_pages.read_memory_snapshot, output, os.environ, name=request.run
+    )
     if not request.watch:
         snapshot = take_snapshot()
-        return CommandResult(dataclasses.asdict(snapshot), ["\n".join(machine_pages.format_memory_snapshot(snapshot))])
+        return CommandResult(
+            dataclasses.asdict(snapshot),
+            ["\n".join(machine_pages.format_memory_snapshot(snapshot))],
+        )
 
     def show_snapshot(snapshot: machine_pages.MemorySnapshot) -> None:
         if request.json:
@@ -61,7 +71,10 @@ def run_diagnosing(request: Request) -> CommandResult | int:
         else:
             if sys.stdout.isatty():
                 sys.stdout.write("\033[H\033[2J")  # in the place of the look before
-            lines = [*machine_pages.format_memory_snapshot(snapshot), f"{snapshot.time}; Ctrl-C ends this"]
+            lines = [
+                *machine_pages.format_memory_snapshot(snapshot),
+                f"{snapshot.time}; Ctrl-C ends this",
+            ]
             logger.info("%s", "\n".join(lines))
         if is_output_lost():
             raise KeyboardInterrupt  # the output has lost its reader: end as with Ctrl-C
@@ -76,7 +89,11 @@ def run_diagnosing(request: Request) -> CommandResult | int:
 def check_result(report: CheckReport, *, is_full: bool) -> CommandResult:
     """The answer of a check: with `is_full` the whole page, else only what a person has to read."""
     result = command_result(report)
-    return result if is_full else dataclasses.replace(result, lines=["\n".join(report.summary_lines())])
+    return (
+        result
+        if is_full
+        else dataclasses.replace(result, lines=["\n".join(report.summary_lines())])
+    )
 
 
 def _doctor(request: Request) -> CommandResult:

@@ -1,7 +1,8 @@
-"""Runs that have ended. `eval`, `ship`, `report`, `compare`, `reproduce`, `runs`, `prune`, `chat`, `infer` and `serve`:
-measured, judged, shown, trained again, listed and removed; and what they answer. `merge`, `export` and `push`: their
-model for other programs, and whether it still is the trained one; `consolidate`: the trained weights of a run's last
-checkpoint, whole, as safetensors."""
+"""Runs that have ended. `eval`, `ship`, `report`, `compare`, `reproduce`, `runs`, `prune`, `chat`,
+`infer` and `serve`: measured, judged, shown, trained again, listed and removed; and what they
+answer. `merge`, `export` and `push`: their model for other programs, and whether it still is the
+trained one; `consolidate`: the trained weights of a run's last checkpoint, whole, as
+safetensors."""
 
 import functools
 import logging
@@ -55,8 +56,8 @@ logger = logging.getLogger(__name__)
 
 
 def run_finished_runs(request: Request) -> CommandResult | int:
-    """Run a command on finished runs. Exit code 2: do not ship (ship), a tensor differs (reproduce), or what was
-    written is not the trained model (merge, export)."""
+    """Run a command on finished runs. Exit code 2: do not ship (ship), a tensor differs
+    (reproduce), or what was written is not the trained model (merge, export)."""
     if request.command == "serve":
         return _serve(request)
     for name, value, choices in (("DTYPE", request.dtype, _DTYPES), ("BASE", request.base, _BASES)):
@@ -96,7 +97,9 @@ def _ship(request: Request) -> CommandResult:
     finished = find_request_run(request)
     from sft_play.finished.ship_measurement import SHIP_ROWS, judge_run
 
-    return command_result(judge_run(finished, max_rows=request.limit or SHIP_ROWS, tolerance=request.tolerance))
+    return command_result(
+        judge_run(finished, max_rows=request.limit or SHIP_ROWS, tolerance=request.tolerance)
+    )
 
 
 def _report(request: Request) -> CommandResult:
@@ -126,7 +129,9 @@ def _runs(request: Request) -> CommandResult:
 def _prune(request: Request) -> CommandResult:
     output = request_output_dir(request)
     if not request.runs:
-        raise ConfigError("RUNS= names no run; make runs lists them: make prune RUNS='first second'")
+        raise ConfigError(
+            "RUNS= names no run; make runs lists them: make prune RUNS='first second'"
+        )
     removable = select_prunable(
         [open_run(output, check_run_name(name, key="RUNS")) for name in request.runs],
         "checkpoints" if request.checkpoints else "run",
@@ -135,14 +140,18 @@ def _prune(request: Request) -> CommandResult:
     if not removable:
         return CommandResult(nothing_removed, ["There are no checkpoints to remove"])
     parts_text = "\n".join(
-        f"  {path} ({format_gib(size, digits=2)} GiB)" for parts in removable.values() for path, size in parts.items()
+        f"  {path} ({format_gib(size, digits=2)} GiB)"
+        for parts in removable.values()
+        for path, size in parts.items()
     )
-    if not confirm_with_user(request, f"Remove\n{parts_text}\n?", refusal=f"this would remove\n{parts_text}"):
+    if not confirm_with_user(
+        request, f"Remove\n{parts_text}\n?", refusal=f"this would remove\n{parts_text}"
+    ):
         return CommandResult(nothing_removed, ["Nothing was removed"])
     return command_result(prune(removable))
 
 
-# --- their answers: in the terminal, for a file of prompts, or over HTTP ----------------------------------------------
+# --- their answers: in the terminal, for a file of prompts, or over HTTP --------------------------
 
 
 def _infer(request: Request) -> CommandResult:
@@ -156,7 +165,9 @@ def _infer(request: Request) -> CommandResult:
     quiet_libraries()
     from sft_play.finished.respond import infer
 
-    return command_result(infer(finished, request.input, request.output, max_new_tokens=request.max_new_tokens or 256))
+    return command_result(
+        infer(finished, request.input, request.output, max_new_tokens=request.max_new_tokens or 256)
+    )
 
 
 def _chat(request: Request) -> CommandResult:
@@ -191,18 +202,25 @@ def _chat(request: Request) -> CommandResult:
         conversation.handle_line(line.rstrip("\n"))
     if is_terminal:
         show(f"{next_command_line('eval', RUN=finished.folder.path)}\n")
-    return CommandResult({"ok": True, "run": str(finished.folder.path), "messages": conversation.messages})
+    return CommandResult(
+        {"ok": True, "run": str(finished.folder.path), "messages": conversation.messages}
+    )
 
 
 def _serve(request: Request) -> int:
-    """Serve. With JSON=1 (and OUT) its one object is written once the endpoint answers, and the command stays."""
+    """Serve. With JSON=1 (and OUT) its one object is written once the endpoint answers, and the
+    command stays."""
     from sft_play.finished import serve
 
     host, port = request.host or serve.DEFAULT_HOST, serve.parse_port(request.port)
-    service = serve.create_service(request.engine or serve.SERVING_ENGINES[0], find_request_run(request), host, port)
+    service = serve.create_service(
+        request.engine or serve.SERVING_ENGINES[0], find_request_run(request), host, port
+    )
     if not is_local(host):
         logger.warning(
-            "HOST=%s: there is no password; to keep the model to yourself, use an ssh tunnel instead", one_line(host)
+            "HOST=%s: there is no password; to keep the model to yourself, use an ssh tunnel"
+            " instead",
+            one_line(host),
         )
     with redirect_stdout_to_stderr(enabled=request.json):
         serving = service.start()
@@ -211,7 +229,7 @@ def _serve(request: Request) -> int:
         return service.wait()
 
 
-# --- their model for other programs -----------------------------------------------------------------------------------
+# --- their model for other programs ---------------------------------------------------------------
 
 _DTYPES = ("bf16", "fp16", "fp32")
 _BASES = ("dequantized", "original")
@@ -221,7 +239,10 @@ _FORMATS, _QUANTS = get_args(ExportFormat), get_args(Quant)
 def _merge(request: Request) -> CommandResult:
     finished = find_request_run(request)
     require_mergeable(
-        finished, request.base, request.out or finished.folder.path / MERGED_FOLDER, replace=request.force
+        finished,
+        request.base,
+        request.out or finished.folder.path / MERGED_FOLDER,
+        replace=request.force,
     )
     from sft_play.finished.export.merge import merge_run
 
@@ -242,22 +263,27 @@ def _merge_test(request: Request) -> CommandResult:
     from sft_play.finished.export.checks import MERGE_TEST_ROWS, merge_test
 
     return command_result(
-        merge_test(finished, path=request.out, rows=request.limit or MERGE_TEST_ROWS), is_written_to_out=False
+        merge_test(finished, path=request.out, rows=request.limit or MERGE_TEST_ROWS),
+        is_written_to_out=False,
     )
 
 
 def _export(request: Request) -> CommandResult:
     if request.format not in _FORMATS:
         raise ConfigError(
-            f"FORMAT={one_line(request.format or '')}: make export needs FORMAT=, one of {', '.join(_FORMATS)}"
+            f"FORMAT={one_line(request.format or '')}: make export needs FORMAT=, one of"
+            f" {', '.join(_FORMATS)}"
         )
     if request.quant is not None and request.quant.lower() not in _QUANTS:
         raise ConfigError(f"QUANT={one_line(request.quant)} is not one of {', '.join(_QUANTS)}")
     if request.quant is not None and request.format == "vllm":
-        raise ConfigError("QUANT= is for GGUFs, and FORMAT=vllm writes none (make merge DTYPE= sets its dtype)")
+        raise ConfigError(
+            "QUANT= is for GGUFs, and FORMAT=vllm writes none (make merge DTYPE= sets its dtype)"
+        )
     finished = find_request_run(request)
     require_export_target(
-        request.out or finished.folder.path / EXPORT_FOLDER / str(request.format), replace=request.force
+        request.out or finished.folder.path / EXPORT_FOLDER / str(request.format),
+        replace=request.force,
     )
     if request.llama_cpp is not None and request.format != "vllm":
         find_converter(request.llama_cpp)
@@ -281,7 +307,8 @@ def _export_test(request: Request) -> CommandResult:
     from sft_play.finished.export.checks import EXPORT_TEST_ROWS, export_test
 
     return command_result(
-        export_test(finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS), is_written_to_out=False
+        export_test(finished, path=request.out, rows=request.limit or EXPORT_TEST_ROWS),
+        is_written_to_out=False,
     )
 
 
@@ -296,33 +323,50 @@ def _push(request: Request) -> CommandResult:
     )
     upload_text = upload.describe()  # shown before it is agreed to: an upload cannot be taken back
     if not confirm_with_user(request, f"{upload_text}\nUpload?", refusal=upload_text):
-        return CommandResult({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])
+        return CommandResult(
+            {"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"]
+        )
     return command_result(push(upload))
 
 
 def _consolidate(request: Request) -> CommandResult:
-    """Write the weights of RUN's last checkpoint, or of the checkpoint that RUN names, into OUT or the run's folder."""
+    """Write the weights of RUN's last checkpoint, or of the checkpoint that RUN names, into OUT or
+    the run's folder."""
     if not request.run:
-        raise ConfigError("RUN= names no run; give its name or folder: make consolidate RUN=outputs/my-run")
+        raise ConfigError(
+            "RUN= names no run; give its name or folder: make consolidate RUN=outputs/my-run"
+        )
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not detect_hardware().gpus:
         set_deepspeed_to_cpu()
     run_path = Path(request.run).expanduser()
-    checkpoint = run_path if run_path.name.startswith("checkpoint-") and run_path.name != request.run else None
+    checkpoint = (
+        run_path
+        if run_path.name.startswith("checkpoint-") and run_path.name != request.run
+        else None
+    )
     # what is no run is refused before torch is imported
-    folder = resolve_run(request_output_dir(request), str(run_path.parents[1] if checkpoint else request.run))
+    folder = resolve_run(
+        request_output_dir(request), str(run_path.parents[1] if checkpoint else request.run)
+    )
     if request.out is not None and request.out.exists():
         raise RunFolderError(f"{request.out} exists; remove it, or name another place: OUT=FOLDER")
     from sft_play.training.checkpoints.consolidate import consolidate
 
     path = consolidate(
-        folder, checkpoint=checkpoint, out=request.out, is_trusted=functools.partial(trusts_code, request)
+        folder,
+        checkpoint=checkpoint,
+        out=request.out,
+        is_trusted=functools.partial(trusts_code, request),
     )
-    return CommandResult({"ok": True, "run": str(folder.path), "path": str(path)}, is_written_to_out=False)
+    return CommandResult(
+        {"ok": True, "run": str(folder.path), "path": str(path)}, is_written_to_out=False
+    )
 
 
 _COMMAND_FUNCTIONS: dict[str, Callable[[Request], CommandResult]] = {
-    "chat": _chat, "compare": _compare, "consolidate": _consolidate, "eval": _eval, "export": _export,
-    "export-test": _export_test, "infer": _infer, "merge": _merge, "merge-test": _merge_test, "prune": _prune,
-    "push": _push, "report": _report, "reproduce": _reproduce, "runs": _runs, "ship": _ship,
+    "chat": _chat, "compare": _compare, "consolidate": _consolidate, "eval": _eval,
+    "export": _export, "export-test": _export_test, "infer": _infer, "merge": _merge,
+    "merge-test": _merge_test, "prune": _prune, "push": _push, "report": _report,
+    "reproduce": _reproduce, "runs": _runs, "ship": _ship,
 }  # fmt: skip

@@ -2,11 +2,12 @@
 
 A job for a scheduler trains a run as it is planned, and goes on after a preemption:
 
-`jobs/` has a template for each scheduler: Slurm's batch script, which lets `scripts/train_slurm.sbatch` requeue the job
-at its end, a managed job of SkyPilot, whose run folder is in a bucket that the next machines find, and a PyTorchJob of
-Kubeflow with the run YAML in a ConfigMap. Each starts `scripts/train_distributed.sh` once on every node, with a fixed
-`output.name` and `output.if_exists=resume`: a job that is started again continues from the run's last checkpoint, and
-one whose run is finished ends at once.
+`jobs/` has a template for each scheduler: Slurm's batch script, which lets
+`scripts/train_slurm.sbatch` requeue the job at its end, a managed job of SkyPilot, whose run folder
+is in a bucket that the next machines find, and a PyTorchJob of Kubeflow with the run YAML in a
+ConfigMap. Each starts `scripts/train_distributed.sh` once on every node, with a fixed `output.name`
+and `output.if_exists=resume`: a job that is started again continues from the run's last checkpoint,
+and one whose run is finished ends at once.
 """
 
 import dataclasses
@@ -26,7 +27,12 @@ from sft_play.commands.request import CommandResult, Request, redirect_stdout_to
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.files import ROOT, atomic
-from sft_play.launch.accelerate import MIXED_PRECISION, accelerate_path, read_accelerate_nodes, write_accelerate_file
+from sft_play.launch.accelerate import (
+    MIXED_PRECISION,
+    accelerate_path,
+    read_accelerate_nodes,
+    write_accelerate_file,
+)
 from sft_play.launch.run_hardware import restrict_to_device
 from sft_play.log import one_line
 from sft_play.machine.gpu_catalog import find_catalog_entries
@@ -44,27 +50,44 @@ GRACE_S = 300
 
 def run_launch_file(request: Request) -> CommandResult:
     """Write what a launcher reads: accelerate's configuration, or a scheduler's job."""
-    return _setup_accelerate(request) if request.command == "setup-accelerate" else _write_job(request)
+    return (
+        _setup_accelerate(request) if request.command == "setup-accelerate" else _write_job(request)
+    )
 
 
 def _write_job(request: Request) -> CommandResult:
     """Write the job of the planned run; raises DoesNotFit where none would start."""
     if request.for_ not in SCHEDULERS:
-        for_text = f"FOR={one_line(request.for_)} is not" if request.for_ else "make launch-file needs FOR=,"
+        for_text = (
+            f"FOR={one_line(request.for_)} is not"
+            if request.for_
+            else "make launch-file needs FOR=,"
+        )
         raise ConfigError(f"{for_text} one of {', '.join(SCHEDULERS)}")
     _, suffix, submit_command = SCHEDULERS[request.for_]
     # as the job will be started, which resumes the folder of its name
-    plan_result = plan.run_plan(dataclasses.replace(request, overrides=(*request.overrides, "output.if_exists=resume")))
+    plan_result = plan.run_plan(
+        dataclasses.replace(request, overrides=(*request.overrides, "output.if_exists=resume"))
+    )
     if plan_result.error is not None:
         raise plan_result.error
     loaded = load_config(request.config, overrides=request.overrides)
     hardware, deepspeed = plan_result.data["hardware"], request.options.deepspeed
     nodes, gpus = hardware["nodes"], hardware["gpus"]
     if not gpus:
-        raise ConfigError("this machine has no GPU: name the machines of the job, such as HARDWARE=2x8xH100")
-    file = ["--deepspeed", "--deepspeed-config", str(deepspeed.file)] if deepspeed and deepspeed.file else []
+        raise ConfigError(
+            "this machine has no GPU: name the machines of the job, such as HARDWARE=2x8xH100"
+        )
+    file = (
+        ["--deepspeed", "--deepspeed-config", str(deepspeed.file)]
+        if deepspeed and deepspeed.file
+        else []
+    )
     name = job_name(loaded.config.output.name or loaded.path.stem)
-    gpu = next((entry.name for entry in find_catalog_entries(gpus[0]["name"], gpus[0]["total_bytes"])), gpus[0]["name"])
+    gpu = next(
+        (entry.name for entry in find_catalog_entries(gpus[0]["name"], gpus[0]["total_bytes"])),
+        gpus[0]["name"],
+    )
     data, model = loaded.config.data, loaded.config.model.name
     run_paths = [data.train_path, data.val_path, data.test_path, data.text_path, model, *file[-1:]]
     run_paths += [path for source in data.sources for path in (source.path, source.val_path)]
@@ -88,24 +111,43 @@ def _write_job(request: Request) -> CommandResult:
     )
     path, text = request.out or Path(f"{job.name}{suffix}"), render_job(request.for_, job)
     try:
-        if path.is_dir() or (path.exists() and not request.force and path.read_text(encoding="utf-8") != text):
-            raise ConfigError(f"{path} exists and says something else; name another OUT=, or FORCE=1 replaces it")
+        if path.is_dir() or (
+            path.exists() and not request.force and path.read_text(encoding="utf-8") != text
+        ):
+            raise ConfigError(
+                f"{path} exists and says something else; name another OUT=, or FORCE=1 replaces it"
+            )
         atomic.write(path, text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"OUT={one_line(str(path))} cannot be written: {error}") from None
-    command = shlex.join(["scripts/train_distributed.sh", "--config", str(loaded.path), *job.settings])
+    command = shlex.join(
+        ["scripts/train_distributed.sh", "--config", str(loaded.path), *job.settings]
+    )
     misfit_note = ", predicted not to fit, and tried" if plan_result.exit_code else ""
-    machines_text = f"{job.nodes} node{'s' * (job.nodes > 1)} with {job.gpus_per_node} x {job.gpu}{misfit_note}"
-    fields = {"path": str(path), "for": request.for_, "launch": command,
-              "submit": f"{submit_command} {shlex.quote(str(path))}", "nodes": job.nodes,
-              "gpus_per_node": job.gpus_per_node, "text": text}  # fmt: skip
-    lines = [f"Written to: {path}, for {machines_text}", f"On each node: {command}", f"Submit: {fields['submit']}"]
+    machines_text = (
+        f"{job.nodes} node{'s' * (job.nodes > 1)} with {job.gpus_per_node} x {job.gpu}{misfit_note}"
+    )
+    fields = {
+        "path": str(path),
+        "for": request.for_,
+        "launch": command,
+        "submit": f"{submit_command} {shlex.quote(str(path))}",
+        "nodes": job.nodes,
+        "gpus_per_node": job.gpus_per_node,
+        "text": text,
+    }
+    lines = [
+        f"Written to: {path}, for {machines_text}",
+        f"On each node: {command}",
+        f"Submit: {fields['submit']}",
+    ]
     return CommandResult(fields, lines, is_written_to_out=False)
 
 
 @dataclass(frozen=True)
 class SchedulerJob:
-    """What is to be started, and where. `words` are those of `sft-play train-distributed` after its config."""
+    """What is to be started, and where. `words` are those of `sft-play train-distributed` after its
+    config."""
 
     # The run's name, in the form that Kubernetes takes (`job_name`).
     name: str
@@ -138,13 +180,18 @@ def render_job(scheduler: str, job: SchedulerJob) -> str:
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("jobs")), trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True, autoescape=False,
-    )  # fmt: skip
+        loader=FileSystemLoader(Path(__file__).with_name("jobs")),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
     # JSON is YAML
     environment.filters |= {
         "word": lambda value: shlex.quote(str(value)),
-        "yaml": lambda value: json.dumps(value if isinstance(value, list) else str(value), ensure_ascii=False),
+        "yaml": lambda value: json.dumps(
+            value if isinstance(value, list) else str(value), ensure_ascii=False
+        ),
     }
     return environment.get_template(SCHEDULERS[scheduler][0]).render(job=job, grace_s=GRACE_S)
 
@@ -154,12 +201,23 @@ def render_job(scheduler: str, job: SchedulerJob) -> str:
 
 
 def _setup_accelerate(request: Request) -> CommandResult:
-    """Write the configuration of the GPUs, or processes, of this machine; with INTERACTIVE=1 accelerate asks."""
+    """Write the configuration of the GPUs, or processes, of this machine; with INTERACTIVE=1
+    accelerate asks."""
     path = accelerate_path(os.environ)
     if os.environ.get("INTERACTIVE", "") not in ("", "0"):
         if not (sys.stdin and sys.stdin.isatty()):
-            raise ConfigError("INTERACTIVE=1: there is no terminal to answer accelerate's questions in; leave it out")
-        argv = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
+            raise ConfigError(
+                "INTERACTIVE=1: there is no terminal to answer accelerate's questions in; leave"
+                " it out"
+            )
+        argv = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.accelerate_cli",
+            "config",
+            "--config_file",
+            str(path),
+        ]
         with redirect_stdout_to_stderr(enabled=request.json):
             exit_code = subprocess.call(argv)
         return CommandResult({"ok": exit_code == 0, "path": str(path)}, exit_code=exit_code)
@@ -169,11 +227,14 @@ def _setup_accelerate(request: Request) -> CommandResult:
     text = write_accelerate_file(
         path,
         hardware,
-        mixed_precision=MIXED_PRECISION.get(choose_precision(loaded.config, hardware).compute, "no"),
+        mixed_precision=MIXED_PRECISION.get(
+            choose_precision(loaded.config, hardware).compute, "no"
+        ),
         gpu_ids=options.gpus,
         overwrite=request.force,
         nodes=options.nodes,
     )
     return CommandResult(
-        {"ok": True, "path": str(path), "text": text}, [f"{path}:", *(f"  {line}" for line in text.splitlines())]
+        {"ok": True, "path": str(path), "text": text},
+        [f"{path}:", *(f"  {line}" for line in text.splitlines())],
     )

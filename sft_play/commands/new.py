@@ -34,21 +34,34 @@ def run_new(request: Request) -> CommandResult:
     missing = " and ".join(example for example, value in required.items() if value is None)
     if request.from_ is None and missing:
         raise ConfigError(
-            f"make new needs {missing}; or FROM=their.yaml, a file of axolotl, LLaMA-Factory, ms-swift, torchtune, "
-            "TRL or Unsloth"
+            f"make new needs {missing}; or FROM=their.yaml, a file of axolotl, LLaMA-Factory,"
+            " ms-swift, torchtune, TRL or Unsloth"
         )
     out = request.out or Path(_default_file_name(request))
     if out.suffix.lower() not in (".yaml", ".yml"):
-        raise ConfigError(f"OUT={one_line(str(out))}: a run YAML's name ends with .yaml: OUT={one_line(str(out))}.yaml")
+        raise ConfigError(
+            f"OUT={one_line(str(out))}: a run YAML's name ends with .yaml:"
+            f" OUT={one_line(str(out))}.yaml"
+        )
     if out.exists() or out.is_symlink():
-        raise ConfigError(f"{one_line(str(out))} exists, and is not overwritten; OUT=another.yaml names another file")
+        raise ConfigError(
+            f"{one_line(str(out))} exists, and is not overwritten; OUT=another.yaml names another"
+            " file"
+        )
     if not out.parent.is_dir():
-        raise ConfigError(f"OUT={one_line(str(out))}: the folder {one_line(str(out.parent))} does not exist")
+        raise ConfigError(
+            f"OUT={one_line(str(out))}: the folder {one_line(str(out.parent))} does not exist"
+        )
     if request.data and request.data.startswith("hub:"):
         go_offline_without_hub(request.data)
-    head, settings, comments = _translate_file(request, request.from_) if request.from_ else _infer_run_yaml(request)
+    head, settings, comments = (
+        _translate_file(request, request.from_) if request.from_ else _infer_run_yaml(request)
+    )
     text = (
-        "\n".join([*(f"# {line}" for line in head), format_run_yaml(settings), *map(redact, comments)]).rstrip() + "\n"
+        "\n".join(
+            [*(f"# {line}" for line in head), format_run_yaml(settings), *map(redact, comments)]
+        ).rstrip()
+        + "\n"
     )
     config = config_from_text(text, name=str(out))  # what is written loads
     with contextlib.suppress(SftPlayError):  # data that are named by a registry, or are not here
@@ -73,7 +86,9 @@ def _default_file_name(request: Request) -> str:
     # of a glob, the folder before it; of a data set of the hub, its name
     base_path = re.split(r"[*?\[]", source.removeprefix("hub:"))[0].rstrip("/")
     name = base_path.rpartition("/")[2].partition(":")[0]
-    stem = re.sub(r"(\.(jsonl?|ndjson|csv|tsv|parquet|pq|arrow|txt|md|gz))+$", "", name, flags=re.IGNORECASE)
+    stem = re.sub(
+        r"(\.(jsonl?|ndjson|csv|tsv|parquet|pq|arrow|txt|md|gz))+$", "", name, flags=re.IGNORECASE
+    )
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', stem).strip('._-') or 'run'}.yaml"
 
 
@@ -83,10 +98,19 @@ def _translate_file(request: Request, file: Path) -> _RunYaml:
     if request.model:
         settings["model.name"] = request.model
     if request.data:
-        dataset_info, data_keys = infer_dataset(request.data), re.compile(r"data\.(\w+_path|columns|encoding)")
-        settings |= {path: value for path, value in dataset_info.settings.items() if data_keys.fullmatch(path)}
+        dataset_info, data_keys = (
+            infer_dataset(request.data),
+            re.compile(r"data\.(\w+_path|columns|encoding)"),
+        )
+        settings |= {
+            path: value
+            for path, value in dataset_info.settings.items()
+            if data_keys.fullmatch(path)
+        }
         row_format = dataset_info.format
-    text = read_text(file, variable="FROM", expected="a file of axolotl, LLaMA-Factory, TRL or Unsloth")
+    text = read_text(
+        file, variable="FROM", expected="a file of axolotl, LLaMA-Factory, TRL or Unsloth"
+    )
     result = translate_file(text, name=str(file), user_settings=settings, row_format=row_format)
     origin = f"From {one_line(str(file))}, a file of {result.tool.name}, with its defaults"
     comments = result.comments()
@@ -101,7 +125,8 @@ def _infer_run_yaml(request: Request) -> _RunYaml:
     folder = find_model_folder(request.model)
     model_settings: dict[str, JsonValue] = {"model.name": request.model}
     qlora_config = config_from_text(
-        format_run_yaml({**model_settings, "tuning.mode": _MODES_BY_PREFERENCE[-1]}), name="the run YAML"
+        format_run_yaml({**model_settings, "tuning.mode": _MODES_BY_PREFERENCE[-1]}),
+        name="the run YAML",
     )
     dataset_info = infer_dataset(
         request.data,
@@ -111,11 +136,17 @@ def _infer_run_yaml(request: Request) -> _RunYaml:
     settings = {**model_settings, **dataset_info.settings}
     if dataset_info.is_chat and folder is not None:
         template_files = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates")]
-        if not template_files and not read_json(folder / "tokenizer_config.json").get("chat_template"):
+        if not template_files and not read_json(folder / "tokenizer_config.json").get(
+            "chat_template"
+        ):
             settings["data.chat_template"] = "chatml"
     mode, mode_reason = _select_mode(request, settings)
     settings["tuning.mode"] = mode
-    return [f"{one_line(request.data)}: {dataset_info.description}", f"tuning.mode: {mode_reason}"], settings, []
+    return (
+        [f"{one_line(request.data)}: {dataset_info.description}", f"tuning.mode: {mode_reason}"],
+        settings,
+        [],
+    )
 
 
 def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[str, str]:
@@ -123,7 +154,9 @@ def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[s
     machine_text = request.hardware or "this machine"
     reason = f"nothing fits {machine_text}; make plan shows what would"
     for mode in _MODES_BY_PREFERENCE:
-        config = config_from_text(format_run_yaml({**settings, "tuning.mode": mode}), name="the run YAML")
+        config = config_from_text(
+            format_run_yaml({**settings, "tuning.mode": mode}), name="the run YAML"
+        )
         try:
             plan = plan_run(config, hardware, include_suggestions=False)
             if plan.fits:
@@ -132,7 +165,9 @@ def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[s
                     require_capable_machine(config, hardware)
                 except HardwareError as error:
                     notes = [f"but a run here would stop: {error}"]
-                return mode, ", ".join([f"{mode} fits {machine_text}", *(one_line(note, limit=400) for note in notes)])
+                return mode, ", ".join(
+                    [f"{mode} fits {machine_text}", *(one_line(note, limit=400) for note in notes)]
+                )
         except SftPlayError as error:
             reason = f"no plan was made for {machine_text}: {one_line(str(error))}"
     return _MODES_BY_PREFERENCE[-1], f"{_MODES_BY_PREFERENCE[-1]}, but {reason}"
@@ -143,7 +178,8 @@ def _token_counter(folder: Path | None) -> CountTokens:
         return estimate_tokens
     from tokenizers import Tokenizer
 
-    # tokenizers raises plain Exception, also of a file that is missing; loading it again says what is wrong
+    # tokenizers raises plain Exception, also of a file that is missing; loading it again says what
+    # is wrong
     with contextlib.suppress(Exception):
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)

@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sft_play.commands.request import CommandResult, Request, refuse_make_variables, requested_hardware
+from sft_play.commands.request import (
+    CommandResult,
+    Request,
+    refuse_make_variables,
+    requested_hardware,
+)
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, error_prefix, stage_context
@@ -50,18 +55,31 @@ FIRST_NODE = "NODE0"
 
 
 def run_plan(request: Request) -> CommandResult:
-    """The plan of a run, of its longest stage where it has stages, with the cells of WHATIF and the answer to MAX."""
+    """The plan of a run, of its longest stage where it has stages, with the cells of WHATIF and the
+    answer to MAX."""
     # read first: a wrong word in WHATIF or MAX costs no planning
-    cell_overrides, fit_question = _parse_whatif(request.whatif), parse_question(request.max) if request.max else None
+    cell_overrides, fit_question = (
+        _parse_whatif(request.whatif),
+        parse_question(request.max) if request.max else None,
+    )
     run = load_config(request.config, overrides=request.overrides)
     machine = restrict_to_device(run.config, requested_hardware(request))
     hardware = mesh_hardware(run.config, machine)
     configs = []
     for cell in cell_overrides:
         with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
-            configs.append((cell, load_config(request.config, overrides=(*request.overrides, *cell)).longest_config))
+            configs.append(
+                (
+                    cell,
+                    load_config(
+                        request.config, overrides=(*request.overrides, *cell)
+                    ).longest_config,
+                )
+            )
     strategy, keeps_params, apply_deepspeed = _deepspeed_settings(request, hardware)
-    fixed_stages = tuple(dataclasses.replace(one, config=apply_deepspeed(one.config)) for one in run.stages)
+    fixed_stages = tuple(
+        dataclasses.replace(one, config=apply_deepspeed(one.config)) for one in run.stages
+    )
     run = dataclasses.replace(run, config=apply_deepspeed(run.config), stages=fixed_stages)
     configs = [(cell, apply_deepspeed(config)) for cell, config in configs]
     layouts = (strategy,) if strategy else LAYOUT_NAMES
@@ -69,11 +87,15 @@ def run_plan(request: Request) -> CommandResult:
     backend = training_backend(run.config, hardware, layouts)
     missing_data_lines = count_row_tokens_if_quick(run, on_error=row_errors.append)
     # another one than was asked for
-    backend_lines = [f"Backend: {backend.reason}"] if backend is not None and backend.fallback_from else []
+    backend_lines = (
+        [f"Backend: {backend.reason}"] if backend is not None and backend.fallback_from else []
+    )
     budget: BudgetResult | None = None
     if request.budget is not None:
         if run.stages:
-            raise ConfigError("BUDGET is for a run without stages: its hours are those of one schedule")
+            raise ConfigError(
+                "BUDGET is for a run without stages: its hours are those of one schedule"
+            )
         budget = make_budget(run.config, request.budget, hardware, layouts=layouts)
     if budget is not None and budget.offers and not request.hardware and request.price is None:
         cheapest = budget.offers[0]  # within the budget or not
@@ -86,15 +108,22 @@ def run_plan(request: Request) -> CommandResult:
     # the stage that decides: one that does not fit, else the one with the longest rows
     name, config, plan = max(parts, key=lambda part: (not part[2].fits, part[2].max_seq_len))
     cell_layouts = layouts if request.options.deepspeed else LAYOUT_NAMES
-    cells = _plan_whatif_cells(configs, run.config, machine, cell_layouts, keeps_params=keeps_params)
+    cells = _plan_whatif_cells(
+        configs, run.config, machine, cell_layouts, keeps_params=keeps_params
+    )
     largest = None
     if fit_question:  # of rows of any length
-        fit_request = dataclasses.replace(build_plan_request(config, hardware, layouts), row_tokens=None)
+        fit_request = dataclasses.replace(
+            build_plan_request(config, hardware, layouts), row_tokens=None
+        )
         largest = find_largest_fit(fit_question, fit_request)
     misfit = _misfit_error(plan, config, name)
     refusal_texts: list[str] = []
     if misfit is None:
-        errors = [*row_errors, *refusals(run, machine, needs_rows=False, plans=[part[2] for part in parts])]
+        errors = [
+            *row_errors,
+            *refusals(run, machine, needs_rows=False, plans=[part[2] for part in parts]),
+        ]
         refusal_texts = list(dict.fromkeys(map(str, errors)))
     for text in refusal_texts:
         logger.warning("a run%s would stop: %s", "" if machine.named else " here", text)
@@ -108,33 +137,52 @@ def run_plan(request: Request) -> CommandResult:
         data["stage"] = name
         data["stages"] = [{"name": one, **stage_plan.as_json()} for one, _, stage_plan in stages]
     if cells:
-        data["whatif"] = [{"settings": list(cell), **cell_plan.as_json()} for cell, cell_plan in cells]
+        data["whatif"] = [
+            {"settings": list(cell), **cell_plan.as_json()} for cell, cell_plan in cells
+        ]
     if largest is not None:
         data["max"] = dataclasses.asdict(largest)
     if refusal_texts:
         data["refused_because"] = refusal_texts
     data["precision_of"] = plan.parameters.shares() if plan.parameters else None
     data["launch"] = command
-    lines = _plan_page(request, plan, config, backend_lines, missing_data_lines, command, node_lines)
-    lines += [*explain.stage_lines(stages), *explain.grid_lines(cells), *([str(largest)] if largest else [])]
+    lines = _plan_page(
+        request, plan, config, backend_lines, missing_data_lines, command, node_lines
+    )
+    lines += [
+        *explain.stage_lines(stages),
+        *explain.grid_lines(cells),
+        *([str(largest)] if largest else []),
+    ]
     if stages:
         stage_note = "the one with the longest rows" if plan.fits else "which does not fit"
         lines.insert(0, f"The plan of stage {name}, {stage_note}:")
     if budget is not None:
         data["budget"] = budget.as_json()
-        lines = [*budget.lines(), *(f"The plan on {offer.machine}:" for offer in budget.offers[:1]), *lines]
+        lines = [
+            *budget.lines(),
+            *(f"The plan on {offer.machine}:" for offer in budget.offers[:1]),
+            *lines,
+        ]
         if misfit is None and not budget.affordable_offers:
-            misfit = DoesNotFit(budget.lines()[0])  # no machine is within the budget: what the cheapest costs
-    return CommandResult(data, lines, 0 if plan.fits and misfit is None else DoesNotFit.exit_code, misfit)
+            misfit = DoesNotFit(
+                budget.lines()[0]
+            )  # no machine is within the budget: what the cheapest costs
+    return CommandResult(
+        data, lines, 0 if plan.fits and misfit is None else DoesNotFit.exit_code, misfit
+    )
 
 
 def _deepspeed_settings(
     request: Request, hardware: Hardware
 ) -> tuple[LayoutName | None, bool, Callable[[RunConfig], RunConfig]]:
-    """The layout that is asked for, whether DeepSpeed's file offloads only states, and settings with what it fixes."""
+    """The layout that is asked for, whether DeepSpeed's file offloads only states, and settings
+    with what it fixes."""
     if request.options.deepspeed is None:
         return request.options.strategy, False, lambda config: config
-    deepspeed_config, strategy, name = read_deepspeed_config(request.options.deepspeed, request.options.strategy)
+    deepspeed_config, strategy, name = read_deepspeed_config(
+        request.options.deepspeed, request.options.strategy
+    )
     apply_deepspeed = functools.partial(
         apply_deepspeed_batch, deepspeed_config=deepspeed_config, ranks=hardware.ranks, name=name
     )
@@ -156,7 +204,9 @@ def _plan_page(
     start_lines = []
     if command is not None and plan.fits:
         start_lines = node_lines or [f"Start: {command}"]
-    summary = explain.plan_summary_lines(plan, config, start_lines=start_lines, has_local_data=not missing_data_lines)
+    summary = explain.plan_summary_lines(
+        plan, config, start_lines=start_lines, has_local_data=not missing_data_lines
+    )
     if request.trace:
         summary += [reason for reason in plan.reasons if "trace" in reason]
     return [*backend_lines, *summary]
@@ -183,17 +233,28 @@ def _parse_whatif(text: str | None) -> tuple[tuple[str, ...], ...]:
 
 
 def _plan_parts(
-    run: LoadedConfig, hardware: Hardware, layouts: tuple[LayoutName, ...], *, trace: bool, keeps_params: bool
+    run: LoadedConfig,
+    hardware: Hardware,
+    layouts: tuple[LayoutName, ...],
+    *,
+    trace: bool,
+    keeps_params: bool,
 ) -> list[tuple[str | None, RunConfig, Plan]]:
     """Plan a run, or each of its stages, all in one layout: name of the stage, config and plan."""
-    requests = [build_plan_request(part.config, hardware, layouts, is_stage=bool(run.stages)) for part in run.runs]
+    requests = [
+        build_plan_request(part.config, hardware, layouts, is_stage=bool(run.stages))
+        for part in run.runs
+    ]
     if run.stages and len(layouts) > 1:
         layouts = (common_layout(requests),)
     return [
         (
             part.stage_name,
             part.config,
-            plan_request(dataclasses.replace(request, allowed_layouts=layouts, keeps_params=keeps_params), trace=trace),
+            plan_request(
+                dataclasses.replace(request, allowed_layouts=layouts, keeps_params=keeps_params),
+                trace=trace,
+            ),
         )
         for part, request in zip(run.runs, requests, strict=True)
     ]
@@ -240,10 +301,15 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed_file: Path | None = 
         argv.append(f"MASTER_PORT={DEFAULT_PORT}")
     overrides, is_large = loaded.overrides, plan.model_params > MAX_CPU_PARAMS
     if is_large and not plan.hardware.gpus and loaded.config.train.device == "auto":
-        overrides = (*overrides, "train.device=cpu")  # a CPU that is only named: without it the run would be refused
+        overrides = (
+            *overrides,
+            "train.device=cpu",
+        )  # a CPU that is only named: without it the run would be refused
     if overrides:
         # quoted only where a setting would be split
-        settings = [shlex.quote(word) if re.search(r"""[\s'"\\]""", word) else word for word in overrides]
+        settings = [
+            shlex.quote(word) if re.search(r"""[\s'"\\]""", word) else word for word in overrides
+        ]
         argv.append(f"SET={' '.join(settings)}")
     return shlex.join(argv)
 
@@ -253,20 +319,28 @@ def _node_launch_lines(plan: Plan, run: LoadedConfig, command: str) -> list[str]
     if nodes == 1:
         return []
     return [
-        f"Launch, with the address of node 0 for {FIRST_NODE} (under Slurm: sbatch --nodes={nodes} "
-        f"scripts/train_slurm.sbatch {shlex.quote(str(run.path))}):",
+        (
+            f"Launch, with the address of node 0 for {FIRST_NODE} (under Slurm: sbatch"
+            f" --nodes={nodes} scripts/train_slurm.sbatch {shlex.quote(str(run.path))}):"
+        ),
         f"  on node 0: {command}",
         f"  on the others: the same with NODE_RANK=1{f' to {nodes - 1}' if nodes > 2 else ''}",
     ]
 
 
-# --- BUDGET: the machines that a run's money pays for, by their own plans and a dated price list ----------------------
+# --- BUDGET: the machines that a run's money pays for, by their own plans and a dated price list --
 def make_budget(
-    config: RunConfig, budget_usd: float, requested_machine: Hardware, *, layouts: tuple[LayoutName, ...] = LAYOUT_NAMES
+    config: RunConfig,
+    budget_usd: float,
+    requested_machine: Hardware,
+    *,
+    layouts: tuple[LayoutName, ...] = LAYOUT_NAMES,
 ) -> BudgetResult:
-    """The machines on which the run fits, with its hours and their cost. The user's own price (PRICE=, price=) holds
-    for its machine, and no other is compared; without one the lowest of the list. Raises ConfigError where the run's
-    length is not known, a price has no machine with GPUs, or the list has none for the machine that is named."""
+    """The machines on which the run fits, with its hours and their cost. The user's own price
+    (PRICE=, price=) holds for its machine, and no other is compared; without one the lowest of the
+    list. Raises ConfigError where the run's length is not known, a price has no machine with GPUs,
+    or the list has none for the machine that is named.
+    """
 
     def plan_machine(machine: Hardware) -> Plan | None:
         request = build_plan_request(config, machine, layouts)
@@ -284,15 +358,22 @@ def make_budget(
 
 
 def _priced_machines(machine: Hardware) -> Iterator[tuple[str, Hardware, PriceList | None]]:
-    """Every machine of the list at its lowest price, or the one that is named, or has a price of the user's."""
+    """Every machine of the list at its lowest price, or the one that is named, or has a price of
+    the user's."""
     has_own_price = machine.price_per_gpu_hour is not None
     if not has_own_price and not (machine.named and machine.gpus):
         for price, count in lowest_prices():
             name = f"{count}x{price.gpu}"
-            yield name, dataclasses.replace(parse_hardware(name), price_per_gpu_hour=price.usd), price.price_list
+            yield (
+                name,
+                dataclasses.replace(parse_hardware(name), price_per_gpu_hour=price.usd),
+                price.price_list,
+            )
         return
     if not machine.gpus:
-        raise ConfigError("BUDGET with PRICE= needs the machine that the price is for: HARDWARE=2xH200")
+        raise ConfigError(
+            "BUDGET with PRICE= needs the machine that the price is for: HARDWARE=2xH200"
+        )
     gpu = machine.gpus[0].name
     name = f"{machine.ranks_per_node}x{gpu.removeprefix('NVIDIA ').removeprefix('AMD ')}"
     if machine.nodes > 1:
@@ -301,11 +382,15 @@ def _priced_machines(machine: Hardware) -> Iterator[tuple[str, Hardware, PriceLi
         yield name, machine, None
         return
     names = {entry.name for entry in find_catalog_entries(gpu)[:1]}
-    prices = [price for price in load_prices() if price.gpu in names and machine.ranks_per_node in price.gpu_counts]
+    prices = [
+        price
+        for price in load_prices()
+        if price.gpu in names and machine.ranks_per_node in price.gpu_counts
+    ]
     if not prices:
         raise ConfigError(
-            f"BUDGET: the price list has no {name}; give its price (PRICE=2.5, or price=2.5 in HARDWARE), or leave "
-            "HARDWARE out to weigh every machine of the list"
+            f"BUDGET: the price list has no {name}; give its price (PRICE=2.5, or price=2.5 in"
+            " HARDWARE), or leave HARDWARE out to weigh every machine of the list"
         )
     lowest = min(prices, key=lambda price: price.usd)
     yield name, dataclasses.replace(machine, price_per_gpu_hour=lowest.usd), lowest.price_list

@@ -1,6 +1,7 @@
-"""The request to a command: words, flags and make's variables, read once, with an error where they are wrong; and what
-it is about, looked up: the machine, the folder of the runs, a finished run, data that a variable names. And the answer,
-lines and JSON of one object, and where they are written."""
+"""The request to a command: words, flags and make's variables, read once, with an error where they
+are wrong; and what it is about, looked up: the machine, the folder of the runs, a finished run,
+data that a variable names. And the answer, lines and JSON of one object, and where they are
+written."""
 
 import argparse
 import contextlib
@@ -33,7 +34,13 @@ from sft_play.runs.files import write_json
 from sft_play.runs.lookup import output_dir, resolve_run
 from sft_play.spelling import did_you_mean
 from sft_play.starter import CONFIG
-from sft_play.variables import DESCRIBING_COMMANDS, EXTRA_FLAGS, TRAINING_COMMANDS, VARIABLES, flag_commands
+from sft_play.variables import (
+    DESCRIBING_COMMANDS,
+    EXTRA_FLAGS,
+    TRAINING_COMMANDS,
+    VARIABLES,
+    flag_commands,
+)
 
 if TYPE_CHECKING:
     from sft_play.finished.run import FinishedRun
@@ -43,8 +50,9 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The request to a command; its words win over make's variables in the environment. `values`: those of
-    make's variables, read by the kind that `variables.json` says; `request.run` is RUN's."""
+    """The request to a command; its words win over make's variables in the environment. `values`:
+    those of make's variables, read by the kind that `variables.json` says; `request.run` is
+    RUN's."""
 
     command: str
     config: Path
@@ -56,8 +64,8 @@ class Request:
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
-        """The value of a variable of make, by its name in small letters (`for_`, `from_`: those are Python's words);
-        None, False or () where it is not given."""
+        """The value of a variable of make, by its name in small letters (`for_`, `from_`: those are
+        Python's words); None, False or () where it is not given."""
         variable_name = name.rstrip("_").upper()
         if variable_name not in VARIABLES:
             raise AttributeError(f"there is no variable {variable_name} of make")
@@ -66,11 +74,16 @@ class Request:
 
 def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request:
     """The request of a command line; raises ConfigError for words that are not understood."""
-    command_name = next((word for word in argv if word in (*COMMAND_FILES, *INTERNAL_COMMANDS)), None)
-    # intermixed: key=value words may stand before, between and after flags; unknown flags get a message of our own
+    command_name = next(
+        (word for word in argv if word in (*COMMAND_FILES, *INTERNAL_COMMANDS)), None
+    )
+    # intermixed: key=value words may stand before, between and after flags; unknown flags get a
+    # message of our own
     parsed, unknown = _build_parser(command_name).parse_known_intermixed_args(list(argv))
     if parsed.command not in (*COMMAND_FILES, *INTERNAL_COMMANDS):
-        hint = did_you_mean(parsed.command, COMMAND_FILES) or f"there are: {', '.join(COMMAND_FILES)}"
+        hint = (
+            did_you_mean(parsed.command, COMMAND_FILES) or f"there are: {', '.join(COMMAND_FILES)}"
+        )
         raise ConfigError(f"there is no command {escape_control(parsed.command)}; {hint}")
     _check_flags(parsed, unknown)
     # the last of several values of a key counts: words win over short flags, and these over SET
@@ -80,13 +93,17 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
     for flag, row in EXTRA_FLAGS.items():
         value = getattr(parsed, flag[2:].replace("-", "_"))
         if "setting" in row and value is not None:
-            is_path = "path" in row["setting"] or "dir" in row["setting"]  # it may begin like a number, or have a colon
+            is_path = (
+                "path" in row["setting"] or "dir" in row["setting"]
+            )  # it may begin like a number, or have a colon
             flag_overrides.append(f"{row['setting']}={json.dumps(value) if is_path else value}")
     overrides = (*split_overrides(set_text), *flag_overrides, *parsed.overrides)
     launch_values, notes = _launch_values(parsed, environment)
     refuse_make_variables(overrides)
     if overrides and parsed.command not in flag_commands("SET"):
-        raise ConfigError(f"{parsed.command} reads no run YAML, so {one_line(overrides[0])} would change nothing")
+        raise ConfigError(
+            f"{parsed.command} reads no run YAML, so {one_line(overrides[0])} would change nothing"
+        )
     typed_config = _variable_text(parsed, environment, "CONFIG")
     config = typed_config or _recorded_config(parsed, environment)
     request = Request(
@@ -109,15 +126,18 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
     )
     if not request.is_config_given and request.command in flag_commands("CONFIG"):
         if "CONFIG" in environment:
-            raise ConfigError("CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset it")
+            raise ConfigError(
+                "CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset it"
+            )
         if request.command in (*TRAINING_COMMANDS, *DESCRIBING_COMMANDS):
             require_config_for_model_and_data(request)
     return request
 
 
 def _recorded_config(parsed: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
-    """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs no CONFIG; raises
-    RunFolderError where there is no such run, and no starter whose runs it could be one of."""
+    """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs
+    no CONFIG; raises RunFolderError where there is no such run, and no starter whose runs it could
+    be one of."""
     run = _variable_text(parsed, environment, "RUN")
     if run is None or parsed.command != "resume" or "CONFIG" in environment:
         return None
@@ -132,7 +152,8 @@ def _recorded_config(parsed: argparse.Namespace, environment: Mapping[str, str])
 
 
 def _config_path(text: str) -> Path:
-    """The run YAML that CONFIG names: a path, or the name of one in configs/, with or without its ending."""
+    """The run YAML that CONFIG names: a path, or the name of one in configs/, with or without its
+    ending."""
     path = relative_to_cwd(Path(os.path.expanduser(text)))  # noqa: PTH111  (no error for ~nobody)
     # os.path says no of a name that is too long, where Path raises
     if os.path.isfile(path) or path.name != text or os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
@@ -141,7 +162,9 @@ def _config_path(text: str) -> Path:
     return shipped if os.path.isfile(shipped) else path  # noqa: PTH113
 
 
-def _variable_text(parsed: argparse.Namespace, environment: Mapping[str, str], name: str) -> str | None:
+def _variable_text(
+    parsed: argparse.Namespace, environment: Mapping[str, str], name: str
+) -> str | None:
     flag = getattr(parsed, name.lower()) if VARIABLES[name].has_flag else None
     return "1" if flag is True else flag or environment.get(name) or None
 
@@ -158,16 +181,26 @@ def _parse_variable_value(name: str, text: str | None) -> Any:
         return Path(os.path.expanduser(text))  # noqa: PTH111  (no error for ~nobody)
     if variable.kind == "count":
         if not (text.isascii() and text.isdigit() and 0 < int(text) < 1_000_000_000):
-            raise ConfigError(f"{name}={one_line(text)} is not a number of {variable.counted_noun}, such as {name}=4")
+            raise ConfigError(
+                f"{name}={one_line(text)} is not a number of {variable.counted_noun}, such as"
+                f" {name}=4"
+            )
         return int(text)
     if variable.kind == "number":
         is_money = "money" in variable.counted_noun
-        amount = re.sub(r"^\$|(\$| ?usd)$", "", text.strip(), flags=re.IGNORECASE) if is_money else text
+        amount = (
+            re.sub(r"^\$|(\$| ?usd)$", "", text.strip(), flags=re.IGNORECASE) if is_money else text
+        )
         if name == "BUDGET" and amount == "0":
-            raise ConfigError("BUDGET=0 pays for nothing; a shell reads $20 as $2 and 0: write BUDGET=20")
-        if not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?", amount, re.IGNORECASE):
             raise ConfigError(
-                f"{name}={one_line(text)} is not {variable.counted_noun}, such as {name}={variable.example}"
+                "BUDGET=0 pays for nothing; a shell reads $20 as $2 and 0: write BUDGET=20"
+            )
+        if not re.fullmatch(
+            r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?", amount, re.IGNORECASE
+        ):
+            raise ConfigError(
+                f"{name}={one_line(text)} is not {variable.counted_noun}, such as"
+                f" {name}={variable.example}"
             )
         return float(amount)
     return text
@@ -180,34 +213,47 @@ class _Parser(argparse.ArgumentParser):
 
 def _build_parser(command: str | None) -> argparse.ArgumentParser:
     description = "Plan, explain and run supervised fine-tuning."
-    commands: str | None = "commands: " + "; ".join(f"{name}: {help_line(name)}" for name in COMMAND_FILES)
+    commands: str | None = "commands: " + "; ".join(
+        f"{name}: {help_line(name)}" for name in COMMAND_FILES
+    )
     if command is not None:
         description, commands = help_line(command), None
     parser = _Parser(prog="sft-play", description=description, epilog=commands, allow_abbrev=False)
     parser.add_argument("command", help=", ".join(COMMAND_FILES))
     rows = [
-        (f"--{name.lower()}", f"{variable.help} (make: {name}={variable.example})".replace("%", "%%"), variable.kind)
+        (
+            f"--{name.lower()}",
+            f"{variable.help} (make: {name}={variable.example})".replace("%", "%%"),
+            variable.kind,
+        )
         for name, variable in VARIABLES.items()
         if variable.has_flag
     ]
     rows += [
-        (flag, row["help"] or argparse.SUPPRESS, "switch" * ("switch" in row)) for flag, row in EXTRA_FLAGS.items()
+        (flag, row["help"] or argparse.SUPPRESS, "switch" * ("switch" in row))
+        for flag, row in EXTRA_FLAGS.items()
     ]
     commands_by_flag = flag_commands_table()
     for flag, text, kind in rows:
         if command is not None and command not in commands_by_flag[flag]:
             text = argparse.SUPPRESS
-        spellings = dict.fromkeys((flag, flag.replace("_", "-")))  # deepspeed's launcher passes --local_rank
+        spellings = dict.fromkeys(
+            (flag, flag.replace("_", "-"))
+        )  # deepspeed's launcher passes --local_rank
         action = "store_true" if kind == "switch" else "store"
         parser.add_argument(*spellings, help=text, default=None, action=action)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run YAML (make: SET)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides of the run YAML (make: SET)"
+    )
     return parser
 
 
 def flag_commands_table() -> dict[str, Sequence[str]]:
     """Every flag with the commands that take it."""
     variable_flags = {
-        f"--{name.lower()}": flag_commands(name) for name, variable in VARIABLES.items() if variable.has_flag
+        f"--{name.lower()}": flag_commands(name)
+        for name, variable in VARIABLES.items()
+        if variable.has_flag
     }
     return {**variable_flags, **{flag: row["for"] for flag, row in EXTRA_FLAGS.items()}}
 
@@ -216,63 +262,98 @@ def _check_flags(parsed: argparse.Namespace, unknown: Sequence[str]) -> None:
     command, flags = parsed.command, flag_commands_table()
     if unknown:
         flag = unknown[0].partition("=")[0]
-        hint = did_you_mean(flag, [name for name, commands in flags.items() if command in commands], list(flags))
+        hint = did_you_mean(
+            flag, [name for name, commands in flags.items() if command in commands], list(flags)
+        )
         raise ConfigError(
-            f"{command} has no flag {one_line(flag)}; {hint or f'sft-play {command} --help lists its flags'}"
+            f"{command} has no flag {one_line(flag)};"
+            f" {hint or f'sft-play {command} --help lists its flags'}"
         )
     for flag, commands in flags.items():
         value = getattr(parsed, flag[2:].replace("-", "_"))
         if value is None:
             continue
         if command not in commands:
-            commands_with_flag = ", ".join(name for name in commands if name not in INTERNAL_COMMANDS)
-            raise ConfigError(f"{flag} is not a flag of {command}; it belongs to {commands_with_flag}")
+            commands_with_flag = ", ".join(
+                name for name in commands if name not in INTERNAL_COMMANDS
+            )
+            raise ConfigError(
+                f"{flag} is not a flag of {command}; it belongs to {commands_with_flag}"
+            )
         if isinstance(value, str) and not value.strip():
-            raise ConfigError(f"{flag} is given and empty (an unset shell variable?): give a value, or leave it out")
+            raise ConfigError(
+                f"{flag} is given and empty (an unset shell variable?): give a value, or leave"
+                " it out"
+            )
 
 
 def _launch_values(
     parsed: argparse.Namespace, environment: Mapping[str, str]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """How to launch the run, by flags, make's variables and what a scheduler exported; log lines about the last.
-    `train` takes the nodes too where the environment names several: then each of them runs `train`."""
+    """How to launch the run, by flags, make's variables and what a scheduler exported; log lines
+    about the last. `train` takes the nodes too where the environment names several: then each of
+    them runs `train`.
+    """
     command = parsed.command
     values = {
         name: getattr(parsed, name.lower(), None) or environment.get(name) or ""
         for name, variable in VARIABLES.items()
         if variable.kind == "launch" and command in flag_commands(name)
     }
-    if command in ("train", "rank"):  # by flag only: a rank's words repeat what its parent's environment said
+    if command in (
+        "train",
+        "rank",
+    ):  # by flag only: a rank's words repeat what its parent's environment said
         values["DEEPSPEED_CONFIG"] = parsed.deepspeed_config or ""
     if command not in (*TRAINING_COMMANDS, "doctor") or rank_variables(environment):
         return values, ()
-    exported, notes = node_variables({**environment, **{name: text for name, text in values.items() if text}})
+    exported, notes = node_variables(
+        {**environment, **{name: text for name, text in values.items() if text}}
+    )
     if command == "train":
         names = (*NODE_VARIABLES, "NPROC", "EXPORTED")
-        node_values = {name: environment.get(name, "").strip() or exported.get(name, "") for name in names}
-        return (values | node_values, notes) if node_values["NNODES"] not in ("", "1") else (values, ())
+        node_values = {
+            name: environment.get(name, "").strip() or exported.get(name, "") for name in names
+        }
+        return (
+            (values | node_values, notes)
+            if node_values["NNODES"] not in ("", "1")
+            else (values, ())
+        )
     return values | {name: text for name, text in exported.items() if not values.get(name)}, notes
 
 
 def require_config_for_model_and_data(request: Request) -> None:
-    """Raises ConfigError where overrides give a model or data but no config is given: the starter has its own."""
+    """Raises ConfigError where overrides give a model or data but no config is given: the starter
+    has its own."""
     if request.is_config_given or not request.overrides or not request.config.is_file():
         return
     starter = load_config(request.config).config
     requested = load_config(request.config, overrides=request.overrides).config
-    for key in ("model.name", "data.sources", "data.train_path", "data.val_path", "data.test_path", "data.text_path",
-                "task_mode"):  # fmt: skip
-        starter_value, value = (functools.reduce(getattr, key.split("."), config) for config in (starter, requested))
+    for key in (
+        "model.name",
+        "data.sources",
+        "data.train_path",
+        "data.val_path",
+        "data.test_path",
+        "data.text_path",
+        "task_mode",
+    ):
+        starter_value, value = (
+            functools.reduce(getattr, key.split("."), config) for config in (starter, requested)
+        )
         if not value or value == starter_value:
             continue
         name = requested.model.name if key == "model.name" else "Qwen/Qwen2.5-0.5B-Instruct"
         rows = value if key == "data.train_path" else "my.jsonl"
         raise ConfigError(
-            f"{key}={one_line(str(value))} is given without a run YAML, and without CONFIG {request.command} uses the "
-            f"starter, a model of two million parameters with its own rows and settings. Write my.yaml:\n"
-            f"  model: {{name: {one_line(json.dumps(name, ensure_ascii=False))}, max_seq_len: 1024}}\n"
-            f"  data: {{train_path: {one_line(json.dumps(rows, ensure_ascii=False))}, val_fraction: 0.05}}\n"
-            f"and name it: make {request.command} CONFIG=my.yaml (sft-play {request.command} --config my.yaml)"
+            f"{key}={one_line(str(value))} is given without a run YAML, and without CONFIG"
+            f" {request.command} uses the starter, a model of two million parameters with its own"
+            " rows and settings. Write my.yaml:\n  model: {name:"
+            f" {one_line(json.dumps(name, ensure_ascii=False))}, max_seq_len: 1024}}\n  data:"
+            f" {{train_path: {one_line(json.dumps(rows, ensure_ascii=False))}, val_fraction:"
+            f" 0.05}}\nand name it: make {request.command} CONFIG=my.yaml (sft-play"
+            f" {request.command} --config my.yaml)"
         )
 
 
@@ -283,9 +364,18 @@ def refuse_make_variables(overrides: Sequence[str]) -> None:
         name = key.upper()
         if not equals and word.lower().endswith((".yaml", ".yml")):
             flag = f"--config {shlex.quote(one_line(word))}"
-            raise ConfigError(f"{one_line(word)} is not key=value, such as train.epochs=1; to name a run YAML: {flag}")
-        if name in VARIABLES and key not in sections():  # `output={dir: x}` is a section of the run YAML
-            flag = f", or as --{name.lower()} {shlex.quote(one_line(text))}" if VARIABLES[name].has_flag else ""
+            raise ConfigError(
+                f"{one_line(word)} is not key=value, such as train.epochs=1; to name a run YAML:"
+                f" {flag}"
+            )
+        if (
+            name in VARIABLES and key not in sections()
+        ):  # `output={dir: x}` is a section of the run YAML
+            flag = (
+                f", or as --{name.lower()} {shlex.quote(one_line(text))}"
+                if VARIABLES[name].has_flag
+                else ""
+            )
             remedy = f"give it to make (make plan {name}=...), or in the environment{flag}"
             raise ConfigError(f"{one_line(word)} is a variable of make, not a setting: {remedy}")
 
@@ -297,7 +387,7 @@ def make_argv(request: Request, command: str, settings: Sequence[str]) -> list[s
     return ["make", command, *(f"{name}={text}" for name, text in variables.items() if text)]
 
 
-# --- what a request is about ------------------------------------------------------------------------------------------
+# --- what a request is about ----------------------------------------------------------------------
 
 
 def requested_hardware(request: Request) -> Hardware:
@@ -312,12 +402,14 @@ def refuse_hardware(request: Request) -> None:
     """Raises ConfigError where a machine is named and this one is used."""
     if request.hardware:
         raise ConfigError(
-            f"HARDWARE={escape_control(request.hardware)} names a machine for make plan; training uses this machine"
+            f"HARDWARE={escape_control(request.hardware)} names a machine for make plan; training"
+            " uses this machine"
         )
 
 
 def request_output_dir(request: Request) -> Path:
-    """The folder of the run folders; the default where no config was given and the starter's does not exist."""
+    """The folder of the run folders; the default where no config was given and the starter's does
+    not exist."""
     if not request.is_config_given and not request.config.is_file():
         return output_dir(OutputConfig())
     loaded = load_config(request.config, overrides=request.overrides, with_adapter=False)
@@ -334,7 +426,8 @@ def find_request_run(request: Request) -> "FinishedRun":
 
 
 def require_source(path: Path | str, variable_name: str) -> None:
-    """Raises DataError where a variable names data that are not there: before anything is imported to read them."""
+    """Raises DataError where a variable names data that are not there: before anything is imported
+    to read them."""
     from sft_play.data.sources.files import find_source, list_parts
 
     try:
@@ -344,8 +437,8 @@ def require_source(path: Path | str, variable_name: str) -> None:
 
 
 def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:
-    """True if the user allows the code that `model.KEY` would run: SET gives the same value, or the given CONFIG does,
-    for the same model and revision."""
+    """True if the user allows the code that `model.KEY` would run: SET gives the same value, or the
+    given CONFIG does, for the same model and revision."""
     path, required_value = f"model.{key}", getattr(model, key)
     for word in reversed(request.overrides):
         name, _, value = word.partition("=")
@@ -353,20 +446,23 @@ def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:
             return bool(parse_yaml_value(value, name=path) == required_value)
     if not request.is_config_given or request.is_config_recorded:
         return False
-    config_model = load_config(request.config, overrides=request.overrides, with_adapter=False).config.model
+    config_model = load_config(
+        request.config, overrides=request.overrides, with_adapter=False
+    ).config.model
     is_same_model = (config_model.name, config_model.revision) == (model.name, model.revision)
     return is_same_model and bool(getattr(config_model, key) == required_value)
 
 
-# --- a command's answer: lines and JSON of one object, and where they are written -------------------------------------
+# --- a command's answer: lines and JSON of one object, and where they are written -----------------
 
 
 @dataclasses.dataclass(frozen=True)
 class CommandResult:
     """A command's answer. `lines` are logged one by one, `data` is the JSON.
 
-    `error`: an error that is raised after the lines; with JSON=1 only its exit code is used. `is_written_to_out`:
-    whether OUT names the file for this JSON; False where the command writes OUT itself.
+    `error`: an error that is raised after the lines; with JSON=1 only its exit code is used.
+    `is_written_to_out`: whether OUT names the file for this JSON; False where the command writes
+    OUT itself.
     """
 
     data: Any
@@ -379,12 +475,18 @@ class CommandResult:
 def command_result(answer: Answer, *, is_written_to_out: bool = True) -> CommandResult:
     """The result of a command, from the answer of its work: exit code 2 where that is not ok."""
     exit_code = 0 if answer.ok else ConfigError.exit_code
-    return CommandResult(answer.as_json(), ["\n".join(answer.lines())], exit_code, is_written_to_out=is_written_to_out)
+    return CommandResult(
+        answer.as_json(),
+        ["\n".join(answer.lines())],
+        exit_code,
+        is_written_to_out=is_written_to_out,
+    )
 
 
 def confirm_with_user(request: Request, question: str, *, refusal: str) -> bool:
-    """Ask the user; True if they agree, at the terminal or by YES=1 (no answer is a no). Raises ConfigError where
-    there is no terminal to ask on, or JSON=1 was given: `refusal` says what would be done."""
+    """Ask the user; True if they agree, at the terminal or by YES=1 (no answer is a no). Raises
+    ConfigError where there is no terminal to ask on, or JSON=1 was given: `refusal` says what would
+    be done."""
     if request.yes:
         return True
     if request.json or sys.stdin is None or not sys.stdin.isatty():
@@ -396,8 +498,8 @@ def confirm_with_user(request: Request, question: str, *, refusal: str) -> bool:
 
 
 def write_result(result: CommandResult | int, request: Request) -> int:
-    """Write an answer to OUT, show it as JSON or in words, and return the exit code. Raises ConfigError where OUT
-    cannot be written, and the result's `error`."""
+    """Write an answer to OUT, show it as JSON or in words, and return the exit code. Raises
+    ConfigError where OUT cannot be written, and the result's `error`."""
     if isinstance(result, int):
         return result
     exit_code, reason = result.exit_code, None
@@ -426,33 +528,39 @@ def error_text(error: BaseException) -> str:
 
 
 def require_writable_out(out: Path, variable_name: str = "OUT") -> None:
-    """Raises ConfigError where nothing can be written at OUT: before the work whose answer would be lost."""
-    parent = next(parent for parent in out.expanduser().absolute().parents if os.path.exists(parent))  # noqa: PTH110 - raises nothing
+    """Raises ConfigError where nothing can be written at OUT: before the work whose answer would be
+    lost."""
+    parents = out.expanduser().absolute().parents
+    parent = next(parent for parent in parents if os.path.exists(parent))  # noqa: PTH110
     reason = None
     if not parent.is_dir():
         reason = "is not a folder"
     elif not os.access(parent, os.W_OK | os.X_OK) and not os.access(out, os.W_OK):
         reason = "is not writable for this user"
     if reason is not None:
-        raise ConfigError(f"{variable_name}={escape_control(str(out))} cannot be written: {parent} {reason}")
+        raise ConfigError(
+            f"{variable_name}={escape_control(str(out))} cannot be written: {parent} {reason}"
+        )
 
 
 def write_out_file(path: Path, data: Any) -> None:
-    """Write JSON to a file (written aside and renamed), or into a device or pipe (`/dev/stdout`); raises ConfigError
-    where it cannot be written."""
+    """Write JSON to a file (written aside and renamed), or into a device or pipe (`/dev/stdout`);
+    raises ConfigError where it cannot be written."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         else:
             write_json(path.resolve() if path.is_symlink() else path, data)
     except OSError as error:
-        raise ConfigError(f"OUT={escape_control(str(path))} cannot be written: {error.strerror}") from None
+        raise ConfigError(
+            f"OUT={escape_control(str(path))} cannot be written: {error.strerror}"
+        ) from None
 
 
 @contextlib.contextmanager
 def redirect_stdout_to_stderr(*, enabled: bool) -> Iterator[None]:
-    """Send output of this process, its libraries and its children to standard error inside the block: with JSON=1
-    standard output holds the answer alone."""
+    """Send output of this process, its libraries and its children to standard error inside the
+    block: with JSON=1 standard output holds the answer alone."""
     if not enabled:
         yield
         return

@@ -1,9 +1,9 @@
 """What is done with data before training.
 
-`process`, `style` and `dapt-docx`: files to conversations, conversations with a system prompt, documents to text.
-`render` and `preview`: the text that the model will see with its mask as spans, in files; and the tokens of examples
-with the trained part in colour, here and as a page. `full-pipeline`: process, style, render and check, each on what the
-one before wrote.
+`process`, `style` and `dapt-docx`: files to conversations, conversations with a system prompt,
+documents to text. `render` and `preview`: the text that the model will see with its mask as spans,
+in files; and the tokens of examples with the trained part in colour, here and as a page.
+`full-pipeline`: process, style, render and check, each on what the one before wrote.
 """
 
 import dataclasses
@@ -18,7 +18,13 @@ from typing import Any, TextIO
 
 from sft_play.answers import Answer, Finding, pass_finding, warn_finding
 from sft_play.commands.diagnosing import check_result
-from sft_play.commands.request import CommandResult, Request, command_result, make_argv, requested_hardware
+from sft_play.commands.request import (
+    CommandResult,
+    Request,
+    command_result,
+    make_argv,
+    requested_hardware,
+)
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.build.stats import RowStats
@@ -57,19 +63,27 @@ DEFAULT_PAGE = Path("data/preview.html")
 
 
 def run_rows(request: Request) -> CommandResult | int:
-    """Write rows and answer with the counts of what was kept and left out, or show examples, in colour where the
-    terminal has colours; of a pipeline up to the first step that fails."""
+    """Write rows and answer with the counts of what was kept and left out, or show examples, in
+    colour where the terminal has colours; of a pipeline up to the first step that fails."""
     loaded, command = load_config(request.config, overrides=request.overrides), request.command
     config = loaded.config
     if command == "full-pipeline":
         return full_pipeline(
-            loaded, requested_hardware(request), style=request.style, force=request.force, is_full=request.why
+            loaded,
+            requested_hardware(request),
+            style=request.style,
+            force=request.force,
+            is_full=request.why,
         )
     if command == "render":
         return render(loaded, out=request.out, force=request.force)
     if command == "preview":
-        shown_preview = preview(loaded, count=request.n, row=request.row, page=request.out, force=request.force)
-        if not request.json and shown_preview.draw(sys.stdout):  # not through the log, which keeps no colours
+        shown_preview = preview(
+            loaded, count=request.n, row=request.row, page=request.out, force=request.force
+        )
+        if not request.json and shown_preview.draw(
+            sys.stdout
+        ):  # not through the log, which keeps no colours
             return 0
         return command_result(shown_preview, is_written_to_out=False)
     if command == "dapt-docx":
@@ -86,13 +100,15 @@ def run_rows(request: Request) -> CommandResult | int:
     return _add_next_command(result, request, config)
 
 
-# --- render -----------------------------------------------------------------------------------------------------------
+# --- render ---------------------------------------------------------------------------------------
 
 
 def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandResult:
-    """The text that the model will see with its mask as spans, one JSON row per example; `out`: a file for the training
-    rows alone, or a folder for all. Raises DataError where rows cannot be used (unless data.on_bad_row=skip), or a file
-    was edited since; nothing is written then; TokenizerError where the tokenizer or its template cannot be used."""
+    """The text that the model will see with its mask as spans, one JSON row per example; `out`: a
+    file for the training rows alone, or a folder for all. Raises DataError where rows cannot be
+    used (unless data.on_bad_row=skip), or a file was edited since; nothing is written then;
+    TokenizerError where the tokenizer or its template cannot be used.
+    """
     loaded, stage_notes = first_stage_run(loaded)
     config = loaded.config
     paths = find_data_paths(config.data)
@@ -103,13 +119,21 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
     if out == DEFAULT_RENDERED or out.is_dir():
         folder = out
         names_by_part = {part: _rendered_name(part) for part, _ in paths.named_paths()}
-        # of splits that this run lacks too: a file of an earlier run under such a name must not pass for this one's
-        file_names = tuple(dict.fromkeys([*map(_rendered_name, (*ROW_SPLITS, "text")), *names_by_part.values()]))
+        # of splits that this run lacks too: a file of an earlier run under such a name must not
+        # pass for this one's
+        file_names = tuple(
+            dict.fromkeys([*map(_rendered_name, (*ROW_SPLITS, "text")), *names_by_part.values()])
+        )
     elif len(paths.sources) > 1:
-        raise DataError(f"OUT={out} is one file, and data.sources names {len(paths.sources)}; name an existing folder")
+        raise DataError(
+            f"OUT={out} is one file, and data.sources names {len(paths.sources)}; name an existing"
+            " folder"
+        )
     else:
         folder, names_by_part, file_names = out.parent, {"train": out.name}, (out.name,)
-    files = [(part, path) for part, path in paths.named_paths() if part in names_by_part] or [("train", paths.train)]
+    files = [(part, path) for part, path in paths.named_paths() if part in names_by_part] or [
+        ("train", paths.train)
+    ]
     for name in names_by_part.values():
         check_not_source(folder / name, files)
     rendered_files = []
@@ -139,10 +163,14 @@ def _rendered_name(part: str) -> str:
     return f"{split}.jsonl" if source == part else f"{split}-{source}.jsonl"
 
 
-def _render_rows(source: AnySource, part: str, target: TextIO, data: DataConfig, row_renderer: RowRenderer) -> RowStats:
+def _render_rows(
+    source: AnySource, part: str, target: TextIO, data: DataConfig, row_renderer: RowRenderer
+) -> RowStats:
     stats, is_text = RowStats(str(source)), part == "text"
     split = "train" if is_text else data_part_split(part)
-    reader = ExampleReader(source, data, split=split, wants_text=is_text or row_renderer.task_mode == "cpt")
+    reader = ExampleReader(
+        source, data, split=split, wants_text=is_text or row_renderer.task_mode == "cpt"
+    )
     for outcome in row_renderer.render_rows(reader.numbered_examples(), is_document=is_text):
         whole_row = None if isinstance(outcome, BadRow) else outcome.whole_row
         row = outcome if isinstance(outcome, BadRow) else outcome.row
@@ -177,24 +205,34 @@ class RenderedFile:
     stats: RowStats
 
     def bad_lines(self) -> list[str]:
-        """The bad rows in words: counts by reason, the first of them, and how many more; empty where there is none."""
+        """The bad rows in words: counts by reason, the first of them, and how many more; empty
+        where there is none."""
         stats = self.stats
         if not stats.bad_rows:
             return []
-        return bad_row_lines(f"{stats.rows:,} rows of {stats.source}", stats.bad_rows, stats.first_bad_rows)
+        return bad_row_lines(
+            f"{stats.rows:,} rows of {stats.source}", stats.bad_rows, stats.first_bad_rows
+        )
 
     def lines(self) -> list[str]:
         """What was written, in words."""
         stats = self.stats
         tokens, trained = (self.as_json()[name] for name in ("tokens", "trained"))
         count = f"{tokens:,} tokens, {trained:,} of them trained ({trained / max(1, tokens):.0%})"
-        lines = [f"{self.path}: {stats.kept_rows:,} of {stats.rows:,} rows of {stats.source}; {count}"]
+        lines = [
+            f"{self.path}: {stats.kept_rows:,} of {stats.rows:,} rows of {stats.source}; {count}"
+        ]
         if stats.cut_tokens:
-            lines.append(f"max_seq_len cuts {stats.cut_tokens:,} tokens, {stats.tokens_lost_by_cut:,} of them trained")
+            lines.append(
+                f"max_seq_len cuts {stats.cut_tokens:,} tokens, {stats.tokens_lost_by_cut:,} of"
+                " them trained"
+            )
         if stats.too_long_rows:
             lines.append(f"{stats.too_long_rows:,} rows left out: too long for max_seq_len")
         if stats.left_out_rows:
-            lines.append(f"{stats.left_out_rows.total():,} rows left out as asked (data.drop_empty)")
+            lines.append(
+                f"{stats.left_out_rows.total():,} rows left out as asked (data.drop_empty)"
+            )
         return lines + self.bad_lines()
 
     def as_json(self) -> dict[str, Any]:
@@ -218,7 +256,7 @@ class RenderedFile:
         }
 
 
-# --- preview ----------------------------------------------------------------------------------------------------------
+# --- preview --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -234,7 +272,13 @@ class Preview(Answer):
 
     def lines(self) -> list[str]:
         """The examples as plain text, trained parts in [[ ]]."""
-        lines = [f"{len(self.examples):,} of {self.rows:,} rows of {self.source}; trained parts in [[ ]]", *self.notes]
+        lines = [
+            (
+                f"{len(self.examples):,} of {self.rows:,} rows of {self.source}; trained parts in"
+                " [[ ]]"
+            ),
+            *self.notes,
+        ]
         for example in self.examples:
             lines += ["", *format_plain_lines(example, max_pieces=self.max_pieces)]
         return [*lines, "", f"Page: {self.page}"]
@@ -250,13 +294,17 @@ class Preview(Answer):
         }
 
     def draw(self, stream: TextIO) -> bool:
-        """The examples in colour where `stream` is a terminal with colours; elsewhere nothing is drawn, and false."""
+        """The examples in colour where `stream` is a terminal with colours; elsewhere nothing is
+        drawn, and false."""
         from rich.console import Console
 
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
         if not console.is_terminal or console.no_color or console.color_system is None:
             return False
-        title = f"{len(self.examples):,} of {self.rows:,} rows of {make_visible(self.source)}; trained parts green"
+        title = (
+            f"{len(self.examples):,} of {self.rows:,} rows of {make_visible(self.source)}; trained"
+            " parts green"
+        )
         console.print("\n".join([title, *map(make_visible, self.notes)]))
         for example in self.examples:
             console.print("", format_terminal_text(example, max_pieces=self.max_pieces), sep="\n")
@@ -264,10 +312,13 @@ class Preview(Answer):
         return True
 
 
-def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: Path | None, force: bool) -> Preview:
-    """Examples of the training file with their exact tokens, as a page too: `count` of them, evenly over the file, or
-    one row, counted from 1. Raises DataError where the file cannot be read, has no such row, or the page was edited
-    since; TokenizerError where the tokenizer or its template cannot be used."""
+def preview(
+    loaded: LoadedConfig, *, count: int | None, row: int | None, page: Path | None, force: bool
+) -> Preview:
+    """Examples of the training file with their exact tokens, as a page too: `count` of them, evenly
+    over the file, or one row, counted from 1. Raises DataError where the file cannot be read, has
+    no such row, or the page was edited since; TokenizerError where the tokenizer or its template
+    cannot be used."""
     loaded, stage_notes = first_stage_run(loaded)
     config = loaded.config
     paths = find_data_paths(config.data)
@@ -286,19 +337,32 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     check_not_source(page, [("train", path)])
     notes = [*stage_notes, *tokenizer_notes]
     if len(paths.sources) > 1:
-        notes.append(f"The first of data.sources; not shown: {', '.join(source.name for source in paths.sources[1:])}")
+        notes.append(
+            "The first of data.sources; not shown:"
+            f" {', '.join(source.name for source in paths.sources[1:])}"
+        )
     notes += missed_column_lines(config.data, task_mode=config.task_mode)
     intro_lines = [
-        f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
-        f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on {config.data.loss_on}, "
-        f"max_seq_len {row_renderer.max_seq_len:,}",
+        (
+            f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config"
+            f" {loaded.path}"
+        ),
+        (
+            f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on"
+            f" {config.data.loss_on}, max_seq_len {row_renderer.max_seq_len:,}"
+        ),
         *notes,
     ]
     if config.task_mode == "cpt":
-        intro_lines.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
+        intro_lines.append(
+            "task_mode cpt joins the documents and cuts them into full blocks; here each is shown"
+            " whole"
+        )
     with OutputFolder(page.parent, (page.name,), force=force, command="preview") as folder:
         title = f"Preview of {Path(str(path)).name}"
-        folder.open(page.name).write(render_html_page(examples, title=title, intro_lines=intro_lines))
+        folder.open(page.name).write(
+            render_html_page(examples, title=title, intro_lines=intro_lines)
+        )
     return Preview(
         str(path),
         reader.rows,
@@ -309,13 +373,18 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     )
 
 
-# --- what comes next, and all in one go -------------------------------------------------------------------------------
+# --- what comes next, and all in one go -----------------------------------------------------------
 
 
 def _add_next_command(result: CommandResult, request: Request, config: RunConfig) -> CommandResult:
-    """The answer with the next command, which reads what was just written, whatever the config trains on."""
+    """The answer with the next command, which reads what was just written, whatever the config
+    trains on."""
     data = config.data
-    out_dirs = {"process": data.process.out_dir, "style": data.style.out_dir, "dapt-docx": data.documents.out_dir}
+    out_dirs = {
+        "process": data.process.out_dir,
+        "style": data.style.out_dir,
+        "dapt-docx": data.documents.out_dir,
+    }
     folder = Path(out_dirs[request.command])
     finding = _training_files_finding(data, folder)
     lines, settings = [], [*request.overrides]
@@ -335,7 +404,9 @@ def _file_settings(folder: Path, data: DataConfig) -> list[str]:
     for split in ("val", "test"):
         path = folder.expanduser() / f"{split}.jsonl"
         has_rows = path.is_file() and path.stat().st_size > 0
-        settings.append(f"data.{split}_path={_quote_path(folder / path.name) if has_rows else 'null'}")
+        settings.append(
+            f"data.{split}_path={_quote_path(folder / path.name) if has_rows else 'null'}"
+        )
     return settings
 
 
@@ -344,14 +415,21 @@ def _quote_path(path: Path) -> str:
 
 
 def full_pipeline(
-    loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool, is_full: bool = False
+    loaded: LoadedConfig,
+    hardware: Hardware,
+    *,
+    style: str | None,
+    force: bool,
+    is_full: bool = False,
 ) -> CommandResult:
-    """process, style where it is asked for, render and check, each on what the one before wrote, up to the first that
-    fails; `is_full`: the whole page of the check."""
+    """process, style where it is asked for, render and check, each on what the one before wrote, up
+    to the first that fails; `is_full`: the whole page of the check."""
     steps, lines = [], []
     stop_details, name = None, "process"
     try:
-        for name, run_step in _pipeline_steps(loaded, hardware, style=style, force=force, is_full=is_full):
+        for name, run_step in _pipeline_steps(
+            loaded, hardware, style=style, force=force, is_full=is_full
+        ):
             result = run_step()
             steps.append({"name": name, "ok": result.exit_code == 0, "answer": result.data})
             lines += [f"== {name} ==", *result.lines]
@@ -359,17 +437,24 @@ def full_pipeline(
                 break
     except SftPlayError as error:
         stop_details = {"name": name, "why": str(error)}
-        lines += [f"== {name} ==", escape_control(str(error)), f"Stopped at {name}; what was written before it is kept"]
+        lines += [
+            f"== {name} ==",
+            escape_control(str(error)),
+            f"Stopped at {name}; what was written before it is kept",
+        ]
     ok = stop_details is None and all(step["ok"] for step in steps)
     return CommandResult(
-        {"ok": ok, "steps": steps, "stopped": stop_details}, ["\n".join(lines)], 0 if ok else ConfigError.exit_code
+        {"ok": ok, "steps": steps, "stopped": stop_details},
+        ["\n".join(lines)],
+        0 if ok else ConfigError.exit_code,
     )
 
 
 def _pipeline_steps(
     loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool, is_full: bool
 ) -> Iterator[tuple[str, Callable[[], CommandResult]]]:
-    """The steps in order, each a function without arguments; one is built when those before it are done."""
+    """The steps in order, each a function without arguments; one is built when those before it are
+    done."""
     from sft_play.data.process import process_files, style_rows
 
     config = loaded.config
@@ -380,22 +465,33 @@ def _pipeline_steps(
         yield "style", lambda: command_result(style_rows(config, style, force=force))
         folder = Path(style_config.out_dir)
     overrides = [*loaded.overrides, *_file_settings(folder, config.data)]  # what was just written
-    yield "render", lambda: render(load_config(loaded.path, overrides=overrides), out=None, force=force)
+    yield (
+        "render",
+        lambda: render(load_config(loaded.path, overrides=overrides), out=None, force=force),
+    )
     findings = [_training_files_finding(config.data, folder)]
     yield (
         "check",
-        lambda: check_result(check_run(loaded.path, overrides, hardware, earlier_findings=findings), is_full=is_full),
+        lambda: check_result(
+            check_run(loaded.path, overrides, hardware, earlier_findings=findings), is_full=is_full
+        ),
     )
 
 
 def _training_files_finding(data: DataConfig, folder: Path) -> Finding:
-    written_file, read_files = folder / "train.jsonl", f"data.sources: {', '.join(data.source_names)}"
+    written_file, read_files = (
+        folder / "train.jsonl",
+        f"data.sources: {', '.join(data.source_names)}",
+    )
     if data.train_path is not None:
         if Path(data.train_path).expanduser().absolute() == written_file.expanduser().absolute():
-            return pass_finding("training files", f"data.train_path={written_file}, which was written just now")
+            return pass_finding(
+                "training files", f"data.train_path={written_file}, which was written just now"
+            )
         read_files = f"data.train_path={one_line(data.train_path)}"
     return warn_finding(
         "training files",
-        f"make train with this config reads {read_files}; checked below is {written_file}, which was written just now",
+        f"make train with this config reads {read_files}; checked below is {written_file}, which"
+        " was written just now",
         f"to train on it: data.train_path={written_file}, with val_path and test_path beside it",
     )

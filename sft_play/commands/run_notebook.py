@@ -1,8 +1,8 @@
 """`run-notebook`: a notebook over ranks: each rank runs all code cells in order; rank 0 prints.
 
-The cells are compiled as they are, under names such as `work.ipynb, cell 3`, so that a traceback shows the cell and its
-line. No kernel is started: code that only IPython understands (`!pip`, `%%bash`) is refused before anything runs, and
-no value is shown but what is printed.
+The cells are compiled as they are, under names such as `work.ipynb, cell 3`, so that a traceback
+shows the cell and its line. No kernel is started: code that only IPython understands (`!pip`,
+`%%bash`) is refused before anything runs, and no value is shown but what is printed.
 """
 
 import dataclasses
@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 def run_notebook(request: Request) -> CommandResult | int:
     """As the parent start the ranks and answer for them, as a rank run the cells."""
     if request.notebook is None:
-        raise ConfigError("NOTEBOOK= names no file; give a notebook: make run-notebook NOTEBOOK=my.ipynb NPROC=2")
+        raise ConfigError(
+            "NOTEBOOK= names no file; give a notebook: make run-notebook NOTEBOOK=my.ipynb NPROC=2"
+        )
     cells, rank_info = read_notebook(request.notebook), read_rank_info(os.environ)
     if rank_info is not None:
         set_up_logging(request.command, rank=rank_info.rank)
@@ -46,25 +48,36 @@ def run_notebook(request: Request) -> CommandResult | int:
         visible_gpus=",".join(str(gpu) for gpu in request.options.gpus) or None,
     )
     # lines appear as they are printed, in a pipe too
-    environment = {**launch.environment, failures.COMMAND_VARIABLE: "run-notebook", "PYTHONUNBUFFERED": "1"}
+    environment = {
+        **launch.environment,
+        failures.COMMAND_VARIABLE: "run-notebook",
+        "PYTHONUNBUFFERED": "1",
+    }
     launch = dataclasses.replace(launch, environment=environment)
     logger.info("Launch: %s", launch.shell_line)
     with redirect_stdout_to_stderr(enabled=request.json):
         exit_code = run_ranks(launch, None)
     return CommandResult(
-        {"notebook": str(request.notebook), "cells": len(cells), "ranks": hardware.ranks}, exit_code=exit_code
+        {"notebook": str(request.notebook), "cells": len(cells), "ranks": hardware.ranks},
+        exit_code=exit_code,
     )
 
 
 def read_notebook(path: Path) -> list[types.CodeType]:
-    """The code cells of a notebook that are not empty, compiled. Raises ConfigError where there is no such file, it is
-    not a notebook, or a cell is not Python, such as what only IPython understands."""
-    text, notebook_text = read_text(path, variable="NOTEBOOK", expected="a notebook"), f"NOTEBOOK={one_line(str(path))}"
+    """The code cells of a notebook that are not empty, compiled. Raises ConfigError where there is
+    no such file, it is not a notebook, or a cell is not Python, such as what only IPython
+    understands."""
+    text, notebook_text = (
+        read_text(path, variable="NOTEBOOK", expected="a notebook"),
+        f"NOTEBOOK={one_line(str(path))}",
+    )
     try:
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
         sources = ["".join(cell["source"]) for cell in cells]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ConfigError(f"{notebook_text} is not a notebook of format 4 (.ipynb); save it in Jupyter") from None
+        raise ConfigError(
+            f"{notebook_text} is not a notebook of format 4 (.ipynb); save it in Jupyter"
+        ) from None
     compiled_cells = []
     for cell_number, source in enumerate(sources, start=1):
         name = f"{path.name}, cell {cell_number}"
@@ -74,9 +87,17 @@ def read_notebook(path: Path) -> list[types.CodeType]:
             if source.strip():
                 compiled_cells.append(compile(source, name, "exec"))
         except SyntaxError as error:
-            line = f"cell {cell_number}, line {error.lineno}: {one_line((error.text or '').strip(), limit=60)}"
-            remedy = "what only IPython understands, such as !pip, has to be removed, or written in Python"
-            raise ConfigError(f"{notebook_text}: {line} is not Python ({error.msg}); {remedy}") from None
+            line = (
+                f"cell {cell_number}, line {error.lineno}:"
+                f" {one_line((error.text or '').strip(), limit=60)}"
+            )
+            remedy = (
+                "what only IPython understands, such as !pip, has to be removed, or written in"
+                " Python"
+            )
+            raise ConfigError(
+                f"{notebook_text}: {line} is not Python ({error.msg}); {remedy}"
+            ) from None
     if not compiled_cells:
         raise ConfigError(f"{notebook_text} has no code cell that is not empty")
     return compiled_cells
@@ -95,5 +116,9 @@ def run_cells(cells: Sequence[types.CodeType], path: Path, *, rank: int) -> None
         try:
             exec(code, module.__dict__)
         except SftPlayError as error:
-            line = error.__traceback__.tb_next.tb_lineno if error.__traceback__ and error.__traceback__.tb_next else 0
+            line = (
+                error.__traceback__.tb_next.tb_lineno
+                if error.__traceback__ and error.__traceback__.tb_next
+                else 0
+            )
             raise type(error)(f"{code.co_filename}, line {line}: {error}") from error

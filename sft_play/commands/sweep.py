@@ -1,7 +1,9 @@
-"""`sweep`: every combination of the values that SET lists, each an ordinary run in a process of its own.
+"""`sweep`: every combination of the values that SET lists, each an ordinary run in a process of its
+own.
 
-All cells are read, checked and planned before the first one trains. A cell's name says what differs, so that the same
-command finds its run again: a finished one is left as it is, a stopped one is resumed.
+All cells are read, checked and planned before the first one trains. A cell's name says what
+differs, so that the same command finds its run again: a finished one is left as it is, a stopped
+one is resumed.
 """
 
 import contextlib
@@ -89,22 +91,30 @@ class SweepCell:
     def as_json(self) -> dict[str, Any]:
         """In plain data, with the plan's figures."""
         return {
-            "name": self.name, "path": str(self.folder.path), "settings": list(self.settings), "status": self.state,
-            "fits": self.plan.fits, "peak_bytes": self.plan.memory.required, "budget_bytes": self.plan.budget_bytes,
-            "hours": self.hours, "error": self.error,
-        }  # fmt: skip
+            "name": self.name,
+            "path": str(self.folder.path),
+            "settings": list(self.settings),
+            "status": self.state,
+            "fits": self.plan.fits,
+            "peak_bytes": self.plan.memory.required,
+            "budget_bytes": self.plan.budget_bytes,
+            "hours": self.hours,
+            "error": self.error,
+        }
 
 
 def run_sweep(request: Request) -> CommandResult:
-    """Train every combination and compare the finished ones, as `compare` does. Exit code 0 only if every cell that
-    fits is trained, 3 if none fits."""
+    """Train every combination and compare the finished ones, as `compare` does. Exit code 0 only if
+    every cell that fits is trained, 3 if none fits."""
     if launcher_rank_info(request) is not None:
         raise ConfigError("sweep starts each run itself: call it once, without a launcher")
     with redirect_stdout_to_stderr(enabled=request.json):
         environment = dict(os.environ)
         cell_configs = expand_cells(request.config, request.overrides)
         for _, loaded in cell_configs:
-            require_config_for_model_and_data(dataclasses.replace(request, overrides=loaded.overrides))
+            require_config_for_model_and_data(
+                dataclasses.replace(request, overrides=loaded.overrides)
+            )
         cells = plan_cells(cell_configs)
         for line in sweep_lines(cells):
             logger.info("%s", line)
@@ -119,16 +129,23 @@ def run_sweep(request: Request) -> CommandResult:
     return result
 
 
-# --- read -------------------------------------------------------------------------------------------------------------
+# --- read -----------------------------------------------------------------------------------------
 
 
-def expand_cells(path: Path, overrides: Sequence[str]) -> list[tuple[tuple[str, ...], LoadedConfig]]:
-    """Each combination of the listed values: the words that tell it from the others, and its run; raises ConfigError
-    where nothing is listed, or a value is refused."""
+def expand_cells(
+    path: Path, overrides: Sequence[str]
+) -> list[tuple[tuple[str, ...], LoadedConfig]]:
+    """Each combination of the listed values: the words that tell it from the others, and its run;
+    raises ConfigError where nothing is listed, or a value is refused."""
     combinations = parse_grid(overrides, variable="SET")
     if len(combinations) < 2:
-        raise ConfigError("SET lists no values to try: make sweep SET='train.learning_rate=1e-4,2e-4 tuning.lora.r=16'")
-    varied_indices = [index for index, words in enumerate(zip(*combinations, strict=True)) if len(set(words)) > 1]
+        raise ConfigError(
+            "SET lists no values to try: make sweep SET='train.learning_rate=1e-4,2e-4"
+            " tuning.lora.r=16'"
+        )
+    varied_indices = [
+        index for index, words in enumerate(zip(*combinations, strict=True)) if len(set(words)) > 1
+    ]
     cells = []
     for settings in combinations:
         cell_words = tuple(settings[index] for index in varied_indices)
@@ -142,12 +159,14 @@ def expand_cells(path: Path, overrides: Sequence[str]) -> list[tuple[tuple[str, 
 
 
 def cell_name(base: str, settings: Sequence[str]) -> str:
-    """A run's name with what differs, such as `my-learning_rate=1e-4-r=16`; where letters had to be replaced, or it
-    would be too long, with a digest of the words."""
+    """A run's name with what differs, such as `my-learning_rate=1e-4-r=16`; where letters had to be
+    replaced, or it would be too long, with a digest of the words."""
     pairs = [word.partition("=")[::2] for word in settings]
     key_counts = Counter(key.rpartition(".")[2] for key, _ in pairs)
     keys = [last if key_counts[last := key.rpartition(".")[2]] == 1 else key for key, _ in pairs]
-    text = "-".join([base, *(f"{key}={value}" for key, (_, value) in zip(keys, pairs, strict=True))])
+    text = "-".join(
+        [base, *(f"{key}={value}" for key, (_, value) in zip(keys, pairs, strict=True))]
+    )
     safe_name = base + re.sub(r"\.{2,}|[^\w.+=-]", "_", text[len(base) :], flags=re.ASCII)
     if safe_name == text and len(safe_name.encode()) <= MAX_NAME_BYTES:
         return safe_name
@@ -155,12 +174,14 @@ def cell_name(base: str, settings: Sequence[str]) -> str:
     return f"{safe_name.encode()[:MAX_NAME_BYTES].decode(errors='ignore')}-{digest}"
 
 
-# --- checked and planned ----------------------------------------------------------------------------------------------
+# --- checked and planned --------------------------------------------------------------------------
 
 
 def plan_cells(cells: Sequence[tuple[tuple[str, ...], LoadedConfig]]) -> list[SweepCell]:
-    """Check and plan every cell as `make train` would; nothing is written but the cache of counted rows. Raises
-    SftPlayError where one of them would be refused, or a run of its name has other settings or data."""
+    """Check and plan every cell as `make train` would; nothing is written but the cache of counted
+    rows. Raises SftPlayError where one of them would be refused, or a run of its name has other
+    settings or data.
+    """
     planned_cells = []
     for settings, loaded in cells:
         with error_prefix(one_line(" ".join(settings))):
@@ -191,8 +212,12 @@ def _plan_cell(settings: tuple[str, ...], loaded: LoadedConfig) -> SweepCell:
         require_gpus_and_disk(loaded, hardware, plans, folder)
     largest_plan = max(plans, key=lambda plan: (not plan.fits, plan.memory.required))
     cell = SweepCell(settings, loaded, folder, largest_plan, _total_hours(plans), state)
-    if state == "new" and not largest_plan.fits:  # one that has begun ran here before, whatever is predicted now
-        return dataclasses.replace(cell, state="does_not_fit", error=format_misfit(largest_plan, config))
+    if (
+        state == "new" and not largest_plan.fits
+    ):  # one that has begun ran here before, whatever is predicted now
+        return dataclasses.replace(
+            cell, state="does_not_fit", error=format_misfit(largest_plan, config)
+        )
     return cell
 
 
@@ -214,8 +239,14 @@ def _existing_state(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> Cell
 
 
 def sweep_lines(cells: Sequence[SweepCell]) -> list[str]:
-    """The table of all cells before the first one trains, and what would make those fit that do not."""
-    actions = {"finished": "finished before", "begun": "resumed", "new": "trained", "does_not_fit": "skipped"}
+    """The table of all cells before the first one trains, and what would make those fit that do
+    not."""
+    actions = {
+        "finished": "finished before",
+        "begun": "resumed",
+        "new": "trained",
+        "does_not_fit": "skipped",
+    }
     rows = [
         (
             cell.name,
@@ -227,15 +258,20 @@ def sweep_lines(cells: Sequence[SweepCell]) -> list[str]:
         )
         for cell in cells
     ]
-    table = build_table(["run", "fits", "needs GiB", "of GiB", "hours", ""], rows, text_columns=(0, 1, 5))
+    table = build_table(
+        ["run", "fits", "needs GiB", "of GiB", "hours", ""], rows, text_columns=(0, 1, 5)
+    )
     skipped = [f"{cell.name} does not fit: {cell.error}" for cell in cells if cell.error]
     to_train = [cell for cell in cells if cell.needs_training]
     hours = _total_hours(to_train)
-    header = f"Sweep: {len(cells)} cells, {len(to_train)} to train, {value_or_na(hours and round(hours, 2), 'h')}"
+    header = (
+        f"Sweep: {len(cells)} cells, {len(to_train)} to train,"
+        f" {value_or_na(hours and round(hours, 2), 'h')}"
+    )
     return [header, *render_lines(table), *skipped]
 
 
-# --- trained ----------------------------------------------------------------------------------------------------------
+# --- trained --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -253,17 +289,31 @@ class SweepResult(Answer):
     @property
     def ok(self) -> bool:
         """Whether every cell that fits is trained, and one fits."""
-        return all(cell.state in ("finished", "does_not_fit") for cell in self.cells) and not self.nothing_fits
+        return (
+            all(cell.state in ("finished", "does_not_fit") for cell in self.cells)
+            and not self.nothing_fits
+        )
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
         compared = self.comparison.as_json() if self.comparison else None
-        return {"ok": self.ok, "cells": [cell.as_json() for cell in self.cells], "compare": compared}
+        return {
+            "ok": self.ok,
+            "cells": [cell.as_json() for cell in self.cells],
+            "compare": compared,
+        }
 
     def lines(self) -> list[str]:
         """In words: the comparison, and what is not trained."""
-        missing = [f"{cell.name} {_STATE_TEXTS[cell.state]}: {cell.error}" for cell in self.cells if cell.error]
-        lines = [f"Sweep: {len(self.cells) - len(missing)} of {len(self.cells)} cells are trained", *missing]
+        missing = [
+            f"{cell.name} {_STATE_TEXTS[cell.state]}: {cell.error}"
+            for cell in self.cells
+            if cell.error
+        ]
+        lines = [
+            f"Sweep: {len(self.cells) - len(missing)} of {len(self.cells)} cells are trained",
+            *missing,
+        ]
         if self.comparison is None:
             return lines
         *comparison_lines, next_line = self.comparison.lines()
@@ -271,9 +321,9 @@ class SweepResult(Answer):
 
 
 def train_cells(cells: Sequence[SweepCell], environment: Mapping[str, str]) -> list[SweepCell]:
-    """Train the cells one after the other, each in a process of its own; one that fails does not keep the others.
-    `environment`: of this process before it planned, which may have set variables. Raises Interrupted where the user
-    stopped it."""
+    """Train the cells one after the other, each in a process of its own; one that fails does not
+    keep the others. `environment`: of this process before it planned, which may have set variables.
+    Raises Interrupted where the user stopped it."""
     result_cells, number, to_train = [], 0, sum(cell.needs_training for cell in cells)
     for cell in cells:
         if cell.needs_training:
@@ -290,17 +340,25 @@ def _train_cell(cell: SweepCell, environment: Mapping[str, str]) -> SweepCell:
     path = cell.loaded.path
     if read_text(path) != cell.loaded.text:
         return dataclasses.replace(
-            cell, state="failed", error=f"{path} has changed since the sweep began, so that this would be another run"
+            cell,
+            state="failed",
+            error=f"{path} has changed since the sweep began, so that this would be another run",
         )
     # its answer alone comes through the pipe; its log goes where this one's goes
     argv = ["train", "--config", str(path), "--json", *cell.loaded.overrides]
-    child = signals.run_child("sft_play", argv, environment=environment, stdout=subprocess.PIPE, stderr=1)
+    child = signals.run_child(
+        "sft_play", argv, environment=environment, stdout=subprocess.PIPE, stderr=1
+    )
     if child.was_stopped:
-        raise Interrupted(f"stopped by the user in {cell.name}; the same command goes on from there")
+        raise Interrupted(
+            f"stopped by the user in {cell.name}; the same command goes on from there"
+        )
     if child.exit_code == 0 and read_json(cell.folder.manifest_path).get("status") == "finished":
         return dataclasses.replace(cell, state="finished")
     if child.exit_code in (0, Interrupted.exit_code):
-        return dataclasses.replace(cell, state="stopped", error="before its end; the same command resumes it")
+        return dataclasses.replace(
+            cell, state="stopped", error="before its end; the same command resumes it"
+        )
     error = f"its process ended with exit code {child.exit_code}"
     if child.exit_code < 0:
         error = f"its process ended with signal {-child.exit_code}"

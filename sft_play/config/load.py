@@ -1,8 +1,8 @@
 """A run YAML and its overrides → `RunConfig`, or every problem at once.
 
-Overrides apply to the plain data before validation, so they go through the same reader as the file. A stage of a
-`curriculum` is a complete run YAML, the run's with the stage's keys in place of the run's, and is validated like any
-other: its errors look the same, with the stage's line numbers.
+Overrides apply to the plain data before validation, so they go through the same reader as the file.
+A stage of a `curriculum` is a complete run YAML, the run's with the stage's keys in place of the
+run's, and is validated like any other: its errors look the same, with the stage's line numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from sft_play.log import one_line
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A valid config with the text it came from: `text` as given, `overrides` as `key=value` words."""
+    """A valid config with the text it came from: `text` as given, `overrides` as `key=value`
+    words."""
 
     config: RunConfig
     path: Path
@@ -68,17 +69,25 @@ class LoadedConfig:
         return replace(self, config=stage.config, stages=(), stage_name=stage.name)
 
 
-def load_config(path: Path | str, *, overrides: Sequence[str] = (), with_adapter: bool = True) -> LoadedConfig:
-    """The run that a YAML file and `key=value` overrides describe. `with_adapter`: take the settings of
-    `model.adapter`, which may be gone. Raises ConfigError with every problem and what to do."""
+def load_config(
+    path: Path | str, *, overrides: Sequence[str] = (), with_adapter: bool = True
+) -> LoadedConfig:
+    """The run that a YAML file and `key=value` overrides describe. `with_adapter`: take the
+    settings of `model.adapter`, which may be gone. Raises ConfigError with every problem and what
+    to do."""
     path = Path(path)
     text = read_text(path)
-    config, stages = _parse_config(text, name=str(path), overrides=overrides, with_adapter=with_adapter)
-    return LoadedConfig(config=config, path=path, text=text, overrides=tuple(overrides), stages=stages)
+    config, stages = _parse_config(
+        text, name=str(path), overrides=overrides, with_adapter=with_adapter
+    )
+    return LoadedConfig(
+        config=config, path=path, text=text, overrides=tuple(overrides), stages=stages
+    )
 
 
 def config_from_text(text: str, *, name: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a YAML text and overrides describe; raises like `load_config`. `model.adapter` is not looked for."""
+    """The run that a YAML text and overrides describe; raises like `load_config`. `model.adapter`
+    is not looked for."""
     return _parse_config(text, name=name, overrides=overrides, with_adapter=False)[0]
 
 
@@ -95,7 +104,8 @@ def _parse_config(
     if config is not None and config.curriculum and not problems:
         stages, problems = _build_stages(document)
     if problems or config is None:
-        # in the order of the file, overrides last; a problem of the run is found in each of its stages, and shown once
+        # in the order of the file, overrides last; a problem of the run is found in each of its
+        # stages, and shown once
         lines = list(dict.fromkeys(str(problem) for problem in sorted(problems, key=_problem_line)))
         if len(lines) > 1:
             lines = [f"{len(lines)} problems:", *(f"  {line}" for line in lines)]
@@ -125,7 +135,11 @@ def _build_stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Probl
         config, stage_problems = validate(overlay)
         problems += stage_problems
         if (count := counts[name.lower()]) > 1:
-            problems.append(document.problem(("curriculum", index, "name"), f"{name} is the name of {count} stages"))
+            problems.append(
+                document.problem(
+                    ("curriculum", index, "name"), f"{name} is the name of {count} stages"
+                )
+            )
         if config is not None:
             stages.append(Stage(name, index + 1, config))
     return tuple(stages), problems
@@ -137,16 +151,22 @@ def _problem_line(problem: Problem) -> int:
 
 
 def split_overrides(text: str) -> list[str]:
-    """Split `SET` as a shell splits words, without running anything; raises ConfigError where a quote is not closed. A
-    word with an open bracket is joined with the next ones: quotes of a list (`[[4, 1], [fsdp, tp]]`) were eaten."""
+    """Split `SET` as a shell splits words, without running anything; raises ConfigError where a
+    quote is not closed. A word with an open bracket is joined with the next ones: quotes of a list
+    (`[[4, 1], [fsdp, tp]]`) were eaten.
+    """
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"{OVERRIDE_LOCATION}={format_value(text)}: {str(error).lower()}; close the quote") from None
+        raise ConfigError(
+            f"{OVERRIDE_LOCATION}={format_value(text)}: {str(error).lower()}; close the quote"
+        ) from None
     overrides: list[str] = []
     value = ""  # that of the word before
     for word in words:
-        if value.startswith(("[", "{")) and sum(map(value.count, "[{")) > sum(map(value.count, "]}")):
+        if value.startswith(("[", "{")) and sum(map(value.count, "[{")) > sum(
+            map(value.count, "]}")
+        ):
             overrides[-1] += f" {word}"
         else:
             overrides.append(word)
@@ -165,22 +185,28 @@ def apply_overrides(document: YamlDocument, overrides: Iterable[str]) -> list[Pr
         if not equals or not key:
             key, message = "", f"{format_value(override)} is not key=value, such as train.epochs=1"
         elif next_setting and next_setting[1] in all_options():
-            separated = f"{key}={text[: next_setting.start()]} {text[next_setting.start() + 1 :].strip()}"
+            separated = (
+                f"{key}={text[: next_setting.start()]} {text[next_setting.start() + 1 :].strip()}"
+            )
             message = f"settings stand apart by spaces, not commas: SET='{separated}'"
         else:
             try:
                 value = parse_yaml_value(text, name=f"{OVERRIDE_LOCATION} {key}")
                 message = _set_value(document, tuple(key.split(".")), value, text)
             except ConfigError as error:
-                problems.append(Problem("", "", f"{error}; put the value in quotes to mean it as text"))
+                problems.append(
+                    Problem("", "", f"{error}; put the value in quotes to mean it as text")
+                )
         if message is not None:
             problems.append(Problem(key, OVERRIDE_LOCATION, message))
     return problems
 
 
-def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonValue, text: str) -> str | None:
-    """Put `train.epochs=1`, or `curriculum.0.train.epochs=1`, a key of a stage (counted from 0); returns what is wrong
-    with the key."""
+def _set_value(
+    document: YamlDocument, key_parts: tuple[str, ...], value: JsonValue, text: str
+) -> str | None:
+    """Put `train.epochs=1`, or `curriculum.0.train.epochs=1`, a key of a stage (counted from 0);
+    returns what is wrong with the key."""
     path: KeyPath = key_parts
     if len(key_parts) > 2 and key_parts[0] == "curriculum" and key_parts[1].isdigit():
         path = (key_parts[0], int(key_parts[1]), *key_parts[2:])
@@ -189,12 +215,18 @@ def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonVa
             stages = []
         if int(key_parts[1]) >= len(stages):
             return (
-                f"there are {len(stages)} stages, counted from 0: curriculum.0.train.epochs=1 sets a key of the first"
+                f"there are {len(stages)} stages, counted from 0: curriculum.0.train.epochs=1 sets"
+                " a key of the first"
             )
     section = document.ensure_section(path[:-1])
     if section is None:
-        parent = next(path[:end] for end in range(1, len(path)) if document.ensure_section(path[:end]) is None)
-        return f"{'.'.join(map(str, parent))} is {format_value(find_value(document.data, parent))}, not a section"
+        parent = next(
+            path[:end] for end in range(1, len(path)) if document.ensure_section(path[:end]) is None
+        )
+        return (
+            f"{'.'.join(map(str, parent))} is {format_value(find_value(document.data, parent))},"
+            " not a section"
+        )
     section[key_parts[-1]] = value
     document.forget(path)
     document.raw_texts[path] = text
@@ -203,20 +235,27 @@ def _set_value(document: YamlDocument, key_parts: tuple[str, ...], value: JsonVa
 
 
 def resolved_config(config: RunConfig, *, effective_batch: int | None = None) -> dict[str, Any]:
-    """The config as plain data, defaults included: what `resolved.json` holds. `effective_batch`: the plan's, where the
-    config derives it from the ranks, so that it trains the same over any number of them, or is refused."""
+    """The config as plain data, defaults included: what `resolved.json` holds. `effective_batch`:
+    the plan's, where the config derives it from the ranks, so that it trains the same over any
+    number of them, or is refused.
+    """
     data = config.model_dump(mode="json")
     if config.train.derives_effective_batch:
         data["train"]["effective_batch_size"] = effective_batch
-    if config.curriculum:  # read again, they would count as given for stages that have files of their own
+    if (
+        config.curriculum
+    ):  # read again, they would count as given for stages that have files of their own
         data["data"] = {
-            key: value for key, value in data["data"].items() if not is_derived_default(config, f"data.{key}")
+            key: value
+            for key, value in data["data"].items()
+            if not is_derived_default(config, f"data.{key}")
         }
     return data
 
 
 def is_derived_default(config: RunConfig, path: str) -> bool:
-    """True for a key that was not given and whose default follows from other keys of its section."""
+    """True for a key that was not given and whose default follows from other keys of its
+    section."""
     section, _, key = path.partition(".")
     section_config = getattr(config, section, None)
     if not isinstance(section_config, Section) or key in section_config.model_fields_set:
@@ -228,21 +267,28 @@ def is_derived_default(config: RunConfig, path: str) -> bool:
 def resolved_config_without_paths(config: RunConfig) -> dict[str, Any]:
     """`resolved_config` without paths: nodes may keep the same files in different folders."""
     portable = {key: value for key, value in resolved_config(config).items() if key != "output"}
-    portable["model"] = {key: value for key, value in portable["model"].items() if key not in ("name", "adapter")}
+    portable["model"] = {
+        key: value for key, value in portable["model"].items() if key not in ("name", "adapter")
+    }
     portable["data"] = _data_without_paths(portable["data"])
-    portable["curriculum"] = [{**stage, "data": _data_without_paths(stage["data"])} for stage in portable["curriculum"]]
+    portable["curriculum"] = [
+        {**stage, "data": _data_without_paths(stage["data"])} for stage in portable["curriculum"]
+    ]
     return portable
 
 
 def _data_without_paths(data: dict[str, Any]) -> dict[str, Any]:
     portable = {key: value for key, value in data.items() if not key.endswith("_path")}
     sources = [
-        {key: value for key, value in source.items() if not key.endswith("path")} for source in data.get("sources", ())
+        {key: value for key, value in source.items() if not key.endswith("path")}
+        for source in data.get("sources", ())
     ]
     return {**portable, "sources": sources}
 
 
-def differing_options(first: dict[str, Any], second: dict[str, Any], *, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+def differing_options(
+    first: dict[str, Any], second: dict[str, Any], *, prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
     """Options that differ between two resolved configs: {path: (first's value, second's value)}."""
     differing: dict[str, tuple[Any, Any]] = {}
     for key in [*first, *(key for key in second if key not in first)]:
@@ -255,7 +301,7 @@ def differing_options(first: dict[str, Any], second: dict[str, Any], *, prefix: 
     return differing
 
 
-# --- stages -----------------------------------------------------------------------------------------------------------
+# --- stages ---------------------------------------------------------------------------------------
 
 
 # Keys that a stage may give without naming their section.
@@ -268,12 +314,12 @@ STAGE_SHORTCUTS = {
 }
 # Sections that a stage may override in part.
 STAGE_SECTIONS = ("model", "tuning", "data", "train", "eval")
-# Keys of `data` and `train` that apply to the job as a whole, as all of `model` and `tuning` do but for
-# `STAGE_SHORTCUTS`.
+# Keys of `data` and `train` that apply to the job as a whole, as all of `model` and `tuning` do but
+# for `STAGE_SHORTCUTS`.
 _JOB_WIDE_OPTIONS = frozenset({
-    "data.chat_template", "data.workers", "data.process", "data.style", "data.documents", "train.bf16",
-    "train.fp16", "train.report_to", "train.stop_after_steps", "train.max_hours", "train.profile_steps",
-    "train.dataloader_num_workers", "train.dataloader_pin_memory",
+    "data.chat_template", "data.workers", "data.process", "data.style", "data.documents",
+    "train.bf16", "train.fp16", "train.report_to", "train.stop_after_steps", "train.max_hours",
+    "train.profile_steps", "train.dataloader_num_workers", "train.dataloader_pin_memory",
 })  # fmt: skip
 
 
@@ -287,18 +333,27 @@ class Stage:
 
 
 def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValue]) -> YamlDocument:
-    """The run's document with the settings of a stage in place of its own; problems are those of the stage's keys."""
-    data = copy.deepcopy({key: value for key, value in document.data.items() if key != "curriculum"})
-    overlay = YamlDocument(document.name, data, dict(document.lines), {}, [], set(document.overridden_paths))
+    """The run's document with the settings of a stage in place of its own; problems are those of
+    the stage's keys."""
+    data = copy.deepcopy(
+        {key: value for key, value in document.data.items() if key != "curriculum"}
+    )
+    overlay = YamlDocument(
+        document.name, data, dict(document.lines), {}, [], set(document.overridden_paths)
+    )
     for path, file_path, value in _stage_settings(stage, ("curriculum", index)):
         if path in overlay.stage_paths:
             other_path = dotted_path(overlay.stage_paths[path])
             overlay.problems.append(
-                document.problem(file_path, f"set twice: here and as {other_path}; remove one of them")
+                document.problem(
+                    file_path, f"set twice: here and as {other_path}; remove one of them"
+                )
             )
         elif _is_job_wide(path):
             overlay.problems.append(
-                document.problem(file_path, f"applies to all stages; set {dotted_path(path)} of the run")
+                document.problem(
+                    file_path, f"applies to all stages; set {dotted_path(path)} of the run"
+                )
             )
         else:
             section = overlay.ensure_section(path[:-1])
@@ -307,10 +362,16 @@ def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValu
             overlay.forget(path)
             overlay.stage_paths[path] = file_path
             # an override of a stage's key has no line: that of the stage stands for it
-            overlay.lines[path] = document.lines.get(file_path, document.lines.get(file_path[:2], 1))
+            overlay.lines[path] = document.lines.get(
+                file_path, document.lines.get(file_path[:2], 1)
+            )
     for set_path, (section_name, replaced_key) in _REPLACED_OPTIONS.items():
         section = overlay.ensure_section((section_name,))
-        if set_path in overlay.stage_paths and (section_name, replaced_key) not in overlay.stage_paths and section:
+        if (
+            set_path in overlay.stage_paths
+            and (section_name, replaced_key) not in overlay.stage_paths
+            and section
+        ):
             section.pop(replaced_key, None)
     return overlay
 
@@ -323,8 +384,11 @@ _REPLACED_OPTIONS = {
 }
 
 
-def _stage_settings(stage: dict[str, JsonValue], prefix: KeyPath) -> Iterator[tuple[KeyPath, KeyPath, JsonValue]]:
-    """The settings of a stage: path in a run YAML, path in the file, value; an empty section sets nothing."""
+def _stage_settings(
+    stage: dict[str, JsonValue], prefix: KeyPath
+) -> Iterator[tuple[KeyPath, KeyPath, JsonValue]]:
+    """The settings of a stage: path in a run YAML, path in the file, value; an empty section sets
+    nothing."""
     for key, value in stage.items():
         if key in STAGE_SHORTCUTS and value is not None:
             yield STAGE_SHORTCUTS[key], (*prefix, key), value
@@ -342,9 +406,10 @@ def _is_job_wide(path: KeyPath) -> bool:
     return any(name == key or name.startswith(f"{key}.") for name in all_options())
 
 
-# --- model.adapter ----------------------------------------------------------------------------------------------------
-# An adapter's weights mean something only with the rank, the scale and the modules that they were trained with. So
-# these are read from its `adapter_config.json`; a run YAML may repeat them, and is refused where it contradicts them.
+# --- model.adapter --------------------------------------------------------------------------------
+# An adapter's weights mean something only with the rank, the scale and the modules that they were
+# trained with. So these are read from its `adapter_config.json`; a run YAML may repeat them, and is
+# refused where it contradicts them.
 
 ADAPTER_KEY = "model.adapter"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -355,19 +420,30 @@ LAST_RUN = "last"
 _MANIFEST_FILE, _MANIFEST_FORMAT = "manifest.json", "sft_play run "
 # Ways to start an adapter that change the base's weights too, which its files do not hold.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Settings of PEFT that change what an adapter computes or which tensors it has, and that are not trained here.
+# Settings of PEFT that change what an adapter computes or which tensors it has, and that are not
+# trained here.
 _UNSUPPORTED_SETTINGS = (
     *("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"),
-    *("trainable_token_indices", "lora_bias", "use_qalora", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
+    *(
+        "trainable_token_indices",
+        "lora_bias",
+        "use_qalora",
+        "alora_invocation_tokens",
+        "use_bdlora",
+        "arrow_config",
+    ),
     *("velora_config", "monteclora_config", "bias"),
 )
 
 
 def _apply_adapter(document: YamlDocument) -> list[Problem]:
-    """Put the settings of `model.adapter` into a document: `last`, a run in the output folder, a run's or an adapter's
-    folder. Returns a problem where nothing of that name is found or it is none that is trained here, and for each
-    setting that contradicts it."""
-    name, output_dir = find_value(document.data, ("model", "adapter")), find_value(document.data, ("output", "dir"))
+    """Put the settings of `model.adapter` into a document: `last`, a run in the output folder, a
+    run's or an adapter's folder. Returns a problem where nothing of that name is found or it is
+    none that is trained here, and for each setting that contradicts it."""
+    name, output_dir = (
+        find_value(document.data, ("model", "adapter")),
+        find_value(document.data, ("output", "dir")),
+    )
     if not isinstance(name, str) or not name:
         return []
     if not isinstance(output_dir, str):
@@ -375,12 +451,16 @@ def _apply_adapter(document: YamlDocument) -> list[Problem]:
     try:
         folder = _find_adapter_folder(name, Path(output_dir).expanduser())
         owner_run = find_adapter_run(folder) or (folder, {})
-        run_settings = _read_mapping(owner_run[0] / "resolved.json")  # of the run that trained it, if it is one of ours
+        run_settings = _read_mapping(
+            owner_run[0] / "resolved.json"
+        )  # of the run that trained it, if it is one of ours
         added_tokens = run_settings.get("model", {}).get("add_tokens") or []
         settings = _lora_settings(folder, has_added_tokens=bool(added_tokens))
     except ConfigError as error:
         return [document.problem(("model", "adapter"), str(error))]
-    sections = [document.ensure_section(path) for path in (("model",), ("tuning",), ("tuning", "lora"))]
+    sections = [
+        document.ensure_section(path) for path in (("model",), ("tuning",), ("tuning", "lora"))
+    ]
     if None in sections:
         return []  # reported as a section that holds a value
     model, tuning, lora = cast("list[dict[str, JsonValue]]", sections)
@@ -399,13 +479,16 @@ def _apply_adapter(document: YamlDocument) -> list[Problem]:
             section[key] = value
         else:
             reason = f"{format_value(section[key])}, and {adapter_name} has {format_value(value)}"
-            problems.append(document.problem(path, f"{reason}; leave it out: the adapter's is taken"))
+            problems.append(
+                document.problem(path, f"{reason}; leave it out: the adapter's is taken")
+            )
     if tuning.get("mode") == "full":
         problems.append(
             document.problem(
                 ("tuning", "mode"),
-                f"full trains all weights, and {ADAPTER_KEY} continues an adapter: use lora or qlora, or merge the "
-                "adapter (make merge) and name the merged model in model.name",
+                f"full trains all weights, and {ADAPTER_KEY} continues an adapter: use lora or"
+                " qlora, or merge the adapter (make merge) and name the merged model in"
+                " model.name",
             )
         )
     run_tuning = run_settings.get("tuning") or {}
@@ -415,8 +498,8 @@ def _apply_adapter(document: YamlDocument) -> list[Problem]:
         problems.append(
             document.problem(
                 ("tuning", "mode"),
-                f"lora, and {adapter_name} was started at what NF4 lost (tuning.lora.init=loftq); use qlora, or merge "
-                "it (make merge)",
+                f"lora, and {adapter_name} was started at what NF4 lost (tuning.lora.init=loftq);"
+                " use qlora, or merge it (make merge)",
             )
         )
     model["adapter"] = str(folder.absolute())
@@ -439,7 +522,9 @@ def _find_adapter_folder(name: str, output_dir: Path) -> Path:
             if run_manifest.get("status") == "finished" and ".replaced-" not in run_folder.name:
                 finished.append((str(run_manifest.get("ended")), str(run_folder)))
         if not finished:
-            raise ConfigError(f"there is no finished run in {output_dir}; name another run, or train one first")
+            raise ConfigError(
+                f"there is no finished run in {output_dir}; name another run, or train one first"
+            )
         name = str(Path(max(finished)[1]).absolute())
     try:
         path = Path(name).expanduser()
@@ -452,19 +537,23 @@ def _find_adapter_folder(name: str, output_dir: Path) -> Path:
     if folder is None:
         searched = " and ".join(one_line(str(candidate)) for candidate in candidates)
         raise ConfigError(
-            f"there is no run or adapter {one_line(name)}: looked for {searched} (from {Path.cwd()}); name a run of "
-            f"{output_dir}, a run's folder, {LAST_RUN}, or a folder with {ADAPTER_CONFIG_FILE} (one of the hub: "
-            "hf download)"
+            f"there is no run or adapter {one_line(name)}: looked for {searched} (from"
+            f" {Path.cwd()}); name a run of {output_dir}, a run's folder, {LAST_RUN}, or a folder"
+            f" with {ADAPTER_CONFIG_FILE} (one of the hub: hf download)"
         )
     if (folder / ADAPTER_CONFIG_FILE).is_file():
         return folder
     manifest = _read_manifest(folder)
     if manifest is None:
-        raise ConfigError(f"{folder} is neither a run of this toolkit nor an adapter: it has no {ADAPTER_CONFIG_FILE}")
+        raise ConfigError(
+            f"{folder} is neither a run of this toolkit nor an adapter: it has no"
+            f" {ADAPTER_CONFIG_FILE}"
+        )
     if manifest.get("status") != "finished":
         raise ConfigError(
-            f"the run {folder} is not finished (its manifest says {one_line(str(manifest.get('status')))}): make "
-            f"resume RUN={folder.name} trains it to its end; one of its checkpoints is named by its own path"
+            f"the run {folder} is not finished (its manifest says"
+            f" {one_line(str(manifest.get('status')))}): make resume RUN={folder.name} trains it to"
+            " its end; one of its checkpoints is named by its own path"
         )
     if not (folder / "adapter" / ADAPTER_CONFIG_FILE).is_file():
         problem = f"the run {folder} has no adapter ({folder / 'adapter' / ADAPTER_CONFIG_FILE})"
@@ -487,7 +576,8 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def find_adapter_run(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The run that an adapter's folder (`adapter/`, a checkpoint, that of a stage) belongs to, with its manifest."""
+    """The run that an adapter's folder (`adapter/`, a checkpoint, that of a stage) belongs to, with
+    its manifest."""
     for parent in list(folder.absolute().parents)[:4]:
         manifest = _read_manifest(parent)
         if manifest is not None and "stage" not in manifest:
@@ -496,48 +586,68 @@ def find_adapter_run(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _lora_settings(folder: Path, *, has_added_tokens: bool) -> dict[str, JsonValue]:
-    """An adapter's settings of `tuning.lora`; `has_added_tokens`: its run names those it added. Raises ConfigError."""
+    """An adapter's settings of `tuning.lora`; `has_added_tokens`: its run names those it added.
+    Raises ConfigError."""
     config = _read_mapping(folder / ADAPTER_CONFIG_FILE)
     if has_added_tokens:
         config.pop("trainable_token_indices", None)
-    init_method = str(config.get("init_lora_weights", True)).lower()  # true, false, or the name of a method
+    init_method = str(
+        config.get("init_lora_weights", True)
+    ).lower()  # true, false, or the name of a method
     unsupported = [
         one_line(f"{key}={json.dumps(config[key])}", limit=120)
         for key in _UNSUPPORTED_SETTINGS
         if config.get(key) not in (None, False, [], {}, "none", "")
     ]
     targets, parameters = config.get("target_modules"), config.get("target_parameters") or []
-    is_list_of_names = isinstance(targets, list) and targets and all(isinstance(target, str) for target in targets)
+    is_list_of_names = (
+        isinstance(targets, list) and targets and all(isinstance(target, str) for target in targets)
+    )
     # some tools write `32.0`
     rank, alpha = (
-        resolve_scalar(str(value).removesuffix(".0")) for value in (config.get("r"), config.get("lora_alpha"))
+        resolve_scalar(str(value).removesuffix(".0"))
+        for value in (config.get("r"), config.get("lora_alpha"))
     )
-    has_whole_numbers = option_accepts("tuning.lora.r", rank) and option_accepts("tuning.lora.alpha", alpha)
+    has_whole_numbers = option_accepts("tuning.lora.r", rank) and option_accepts(
+        "tuning.lora.alpha", alpha
+    )
     peft_type = str(config.get("peft_type"))
     display_numbers = one_line(f"r={json.dumps(rank)} and lora_alpha={json.dumps(alpha)}")
     problems = (
         (
             peft_type.upper() != "LORA",
-            f"has peft_type={one_line(peft_type)} in its {ADAPTER_CONFIG_FILE}, and only LORA can be trained here",
+            (
+                f"has peft_type={one_line(peft_type)} in its {ADAPTER_CONFIG_FILE}, and only LORA"
+                " can be trained here"
+            ),
         ),
         (
             init_method.startswith(_BASE_CHANGING_INITS),
-            f"was started with {one_line(init_method)}, which changes its base too, and the change is not in its "
-            "files: convert it to a plain LoRA adapter with PEFT first",
+            (
+                f"was started with {one_line(init_method)}, which changes its base too, and the"
+                " change is not in its files: convert it to a plain LoRA adapter with PEFT first"
+            ),
         ),
         (
             unsupported,
-            f"has {', '.join(unsupported)}, which this toolkit does not train: merge it into its base with PEFT, and "
-            "name the merged model in model.name",
+            (
+                f"has {', '.join(unsupported)}, which this toolkit does not train: merge it into"
+                " its base with PEFT, and name the merged model in model.name"
+            ),
         ),
         (
             not is_list_of_names,
-            f"has target_modules={one_line(json.dumps(targets), limit=80)} in its {ADAPTER_CONFIG_FILE}; write the "
-            "modules' names as a list",
+            (
+                f"has target_modules={one_line(json.dumps(targets), limit=80)} in its"
+                f" {ADAPTER_CONFIG_FILE}; write the modules' names as a list"
+            ),
         ),
         (
             not has_whole_numbers,
-            f"has {display_numbers} in its {ADAPTER_CONFIG_FILE}, and whole numbers from 1 are needed",
+            (
+                f"has {display_numbers} in its {ADAPTER_CONFIG_FILE}, and whole numbers from 1 are"
+                " needed"
+            ),
         ),
         (
             not (folder / ADAPTER_WEIGHTS_FILE).is_file(),
@@ -547,10 +657,11 @@ def _lora_settings(folder: Path, *, has_added_tokens: bool) -> dict[str, JsonVal
     for is_wrong, message in problems:
         if is_wrong:
             raise ConfigError(f"the adapter {one_line(str(folder.absolute()))} {message}")
-    # Modules are named without their layer here. An adapter of some layers only is refused later, by its tensors
-    # (training/prepare/base_adapter).
+    # Modules are named without their layer here. An adapter of some layers only is refused later,
+    # by its tensors (training/prepare/base_adapter).
     module_names, parameter_names = (
-        sorted({re.sub(r"^.*\.\d+\.", "", str(target)) for target in names}) for names in (targets or (), parameters)
+        sorted({re.sub(r"^.*\.\d+\.", "", str(target)) for target in names})
+        for names in (targets or (), parameters)
     )
     return {
         "r": rank,

@@ -1,4 +1,5 @@
-"""The options of `RunConfig` as a table: path, default, owner, docstring, and the values that each accepts.
+"""The options of `RunConfig` as a table: path, default, owner, docstring, and the values that each
+accepts.
 
 Whatever lists options (error messages, the reference, the tests) reads this table.
 """
@@ -15,13 +16,21 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from sft_play.config import schema
-from sft_play.config.schema import EXTERNAL_NAMES, HUB_KERNEL_PATTERN, OWNER, ExternalNames, RunConfig, Section
+from sft_play.config.schema import (
+    EXTERNAL_NAMES,
+    HUB_KERNEL_PATTERN,
+    OWNER,
+    ExternalNames,
+    RunConfig,
+    Section,
+)
 from sft_play.config.yaml_io import nest_values
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option: `path` is dotted, `default` is plain data, `accepted_values` completes "expected …"."""
+    """One option: `path` is dotted, `default` is plain data, `accepted_values` completes "expected
+    …"."""
 
     path: str
     default: Any
@@ -34,7 +43,11 @@ class Option:
 @cache
 def all_options() -> dict[str, Option]:
     """Every option by its dotted path, in the order of the schema."""
-    return {path: field_option(path, field) for path, field, section in _walk_fields(RunConfig) if section is None}
+    return {
+        path: field_option(path, field)
+        for path, field, section in _walk_fields(RunConfig)
+        if section is None
+    }
 
 
 def option_accepts(path: str, value: Any) -> bool:
@@ -48,19 +61,25 @@ def option_accepts(path: str, value: Any) -> bool:
 
 def find_option(name: str) -> list[str]:
     """The dotted paths of the options and sections of that name."""
-    return [path for path in [*all_options(), *sections()] if path and path.rpartition(".")[2] == name]
+    return [
+        path for path in [*all_options(), *sections()] if path and path.rpartition(".")[2] == name
+    ]
 
 
 @cache
 def sections() -> dict[str, type[Section]]:
     """Every section by its dotted path; the root is the empty path."""
-    return {"": RunConfig} | {path: section for path, _, section in _walk_fields(RunConfig) if section is not None}
+    return {"": RunConfig} | {
+        path: section for path, _, section in _walk_fields(RunConfig) if section is not None
+    }
 
 
 @cache
 def list_item_sections() -> dict[str, type[Section]]:
     """The sections that are items of lists, by the dotted path of the list (`data.sources`)."""
-    items = ((path, _list_item_section(field.annotation)) for path, field, _ in _walk_fields(RunConfig))
+    items = (
+        (path, _list_item_section(field.annotation)) for path, field, _ in _walk_fields(RunConfig)
+    )
     return {path: section for path, section in items if section is not None}
 
 
@@ -70,8 +89,11 @@ def _list_item_section(annotation: Any) -> type[Section] | None:
     return item_type if isinstance(item_type, type) and issubclass(item_type, Section) else None
 
 
-def _walk_fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo, type[Section] | None]]:
-    """Every field at and below a section by its dotted path, with the section that it holds; None for an option."""
+def _walk_fields(
+    model: type[Section], prefix: str = ""
+) -> Iterator[tuple[str, FieldInfo, type[Section] | None]]:
+    """Every field at and below a section by its dotted path, with the section that it holds; None
+    for an option."""
     for name, field in model.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, Section):
@@ -116,7 +138,9 @@ def describe_values(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
             constraints += item.metadata if isinstance(item, FieldInfo) else [item]
         return describe_values(item_annotation, tuple(constraints))
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(describe_values(member, limits) for member in get_args(annotation)))
+        return " or ".join(
+            dict.fromkeys(describe_values(member, limits) for member in get_args(annotation))
+        )
     if origin is Literal:
         *literals, last_literal = map(str, get_args(annotation))
         return f"{', '.join(literals)} or {last_literal}" if literals else last_literal
@@ -126,7 +150,11 @@ def describe_values(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
         item, *further_items = get_args(annotation)
         if further_items != [...]:
             return "a list"
-        return "a list of text" if item is str else f"a list of {describe_values(item).removeprefix('a ')}"
+        return (
+            "a list of text"
+            if item is str
+            else f"a list of {describe_values(item).removeprefix('a ')}"
+        )
     if origin is dict:
         return "a mapping of words to words"
     for limit in limits:
@@ -134,7 +162,9 @@ def describe_values(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
             return _PATTERN_DESCRIPTIONS[limit.pattern]
     description = _TYPE_DESCRIPTIONS.get(annotation, str(annotation))
     words = {"ge": "of at least", "gt": "above", "lt": "below", "le": "of at most"}
-    bounds = [(word, getattr(limit, name, None)) for limit in limits for name, word in words.items()]
+    bounds = [
+        (word, getattr(limit, name, None)) for limit in limits for name, word in words.items()
+    ]
     phrases = [
         f"{word} {value:g}" if isinstance(value, float) else f"{word} {value}"
         for word, value in bounds
@@ -144,7 +174,9 @@ def describe_values(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
 
 
 _PATTERN_DESCRIPTIONS = {
-    HUB_KERNEL_PATTERN: "a flash attention kernel of the hub with its commit (owner/name@40 hexadecimal digits)"
+    HUB_KERNEL_PATTERN: (
+        "a flash attention kernel of the hub with its commit (owner/name@40 hexadecimal digits)"
+    )
 }
 _TYPE_DESCRIPTIONS: dict[Any, str] = {
     bool: "true or false",
@@ -155,10 +187,11 @@ _TYPE_DESCRIPTIONS: dict[Any, str] = {
 }
 
 
-# --- the options that steer the optimizer -----------------------------------------------------------------------------
-# The Trainer's arguments (TRL's and Unsloth's), what DeepSpeed's file may not contradict, what peers of `make bench`
-# are told, TensorBoard's table of runs, the hints for other tools' names and the check for options that an optimizer
-# does not read all come from this table, which is made of the fields of `schema.py` that are `optimizer_option(…)`.
+# --- the options that steer the optimizer ---------------------------------------------------------
+# The Trainer's arguments (TRL's and Unsloth's), what DeepSpeed's file may not contradict, what
+# peers of `make bench` are told, TensorBoard's table of runs, the hints for other tools' names and
+# the check for options that an optimizer does not read all come from this table, which is made of
+# the fields of `schema.py` that are `optimizer_option(…)`.
 
 
 @dataclass(frozen=True)
@@ -178,8 +211,16 @@ class OptimizerOption:
     def other_names(self) -> list[str]:
         """Names for it in other tools' files, the Trainer's and DeepSpeed's among them."""
         deepspeed_name = (self.external_names.deepspeed or "").rpartition(".")[2]
-        names = [self.external_names.trainer, deepspeed_name, *self.external_names.other_tools.split()]
-        return [name for name in dict.fromkeys(names) if name not in ("", self.name) and not name.isdigit()]
+        names = [
+            self.external_names.trainer,
+            deepspeed_name,
+            *self.external_names.other_tools.split(),
+        ]
+        return [
+            name
+            for name in dict.fromkeys(names)
+            if name not in ("", self.name) and not name.isdigit()
+        ]
 
     def value(self, config: RunConfig) -> Any:
         """Its value in a run; the run's own property of that name says what auto is."""

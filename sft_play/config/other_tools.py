@@ -49,7 +49,8 @@ class KeyTranslation:
     explanation: str = ""
 
 
-# Reads another tool's value for our key; None where it cannot, so that the row's other fields answer.
+# Reads another tool's value for our key; None where it cannot, so that the row's other fields
+# answer.
 ValueReader = Callable[[Any, str], KeyTranslation | None]
 
 
@@ -66,8 +67,8 @@ class KnownKey:
 
 @dataclass(frozen=True)
 class KeyTable:
-    """The table: `known_keys` by name, `prefixed_keys` by how a name begins, `sections` has ours for each of theirs,
-    `data_set_names` the names of each part of a data set."""
+    """The table: `known_keys` by name, `prefixed_keys` by how a name begins, `sections` has ours
+    for each of theirs, `data_set_names` the names of each part of a data set."""
 
     known_keys: Mapping[str, KnownKey]
     prefixed_keys: Mapping[str, KnownKey]
@@ -85,16 +86,21 @@ def _load_tables(file_name: str = "other_tools.yaml") -> dict[str, Any]:
 
 @functools.cache
 def key_table() -> KeyTable:
-    """The table, read when the first unknown key or refused value asks for it: that takes a fifth of a second."""
+    """The table, read when the first unknown key or refused value asks for it: that takes a fifth
+    of a second."""
     tables = _load_tables()
     data_set = {part: names.split() for part, names in tables["data_set"].items()}
     # what is part of a source's entry needs no answer, unless a row has one
     data_set_keys = [f"entry.{name}" for names in data_set.values() for name in names]
-    known_keys = dict.fromkeys(data_set_keys, KnownKey(read_value=lambda value, path: KeyTranslation()))
+    known_keys = dict.fromkeys(
+        data_set_keys, KnownKey(read_value=lambda value, path: KeyTranslation())
+    )
     known_keys |= parse_known_keys(tables["rows"])
     for option in optimizer_options():  # its names are ours, whatever the file says of them
         known_keys |= dict.fromkeys(option.other_names, KnownKey(option.path))
-    sections = {name: section for section, names in tables["sections"].items() for name in names.split()}
+    sections = {
+        name: section for section, names in tables["sections"].items() for name in names.split()
+    }
     return KeyTable(known_keys, parse_known_keys(tables["prefixes"]), sections, data_set)
 
 
@@ -109,7 +115,9 @@ def parse_known_keys(entries: list[dict[str, Any]]) -> dict[str, KnownKey]:
             for spelling in spellings.split()
         }
         reader = _READERS.get(entry.get("read", ""))
-        known_key = KnownKey(path, translations, reader, entry.get("words", ""), entry.get("switch", False))
+        known_key = KnownKey(
+            path, translations, reader, entry.get("words", ""), entry.get("switch", False)
+        )
         known_keys |= dict.fromkeys(entry["keys"].split(), known_key)
     return known_keys
 
@@ -118,13 +126,16 @@ def parse_translation(answer: str | dict[str, JsonValue], path: str = "") -> Key
     """An answer as the tables write it: words, or settings with words beside them."""
     if isinstance(answer, str):
         return KeyTranslation(explanation=answer)
-    settings = {path if key == "to" else key: value for key, value in answer.items() if key != "words"}
+    settings = {
+        path if key == "to" else key: value for key, value in answer.items() if key != "words"
+    }
     return KeyTranslation(settings, str(answer.get("words", "")))
 
 
 class OtherTool(NamedTuple):
-    """Another tool, as `tool_defaults.yaml` describes the version that was read: `known_keys` mean something else
-    in its files than in others', `defaults` is what it takes for a key that its file leaves out."""
+    """Another tool, as `tool_defaults.yaml` describes the version that was read: `known_keys` mean
+    something else in its files than in others', `defaults` is what it takes for a key that its file
+    leaves out."""
 
     name: str
     known_keys: Mapping[str, KnownKey]
@@ -132,23 +143,36 @@ class OtherTool(NamedTuple):
 
 
 def detect_tool(key_names: Collection[str]) -> OtherTool:
-    """The tool whose telltale keys a file has most of; the first of the table where it has no tool's."""
+    """The tool whose telltale keys a file has most of; the first of the table where it has no
+    tool's."""
     tools = _load_tables("tool_defaults.yaml")
     best = max(
         tools.values(),
-        key=lambda entry: sum(bool(fnmatch.filter(key_names, pattern)) for pattern in entry["marks"].split()),
+        key=lambda entry: sum(
+            bool(fnmatch.filter(key_names, pattern)) for pattern in entry["marks"].split()
+        ),
     )
     # a tool's own defaults count before those of the tools that it is built on
     entries = [*(tools[name] for name in reversed(best.get("like", "").split())), best]
-    defaults = {key: value for entry in entries for group in entry["defaults"] for key, value in group["are"].items()}
-    return OtherTool(f"{best['name']} {best['version']}".strip(), parse_known_keys(best.get("rows", [])), defaults)
+    defaults = {
+        key: value
+        for entry in entries
+        for group in entry["defaults"]
+        for key, value in group["are"].items()
+    }
+    return OtherTool(
+        f"{best['name']} {best['version']}".strip(),
+        parse_known_keys(best.get("rows", [])),
+        defaults,
+    )
 
 
 OFF_SPELLINGS = ("false", "null", "0", "", "none", "no", "[]", "{}", "disabled", "-1")
 
 
 def normalize_spelling(value: JsonValue) -> str:
-    """A value as `KnownKey.translations` spells it: YAML's word in lower case, whole numbers without decimal point."""
+    """A value as `KnownKey.translations` spells it: YAML's word in lower case, whole numbers
+    without decimal point."""
     if isinstance(value, str):
         return value.strip().lower()
     if isinstance(value, float) and value.is_integer():
@@ -156,7 +180,7 @@ def normalize_spelling(value: JsonValue) -> str:
     return json.dumps(value)
 
 
-# --- readers of values that need more than a lookup -------------------------------------------------------------------
+# --- readers of values that need more than a lookup -----------------------------------------------
 
 
 def _read_held_out_share(value: Any, path: str) -> KeyTranslation | None:
@@ -164,8 +188,10 @@ def _read_held_out_share(value: Any, path: str) -> KeyTranslation | None:
     if type(value) not in (int, float) or value < 1:
         return None
     return KeyTranslation(
-        explanation=f"{path} is a fraction (0.05), not a number of rows; "
-        "put {value} rows of your choice into a file of their own and name it in data.val_path"
+        explanation=(
+            f"{path} is a fraction (0.05), not a number of rows; put {{value}} rows of your choice"
+            " into a file of their own and name it in data.val_path"
+        )
     )
 
 
@@ -180,49 +206,76 @@ def _read_data_files(value: Any, path: str) -> KeyTranslation:
     """The data sets of a key: one as a path; several, or a part of one, as sources."""
     is_trained = path == DATA_SET_OPTIONS[0]
     all_sources = [
-        source for entry in parse_data_sets(value) for source in _data_set_sources(entry, is_trained=is_trained)
+        source
+        for entry in parse_data_sets(value)
+        for source in _data_set_sources(entry, is_trained=is_trained)
     ]
-    sources: list[JsonValue] = [*{source["path"]: source for source in all_sources}.values()]  # none is there twice
+    sources: list[JsonValue] = [
+        *{source["path"]: source for source in all_sources}.values()
+    ]  # none is there twice
     paths = [source["path"] for source in all_sources]
     if not paths:
-        return KeyTranslation(explanation="it names no file, and of the hub no data set in the split that is read here")
+        return KeyTranslation(
+            explanation=(
+                "it names no file, and of the hub no data set in the split that is read here"
+            )
+        )
     if not all(_FILE_OR_HUB_PATH.match(name) or _DATA_FILE.search(name) for name in paths):
         return KeyTranslation(
-            explanation="a data set is given by its file, or hub:owner/name, not by a name in a registry: "
-            f"{path} (several: data.sources)"
+            explanation=(
+                "a data set is given by its file, or hub:owner/name, not by a name in a registry: "
+                f"{path} (several: data.sources)"
+            )
         )
     if is_trained and (len(sources) > 1 or len(all_sources[0]) > 1):
-        return KeyTranslation({"data.sources": sources}, "a weight in each sets its share of an epoch")
+        return KeyTranslation(
+            {"data.sources": sources}, "a weight in each sets its share of an epoch"
+        )
     if len(sources) > 1:
-        return KeyTranslation({path: paths[0]}, "one file is taken, not several: make process joins them")
+        return KeyTranslation(
+            {path: paths[0]}, "one file is taken, not several: make process joins them"
+        )
     return KeyTranslation({path: paths[0]}, "the format is detected, see make preview")
 
 
 def parse_data_sets(value: Any) -> list[dict[str, Any]]:
-    """What a key says of each data set that it names, and what torchtune's function for one takes by default."""
-    if isinstance(value, dict) and value and all(isinstance(share, int | float) for share in value.values()):
-        value = [{"id": name, "weight": share} for name, share in value.items()]  # the handbook's dataset_mixer
+    """What a key says of each data set that it names, and what torchtune's function for one takes
+    by default."""
+    if (
+        isinstance(value, dict)
+        and value
+        and all(isinstance(share, int | float) for share in value.values())
+    ):
+        value = [
+            {"id": name, "weight": share} for name, share in value.items()
+        ]  # the handbook's dataset_mixer
     if isinstance(value, str):
         value = value.split(",")
     defaults = _load_tables("tool_defaults.yaml")["torchtune"]["data_sets"]
     entries = []
     for item in value if isinstance(value, list) else [value]:
         entry = dict(item) if isinstance(item, dict) else {"path": item}
-        if "id" in entry and "weight" in entry:  # the handbook's: the share of the data set's own rows
+        if (
+            "id" in entry and "weight" in entry
+        ):  # the handbook's: the share of the data set's own rows
             entry["share"] = entry.pop("weight")
         if item:
-            entries.append(defaults.get(str(entry.get("_component_")).rpartition(".")[2], {}) | entry)
+            entries.append(
+                defaults.get(str(entry.get("_component_")).rpartition(".")[2], {}) | entry
+            )
     return entries
 
 
 def _data_set_sources(entry: Mapping[str, Any], *, is_trained: bool) -> Iterator[dict[str, Any]]:
-    """The files of a data set, or its name on the hub, as entries of data.sources; nothing where no text names it, or
-    it is another split of the hub."""
+    """The files of a data set, or its name on the hub, as entries of data.sources; nothing where no
+    text names it, or it is another split of the hub."""
     read_splits = "train" if is_trained else "val|dev"
     names = key_table().data_set_names
     path_key = next((name for name in names["path"] if entry.get(name)), "path")
     parts = {
-        part: next((entry[alias] for alias in aliases if alias != path_key and entry.get(alias)), None)
+        part: next(
+            (entry[alias] for alias in aliases if alias != path_key and entry.get(alias)), None
+        )
         for part, aliases in names.items()
     }
     paths, split = entry.get(path_key), str(parts["split"] or read_splits)
@@ -245,7 +298,11 @@ def _data_set_sources(entry: Mapping[str, Any], *, is_trained: bool) -> Iterator
         row_limit = re.search(r"#(\d+)$", text.strip()) or re.search(r"^\w+\[:(\d+)\]$", split)
         if row_limit:
             parts["max_rows"] = int(row_limit[1])
-        numbers = {part: parts[part] for part in ("weight", "max_rows") if type(parts[part]) in (int, float)}
+        numbers = {
+            part: parts[part]
+            for part in ("weight", "max_rows")
+            if type(parts[part]) in (int, float)
+        }
         yield {"path": source, **numbers}
 
 
@@ -258,11 +315,14 @@ def _read_documents(value: Any, path: str) -> KeyTranslation:
 
 
 def _read_template(value: Any, _: str) -> KeyTranslation | None:
-    """A file, or one of the two names that mean the same here; other names are of the other tool's own templates."""
+    """A file, or one of the two names that mean the same here; other names are of the other tool's
+    own templates."""
     if value in ("chatml", "plain") or str(value).endswith((".jinja", ".jinja2", ".j2", ".txt")):
         return KeyTranslation({"data.chat_template": value})
     if "{%" in str(value):
-        return KeyTranslation(explanation="in a file of its own it is data.chat_template: FILE.jinja")
+        return KeyTranslation(
+            explanation="in a file of its own it is data.chat_template: FILE.jinja"
+        )
     return None
 
 
@@ -270,13 +330,17 @@ def _read_names(value: Any, path: str) -> KeyTranslation | None:
     """Names in a list, or in a text with commas."""
     if path.startswith("tuning.") and not re.fullmatch(r"[\w.,\[\]\"' -]*", str(value)):
         return KeyTranslation(
-            explanation="a pattern is not read: tuning.lora.target_modules lists names of modules (q_proj, …), or is "
-            "auto"
+            explanation=(
+                "a pattern is not read: tuning.lora.target_modules lists names of modules (q_proj,"
+                " …), or is auto"
+            )
         )
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     if isinstance(value, list):
-        names: JsonValue = [_load_tables()["modules"].get(str(name), name) for name in value if name]
+        names: JsonValue = [
+            _load_tables()["modules"].get(str(name), name) for name in value if name
+        ]
         if names and option_accepts(path, names):
             return KeyTranslation({path: names})
     return KeyTranslation(explanation=f"{path} takes {all_options()[path].accepted_values}")
@@ -289,14 +353,17 @@ def _read_split(value: Any, path: str) -> KeyTranslation:
         words = "this number of rows (max_rows) is drawn by train.seed, not the first"
         return KeyTranslation(explanation=words * bool(match[2]))
     return KeyTranslation(
-        explanation=f"{path} reads a split whole, train or validation: "
-        "load_dataset(…, split={value}).to_json(FILE) of datasets writes another, or a part, to name here"
+        explanation=(
+            f"{path} reads a split whole, train or validation: load_dataset(…,"
+            " split={value}).to_json(FILE) of datasets writes another, or a part, to name here"
+        )
     )
 
 
 # By the name that the table gives them.
 _READERS: Mapping[str, ValueReader] = {
-    # torchtune's function for a model: `lora_llama3_1_8b` adds adapters, `qlora_llama3_1_8b` to 4-bit weights
+    # torchtune's function for a model: `lora_llama3_1_8b` adds adapters, `qlora_llama3_1_8b` to
+    # 4-bit weights
     "builder": lambda value, path: KeyTranslation(
         {path: re.sub(r".*\.(q?lora)_.*|.*", r"\1", str(value), count=1) or "full"}
     ),
@@ -306,32 +373,46 @@ _READERS: Mapping[str, ValueReader] = {
     "held_out_share": _read_held_out_share,
     "names": _read_names,
     # `betas: [0.9, 0.95]`: only the second is an option here
-    "second_beta": lambda value, path: KeyTranslation({path: value[-1]}) if isinstance(value, list) and value else None,
+    "second_beta": lambda value, path: (
+        KeyTranslation({path: value[-1]}) if isinstance(value, list) and value else None
+    ),
     "split": _read_split,
     "system": lambda value, path: (
-        KeyTranslation({path: value, "data.style.how": "keep"}) if value and isinstance(value, str) else None
+        KeyTranslation({path: value, "data.style.how": "keep"})
+        if value and isinstance(value, str)
+        else None
     ),
     "template": _read_template,
 }
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 def find_known_key(parts: tuple[str, ...]) -> KnownKey | None:
-    """The row of a key, given its path from the root: by its last two names, its last name, or its prefix."""
+    """The row of a key, given its path from the root: by its last two names, its last name, or its
+    prefix."""
     names = [part.strip().lower().replace("-", "_") for part in parts[-2:]]
     table = key_table()
     for name in (".".join(names), names[-1]):
         if name in table.known_keys:
             return table.known_keys[name]
-    return next((known_key for prefix, known_key in table.prefixed_keys.items() if names[-1].startswith(prefix)), None)
+    return next(
+        (
+            known_key
+            for prefix, known_key in table.prefixed_keys.items()
+            if names[-1].startswith(prefix)
+        ),
+        None,
+    )
 
 
-# Our reader takes yes and no for words, as YAML 1.2 has it; other tools' files mean true and false by them.
+# Our reader takes yes and no for words, as YAML 1.2 has it; other tools' files mean true and false
+# by them.
 _YAML_1_1_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
 def translate_value(known_key: KnownKey, value: JsonValue) -> KeyTranslation:
-    """What a row answers for a value: by spelling, by its reader, as given where our key accepts it, or in words."""
+    """What a row answers for a value: by spelling, by its reader, as given where our key accepts
+    it, or in words."""
     path, words, normalized = known_key.path, known_key.explanation, normalize_spelling(value)
     for spelling in (normalized, _YAML_1_1_WORDS.get(normalized, normalized)):
         if spelling in known_key.translations:
@@ -363,19 +444,26 @@ def translate_value(known_key: KnownKey, value: JsonValue) -> KeyTranslation:
 # Keys that speak of one option are worked out together: `load_in_4bit: true` and `adapter: lora`
 # are one QLoRA, not two answers of which the last one counts.
 
-# Keys whose values are not repeated in a message; `pad_token` and the like name a token of the vocabulary.
-_SECRET_NAME = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|^token$|api_key|secret|password", re.IGNORECASE)
-# Names that mean something else in every section: those of another tool's section are not looked up in ours.
+# Keys whose values are not repeated in a message; `pad_token` and the like name a token of the
+# vocabulary.
+_SECRET_NAME = re.compile(
+    r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|^token$|api_key|secret|password", re.IGNORECASE
+)
+# Names that mean something else in every section: those of another tool's section are not looked up
+# in ours.
 _VAGUE_NAMES = {"name", "path", "dir", "mode", "steps", "how", "headers", "workers", "trace"}
-# How similar names must be where nothing else connects them: `loss_fn` (0.86) is not a misspelt `loss_on`.
+# How similar names must be where nothing else connects them: `loss_fn` (0.86) is not a misspelt
+# `loss_on`.
 _MIN_SIMILARITY = 0.87
 
 
 @dataclass(frozen=True)
 class ForeignKey:
-    """A key that our sections do not have: `section` is ours that holds it or corresponds to the one that does,
-    `translation` what the table of other tools answers, `option_path` the only option of that name, which takes the
-    value; None where there is none. `is_default`: it is not in the file, but what its tool takes then."""
+    """A key that our sections do not have: `section` is ours that holds it or corresponds to the
+    one that does, `translation` what the table of other tools answers, `option_path` the only
+    option of that name, which takes the value; None where there is none. `is_default`: it is not in
+    the file, but what its tool takes then.
+    """
 
     path: KeyPath
     value: JsonValue
@@ -397,20 +485,32 @@ class ForeignKey:
         return {} if self.option_path is None else {self.option_path: self.value}
 
 
-def find_foreign_keys(path: KeyPath, value: JsonValue, *, section: str | None) -> Iterator[ForeignKey]:
-    """Yield an unknown key, or every key in it if it is a section that the table does not answer as a whole.
-    `section`: ours that holds it, or that the other tool's section corresponds to; None if unknown."""
+def find_foreign_keys(
+    path: KeyPath, value: JsonValue, *, section: str | None
+) -> Iterator[ForeignKey]:
+    """Yield an unknown key, or every key in it if it is a section that the table does not answer as
+    a whole. `section`: ours that holds it, or that the other tool's section corresponds to; None if
+    unknown.
+    """
     key, known_key = str(path[-1]), find_known_key(tuple(map(str, path)))
     mapped_section = key_table().sections.get(key.lower())
-    is_translated_whole = known_key is not None and (not known_key.path or known_key.path in DATA_SET_OPTIONS)
+    is_translated_whole = known_key is not None and (
+        not known_key.path or known_key.path in DATA_SET_OPTIONS
+    )
     is_misspelt = nearest_name(key, filter(None, sections())) is not None
-    if not isinstance(value, dict) or not value or (mapped_section is None and (is_translated_whole or is_misspelt)):
+    if (
+        not isinstance(value, dict)
+        or not value
+        or (mapped_section is None and (is_translated_whole or is_misspelt))
+    ):
         yield _foreign_key(path, value, section)
         return
     known_names = [
         name
         for name in value
-        if mapped_section is not None or find_option(name) or find_known_key((*map(str, path), name)) is not None
+        if mapped_section is not None
+        or find_option(name)
+        or find_known_key((*map(str, path), name)) is not None
     ]
     if mapped_section is None and (section is not None or not known_names):
         yield _foreign_key(path, value, section)
@@ -426,7 +526,8 @@ def _foreign_key(path: KeyPath, value: JsonValue, section: str | None) -> Foreig
         option_path = homes[0]
     if known_key is not None:
         has_words_only = not (known_key.path or known_key.translations or known_key.read_value)
-        # our own key of that name says more than words, but less than a row for both names (compile.mode)
+        # our own key of that name says more than words, but less than a row for both names
+        # (compile.mode)
         has_own_row = len(parts) > 1 and ".".join(parts[-2:]).lower() in key_table().known_keys
         if has_own_row or not (has_words_only and find_option(parts[-1])):
             translation = translate_value(known_key, value)
@@ -455,7 +556,10 @@ def unknown_key_problem(document: YamlDocument, key: ForeignKey) -> Problem:
 def format_key_value(key: ForeignKey, raw_text: str | None) -> str:
     """`value 4`, or that it is a secret."""
     words = [
-        str(part) for path, value in walk_leaves(key.value, key.path[-1:]) if isinstance(value, str) for part in path
+        str(part)
+        for path, value in walk_leaves(key.value, key.path[-1:])
+        if isinstance(value, str)
+        for part in path
     ]
     if any(map(_SECRET_NAME.search, words)):
         return "not shown"
@@ -463,22 +567,29 @@ def format_key_value(key: ForeignKey, raw_text: str | None) -> str:
 
 
 def _explain_key(key: ForeignKey, *, raw_text: str | None, separator: str) -> str:
-    """What a key means here: what the table answers, its home, a near spelling, or the keys that there are."""
+    """What a key means here: what the table answers, its home, a near spelling, or the keys that
+    there are."""
     if key.translation is not None:
         settings = []  # `here it is train.bf16: true`
         for path, value in key.settings.items():
             is_same = value is key.value or (value == key.value and type(value) is type(key.value))
-            setting = f"{path}{separator}{format_setting_value(value, raw_text if is_same else None)}"
+            setting = (
+                f"{path}{separator}{format_setting_value(value, raw_text if is_same else None)}"
+            )
             if path in all_options() and all_options()[path].default == value:
                 setting += ", the default"
             settings.append(setting)
         explanation = key.translation.explanation
-        explanation = explanation.replace("{value}", format_value(key.value, raw_text=raw_text).strip('"'))
+        explanation = explanation.replace(
+            "{value}", format_value(key.value, raw_text=raw_text).strip('"')
+        )
         if not settings:
             return explanation
         return f"here it is {' and '.join(settings)}{f' ({explanation})' if explanation else ''}"
     if key.option_path is not None:
-        return f"it belongs at {key.option_path}{separator}{format_setting_value(key.value, raw_text)}"
+        return (
+            f"it belongs at {key.option_path}{separator}{format_setting_value(key.value, raw_text)}"
+        )
     name = str(key.path[-1])
     paths = _possible_options(tuple(map(str, key.path)), key.section)
     if paths:
@@ -487,26 +598,40 @@ def _explain_key(key: ForeignKey, *, raw_text: str | None, separator: str) -> st
     similar_name = nearest_name(name, section_keys)
     if similar_name:
         return f"did you mean {f'{key.section}.' if key.section else ''}{similar_name}?"
-    other_names = {path.rpartition(".")[2] for path in [*all_options(), *sections()]} - _VAGUE_NAMES - {""}
-    similar_name = None if name in _VAGUE_NAMES else nearest_name(name, other_names, min_similarity=_MIN_SIMILARITY)
+    other_names = (
+        {path.rpartition(".")[2] for path in [*all_options(), *sections()]} - _VAGUE_NAMES - {""}
+    )
+    similar_name = (
+        None
+        if name in _VAGUE_NAMES
+        else nearest_name(name, other_names, min_similarity=_MIN_SIMILARITY)
+    )
     if similar_name:
         return f"did you mean {' or '.join(find_option(similar_name)[:3])}?"
-    return f"{key.section or 'the root'} takes {', '.join(section_keys or sections()[''].model_fields)}"
+    return (
+        f"{key.section or 'the root'} takes"
+        f" {', '.join(section_keys or sections()[''].model_fields)}"
+    )
 
 
 def format_setting_value(value: JsonValue, raw_text: str | None) -> str:
     """A value in the form that YAML and `SET=` read."""
     if isinstance(value, str):
-        is_plain_word = re.fullmatch(r"[\w./~@+-][\w./~@:+-]*", value) and parse_yaml_value(value, name="") == value
+        is_plain_word = (
+            re.fullmatch(r"[\w./~@+-][\w./~@:+-]*", value)
+            and parse_yaml_value(value, name="") == value
+        )
         return value if is_plain_word else format_value(value)
     return format_value(value, raw_text=raw_text) if raw_text else format_yaml_value(value)
 
 
-# --- together ---------------------------------------------------------------------------------------------------------
+# --- together -------------------------------------------------------------------------------------
 
-# Of modes that keys ask for, the first: 4 bits and an adapter are QLoRA, and weights that are trained have 16 bits.
+# Of modes that keys ask for, the first: 4 bits and an adapter are QLoRA, and weights that are
+# trained have 16 bits.
 _MODE_ORDER = ("full", "qlora", "lora")
-# Keys that decide, whatever others say: by `save_strategy: epoch` the Trainer does not read save_steps.
+# Keys that decide, whatever others say: by `save_strategy: epoch` the Trainer does not read
+# save_steps.
 _DECISIVE_KEYS = {
     "eval.steps": ("eval_strategy", "evaluation_strategy"),
     "train.save_steps": ("save_strategy",),
@@ -517,7 +642,8 @@ _STEP_COUNT_KEYS = ("warmup_steps", "num_warmup_steps", "eval_steps", "eval_ever
 
 
 def merge_keys(keys: Sequence[ForeignKey]) -> list[ForeignKey]:
-    """The keys with the answers that hold for all of them: one value for each option, and which key decides it."""
+    """The keys with the answers that hold for all of them: one value for each option, and which key
+    decides it."""
     merged_keys = list(keys)
     for option in dict.fromkeys(path for key in keys for path in key.settings):
         competing_keys = [key for key in keys if option in key.settings]
@@ -525,18 +651,31 @@ def merge_keys(keys: Sequence[ForeignKey]) -> list[ForeignKey]:
         value = deciding_key.settings[option]
         explanation = f"together with {deciding_key.name}: {format_value(deciding_key.value)}"
         value_lists = [key.settings[option] for key in competing_keys if not key.is_default]
-        items = [item for value_list in value_lists if isinstance(value_list, list) for item in value_list]
+        items = [
+            item
+            for value_list in value_lists
+            if isinstance(value_list, list)
+            for item in value_list
+        ]
         if items and isinstance(value, list) and all(isinstance(item, str) for item in items):
-            value, explanation = list(dict.fromkeys(items)), ""  # the trackers, the tokens, the modules of both
+            value, explanation = (
+                list(dict.fromkeys(items)),
+                "",
+            )  # the trackers, the tokens, the modules of both
         for index, key in enumerate(merged_keys):
-            if option in key.settings and normalize_spelling(key.settings[option]) != normalize_spelling(value):
-                translation = KeyTranslation({**key.settings, option: value}, "" if key.is_default else explanation)
+            if option in key.settings and normalize_spelling(
+                key.settings[option]
+            ) != normalize_spelling(value):
+                translation = KeyTranslation(
+                    {**key.settings, option: value}, "" if key.is_default else explanation
+                )
                 merged_keys[index] = replace(key, translation=translation)
     return merged_keys
 
 
 def _precedence(option: str, key: ForeignKey) -> tuple[bool, bool, bool, int, bool]:
-    """What counts first of several keys: a strategy, what is switched on, the mode that includes the other."""
+    """What counts first of several keys: a strategy, what is switched on, the mode that includes
+    the other."""
     value = key.settings[option]
     mode = _MODE_ORDER.index(str(value)) if value in _MODE_ORDER else len(_MODE_ORDER)
     return (

@@ -1,5 +1,5 @@
-"""Another tool's file as a run YAML: its keys in our terms, worked out together, then that tool's own defaults for
-what it leaves out, and what has no equivalent as comments with the reason."""
+"""Another tool's file as a run YAML: its keys in our terms, worked out together, then that tool's
+own defaults for what it leaves out, and what has no equivalent as comments with the reason."""
 
 import copy
 import re
@@ -12,7 +12,14 @@ import yaml
 
 from sft_play.config import other_tools
 from sft_play.config.options import all_options, find_option, option_accepts, sections
-from sft_play.config.other_tools import ForeignKey, KeyTranslation, KnownKey, OtherTool, format_key_value, merge_keys
+from sft_play.config.other_tools import (
+    ForeignKey,
+    KeyTranslation,
+    KnownKey,
+    OtherTool,
+    format_key_value,
+    merge_keys,
+)
 from sft_play.config.validation import find_unknown_keys, read_config, validate
 from sft_play.config.yaml_io import (
     JsonValue,
@@ -44,14 +51,17 @@ class Translation:
 
     def comments(self) -> list[str]:
         """What is not taken, or taken in another way, as lines of comment."""
-        reasons = dict.fromkeys(entry_reason for _, entry_reason in self.left_out_keys)
-        texts = [
-            f"{', '.join(entry for entry, entry_reason in self.left_out_keys if entry_reason == reason)}: {reason}"
-            for reason in reasons
-        ]
+        keys_by_reason: dict[str, list[str]] = {}
+        for key, reason in self.left_out_keys:
+            keys_by_reason.setdefault(reason, []).append(key)
+        texts = [f"{', '.join(keys)}: {reason}" for reason, keys in keys_by_reason.items()]
         # no word is broken: a path or a command is meant to be copied
         wrapper = textwrap.TextWrapper(
-            112, initial_indent="# ", subsequent_indent="#     ", break_long_words=False, break_on_hyphens=False
+            112,
+            initial_indent="# ",
+            subsequent_indent="#     ",
+            break_long_words=False,
+            break_on_hyphens=False,
         )
         return [line for text in texts for line in wrapper.wrap(text)]
 
@@ -60,15 +70,23 @@ def translate_file(
     text: str, *, name: str, user_settings: Mapping[str, JsonValue], row_format: str = ""
 ) -> Translation:
     """Translate another tool's file into a run that loads. `user_settings` win over the file's;
-    `row_format` is the format of the rows, if it is known. Raises ConfigError if the file is no YAML, names no model,
-    or describes another kind of training."""
-    values_by_path = {dotted_path(path): str(value) for path, value in walk_leaves(parse_yaml(text, name=name).data)}
+    `row_format` is the format of the rows, if it is known. Raises ConfigError if the file is no
+    YAML, names no model, or describes another kind of training."""
+    values_by_path = {
+        dotted_path(path): str(value)
+        for path, value in walk_leaves(parse_yaml(text, name=name).data)
+    }
     # OmegaConf's references: ${output_dir}
-    document = parse_yaml(re.sub(r"\$\{([\w.]+)\}", lambda ref: values_by_path.get(ref[1], ref[0]), text), name=name)
+    document = parse_yaml(
+        re.sub(r"\$\{([\w.]+)\}", lambda ref: values_by_path.get(ref[1], ref[0]), text), name=name
+    )
     if document.problems:
         raise ConfigError("\n".join(map(str, document.problems)))
-    # keys that describe all data sets (`dataset_config`, `max_samples`) move into the entry of each one
-    named_keys = {key: other_tools.find_known_key((key,)) for key, value in document.data.items() if value}
+    # keys that describe all data sets (`dataset_config`, `max_samples`) move into the entry of each
+    # one
+    named_keys = {
+        key: other_tools.find_known_key((key,)) for key, value in document.data.items() if value
+    }
     data_set_keys = [
         key
         for key, known_key in named_keys.items()
@@ -85,34 +103,52 @@ def translate_file(
         entries = other_tools.parse_data_sets(document.data[data_set_key])
         document.data[data_set_key] = [shared_options | entry for entry in entries]
     foreign_keys = find_unknown_keys(document, read_config(document)[1])
-    key_names = {str(part) for key in foreign_keys for path, _ in walk_leaves(key.value, key.path) for part in path}
+    key_names = {
+        str(part)
+        for key in foreign_keys
+        for path, _ in walk_leaves(key.value, key.path)
+        for part in path
+    }
     result = Translation(other_tools.detect_tool(key_names), dict(user_settings))
     keys = [*foreign_keys, *_same_named_keys(document, result)]
     keys += _data_set_keys(keys)
     for index, key in enumerate(keys):
         if known_key := result.tool.known_keys.get(key.name):
-            keys[index] = replace(key, translation=other_tools.translate_value(known_key, key.value))
+            keys[index] = replace(
+                key, translation=other_tools.translate_value(known_key, key.value)
+            )
     for key in keys:  # what was written would train something else
-        if key.translation is not None and key.value and key.translation.explanation.startswith("preference tuning"):
+        if (
+            key.translation is not None
+            and key.value
+            and key.translation.explanation.startswith("preference tuning")
+        ):
             raise ConfigError(
-                f"{name}: {dotted_path(key.path)}: {format_value(key.value)}: {key.translation.explanation}; nothing "
-                "is written"
+                f"{name}: {dotted_path(key.path)}: {format_value(key.value)}:"
+                f" {key.translation.explanation}; nothing is written"
             )
     keys = merge_keys([*keys, *_default_keys(result.tool, keys)])
     # what another setting decides (steps of each epoch) behind it; of the defaults the mode first
-    for key in sorted(keys, key=lambda key: not all(option_accepts(*setting) for setting in key.settings.items())):
+    for key in sorted(
+        keys, key=lambda key: not all(option_accepts(*setting) for setting in key.settings.items())
+    ):
         if not key.is_default:
             _apply_key(key, document, result)
-    for key in sorted(filter(lambda key: key.is_default, keys), key=lambda key: "tuning.mode" not in key.settings):
+    for key in sorted(
+        filter(lambda key: key.is_default, keys), key=lambda key: "tuning.mode" not in key.settings
+    ):
         _apply_default(key, result, row_format)
     if "model.name" not in result.settings:
-        raise ConfigError(f"{name} names no model; give one beside it: make new FROM={name} MODEL=owner/name")
+        raise ConfigError(
+            f"{name} names no model; give one beside it: make new FROM={name} MODEL=owner/name"
+        )
     _complete_settings(result, user_settings)
     return result
 
 
 def _same_named_keys(document: YamlDocument, result: Translation) -> Iterator[ForeignKey]:
-    """Take values at paths that are ours too: as settings where our option accepts them, else yield them as keys."""
+    """Take values at paths that are ours too: as settings where our option accepts them, else yield
+    them as keys."""
     for path in [*all_options(), *filter(None, sections())]:
         key_path: KeyPath = tuple(path.split("."))
         value = find_value(document.data, key_path)
@@ -126,7 +162,9 @@ def _same_named_keys(document: YamlDocument, result: Translation) -> Iterator[Fo
         if known_key is not None:
             translation = other_tools.translate_value(known_key, value)
         elif path in all_options():
-            translation = KeyTranslation(explanation=f"expected {all_options()[path].accepted_values}")
+            translation = KeyTranslation(
+                explanation=f"expected {all_options()[path].accepted_values}"
+            )
         yield ForeignKey(key_path, value, None, translation)
 
 
@@ -134,27 +172,36 @@ def _data_set_keys(keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
     """What is said of each data set that is trained on (a split, columns), as keys of their own."""
     for key in keys:
         known_key = other_tools.find_known_key(tuple(map(str, key.path)))
-        if known_key is None or known_key.path != other_tools.DATA_SET_OPTIONS[0] or isinstance(key.value, str):
+        if (
+            known_key is None
+            or known_key.path != other_tools.DATA_SET_OPTIONS[0]
+            or isinstance(key.value, str)
+        ):
             continue
         for index, entry in enumerate(other_tools.parse_data_sets(key.value)):
             entry_path = (*key.path, index) if isinstance(key.value, list) else key.path
             for inner_path, value in walk_leaves(entry):
-                inner_key = other_tools.find_known_key(("entry", *map(str, inner_path))) or _UNKNOWN_KEY
+                inner_key = (
+                    other_tools.find_known_key(("entry", *map(str, inner_path))) or _UNKNOWN_KEY
+                )
                 translation = other_tools.translate_value(inner_key, value)
                 if value and inner_path[0] in other_tools.key_table().data_set_names["config"]:
                     # part of the source's name, but of a local file
                     rest = {name: part for name, part in entry.items() if name != inner_path[0]}
                     settings, settings_without = (
-                        other_tools.translate_value(known_key, [part]).settings for part in (entry, rest)
+                        other_tools.translate_value(known_key, [part]).settings
+                        for part in (entry, rest)
                     )
                     if settings and settings == settings_without:
-                        translation = KeyTranslation(explanation="it changes nothing that is read here")
+                        translation = KeyTranslation(
+                            explanation="it changes nothing that is read here"
+                        )
                 yield ForeignKey((*entry_path, *inner_path), value, None, translation)
 
 
 def _default_keys(tool: OtherTool, keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
-    """The tool's defaults as keys, but those of options that the file speaks of, whether it was taken or not; the mode
-    follows from several keys, named and not."""
+    """The tool's defaults as keys, but those of options that the file speaks of, whether it was
+    taken or not; the mode follows from several keys, named and not."""
     set_keys = [key for key in keys if key.value is not None]
     names = {str(part) for key in set_keys for part in key.path}
     known_keys = [other_tools.find_known_key(tuple(map(str, key.path))) for key in set_keys]
@@ -176,17 +223,23 @@ def _default_keys(tool: OtherTool, keys: Sequence[ForeignKey]) -> Iterator[Forei
             else other_tools.translate_value(known_key, value)
         )
         key = ForeignKey((name,), value, None, translation, is_default=True)
-        is_in_file = name.rpartition(".")[2] in names or not options.isdisjoint(key.settings.keys() - {"tuning.mode"})
+        is_in_file = name.rpartition(".")[2] in names or not options.isdisjoint(
+            key.settings.keys() - {"tuning.mode"}
+        )
         if value is not None and not is_in_file:
             options |= key.settings.keys()
             yield key
 
 
 def _apply_key(key: ForeignKey, document: YamlDocument, result: Translation) -> None:
-    """Take the settings of a key that our options accept; say what is not taken, or taken in another way."""
+    """Take the settings of a key that our options accept; say what is not taken, or taken in
+    another way."""
     if key.translation == KeyTranslation():
         return
-    values = ((path, _dependent_value(path, value, result.settings)) for path, value in key.settings.items())
+    values = (
+        (path, _dependent_value(path, value, result.settings))
+        for path, value in key.settings.items()
+    )
     accepted = {path: value for path, value in values if option_accepts(path, value)}
     for path, value in accepted.items():
         result.settings.setdefault(path, value)
@@ -199,22 +252,36 @@ def _apply_key(key: ForeignKey, document: YamlDocument, result: Translation) -> 
     if accepted:
         if not _PARTIAL_WORDS.search(reason):
             return
-        reason = f"here {' and '.join(f'{path}: {format_value(value)}' for path, value in accepted.items())}; {reason}"
+        reason = (
+            "here"
+            f" "
+            f"{' and '.join(f'{path}: {format_value(value)}' for path, value in accepted.items())};"
+            f" {reason}"
+        )
     elif is_off and not reason.startswith("here rows"):
         return
     result.left_out_keys.append(
-        (f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})", reason or _UNKNOWN_KEY.explanation)
+        (
+            f"{dotted_path(key.path)} ({format_key_value(key, raw_text)})",
+            reason or _UNKNOWN_KEY.explanation,
+        )
     )
 
 
 def _apply_default(key: ForeignKey, result: Translation, row_format: str) -> None:
-    """Take a default of the tool where it is not ours too; those of adapters only where new ones are trained."""
+    """Take a default of the tool where it is not ours too; those of adapters only where new ones
+    are trained."""
     is_idle = result.settings.get("tuning.mode") == "full" or "model.adapter" in result.settings
-    undecided = [path for path in key.settings if path not in result.settings
-                 and not (is_idle and path.startswith("tuning.lora."))]  # fmt: skip
+    undecided = [
+        path
+        for path in key.settings
+        if path not in result.settings and not (is_idle and path.startswith("tuning.lora."))
+    ]
     for path in undecided:
         value = _dependent_value(path, key.settings[path], result.settings, row_format)
-        if option_accepts(path, value) and (path == "tuning.mode" or value != all_options()[path].default):
+        if option_accepts(path, value) and (
+            path == "tuning.mode" or value != all_options()[path].default
+        ):
             result.settings[path] = value
     # what is said of a mode is that of training the whole
     is_mode_explanation = "tuning.mode" in key.settings and result.settings["tuning.mode"] != "full"
@@ -227,20 +294,37 @@ def _apply_default(key: ForeignKey, result: Translation, row_format: str) -> Non
         result.left_out_keys.append((f"{dotted_path(key.path)} (not in the file)", explanation))
 
 
-def _dependent_value(path: str, value: Any, settings: Mapping[str, JsonValue], row_format: str = "") -> Any:
-    """A value that follows from others: a mapping by what they are, or the product of a number and a setting."""
+def _dependent_value(
+    path: str, value: Any, settings: Mapping[str, JsonValue], row_format: str = ""
+) -> Any:
+    """A value that follows from others: a mapping by what they are, or the product of a number and
+    a setting."""
     if isinstance(value, dict) and not option_accepts(path, value):
-        weights_kind = "adapters" if any(path.startswith("tuning.lora.") for path in settings) else "whole"
-        alternatives = (row_format, settings.get("tuning.mode"), settings.get("train.optim"), weights_kind)
-        return next((value[alternative] for alternative in alternatives if alternative in value), None)
-    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], int) and str(value[1]) in all_options():
+        weights_kind = (
+            "adapters" if any(path.startswith("tuning.lora.") for path in settings) else "whole"
+        )
+        alternatives = (
+            row_format,
+            settings.get("tuning.mode"),
+            settings.get("train.optim"),
+            weights_kind,
+        )
+        return next(
+            (value[alternative] for alternative in alternatives if alternative in value), None
+        )
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and isinstance(value[0], int)
+        and str(value[1]) in all_options()
+    ):
         return int(value[0] * settings.get(value[1], all_options()[value[1]].default))
     return value
 
 
 def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValue]) -> None:
-    """Complete what follows from several settings, those of the user among them; then take out settings, with the
-    reason, until what is left is a run YAML without a problem."""
+    """Complete what follows from several settings, those of the user among them; then take out
+    settings, with the reason, until what is left is a run YAML without a problem."""
     settings = result.settings
     if "data.train_path" in user_settings and "data.sources" in settings:
         result.left_out_keys.append(
@@ -250,13 +334,19 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
         result.left_out_keys.append(
             (
                 "data.train_path",
-                "no file or data set of the hub is named; DATA=FILE, or this key, names it (else: make process)",
+                (
+                    "no file or data set of the hub is named; DATA=FILE, or this key, names it"
+                    " (else: make process)"
+                ),
             )
         )
     if settings["tuning.mode"] == "full":
         for path in [path for path in settings if path.startswith("tuning.lora.")]:
             result.left_out_keys.append(
-                (f"{path}: {format_value(settings.pop(path))}", "all weights are trained, without adapters")
+                (
+                    f"{path}: {format_value(settings.pop(path))}",
+                    "all weights are trained, without adapters",
+                )
             )
     if isinstance(settings.get("train.batch_size"), int):
         if "train.grad_accum" in settings and "train.effective_batch_size" in settings:
@@ -265,26 +355,34 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
                 (f"train.effective_batch_size: {total}", "batch_size x grad_accum x GPUs decide it")
             )
         elif "train.effective_batch_size" not in settings:
-            settings.setdefault("train.grad_accum", 1)  # the other tools' default; ours would be 32 rows in a step
+            settings.setdefault(
+                "train.grad_accum", 1
+            )  # the other tools' default; ours would be 32 rows in a step
     while True:
         problems = validate(parse_yaml(format_run_yaml(result.settings), name="the run YAML"))[1]
         if not problems:
             return
-        refused_settings = [(path, problem.message) for path in result.settings for problem in problems
-                 if f"{problem.path}.".startswith((f"{path}.", f"{path}["))]  # fmt: skip
+        refused_settings = [
+            (path, problem.message)
+            for path in result.settings
+            for problem in problems
+            if f"{problem.path}.".startswith((f"{path}.", f"{path}["))
+        ]
         if not refused_settings:
             raise ConfigError("\n".join(map(str, problems)))
         path, reason = refused_settings[0]
         result.left_out_keys.append((f"{path}: {format_value(result.settings.pop(path))}", reason))
 
 
-# --- written ----------------------------------------------------------------------------------------------------------
+# --- written --------------------------------------------------------------------------------------
 
 
 def format_run_yaml(settings: Mapping[str, JsonValue]) -> str:
     """The text for settings by their dotted paths, in the order of the schema."""
     # a setting may be one of a mapping: data.columns.prompt
-    ordered = [path for option in all_options() for path in settings if f"{path}.".startswith(f"{option}.")]
+    ordered = [
+        path for option in all_options() for path in settings if f"{path}.".startswith(f"{option}.")
+    ]
     tree = nest_values({path: copy.copy(settings[path]) for path in ordered})
     return "".join(_format_section({name: value}) for name, value in tree.items())
 
@@ -292,7 +390,12 @@ def format_run_yaml(settings: Mapping[str, JsonValue]) -> str:
 def _format_section(section: dict[str, Any]) -> str:
     short_text, long_text = (
         yaml.dump(
-            section, Dumper=_RunYamlDumper, default_flow_style=flow, width=10_000, sort_keys=False, allow_unicode=True
+            section,
+            Dumper=_RunYamlDumper,
+            default_flow_style=flow,
+            width=10_000,
+            sort_keys=False,
+            allow_unicode=True,
         )
         for flow in (None, False)
     )
@@ -307,7 +410,9 @@ class _RunYamlDumper(yaml.SafeDumper):
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if resolve_scalar(data) == data else '"')
+        return self.represent_scalar(
+            "tag:yaml.org,2002:str", data, style=None if resolve_scalar(data) == data else '"'
+        )
 
 
 _RunYamlDumper.add_representer(str, _RunYamlDumper.represent_str)

@@ -1,4 +1,5 @@
-"""A document → `RunConfig`; pydantic's errors as problems with a line, the expected value and the one found.
+"""A document → `RunConfig`; pydantic's errors as problems with a line, the expected value and the
+one found.
 
 `find_conflicts` has what pydantic does not look for: values that contradict each other.
 """
@@ -12,10 +13,29 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sft_play.config.options import all_options, field_option, list_item_sections, optimizer_options, sections
-from sft_play.config.other_tools import ForeignKey, find_foreign_keys, merge_keys, unknown_key_problem
+from sft_play.config.options import (
+    all_options,
+    field_option,
+    list_item_sections,
+    optimizer_options,
+    sections,
+)
+from sft_play.config.other_tools import (
+    ForeignKey,
+    find_foreign_keys,
+    merge_keys,
+    unknown_key_problem,
+)
 from sft_play.config.schema import RunConfig
-from sft_play.config.yaml_io import JsonValue, KeyPath, Problem, YamlDocument, find_value, format_value, walk_leaves
+from sft_play.config.yaml_io import (
+    JsonValue,
+    KeyPath,
+    Problem,
+    YamlDocument,
+    find_value,
+    format_value,
+    walk_leaves,
+)
 from sft_play.spelling import TYPO_SIMILARITY, did_you_mean
 
 # Rates above it are slips, such as 2e4 for 2e-4: published ones end at 1e-2.
@@ -25,9 +45,10 @@ TYPOGRAPHIC_QUOTES = frozenset("“”„‟‘’‚‛«»")
 
 
 def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
-    """The run that a document's data describes, None where pydantic refuses it, and every problem with its keys and
-    values. Contradictions are looked for only where every value by itself is right, and of a run with stages only in
-    each of them, which may put right what is wrong with the run's own settings."""
+    """The run that a document's data describes, None where pydantic refuses it, and every problem
+    with its keys and values. Contradictions are looked for only where every value by itself is
+    right, and of a run with stages only in each of them, which may put right what is wrong with the
+    run's own settings."""
     problems: list[Problem] = []
     has_broken_text = False
     for path, value in walk_leaves(document.data):
@@ -37,7 +58,9 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
         elif isinstance(value, str) and value and {value[0], value[-1]} <= TYPOGRAPHIC_QUOTES:
             problems.append(
                 document.problem(
-                    path, "is in typographic quotes, which YAML takes for letters of the text; write \" or '"
+                    path,
+                    'is in typographic quotes, which YAML takes for letters of the text; write "'
+                    " or '",
                 )
             )
     if has_broken_text:
@@ -45,7 +68,9 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
     config, errors = read_config(document)
     foreign_keys = merge_keys(find_unknown_keys(document, errors))
     problems += (unknown_key_problem(document, key) for key in foreign_keys)
-    reported_paths = set()  # a union reports one error for each of its members; the key is reported once
+    reported_paths = (
+        set()
+    )  # a union reports one error for each of its members; the key is reported once
     for error in errors:
         path = _error_path(error["loc"])
         # a default that was not made follows from another key, which is wrong
@@ -67,33 +92,44 @@ def read_config(document: YamlDocument) -> tuple[RunConfig | None, list[ErrorDet
         if isinstance(holder, dict) and key in holder and holder[key] is None:
             del holder[key]
     try:
-        # From JSON, because strict models refuse a list for a tuple in Python's data but take a JSON array for one.
+        # From JSON, because strict models refuse a list for a tuple in Python's data but take a
+        # JSON array for one.
         return RunConfig.model_validate_json(json.dumps(data)), []
     except ValidationError as error:
         return None, error.errors(include_url=False)
 
 
 def find_unknown_keys(document: YamlDocument, errors: Sequence[ErrorDetails]) -> list[ForeignKey]:
-    """The keys that our sections do not have, by pydantic's errors; of a foreign section every key in it."""
+    """The keys that our sections do not have, by pydantic's errors; of a foreign section every key
+    in it."""
     keys: list[ForeignKey] = []
     for error in errors:
         if _is_unknown_key(error):
             path = error["loc"]
-            keys += find_foreign_keys(path, find_value(document.data, path), section=".".join(map(str, path[:-1])))
+            keys += find_foreign_keys(
+                path, find_value(document.data, path), section=".".join(map(str, path[:-1]))
+            )
     return keys
 
 
 def _is_unknown_key(error: ErrorDetails) -> bool:
     # that of a section in a list has no meaning elsewhere
-    return error["type"] == "extra_forbidden" and all(isinstance(part, str) for part in error["loc"])
+    return error["type"] == "extra_forbidden" and all(
+        isinstance(part, str) for part in error["loc"]
+    )
 
 
 def _error_path(location: Sequence[str | int]) -> KeyPath:
-    """The part of pydantic's location that is a key or a section of ours: unions name their members beyond it."""
+    """The part of pydantic's location that is a key or a section of ours: unions name their members
+    beyond it."""
     for length in range(len(location), 0, -1):
         name = ".".join(map(str, location[:length]))
         if name in list_item_sections() and len(location) > length:
-            return (*name.split("."), int(location[length]), *map(str, location[length + 1 : length + 2]))
+            return (
+                *name.split("."),
+                int(location[length]),
+                *map(str, location[length + 1 : length + 2]),
+            )
         if name in all_options() or name in sections():
             return tuple(name.split("."))
     return tuple(map(str, location))
@@ -124,7 +160,10 @@ def _describe_error(document: YamlDocument, path: KeyPath, error_type: str) -> s
     example = next(iter(section.model_fields))
     if example in ("name", "path"):
         example = f"{example}: {shown_value}"
-    return f"expected a section, found {shown_value}; write {{{example}, …}} (of {', '.join(section.model_fields)})"
+    return (
+        f"expected a section, found {shown_value}; write {{{example}, …}} (of"
+        f" {', '.join(section.model_fields)})"
+    )
 
 
 def value_hint(value: JsonValue, raw_text: str | None, accepted_values: str) -> str:
@@ -135,25 +174,35 @@ def value_hint(value: JsonValue, raw_text: str | None, accepted_values: str) -> 
             return f"; write {'true' if word in ('yes', 'on', 'y') else 'false'}"
         if accepted_values.startswith("a list of") and value in accepted_values:
             return f"; write [{value}]"
-        if "number" in accepted_values and value.lstrip("+-").replace("_", "").replace(",", "").isdigit():
+        if (
+            "number" in accepted_values
+            and value.lstrip("+-").replace("_", "").replace(",", "").isdigit()
+        ):
             return "; write the number without separators and leading zeros"
         min_similarity = 0.6 if len(value) > 3 else TYPO_SIMILARITY  # `gpu` is not a misspelt `cpu`
-        suggestion = did_you_mean(value, accepted_values.replace(",", " ").split(), min_similarity=min_similarity)
+        suggestion = did_you_mean(
+            value, accepted_values.replace(",", " ").split(), min_similarity=min_similarity
+        )
         return f"; {suggestion}" if suggestion else ""
-    if isinstance(value, (bool, int, float)) and "text" in accepted_values and "list" not in accepted_values:
+    if (
+        isinstance(value, (bool, int, float))
+        and "text" in accepted_values
+        and "list" not in accepted_values
+    ):
         return f'; put it in quotes: "{raw_text if raw_text is not None else value}"'
     if value is None and "null" not in accepted_values:
         return "; give a value or remove the key"
     return ""
 
 
-# --- values that are valid alone, but not together --------------------------------------------------------------------
+# --- values that are valid alone, but not together ------------------------------------------------
 
 
 def find_conflicts(config: RunConfig, document: YamlDocument) -> list[Problem]:
     """Values that are valid alone but not together; each problem names the keys that disagree."""
     return [
-        document.problem(path, message) for path, message in (*_setting_conflicts(config), *_source_conflicts(config))
+        document.problem(path, message)
+        for path, message in (*_setting_conflicts(config), *_source_conflicts(config))
     ]
 
 
@@ -167,7 +216,11 @@ def _setting_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
     # a rate with the sign of its power turned: 2e4 was meant as 2e-4
     mantissa, _, power = f"{config.learning_rate:e}".replace("+", "-").partition("e-")
     rules: tuple[_Rule, ...] = (
-        ("train.fp16", train.fp16 and train.bf16 is True, "true, and train.bf16 is true as well; choose one"),
+        (
+            "train.fp16",
+            train.fp16 and train.bf16 is True,
+            "true, and train.bf16 is true as well; choose one",
+        ),
         (
             "task_mode",
             is_mixed and config.data.text_path is None,
@@ -196,14 +249,19 @@ def _setting_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         (
             "train.learning_rate",
             config.learning_rate > MAX_LEARNING_RATE,
-            f"{config.learning_rate:,g} is above {MAX_LEARNING_RATE:g}, where nothing learns; did you mean "
-            f"{float(mantissa):g}e-{int(power) or 4}?",
+            (
+                f"{config.learning_rate:,g} is above {MAX_LEARNING_RATE:g}, where nothing learns;"
+                f" did you mean {float(mantissa):g}e-{int(power) or 4}?"
+            ),
         ),
         *(
             (
                 option.path,
                 True,
-                f"{option.value(config)} is AdamW's, and train.optim is {train.optim}; remove one of them",
+                (
+                    f"{option.value(config)} is AdamW's, and train.optim is {train.optim}; remove"
+                    " one of them"
+                ),
             )
             for option in optimizer_options()
             if train.optim not in (option.external_names.optimizers or (train.optim,))
@@ -212,7 +270,10 @@ def _setting_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         (
             "train.optim",
             train.optim == "muon" and tuning.mode != "full",
-            f"muon steps whole weight matrices, and tuning.mode is {tuning.mode}; use full or AdamW",
+            (
+                f"muon steps whole weight matrices, and tuning.mode is {tuning.mode}; use full or"
+                " AdamW"
+            ),
         ),
         (
             "tuning.backend_fallback",
@@ -256,7 +317,10 @@ def _adapter_and_data_rules(config: RunConfig) -> tuple[_Rule, ...]:
         (
             "tuning.lora.init",
             init != "default" and lora.adapted_parameters,
-            f"{init} is for linear layers, and tuning.lora.{experts_key} adapts experts; remove one of them",
+            (
+                f"{init} is for linear layers, and tuning.lora.{experts_key} adapts experts; remove"
+                " one of them"
+            ),
         ),
         (
             "tuning.lora.init",
@@ -281,13 +345,18 @@ def _adapter_and_data_rules(config: RunConfig) -> tuple[_Rule, ...]:
         (
             "data.train_path",
             data.sources and data.train_path is not None,
-            "given together with data.sources; remove it (SET: data.train_path=null), or add it to them",
+            (
+                "given together with data.sources; remove it (SET: data.train_path=null), or add it"
+                " to them"
+            ),
         ),
         (
             "data.sources",
             data.sources and config.task_mode == "cpt_mixed",
-            "task_mode cpt_mixed mixes data.train_path and data.text_path by data.text_fraction; use task_mode sft or "
-            "cpt with sources",
+            (
+                "task_mode cpt_mixed mixes data.train_path and data.text_path by"
+                " data.text_fraction; use task_mode sft or cpt with sources"
+            ),
         ),
         (
             "data.val_path",
@@ -304,11 +373,20 @@ def _source_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
     for index, (source, name) in enumerate(zip(sources, names, strict=True)):
         path: KeyPath = ("data", "sources", index)
         if has_weights and source.weight is None:
-            yield path, "has no weight, and other sources have one; give every source a weight, or none"
+            yield (
+                path,
+                "has no weight, and other sources have one; give every source a weight, or none",
+            )
         if name.startswith("rank_"):
             yield path, f"is named {name}, but loss_{name} is a rank's loss; give it another name"
         same_path, same_name = paths.index(paths[index]), names.index(name)
         if same_path != index:
-            yield (*path, "path"), f"is data.sources[{same_path}] already; give one of them the weight of both"
+            yield (
+                (*path, "path"),
+                f"is data.sources[{same_path}] already; give one of them the weight of both",
+            )
         elif same_name != index:
-            yield (*path, "name"), f"is named {name}, as data.sources[{same_name}] is; give it another name"
+            yield (
+                (*path, "name"),
+                f"is named {name}, as data.sources[{same_name}] is; give it another name",
+            )

@@ -1,9 +1,10 @@
-"""YAML as people mean it: numbers are numbers, words are words, and the line of every value is kept.
+"""YAML as people mean it: numbers are numbers, words are words, and the line of every value is
+kept.
 
-PyYAML reads YAML 1.1, in which `2e-4` is a string, `no` is false, `010` is eight and `12:30:45` a number; and it
-silently keeps the last of two equal keys. This reader resolves plain scalars by the YAML 1.2 core schema
-(https://yaml.org/spec/1.2.2/#103-core-schema), builds plain data only (no tag can construct an object), and reports
-duplicate keys with both lines.
+PyYAML reads YAML 1.1, in which `2e-4` is a string, `no` is false, `010` is eight and `12:30:45` a
+number; and it silently keeps the last of two equal keys. This reader resolves plain scalars by the
+YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema), builds plain data only (no tag
+can construct an object), and reports duplicate keys with both lines.
 """
 
 import json
@@ -46,7 +47,10 @@ _WORDS = {
 # Tags of plain data; ? and ! are of nodes without one. A timestamp stays the text that it is.
 _PLAIN_TAGS = {
     *("?", "!"),
-    *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")),
+    *(
+        f"tag:yaml.org,2002:{name}"
+        for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")
+    ),
 }
 
 
@@ -76,7 +80,8 @@ class YamlDocument:
     stage_paths: dict[KeyPath, KeyPath] = field(default_factory=dict)
 
     def location(self, path: KeyPath) -> str:
-        """Where a value stands: `SET` for an override, else `file:line`, its own or its nearest ancestor's."""
+        """Where a value stands: `SET` for an override, else `file:line`, its own or its nearest
+        ancestor's."""
         for override_path in self.overridden_paths:
             if path[: len(override_path)] == override_path or (
                 override_path[: len(path)] == path and path not in self.lines
@@ -87,7 +92,8 @@ class YamlDocument:
         return f"{self.name}:{self.lines[path]}" if path in self.lines else self.name
 
     def ensure_section(self, path: KeyPath) -> dict[str, JsonValue] | None:
-        """Return the section at a path, made if it is missing or null; None if a value on the way is no section."""
+        """Return the section at a path, made if it is missing or null; None if a value on the way
+        is no section."""
         value: JsonValue = self.data
         for part in path:
             if isinstance(value, list) and isinstance(part, int):
@@ -109,12 +115,16 @@ class YamlDocument:
     def forget(self, path: KeyPath) -> None:
         """Drop lines, texts and overrides of a value that is replaced, and of what is in it."""
         self.lines = {old: line for old, line in self.lines.items() if old[: len(path)] != path}
-        self.raw_texts = {old: text for old, text in self.raw_texts.items() if old[: len(path)] != path}
+        self.raw_texts = {
+            old: text for old, text in self.raw_texts.items() if old[: len(path)] != path
+        }
         self.overridden_paths = {old for old in self.overridden_paths if old[: len(path)] != path}
 
     def add_problem(self, path: KeyPath, node: yaml.Node, message: str) -> None:
         """Note a problem of the text itself."""
-        self.problems.append(Problem(dotted_path(path), f"{self.name}:{_line_number(node)}", message))
+        self.problems.append(
+            Problem(dotted_path(path), f"{self.name}:{_line_number(node)}", message)
+        )
 
 
 class _Loader(yaml.SafeLoader):
@@ -124,15 +134,18 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_text(
-    path: Path, *, variable: str | None = None, expected: str = "a run YAML, such as configs/run_bnb.yaml"
+    path: Path,
+    *,
+    variable: str | None = None,
+    expected: str = "a run YAML, such as configs/run_bnb.yaml",
 ) -> str:
-    """The text of a UTF-8 file, without a byte order mark. `variable`: what named it (`DEEPSPEED_CONFIG`); None: a run
-    YAML. `expected`: what it should be. Raises ConfigError."""
+    """The text of a UTF-8 file, without a byte order mark. `variable`: what named it
+    (`DEEPSPEED_CONFIG`); None: a run YAML. `expected`: what it should be. Raises ConfigError."""
     display_path = f"{variable}={one_line(str(path))}" if variable else one_line(str(path))
     if variable is None and path.suffix.lower() in DATA_SUFFIXES:
         raise ConfigError(
-            f"CONFIG={display_path} is a data file; CONFIG names a run YAML, which names the data: make new "
-            f"MODEL=owner/name DATA={display_path} writes one"
+            f"CONFIG={display_path} is a data file; CONFIG names a run YAML, which names the data:"
+            f" make new MODEL=owner/name DATA={display_path} writes one"
         )
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -140,16 +153,23 @@ def read_text(
         raw = path.read_bytes()
         return raw.decode("utf-8-sig")
     except FileNotFoundError:
-        suggestion = _suggest_file(path, (path.suffix, ".yaml", ".yml", ".json") if variable else (".yaml", ".yml"))
-        raise ConfigError(f"{display_path} does not exist (looked in {path.absolute().parent}){suggestion}") from None
+        suggestion = _suggest_file(
+            path, (path.suffix, ".yaml", ".yml", ".json") if variable else (".yaml", ".yml")
+        )
+        raise ConfigError(
+            f"{display_path} does not exist (looked in {path.absolute().parent}){suggestion}"
+        ) from None
     except IsADirectoryError:
         raise ConfigError(f"{display_path} is a folder; name {expected}") from None
     except OSError as error:
-        raise ConfigError(f"{display_path} cannot be read: {error.strerror}; name {expected}") from None
+        raise ConfigError(
+            f"{display_path} cannot be read: {error.strerror}; name {expected}"
+        ) from None
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise ConfigError(
-            f"{display_path}:{line}: byte 0x{raw[error.start]:02X} is not UTF-8; save the file as UTF-8"
+            f"{display_path}:{line}: byte 0x{raw[error.start]:02X} is not UTF-8; save the file as"
+            " UTF-8"
         ) from None
     except ValueError as error:  # a null character in the name
         raise ConfigError(f"{display_path} cannot be a file: {error}") from None
@@ -160,7 +180,9 @@ def _suggest_file(path: Path, suffixes: tuple[str, ...]) -> str:
     stem = path.stem if path.suffix in suffixes else path.name
     existing: list[Path] = []
     for folder in (path.parent, Path("configs")):
-        files = {file.name: file for file in sorted(folder.glob("[!.]*")) if file.suffix in suffixes}
+        files = {
+            file.name: file for file in sorted(folder.glob("[!.]*")) if file.suffix in suffixes
+        }
         stems = {file.stem: file for file in files.values()}
         if match := nearest_name(stem, stems) or nearest_name(path.name, files):
             return f"; did you mean {stems.get(match) or files[match]}?"
@@ -169,15 +191,22 @@ def _suggest_file(path: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def parse_yaml(text: str, *, name: str) -> YamlDocument:
-    """A YAML text whose root is a mapping, as a `YamlDocument`; raises ConfigError where the text is not YAML, is
-    empty, holds several documents, or its root is not a mapping."""
+    """A YAML text whose root is a mapping, as a `YamlDocument`; raises ConfigError where the text
+    is not YAML, is empty, holds several documents, or its root is not a mapping."""
     node = _compose(text, name=name)
     if node is None:
-        raise ConfigError(f"{name}: the file is empty; a run YAML needs at least `model: {{name: …}}`")
-    if not isinstance(node, yaml.MappingNode):
-        kind = "a list" if isinstance(node, yaml.SequenceNode) else f"the value {one_line(str(node.value))!r}"
         raise ConfigError(
-            f"{name}:{_line_number(node)}: the root is {kind}; expected sections such as `model: {{name: …}}`"
+            f"{name}: the file is empty; a run YAML needs at least `model: {{name: …}}`"
+        )
+    if not isinstance(node, yaml.MappingNode):
+        kind = (
+            "a list"
+            if isinstance(node, yaml.SequenceNode)
+            else f"the value {one_line(str(node.value))!r}"
+        )
+        raise ConfigError(
+            f"{name}:{_line_number(node)}: the root is {kind}; expected sections such as `model:"
+            " {name: …}`"
         )
     document = YamlDocument(name=name)
     document.data = _read_mapping(document, node, (), (id(node),))
@@ -185,7 +214,8 @@ def parse_yaml(text: str, *, name: str) -> YamlDocument:
 
 
 def parse_yaml_value(text: str, *, name: str) -> JsonValue:
-    """The value of `text` as YAML: what follows `key=` in an override; raises ConfigError where it is none."""
+    """The value of `text` as YAML: what follows `key=` in an override; raises ConfigError where it
+    is none."""
     node = _compose(text, name=name)
     if node is None:
         return None
@@ -211,7 +241,9 @@ def _compose(text: str, *, name: str) -> yaml.Node | None:
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         code = error.character if isinstance(error.character, int) else ord(error.character)
-        raise ConfigError(f"{name}:{line}: the character {one_line(repr(chr(code)))} is not allowed in YAML") from None
+        raise ConfigError(
+            f"{name}:{line}: the character {one_line(repr(chr(code)))} is not allowed in YAML"
+        ) from None
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply") from None
     return node
@@ -232,28 +264,42 @@ def _read_mapping(
             continue
         key_path = (*path, key := str(key_node.value))
         if key in result:
-            document.add_problem(key_path, key_node, f"the key appears twice, first on line {document.lines[key_path]}")
+            document.add_problem(
+                key_path,
+                key_node,
+                f"the key appears twice, first on line {document.lines[key_path]}",
+            )
             continue
         document.lines[key_path] = _line_number(key_node)
         result[key] = _read_value(document, value_node, key_path, parents)
     return result
 
 
-def _read_value(document: YamlDocument, node: yaml.Node, path: KeyPath, parents: tuple[int, ...] = ()) -> JsonValue:
-    """The plain data of a node, with its line and raw text in the document. `parents`: the nodes that contain it."""
+def _read_value(
+    document: YamlDocument, node: yaml.Node, path: KeyPath, parents: tuple[int, ...] = ()
+) -> JsonValue:
+    """The plain data of a node, with its line and raw text in the document. `parents`: the nodes
+    that contain it."""
     if path:
         document.lines.setdefault(path, _line_number(node))
     # an alias that names its own ancestor, or aliases of aliases
     if len(document.lines) > MAX_VALUES or id(node) in parents:
         raise ConfigError(f"{document.name}:{_line_number(node)}: aliases expand without end")
     if node.tag not in _PLAIN_TAGS:
-        document.add_problem(path, node, f"the tag {one_line(node.tag)} is refused: a run YAML holds plain values only")
+        document.add_problem(
+            path,
+            node,
+            f"the tag {one_line(node.tag)} is refused: a run YAML holds plain values only",
+        )
         return None
     parents = (*parents, id(node))
     if isinstance(node, yaml.MappingNode):
         return _read_mapping(document, node, path, parents)
     if isinstance(node, yaml.SequenceNode):
-        return [_read_value(document, item, (*path, index), parents) for index, item in enumerate(node.value)]
+        return [
+            _read_value(document, item, (*path, index), parents)
+            for index, item in enumerate(node.value)
+        ]
     assert isinstance(node, yaml.ScalarNode)
     document.raw_texts[path] = str(node.value)
     # a quoted "1" is text, also as a block (| or >)
@@ -261,11 +307,14 @@ def _read_value(document: YamlDocument, node: yaml.Node, path: KeyPath, parents:
 
 
 def resolve_scalar(text: str) -> JsonValue:
-    """What an unquoted scalar means in the YAML 1.2 core schema; a number with a leading zero stays a string."""
+    """What an unquoted scalar means in the YAML 1.2 core schema; a number with a leading zero stays
+    a string."""
     if text in _WORDS:
         return _WORDS[text]
     if _INT.fullmatch(text):
-        return int(text) if len(text) < 4_000 else text  # int() refuses texts of more than 4,300 digits
+        return (
+            int(text) if len(text) < 4_000 else text
+        )  # int() refuses texts of more than 4,300 digits
     if _FLOAT.fullmatch(text):
         return float(text)
     if _SPECIAL_FLOAT.fullmatch(text):

@@ -1,4 +1,5 @@
-"""What a person's data are, from their first rows: task, columns, held-out share and length for a new run YAML."""
+"""What a person's data are, from their first rows: task, columns, held-out share and length for a
+new run YAML."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ _COUNTED_ROWS = 100
 # What a template writes beside the texts: a system prompt of its own, and the marks of each turn.
 _TEMPLATE_TOKENS, _TURN_TOKENS = 40, 8
 _LENGTH_CHOICES = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
-# Up to here a length holds every row; beyond, 99% of the tokens, because memory and time grow with the longest row.
+# Up to here a length holds every row; beyond, 99% of the tokens, because memory and time grow with
+# the longest row.
 _MAX_FULL_LENGTH = 4096
 _MIN_ROWS_TO_SPLIT, _MAX_HELD_OUT_ROWS = 40, 2_000
 
@@ -34,7 +36,8 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True)
 class InferredDataset:
-    """Settings inferred from the data (by dotted path), a description of the data, and the name of the rows' format."""
+    """Settings inferred from the data (by dotted path), a description of the data, and the name of
+    the rows' format."""
 
     settings: dict[str, JsonValue]
     description: str
@@ -43,23 +46,34 @@ class InferredDataset:
 
 
 def estimate_tokens(text: str) -> int:
-    """Estimate an upper bound on a text's tokens: three bytes of UTF-8 a token; English has more bytes in one."""
+    """Estimate an upper bound on a text's tokens: three bytes of UTF-8 a token; English has more
+    bytes in one."""
     return -(-len(text.encode("utf-8", "replace")) // 3)
 
 
 def infer_dataset(
     data_path: str, *, count_tokens: CountTokens = estimate_tokens, max_positions: int | None = None
 ) -> InferredDataset:
-    """Infer a run's settings from the first rows of its data; of files that are not UTF-8 also the likely encoding.
-    `max_positions`: the longest row that the model takes. Raises DataError where no row can be used."""
+    """Infer a run's settings from the first rows of its data; of files that are not UTF-8 also the
+    likely encoding. `max_positions`: the longest row that the model takes. Raises DataError where
+    no row can be used.
+    """
     try:
         return _infer_with_encoding(data_path, "utf-8", count_tokens, max_positions)
     except NotUtf8Error as error:
         if error.encoding is None:
             raise
-        dataset, encoding = _infer_with_encoding(data_path, error.encoding, count_tokens, max_positions), error.encoding
-    description = f"{dataset.description}; not UTF-8, but {encoding} by its looks: make preview shows the rows"
-    return replace(dataset, settings={**dataset.settings, "data.encoding": encoding}, description=description)
+        dataset, encoding = (
+            _infer_with_encoding(data_path, error.encoding, count_tokens, max_positions),
+            error.encoding,
+        )
+    description = (
+        f"{dataset.description}; not UTF-8, but {encoding} by its looks: make preview shows the"
+        " rows"
+    )
+    return replace(
+        dataset, settings={**dataset.settings, "data.encoding": encoding}, description=description
+    )
 
 
 def _infer_with_encoding(
@@ -85,29 +99,43 @@ def _infer_with_encoding(
         if chars > SAMPLE_CHARACTERS:
             break
     if not examples:
-        raise no_usable_rows_error(f"the first {len(bad_rows):,} rows of {one_line(data_path)}", bad_rows)
+        raise no_usable_rows_error(
+            f"the first {len(bad_rows):,} rows of {one_line(data_path)}", bad_rows
+        )
     is_cpt = isinstance(examples[0], Text) and not find_rendered_mark(examples[0].text)
-    size = estimate_size(DataConfig(train_path=paths["data.train_path"], encoding=encoding), wants_text=is_cpt)
+    size = estimate_size(
+        DataConfig(train_path=paths["data.train_path"], encoding=encoding), wants_text=is_cpt
+    )
     row_count = max(getattr(size, "rows", 0), len(examples))
     # the tokens of each example: counted for the longest, by their characters for the others
     texts = list(map(example_text, examples))
     longest = sorted(range(len(texts)), key=lambda index: -len(texts[index]))[:_COUNTED_ROWS]
     counted_tokens = {index: count_tokens(texts[index]) for index in longest}
-    tokens_per_char = sum(counted_tokens.values()) / max(1, sum(len(texts[index]) for index in longest))
-    row_tokens = [counted_tokens.get(index, round(len(text) * tokens_per_char)) for index, text in enumerate(texts)]
+    tokens_per_char = sum(counted_tokens.values()) / max(
+        1, sum(len(texts[index]) for index in longest)
+    )
+    row_tokens = [
+        counted_tokens.get(index, round(len(text) * tokens_per_char))
+        for index, text in enumerate(texts)
+    ]
     for index, example in enumerate(examples):
         if isinstance(example, Chat):
             row_tokens[index] += _TEMPLATE_TOKENS + _TURN_TOKENS * len(example.messages)
     if is_cpt:
         # a block of plain text: 2,048, or less where the text would fill fewer than eight
-        length = next((length for length in (2048, 1024, 512, 256, 128) if 8 * length <= sum(row_tokens)), 64)
+        length = next(
+            (length for length in (2048, 1024, 512, 256, 128) if 8 * length <= sum(row_tokens)), 64
+        )
         task, description = "cpt", f"{row_count:,} text{'s' * (row_count > 1)}"
     else:
         length = _choose_length(row_tokens)
         description = f"{row_count:,} row{'s' * (row_count > 1)} ({reader.format})"
         task, description = "sft", f"{description}, the longest of about {max(row_tokens):,} tokens"
     if bad_rows:
-        description += f"; {len(bad_rows):,} of the first {len(bad_rows) + len(examples):,} cannot be used: make check"
+        description += (
+            f"; {len(bad_rows):,} of the first {len(bad_rows) + len(examples):,} cannot be used:"
+            " make check"
+        )
     length = min(length, max_positions or length)
     settings: dict[str, JsonValue] = {"model.max_seq_len": length, "task_mode": task, **paths}
     if columns:
@@ -117,12 +145,17 @@ def _infer_with_encoding(
         rows_to_split = max(row_count, is_cpt * sum(row_tokens) // length)
         settings["data.val_fraction"] = 0.0
         if rows_to_split >= _MIN_ROWS_TO_SPLIT:
-            settings["data.val_fraction"] = min(0.05, max(round(_MAX_HELD_OUT_ROWS / rows_to_split, 4), 0.0001))
-    return InferredDataset(settings, description, not is_cpt and isinstance(examples[0], Chat), reader.format)
+            settings["data.val_fraction"] = min(
+                0.05, max(round(_MAX_HELD_OUT_ROWS / rows_to_split, 4), 0.0001)
+            )
+    return InferredDataset(
+        settings, description, not is_cpt and isinstance(examples[0], Chat), reader.format
+    )
 
 
-# The data's paths by their keys, what is looked at of them, and whether it is a folder of plain text. A folder of
-# files named by splits is read by these: as one source its held-out rows would be trained on.
+# The data's paths by their keys, what is looked at of them, and whether it is a folder of plain
+# text. A folder of files named by splits is read by these: as one source its held-out rows would be
+# trained on.
 def _find_sources(data_path: str, encoding: str) -> tuple[dict[str, str], AnySource, bool]:
     source = find_source(data_path, encoding=encoding)
     if isinstance(source, Path) and source.is_dir():
@@ -135,7 +168,10 @@ def _find_sources(data_path: str, encoding: str) -> tuple[dict[str, str], AnySou
             return paths, find_source(paths["data.train_path"], encoding=encoding), False
     try:
         parts = list_parts(source)
-        is_text = all(part.kind == "auto" and part.path.suffix.lower() in (".txt", ".md", ".rst") for part in parts)
+        is_text = all(
+            part.kind == "auto" and part.path.suffix.lower() in (".txt", ".md", ".rst")
+            for part in parts
+        )
         return {"data.train_path": data_path}, source, is_text
     except DataError:
         list_parts(source, wants_text=True)

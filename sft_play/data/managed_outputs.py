@@ -1,8 +1,9 @@
 """Files that a command writes again each time, and that a person may have edited in between.
 
-A folder keeps a record of what was written into it. A file that has changed since, or that is not in the record, is
-the user's: it is overwritten only with FORCE=1. Everything is first written under hidden names and renamed at the end,
-so that a command that fails or is killed leaves the old files as they were.
+A folder keeps a record of what was written into it. A file that has changed since, or that is not
+in the record, is the user's: it is overwritten only with FORCE=1. Everything is first written under
+hidden names and renamed at the end, so that a command that fails or is killed leaves the old files
+as they were.
 """
 
 import contextlib
@@ -34,14 +35,17 @@ def _name_write_errors(path: Path) -> Iterator[None]:
 
 
 class OutputFolder:
-    """A folder of written files, used as a context: what was opened gets its name when the context ends without error.
-    Entering it raises DataError where a file of `names` was edited, or is not ours, and `force` is false."""
+    """A folder of written files, used as a context: what was opened gets its name when the context
+    ends without error. Entering it raises DataError where a file of `names` was edited, or is not
+    ours, and `force` is false.
+    """
 
     def __init__(self, path: Path, names: tuple[str, ...], *, force: bool, command: str) -> None:
         self.path = path
         self._names, self._force, self._command = names, force, command
         self._files: dict[str, TextIO] = {}
-        # Renames what was written when it is left, the last opened first; removes it where it is left with an error.
+        # Renames what was written when it is left, the last opened first; removes it where it is
+        # left with an error.
         self._renames = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -49,19 +53,27 @@ class OutputFolder:
         unmanaged = [path for path in existing if not path.is_file()]
         if existing and not self._force:
             record = self._read_record()
-            unmanaged += [path for path in existing if path.is_file() and record.get(path.name) != _file_digest(path)]
+            unmanaged += [
+                path
+                for path in existing
+                if path.is_file() and record.get(path.name) != _file_digest(path)
+            ]
         if unmanaged:
             raise DataError(
-                f"{', '.join(map(str, unmanaged))}: edited since make {self._command} wrote it, or not written by it; "
-                f"move it away, or overwrite it with make {self._command} FORCE=1 (which replaces no folder)"
+                f"{', '.join(map(str, unmanaged))}: edited since make {self._command} wrote it, or"
+                f" not written by it; move it away, or overwrite it with make {self._command}"
+                " FORCE=1 (which replaces no folder)"
             )
         with _name_write_errors(self.path):
             # opened first, so that it gets its name last
-            self._record_path = self._renames.enter_context(atomic.replace_path(self.path / RECORD_NAME))
+            self._record_path = self._renames.enter_context(
+                atomic.replace_path(self.path / RECORD_NAME)
+            )
         return self
 
     def open(self, name: str) -> TextIO:
-        """Open a text file that gets its name when the context ends; `name` is one of the folder's `names`."""
+        """Open a text file that gets its name when the context ends; `name` is one of the folder's
+        `names`."""
         temporary_path = self._renames.enter_context(atomic.replace_path(self.path / name))
         self._files[name] = temporary_path.open("w", encoding="utf-8", newline="\n")
         return self._files[name]
@@ -87,7 +99,9 @@ class OutputFolder:
             outdated = record.keys() & set(self._names) - self._files.keys()
             for name in outdated:
                 del record[name]
-            self._record_path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            self._record_path.write_text(
+                json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+            )
             for name in outdated:
                 (self.path / name).unlink(missing_ok=True)
 
@@ -99,7 +113,8 @@ class OutputFolder:
             return {}
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{path} cannot be read ({one_line(str(error))}); remove it, or overwrite with FORCE=1"
+                f"{path} cannot be read ({one_line(str(error))}); remove it, or overwrite with"
+                " FORCE=1"
             ) from None
         return record
 

@@ -1,7 +1,8 @@
-"""Rows that are nearly the same: MinHash finds candidates among many, whose Jaccard similarity is then computed.
+"""Rows that are nearly the same: MinHash finds candidates among many, whose Jaccard similarity is
+then computed.
 
-A text is the set of its runs of `NGRAM` words, in any case of letters. Scripts that put no space between words count by
-the letter.
+A text is the set of its runs of `NGRAM` words, in any case of letters. Scripts that put no space
+between words count by the letter.
 """
 
 import hashlib
@@ -22,7 +23,8 @@ from sft_play.data.sources.messages import iter_texts
 from sft_play.data.sources.raw import BadRow
 
 NGRAM = 3
-# Of a user's turn, or of a text in a benchmark's row, by which rows are compared: fewer are the same by chance.
+# Of a user's turn, or of a text in a benchmark's row, by which rows are compared: fewer are the
+# same by chance.
 MIN_COMPARED_WORDS = 8
 # A pair whose similarity is this far above the threshold is missed with at most this probability.
 SIMILARITY_MARGIN, MISS_PROBABILITY = 0.05, 1e-4
@@ -40,11 +42,14 @@ def comparison_words(text: str) -> list[str]:
 
 
 def compute_shingles(text: str) -> Shingles:
-    """The set of a text's runs of `NGRAM` words, or of all its words where it has fewer: 64-bit hashes in order."""
+    """The set of a text's runs of `NGRAM` words, or of all its words where it has fewer: 64-bit
+    hashes in order."""
     words = comparison_words(text)
     count = min(NGRAM, len(words))
     runs = {" ".join(words[start : start + count]) for start in range(len(words) - count + 1)}
-    digests = (hashlib.blake2b(run.encode("utf-8", "replace"), digest_size=8).digest() for run in runs)
+    digests = (
+        hashlib.blake2b(run.encode("utf-8", "replace"), digest_size=8).digest() for run in runs
+    )
     return np.unique(np.frombuffer(b"".join(digests), dtype=np.uint64))
 
 
@@ -55,19 +60,23 @@ def jaccard_similarity(first: Shingles, second: Shingles) -> float:
 
 
 def choose_bands(threshold: float) -> tuple[int, int]:
-    """Bands and rows of the index: the longest rows, which let the fewest other pairs through, of few bands."""
+    """Bands and rows of the index: the longest rows, which let the fewest other pairs through, of
+    few bands."""
     sure_similarity = min(threshold + SIMILARITY_MARGIN, (1 + threshold) / 2)
     bands_by_rows = {
         rows: math.ceil(math.log(MISS_PROBABILITY) / math.log(1 - sure_similarity**rows))
         for rows in range(2, _MAX_BAND_ROWS + 1)
     }
-    rows_per_band = max((rows for rows, bands in bands_by_rows.items() if bands <= _MAX_BANDS), default=2)
+    rows_per_band = max(
+        (rows for rows, bands in bands_by_rows.items() if bands <= _MAX_BANDS), default=2
+    )
     return bands_by_rows[rows_per_band], rows_per_band
 
 
 @dataclass(frozen=True)
 class TextSketch:
-    """A text as it is compared: its shingles, and its MinHash in bands, of which similar texts share one."""
+    """A text as it is compared: its shingles, and its MinHash in bands, of which similar texts
+    share one."""
 
     shingles: Shingles
     bands: tuple[bytes, ...]
@@ -90,12 +99,17 @@ class SketchMaker:
         self._minhash.clear()
         self._minhash.update_batch((shingles >> np.uint64(32)).tolist())
         values = self._minhash.hashvalues.tobytes()
-        return TextSketch(shingles, tuple(values[offset : offset + width] for offset in range(0, len(values), width)))
+        return TextSketch(
+            shingles,
+            tuple(values[offset : offset + width] for offset in range(0, len(values), width)),
+        )
 
 
 class SimilarityIndex:
-    """Indexes texts, and finds the one most similar to another text, if their similarity reaches the threshold.
-    datasketch's MinHashLSH finds the same, with four times the memory and ten times the time for it."""
+    """Indexes texts, and finds the one most similar to another text, if their similarity reaches
+    the threshold. datasketch's MinHashLSH finds the same, with four times the memory and ten times
+    the time for it.
+    """
 
     def __init__(self, sketch_maker: SketchMaker) -> None:
         self._threshold = sketch_maker.threshold
@@ -115,21 +129,26 @@ class SimilarityIndex:
         self.memory_bytes += _INDEX_BYTES_PER_TEXT + sketch.shingles.nbytes
 
     def nearest(self, sketch: TextSketch) -> tuple[float, str] | None:
-        """Similarity and place of the most similar text, the first of several; None where none is similar enough."""
+        """Similarity and place of the most similar text, the first of several; None where none is
+        similar enough."""
         shared_keys = Counter(
-            index for table, key in zip(self._tables, sketch.bands, strict=True) for index in table.get(key, ())
+            index
+            for table, key in zip(self._tables, sketch.bands, strict=True)
+            for index in table.get(key, ())
         )
         similarity, index = max(
-            ((jaccard_similarity(sketch.shingles, self._texts[index][0]), -index)
-             for index, _ in shared_keys.most_common(_MAX_CANDIDATES)),
+            (
+                (jaccard_similarity(sketch.shingles, self._texts[index][0]), -index)
+                for index, _ in shared_keys.most_common(_MAX_CANDIDATES)
+            ),
             default=(0.0, 0),
-        )  # fmt: skip
+        )
         return (similarity, self._texts[-index][1]) if similarity >= self._threshold else None
 
 
 def compared_texts(example: Example) -> list[str]:
-    """All of a row but system prompts and tools, which many rows share; and each long turn of the user, since the row
-    of a benchmark may have another answer, or none."""
+    """All of a row but system prompts and tools, which many rows share; and each long turn of the
+    user, since the row of a benchmark may have another answer, or none."""
     if isinstance(example, Text):
         return [example.text]
     turns = [turn for turn in example.messages if turn["role"] != "system"]
@@ -142,7 +161,8 @@ def _is_long(text: str) -> bool:
 
 
 def read_compared_texts(path_or_hub_id: str, data: DataConfig) -> Iterator[tuple[str, str]]:
-    """The texts of every row of a file with their places; of no known format, all long ones. Raises DataError."""
+    """The texts of every row of a file with their places; of no known format, all long ones. Raises
+    DataError."""
     for row in read_rows(find_source(path_or_hub_id, encoding=data.encoding), split="test"):
         if isinstance(row, BadRow):
             continue

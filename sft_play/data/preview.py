@@ -1,7 +1,7 @@
 """Rows to look at, chosen from a file: their tokens, what is trained, what is cut.
 
-`shown_segments` is what there is to see of a row. Three small writers make plain text of it, text in colour for the
-terminal, and an HTML page.
+`shown_segments` is what there is to see of a row. Three small writers make plain text of it, text
+in colour for the terminal, and an HTML page.
 """
 
 import base64
@@ -25,20 +25,23 @@ from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
-# Tokens of one example that are shown; of longer ones the middles of stretches are left out, with a count.
+# Tokens of one example that are shown; of longer ones the middles of stretches are left out, with a
+# count.
 MAX_TERMINAL_PIECES, MAX_PAGE_PIECES = 1_500, 20_000
 # Characters that are shown of a row that cannot be used, as it is in the file.
 MAX_RAW_CHARACTERS = 1_500
 
-# --- which rows -------------------------------------------------------------------------------------------------------
+# --- which rows -----------------------------------------------------------------------------------
 
 # A row as it is in its file, and the format of the file.
 RowWithFormat = tuple[RawRow | BadRow, Any]
 
 
-def choose_rows(reader: ExampleReader, *, count: int, row_number: int | None) -> list[tuple[int, RowWithFormat]]:
-    """Rows with their numbers from 1: one, or `count` evenly over the file. Reads the file twice. Raises DataError
-    where the file has no rows, or none of this number."""
+def choose_rows(
+    reader: ExampleReader, *, count: int, row_number: int | None
+) -> list[tuple[int, RowWithFormat]]:
+    """Rows with their numbers from 1: one, or `count` evenly over the file. Reads the file twice.
+    Raises DataError where the file has no rows, or none of this number."""
     # before any tokenizer is asked: the longest by characters is near enough to show
     sizes = array("q", (len(str(getattr(raw, "data", ""))) for raw, _ in reader.raw_rows()))
     if not sizes:
@@ -49,30 +52,35 @@ def choose_rows(reader: ExampleReader, *, count: int, row_number: int | None) ->
         indices = [row_number - 1]
     else:
         raise DataError(
-            f"ROW={row_number}: {reader.source} has {format_row_count(len(sizes))}; rows are counted from 1"
+            f"ROW={row_number}: {reader.source} has {format_row_count(len(sizes))}; rows are"
+            " counted from 1"
         )
     return [(index + 1, row) for index, row in enumerate(reader.raw_rows()) if index in indices]
 
 
 def choose_row_indices(rows: int, count: int, *, longest_index: int) -> list[int]:
-    """`count` row numbers from 0, evenly over the file: the first, the last, the longest, and some between."""
+    """`count` row numbers from 0, evenly over the file: the first, the last, the longest, and some
+    between."""
     if count >= rows:
         return list(range(rows))
     if count == 1:
         return [0]
     row_indices = [round(n * (rows - 1) / (count - 1)) for n in range(count)]
-    if count > 2 and longest_index not in row_indices:  # in the place of the nearest; the first and the last stay
+    if (
+        count > 2 and longest_index not in row_indices
+    ):  # in the place of the nearest; the first and the last stay
         nearest = min(row_indices[1:-1], key=lambda n: abs(n - longest_index))
         row_indices[row_indices.index(nearest)] = longest_index
     return sorted(row_indices)
 
 
-# --- what there is to see of a row ------------------------------------------------------------------------------------
+# --- what there is to see of a row ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PreviewRow:
-    """One row of the file, tokenised and marked; `reason`: why it cannot be used; `raw_text`: how it begins then."""
+    """One row of the file, tokenised and marked; `reason`: why it cannot be used; `raw_text`: how
+    it begins then."""
 
     row_number: int
     location: str
@@ -94,7 +102,10 @@ class PreviewRow:
     @property
     def cut_summary(self) -> str:
         """How much max_seq_len cuts, in words."""
-        return f"max_seq_len cuts {self.cut_tokens:,} tokens, {self.lost_trained_tokens:,} of them trained"
+        return (
+            f"max_seq_len cuts {self.cut_tokens:,} tokens, {self.lost_trained_tokens:,} of them"
+            " trained"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The row in plain data."""
@@ -123,7 +134,9 @@ class PreviewRow:
         if self.cut_tokens:
             facts.append(self.cut_summary)
         facts += [one_line(note, limit=300) for note in self.notes]
-        return ": ".join(filter(None, [f"({one_line(self.location, limit=300)})", "; ".join(facts)]))
+        return ": ".join(
+            filter(None, [f"({one_line(self.location, limit=300)})", "; ".join(facts)])
+        )
 
     def problem_lines(self) -> list[str]:
         """Why the row cannot be used, and how it begins; nothing where it can."""
@@ -138,7 +151,8 @@ def preview_rows(
     row_renderer: RowRenderer,
     token_bytes: "TokenBytes",
 ) -> Iterator[PreviewRow]:
-    """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that it becomes."""
+    """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that
+    it becomes."""
     raw, row_format = row_with_format
     example = read_example(raw, row_format, reader.data)
     raw_text = ""
@@ -150,7 +164,9 @@ def preview_rows(
         if isinstance(outcome, BadRow) or outcome.whole_row is None:
             bad_row = outcome if isinstance(outcome, BadRow) else outcome.row
             assert isinstance(bad_row, BadRow)
-            yield PreviewRow(row_number, bad_row.where, reason=bad_row.explanation, raw_text=raw_text)
+            yield PreviewRow(
+                row_number, bad_row.where, reason=bad_row.explanation, raw_text=raw_text
+            )
             continue
         whole_row, row = outcome.whole_row, outcome.row
         ids, labels = tuple(whole_row.input_ids), tuple(whole_row.labels)
@@ -163,20 +179,33 @@ def preview_rows(
             cut_tokens, lost_tokens = row.cut_tokens, row.lost_trained_tokens
         counts = (
             (whole_row.untrained_turns, "assistant turns have no exact mask and are not trained"),
-            (whole_row.stripped_think_pieces, "pieces of think text are not written by the template"),
+            (
+                whole_row.stripped_think_pieces,
+                "pieces of think text are not written by the template",
+            ),
             (whole_row.special_token_count, "special tokens are spelled in its texts"),
             (whole_row.merged_edges, "answers end inside a token, which is split there"),
         )
-        notes = [*outcome.example.notes, *whole_row.notes, *(f"{count} {note}" for count, note in counts if count)]
+        notes = [
+            *outcome.example.notes,
+            *whole_row.notes,
+            *(f"{count} {note}" for count, note in counts if count),
+        ]
         if whole_row.added_end:
             end = one_line(whole_row.added_end.strip())
-            notes.append(f"{end} is added after the last turn, which the chat template does not end")
+            notes.append(
+                f"{end} is added after the last turn, which the chat template does not end"
+            )
         yield PreviewRow(
             row_number,
             whole_row.location,
             ids,
             labels,
-            tuple(split_token_pieces(ids, labels, token_bytes, kept_flags=kept_token_flags(ids, kept_ids))),
+            tuple(
+                split_token_pieces(
+                    ids, labels, token_bytes, kept_flags=kept_token_flags(ids, kept_ids)
+                )
+            ),
             whole_row.method,
             tuple(notes),
             cut_tokens=cut_tokens,
@@ -185,11 +214,14 @@ def preview_rows(
         )
 
 
-# Each part of a row as it is shown: its text; its styles, which the page and the terminal each have (t a token, b every
-# second one, y trained, o every second trained, s special, x cut); and its piece, None for a remark between pieces.
-def shown_segments(row: PreviewRow, max_pieces: int) -> Iterator[tuple[str, str, "TokenPiece | None"]]:
-    """About `max_pieces` pieces of a row, with remarks on what is left out between, and where max_seq_len begins to
-    cut, and to keep again."""
+# Each part of a row as it is shown: its text; its styles, which the page and the terminal each have
+# (t a token, b every second one, y trained, o every second trained, s special, x cut); and its
+# piece, None for a remark between pieces.
+def shown_segments(
+    row: PreviewRow, max_pieces: int
+) -> Iterator[tuple[str, str, "TokenPiece | None"]]:
+    """About `max_pieces` pieces of a row, with remarks on what is left out between, and where
+    max_seq_len begins to cut, and to keep again."""
     is_kept = True
     for index, item in enumerate(shorten_pieces(row.pieces, max_pieces)):
         if isinstance(item, str):
@@ -208,16 +240,23 @@ def shown_segments(row: PreviewRow, max_pieces: int) -> Iterator[tuple[str, str,
             "s": item.is_special,
             "x": not item.is_kept,
         }
-        text = "".join("⏎\n" if character == "\n" else character_sign(character) for character in item.text)
+        text = "".join(
+            "⏎\n" if character == "\n" else character_sign(character) for character in item.text
+        )
         yield text, " ".join(name for name, is_set in flags.items() if is_set), item
 
 
 def shorten_pieces(pieces: Sequence["TokenPiece"], max_pieces: int) -> list["TokenPiece | str"]:
-    """The pieces, the middles of their longest stretches left out so that some `max_pieces` remain, with their number
-    in their place. A stretch is a run that is trained, or not, or cut as a whole: each keeps its beginning and end."""
+    """The pieces, the middles of their longest stretches left out so that some `max_pieces` remain,
+    with their number in their place. A stretch is a run that is trained, or not, or cut as a whole:
+    each keeps its beginning and end.
+    """
     if len(pieces) <= max_pieces:
         return list(pieces)
-    runs = [list(run) for _, run in itertools.groupby(pieces, key=lambda piece: (piece.is_trained, piece.is_kept))]
+    runs = [
+        list(run)
+        for _, run in itertools.groupby(pieces, key=lambda piece: (piece.is_trained, piece.is_kept))
+    ]
     pieces_per_run = max(10, max_pieces // len(runs))
     items: list[TokenPiece | str] = []
     for run in runs:
@@ -231,13 +270,15 @@ def shorten_pieces(pieces: Sequence["TokenPiece"], max_pieces: int) -> list["Tok
     return items
 
 
-# --- tokens as the bytes that they stand for, in pieces of whole characters -------------------------------------------
+# --- tokens as the bytes that they stand for, in pieces of whole characters -----------------------
 
 
 @dataclass(frozen=True)
 class TokenPiece:
-    """One token, or several that only together are whole characters. `text` holds a byte that is no part of a character
-    as U+DC80 to U+DCFF (Python's surrogateescape). `is_kept` is false for what max_seq_len cuts away."""
+    """One token, or several that only together are whole characters. `text` holds a byte that is no
+    part of a character as U+DC80 to U+DCFF (Python's surrogateescape). `is_kept` is false for what
+    max_seq_len cuts away.
+    """
 
     text: str
     ids: tuple[int, ...]
@@ -247,22 +288,29 @@ class TokenPiece:
 
 
 class TokenBytes:
-    """What each token of a tokenizer stands for: bytes, or the name of a special token. Never the text that the token
-    was made from: what the model learns is what its tokens spell."""
+    """What each token of a tokenizer stands for: bytes, or the name of a special token. Never the
+    text that the token was made from: what the model learns is what its tokens spell."""
 
     def __init__(self, tokenizer: Any) -> None:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         # the letters in which byte-level vocabularies write bytes
-        self._byte_by_letter = {letter: bytes([byte]) for byte, letter in bytes_to_unicode().items()}
+        self._byte_by_letter = {
+            letter: bytes([byte]) for byte, letter in bytes_to_unicode().items()
+        }
         added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
         self._tokenizer = tokenizer
         self._added_tokens = {token_id: str(token) for token_id, token in added_tokens.items()}
         self.special_ids = set(getattr(tokenizer, "all_special_ids", ()))
         for token_id, token in added_tokens.items():
             name = str(token)
-            # Templates add marks such as <tool_call> as plain tokens; runs of spaces are added tokens too, and no mark.
-            is_mark = len(name) > 2 and (name[0], name[-1]) in {("<", ">"), ("[", "]")} and " " not in name
+            # Templates add marks such as <tool_call> as plain tokens; runs of spaces are added
+            # tokens too, and no mark.
+            is_mark = (
+                len(name) > 2
+                and (name[0], name[-1]) in {("<", ">"), ("[", "]")}
+                and " " not in name
+            )
             if is_mark or getattr(token, "special", False):
                 self.special_ids.add(token_id)
         # How the names of tokens spell bytes: as letters (ByteLevel), or with ▁ and <0x0A>.
@@ -274,13 +322,19 @@ class TokenBytes:
     def decode(self, ids: Sequence[int]) -> list[bytes]:
         """The bytes of each token; a special token's are those of its name."""
         tokens = self._tokenizer.convert_ids_to_tokens(list(ids))
-        return [self._decode_token(token_id, str(token)) for token_id, token in zip(ids, tokens, strict=True)]
+        return [
+            self._decode_token(token_id, str(token))
+            for token_id, token in zip(ids, tokens, strict=True)
+        ]
 
     def _decode_token(self, token_id: int, token: str) -> bytes:
         if token_id in self._added_tokens or token_id in self.special_ids:
             token = self._added_tokens.get(token_id) or token
         elif self._is_byte_level:
-            return b"".join(self._byte_by_letter.get(letter) or letter.encode("utf-8", "replace") for letter in token)
+            return b"".join(
+                self._byte_by_letter.get(letter) or letter.encode("utf-8", "replace")
+                for letter in token
+            )
         elif self._is_sentence_piece:
             if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
                 return bytes.fromhex(byte[1])
@@ -289,19 +343,32 @@ class TokenBytes:
 
 
 def split_token_pieces(
-    ids: Sequence[int], labels: Sequence[int], token_bytes: TokenBytes, *, kept_flags: Sequence[bool]
+    ids: Sequence[int],
+    labels: Sequence[int],
+    token_bytes: TokenBytes,
+    *,
+    kept_flags: Sequence[bool],
 ) -> list[TokenPiece]:
-    """The tokens of a row as pieces: each by itself, or with those that complete its last character."""
+    """The tokens of a row as pieces: each by itself, or with those that complete its last
+    character."""
     tokens = zip(ids, token_bytes.decode(ids), labels, kept_flags, strict=True)
     # a piece is trained, special and kept, or not, as a whole
     runs = itertools.groupby(
-        tokens, key=lambda token: (token[2] != IGNORED, token[0] in token_bytes.special_ids, token[3])
+        tokens,
+        key=lambda token: (token[2] != IGNORED, token[0] in token_bytes.special_ids, token[3]),
     )
-    return [TokenPiece(text, piece_ids, *state) for state, run in runs for text, piece_ids in _join_characters(run)]
+    return [
+        TokenPiece(text, piece_ids, *state)
+        for state, run in runs
+        for text, piece_ids in _join_characters(run)
+    ]
 
 
-def _join_characters(tokens: Iterable[tuple[int, bytes, int, bool]]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    # incremental: it holds back the bytes of a character that is not complete, and tells so in its state
+def _join_characters(
+    tokens: Iterable[tuple[int, bytes, int, bool]],
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    # incremental: it holds back the bytes of a character that is not complete, and tells so in its
+    # state
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     text = ""
     ids: tuple[int, ...] = ()
@@ -315,14 +382,20 @@ def _join_characters(tokens: Iterable[tuple[int, bytes, int, bool]]) -> Iterator
 
 
 def kept_token_flags(ids: Sequence[int], kept_ids: Sequence[int]) -> list[bool]:
-    """Which tokens of a whole row are in the cut one: its beginning, its end, or a beginning and an end."""
+    """Which tokens of a whole row are in the cut one: its beginning, its end, or a beginning and an
+    end."""
     size, kept_size = len(ids), len(kept_ids)
     is_end = list(ids[size - kept_size :]) == list(kept_ids) != list(ids[:kept_size])
-    beginning = 0 if is_end else next((index for index in range(kept_size) if ids[index] != kept_ids[index]), kept_size)
+    beginning = (
+        0
+        if is_end
+        else next((index for index in range(kept_size) if ids[index] != kept_ids[index]), kept_size)
+    )
     return [index < beginning or index >= size - (kept_size - beginning) for index in range(size)]
 
 
-# Characters that are not seen are shown by signs: no text of the data can change how a page or a terminal reads.
+# Characters that are not seen are shown by signs: no text of the data can change how a page or a
+# terminal reads.
 _SIGNS = {" ": "·", "\n": "⏎", "\t": "⇥"}
 _HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"})
 # Letters and marks without a shape.
@@ -330,7 +403,8 @@ _BLANK_CHARACTERS = frozenset("\u115f\u1160\u3164\uffa0\u2800\u034f\u17b4\u17b5"
 
 
 def character_sign(character: str) -> str:
-    """A character that is seen, or the sign of one that is not: `·` for a space, ⟨U+202E⟩ and the like."""
+    """A character that is seen, or the sign of one that is not: `·` for a space, ⟨U+202E⟩ and the
+    like."""
     if character in _SIGNS:
         return _SIGNS[character]
     if "\udc80" <= character <= "\udcff":
@@ -341,11 +415,12 @@ def character_sign(character: str) -> str:
 
 
 def make_visible(text: str) -> str:
-    """Text that is safe to show, on one line: spaces as they are, everything else that is not seen by its sign."""
+    """Text that is safe to show, on one line: spaces as they are, everything else that is not seen
+    by its sign."""
     return " ".join("".join(map(character_sign, word)) for word in text.split(" "))
 
 
-# --- plain text, and the terminal -------------------------------------------------------------------------------------
+# --- plain text, and the terminal -----------------------------------------------------------------
 
 # Foreground and background both, so that tokens can be read on dark and on light terminals.
 _TERMINAL_STYLES = {
@@ -367,7 +442,8 @@ def format_plain_lines(row: PreviewRow, *, max_pieces: int = MAX_TERMINAL_PIECES
 
 
 def format_terminal_text(row: PreviewRow, *, max_pieces: int = MAX_TERMINAL_PIECES) -> Any:
-    """The example as `rich.text.Text`: tokens on changing grounds, trained ones green, cut ones struck through."""
+    """The example as `rich.text.Text`: tokens on changing grounds, trained ones green, cut ones
+    struck through."""
     from rich.text import Text
 
     problem_lines = [(f"{line}\n", "bold red") for line in row.problem_lines()]
@@ -396,12 +472,13 @@ def _mark_segments(row: PreviewRow, max_pieces: int) -> Iterator[tuple[str, str]
     yield "]]" * is_trained + "~~" * (not is_kept), ""
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 _STYLE = """
-:root { color-scheme: light dark; --a: #eceef1; --b: #dde1e7; --ta: #c2ecc4; --tb: #9fdda4; --bad: #a3262a; }
-@media (prefers-color-scheme: dark) { :root { --a: #262b33; --b: #343b46; --ta: #1c5130; --tb: #28713f;
-  --bad: #ff8f8f; } }
+:root { color-scheme: light dark; --a: #eceef1; --b: #dde1e7; --ta: #c2ecc4; --tb: #9fdda4;
+  --bad: #a3262a; }
+@media (prefers-color-scheme: dark) {
+  :root { --a: #262b33; --b: #343b46; --ta: #1c5130; --tb: #28713f; --bad: #ff8f8f; } }
 body { margin: 0 auto; padding: 1.5rem; max-width: 78rem; font: 15px/1.5 system-ui, sans-serif; }
 body, pre { overflow-wrap: anywhere; }
 section { margin-top: 2rem; border-top: 1px solid gray; }
@@ -415,24 +492,33 @@ pre { font: 14px/1.75 ui-monospace, monospace; white-space: pre-wrap; }
 .cut, .bad { color: var(--bad); font-weight: 600; }
 .gap { font-style: italic; }
 """.strip()
-_LEGEND = """<p><span class="t">not</span><span class="t b"> trained</span> · <span class="t y">tra</span><span
-class="t y o">ined</span> · <span class="t s">special token</span> · <span class="t x">cut by max_seq_len</span> ·
+_LEGEND = """<p><span class="t">not</span><span class="t b"> trained</span> ·
+<span class="t y">tra</span><span class="t y o">ined</span> ·
+<span class="t s">special token</span> · <span class="t x">cut by max_seq_len</span> ·
 ⟨U+200B⟩ a character that is not seen, ⟨0xF0⟩ a byte that is no character</p>
 """
 
 
 def render_html_page(
-    rows: Sequence[PreviewRow], *, title: str, intro_lines: Iterable[str], max_pieces: int = MAX_PAGE_PIECES
+    rows: Sequence[PreviewRow],
+    *,
+    title: str,
+    intro_lines: Iterable[str],
+    max_pieces: int = MAX_PAGE_PIECES,
 ) -> str:
-    """One HTML page without network, script or anything outside itself; `intro_lines` stand below the title."""
-    # the page may be opened anywhere: it allows itself this one style sheet, by its digest, and nothing else
+    """One HTML page without network, script or anything outside itself; `intro_lines` stand below
+    the title."""
+    # the page may be opened anywhere: it allows itself this one style sheet, by its digest, and
+    # nothing else
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     lines = "".join(f"<p>{_escape(line)}</p>\n" for line in intro_lines)
     sections = ""
     for row in rows:
         segments = shown_segments(row, max_pieces)
-        spans = "".join(f'<span class="{classes}">{html.escape(text)}</span>' for text, classes, _ in segments)
+        spans = "".join(
+            f'<span class="{classes}">{html.escape(text)}</span>' for text, classes, _ in segments
+        )
         problems = "".join(f'<p class="bad">{_escape(line)}</p>\n' for line in row.problem_lines())
         sections += (
             f"<section>\n<h2>Row {row.row_number:,}</h2>\n<p>{_escape(row.summary())}</p>\n"

@@ -1,9 +1,10 @@
-"""`make process`: raw files → checked conversations in one form, split, with a report; and `make style`, which gives
-these a system prompt by the file they came from.
+"""`make process`: raw files → checked conversations in one form, split, with a report; and `make
+style`, which gives these a system prompt by the file they came from.
 
-Each file is read with its own format. A row's split depends on its content alone, so that adding rows moves none of
-the others, and rows with the same content are in the same split; raw files that have splits of their own keep them.
-Nothing is written where a row cannot be used, unless data.on_bad_row=skip.
+Each file is read with its own format. A row's split depends on its content alone, so that adding
+rows moves none of the others, and rows with the same content are in the same split; raw files that
+have splits of their own keep them. Nothing is written where a row cannot be used, unless
+data.on_bad_row=skip.
 """
 
 import functools
@@ -22,7 +23,12 @@ from sft_play.data.build.survey import CHARACTERS_PER_TOKEN
 from sft_play.data.checks import judge_columns
 from sft_play.data.managed_outputs import OutputFolder
 from sft_play.data.masks.render import is_trained_turn
-from sft_play.data.near_duplicates import SimilarityIndex, SketchMaker, compared_texts, read_compared_texts
+from sft_play.data.near_duplicates import (
+    SimilarityIndex,
+    SketchMaker,
+    compared_texts,
+    read_compared_texts,
+)
 from sft_play.data.sources.examples import (
     count_part_rows,
     example_text,
@@ -30,7 +36,14 @@ from sft_play.data.sources.examples import (
     read_example,
     set_system_prompt,
 )
-from sft_play.data.sources.files import FilePart, find_source, is_saved_dataset, list_parts, read_part, walk_data_files
+from sft_play.data.sources.files import (
+    FilePart,
+    find_source,
+    is_saved_dataset,
+    list_parts,
+    read_part,
+    walk_data_files,
+)
 from sft_play.data.sources.formats import (
     STYLED_KEY,
     TEMPLATE_KWARGS,
@@ -59,10 +72,11 @@ OUTPUT_NAMES = (*(f"{name}.jsonl" for name in SPLIT_NAMES), "report.json")
 MAX_INDEX_BYTES = 2 * GIB
 # Rows, or files, that are named of each problem; the rest is counted.
 MAX_LISTED = 20
-# Without the chat template's own tokens: processing needs no model, and its rows may be trained with any.
+# Without the chat template's own tokens: processing needs no model, and its rows may be trained
+# with any.
 _LENGTH_NOTE = f"lengths are estimated at {CHARACTERS_PER_TOKEN:g} characters per token"
 
-# --- the report -------------------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -138,12 +152,16 @@ class SplitReport:
         turns = "plain text"  # chats are not mixed with it
         if self.roles:
             roles = ", ".join(f"{role} {count:,}" for role, count in self.roles.most_common())
-            turns = f"{self.roles.total():,} turns ({roles}), {self.trained_turns:,} of them trained"
+            turns = (
+                f"{self.roles.total():,} turns ({roles}), {self.trained_turns:,} of them trained"
+            )
         return [
             f"{format_row_count(self.rows)}; {turns}",
-            f"about {self.tokens:,} tokens an epoch, longest row {self.longest:,}; "
-            f"{self.rows_over_limit / self.rows:.1%} of the rows are over model.max_seq_len {max_seq_len:,} "
-            f"({_LENGTH_NOTE})",
+            (
+                f"about {self.tokens:,} tokens an epoch, longest row {self.longest:,};"
+                f" {self.rows_over_limit / self.rows:.1%} of the rows are over model.max_seq_len"
+                f" {max_seq_len:,} ({_LENGTH_NOTE})"
+            ),
         ]
 
 
@@ -193,7 +211,8 @@ class ProcessReport(Answer):
             "leaks": {**asdict(self.leaks), "dropped": options.drop_leaks},
             "near_duplicates": {**asdict(self.near_duplicates), "dropped": drops_near},
             "overlaps": {
-                name: {**asdict(places), "dropped": options.drop_overlaps} for name, places in self.overlaps.items()
+                name: {**asdict(places), "dropped": options.drop_overlaps}
+                for name, places in self.overlaps.items()
             },
             "own_splits": self.has_own_splits,
             "splits": {name: split.as_json() for name, split in self.splits.items()},
@@ -211,39 +230,65 @@ class ProcessReport(Answer):
         options, file_count = self.options, len(self.files)
         split_counts = ", ".join(f"{name} {split.rows:,}" for name, split in self.splits.items())
         lines = [
-            f"Processed {format_row_count(self.rows_in)} of {file_count} file{'s' * (file_count != 1)}: "
-            f"{self.rows_kept:,} kept ({split_counts}) in {options.out_dir}"
+            f"Processed {format_row_count(self.rows_in)} of {file_count}"
+            f" file{'s' * (file_count != 1)}: {self.rows_kept:,} kept ({split_counts}) in"
+            f" {options.out_dir}"
         ]
         for file in self.files[:MAX_LISTED]:
             line = f"  {file.name}: {file.rows:,} rows, {file.format or 'no format'}"
             if file.split:
                 line += f", split {file.split}"
             if file.unused:
-                line += f"; columns not used: {', '.join(one_line(key, limit=40) for key in file.unused)}"
+                line += (
+                    "; columns not used:"
+                    f" {', '.join(one_line(key, limit=40) for key in file.unused)}"
+                )
             lines.append(line)
         lines += filter(None, [_more(file_count, "  … and {} more files")])
         for title, counts in (("Left out", self.dropped), ("Note", self.notes)):
             for reason, places in _sort_by_count(counts):
-                lines.append(f"{title}: {format_row_count(places.count)}: {reason}: {places.format_locations()}")
+                lines.append(
+                    f"{title}: {format_row_count(places.count)}: {reason}:"
+                    f" {places.format_locations()}"
+                )
         checks = [
             ("Duplicates", self.duplicates, options.drop_duplicates, "drop_duplicates=true"),
-            ("Leaks (rows that are in another split too)", self.leaks, options.drop_leaks, "drop_leaks=true"),
+            (
+                "Leaks (rows that are in another split too)",
+                self.leaks,
+                options.drop_leaks,
+                "drop_leaks=true",
+            ),
         ]
         if options.near_duplicates != "ignore":
             is_dropped = options.near_duplicates == "drop"
-            checks.append(("Near-duplicates", self.near_duplicates, is_dropped, "near_duplicates=drop"))
+            checks.append(
+                ("Near-duplicates", self.near_duplicates, is_dropped, "near_duplicates=drop")
+            )
         for name, places in self.overlaps.items():
-            checks.append((f"Training rows nearly in {name}", places, options.drop_overlaps, "drop_overlaps=true"))
+            checks.append(
+                (
+                    f"Training rows nearly in {name}",
+                    places,
+                    options.drop_overlaps,
+                    "drop_overlaps=true",
+                )
+            )
         for title, places, is_dropped, option in checks:
             line = f"{title}: {places.count:,}"
             if places.count:
-                outcome = "left out" if is_dropped else f"kept; data.process.{option} leaves them out"
+                outcome = (
+                    "left out" if is_dropped else f"kept; data.process.{option} leaves them out"
+                )
                 line += f", {outcome}: {places.format_locations()}"
             lines.append(line)
         lines += self.remarks
         if self.skipped_files:
             names = ", ".join(self.skipped_files[:MAX_LISTED])
-            lines.append(f"Files not read, whose names are not those of data ({len(self.skipped_files)}): {names}")
+            lines.append(
+                f"Files not read, whose names are not those of data ({len(self.skipped_files)}):"
+                f" {names}"
+            )
         for name, split in self.splits.items():
             lines += [f"{name}: {line}" for line in split.lines(self.max_seq_len)]
         return lines
@@ -253,7 +298,7 @@ def _sort_by_count(counts: dict[str, Occurrences]) -> list[tuple[str, Occurrence
     return sorted(counts.items(), key=lambda item: (-item[1].count, item[0]))
 
 
-# --- raw files to processed rows --------------------------------------------------------------------------------------
+# --- raw files to processed rows ------------------------------------------------------------------
 
 
 def split_by_digest(digest: bytes, *, val_fraction: float, test_fraction: float) -> str:
@@ -265,20 +310,24 @@ def split_by_digest(digest: bytes, *, val_fraction: float, test_fraction: float)
 
 
 def process_files(config: RunConfig, *, force: bool = False) -> ProcessReport:
-    """Read `data.process.raw_path`, write the splits and report.json to `data.process.out_dir`. `force` overwrites
-    files that were edited. Raises DataError, with nothing written, where raw files or rows cannot be used."""
+    """Read `data.process.raw_path`, write the splits and report.json to `data.process.out_dir`.
+    `force` overwrites files that were edited. Raises DataError, with nothing written, where raw
+    files or rows cannot be used.
+    """
     require_known_columns(config.data)
     return _Processor(config).run(force=force)
 
 
 class _Processor:
-    # what grows with the raw files: digests (16 bytes a row), what near-duplicates are found by, and counts
+    # what grows with the raw files: digests (16 bytes a row), what near-duplicates are found by,
+    # and counts
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._options: ProcessConfig = config.data.process
         self._report = ProcessReport(self._options, config.model.max_seq_len)
         self._output_folders = [
-            Path(folder).expanduser().resolve() for folder in (self._options.out_dir, config.data.style.out_dir)
+            Path(folder).expanduser().resolve()
+            for folder in (self._options.out_dir, config.data.style.out_dir)
         ]
         self._faults: list[str] = []
         self._has_bad_rows = False
@@ -299,7 +348,9 @@ class _Processor:
         parts = self._find_parts()
         # of data.val_path and data.test_path only files that are neither trained on nor written
         data, compare_paths = self._config.data, list(self._options.compare_with)
-        trained_paths = [part.path.resolve() for part, split in parts if split not in ("val", "test")]
+        trained_paths = [
+            part.path.resolve() for part, split in parts if split not in ("val", "test")
+        ]
         for value in filter(None, (data.val_path, data.test_path)):
             path = Path(value).expanduser().resolve()
             is_held_out = path.exists() and path not in trained_paths and not self._is_output(path)
@@ -313,37 +364,56 @@ class _Processor:
                     progress.add()
             self._indexes_by_file[name] = index
             self._report.overlaps[name] = Occurrences()
-        out = OutputFolder(Path(self._options.out_dir).expanduser(), OUTPUT_NAMES, force=force, command="process")
+        out = OutputFolder(
+            Path(self._options.out_dir).expanduser(), OUTPUT_NAMES, force=force, command="process"
+        )
         total = functools.partial(count_part_rows, [part for part, _ in parts])
-        with out, report_wait("Processing raw rows", unit="rows", count_total=total) as self._progress:
+        with (
+            out,
+            report_wait("Processing raw rows", unit="rows", count_total=total) as self._progress,
+        ):
             for part, split in parts:
                 self._process_part(part, split, out)
-            if self._options.near_duplicates == "count" and self._similarity_index.memory_bytes >= MAX_INDEX_BYTES:
+            if (
+                self._options.near_duplicates == "count"
+                and self._similarity_index.memory_bytes >= MAX_INDEX_BYTES
+            ):
                 report.remarks.append(
-                    f"Near-duplicates: counting takes {MAX_INDEX_BYTES / GIB:g} GiB of memory at most, and was not "
-                    "done for all rows; data.process.near_duplicates=drop compares all"
+                    f"Near-duplicates: counting takes {MAX_INDEX_BYTES / GIB:g} GiB of memory at"
+                    " most, and was not done for all rows; data.process.near_duplicates=drop"
+                    " compares all"
                 )
             if self._faults:
                 more = filter(None, [_more(len(self._faults), "… and {} more files")])
                 advice = "fix it" if len(self._faults) == 1 else "fix them"
                 if self._has_bad_rows and self._config.data.on_bad_row == "fail":
                     advice = "fix them, or leave rows out, counted, with data.on_bad_row=skip"
-                raise DataError("\n".join([*self._faults[:MAX_LISTED], *more, f"{advice}; nothing was written"]))
+                raise DataError(
+                    "\n".join([*self._faults[:MAX_LISTED], *more, f"{advice}; nothing was written"])
+                )
             if len(self._first_file_by_kind) > 1:
                 raise DataError(
-                    f"the raw files mix chats ({self._first_file_by_kind['chats']}) and plain text "
-                    f"({self._first_file_by_kind['text']}), which are trained in different ways; process them "
-                    "separately, each with its own data.process.raw_path and out_dir"
+                    f"the raw files mix chats ({self._first_file_by_kind['chats']}) and plain text"
+                    f" ({self._first_file_by_kind['text']}), which are trained in different ways;"
+                    " process them separately, each with its own data.process.raw_path and out_dir"
                 )
             if not report.rows_kept:
-                reasons = "; ".join(f"{places.count:,} x {reason}" for reason, places in _sort_by_count(report.dropped))
-                raise DataError(f"no row is left of {report.rows_in:,} ({reasons or 'the files have none'})")
+                reasons = "; ".join(
+                    f"{places.count:,} x {reason}"
+                    for reason, places in _sort_by_count(report.dropped)
+                )
+                raise DataError(
+                    f"no row is left of {report.rows_in:,} ({reasons or 'the files have none'})"
+                )
             if "train" not in report.splits:
                 raise DataError(
-                    f"all {report.rows_kept:,} rows fall into {' and '.join(report.splits)}, none into train; set "
-                    "data.process.val_fraction=0 and test_fraction=0, or give more rows"
+                    f"all {report.rows_kept:,} rows fall into {' and '.join(report.splits)}, none"
+                    " into train; set data.process.val_fraction=0 and test_fraction=0, or give"
+                    " more rows"
                 )
-            report.splits = {name: report.splits[name] for name in SPLIT_NAMES if name in report.splits}
+            report.splits = {
+                name: report.splits[name] for name in SPLIT_NAMES if name in report.splits
+            }
             out.write_json("report.json", report.as_json())
         return report
 
@@ -360,7 +430,8 @@ class _Processor:
         # a file that two paths name is read once
         splits_by_part = dict(item for path in paths for item in self._find_parts_in(path))
         held_out_count = sum(split in ("val", "test") for split in splits_by_part.values())
-        # One held-out file beside others makes it so; files that are all held out are split like any others.
+        # One held-out file beside others makes it so; files that are all held out are split like
+        # any others.
         self._report.has_own_splits = 0 < held_out_count < len(splits_by_part)
         if not self._report.has_own_splits:
             return [(part, None) for part in splits_by_part]
@@ -369,7 +440,8 @@ class _Processor:
             parts_by_split[split or "train"].append(part)
         present_splits = ", ".join(name for name in SPLIT_NAMES if parts_by_split[name])
         self._report.remarks.append(
-            f"The raw files have their own splits ({present_splits}); they are kept, and none is split off"
+            f"The raw files have their own splits ({present_splits}); they are kept, and none is"
+            " split off"
         )
         return [(part, name) for name, parts in parts_by_split.items() for part in parts]
 
@@ -382,8 +454,8 @@ class _Processor:
         parts = [part for part in parts if not self._is_output(part.path)]
         if not parts:
             raise DataError(
-                f"data.process.raw_path={one_line(path_or_hub_id)} is in the folder that is written to "
-                f"({self._options.out_dir}); give data.process.out_dir another one"
+                f"data.process.raw_path={one_line(path_or_hub_id)} is in the folder that is written"
+                f" to ({self._options.out_dir}); give data.process.out_dir another one"
             )
         folder = source if isinstance(source, Path) and source.is_dir() else None
         if folder is not None and not is_saved_dataset(folder):
@@ -403,11 +475,12 @@ class _Processor:
                     yield replace(part, split=name), split or "train"
                 else:
                     self._report.remarks.append(
-                        f"{one_line(part.name)}: its split {one_line(name)} is none of {', '.join(SPLIT_NAMES)}: "
-                        "not read"
+                        f"{one_line(part.name)}: its split {one_line(name)} is none of"
+                        f" {', '.join(SPLIT_NAMES)}: not read"
                     )
             if not names:
-                # the split that the file's name says, or that of a folder it is in, the nearest first
+                # the split that the file's name says, or that of a folder it is in, the nearest
+                # first
                 path = Path(part.name)
                 path_names = [path.name.lower().removesuffix(".gz").rpartition(".")[0] or path.name]
                 if folder is not None:
@@ -417,11 +490,18 @@ class _Processor:
     def _process_part(self, part: FilePart, split: str | None, out: OutputFolder) -> None:
         # faults are kept for one message about all files
         name = f"{part.name} ({part.split})" if part.kind in ("saved", "hub") else part.name
-        file_report, stats, error_text = FileReport(one_line(name, limit=4_000), split=split), RowStats(), ""
+        file_report, stats, error_text = (
+            FileReport(one_line(name, limit=4_000), split=split),
+            RowStats(),
+            "",
+        )
         self._report.files.append(file_report)
         try:
             # rows are written without data.style, which make style or a run adds
-            rows, data = read_part(part), self._config.data.model_copy(update={"style": StyleConfig()})
+            rows, data = (
+                read_part(part),
+                self._config.data.model_copy(update={"style": StyleConfig()}),
+            )
             probed_rows, row_format = detect_format(rows, data)
             if row_format is not None:
                 file_report.format = row_format.name
@@ -430,17 +510,23 @@ class _Processor:
                 file_report.rows += 1
                 self._progress.add()
                 if isinstance(example, BadRow):
-                    self._report.dropped.setdefault(example.reason, Occurrences()).add(example.where)
+                    self._report.dropped.setdefault(example.reason, Occurrences()).add(
+                        example.where
+                    )
                     stats.count_bad(example)
                 else:
                     assert isinstance(raw, RawRow)
                     if is_processed_row(raw.data) and isinstance(raw.data["source"], str):
-                        example = replace(example, where=raw.data["source"])  # as it was processed before
+                        example = replace(
+                            example, where=raw.data["source"]
+                        )  # as it was processed before
                     stats.count_example(example)
                     self._process_example(example, split, file_report.name, out)
         except DataError as error:
             error_text = str(error)
-        file_report.unused = list(dict.fromkeys(name for name, _, _ in stats.unused_columns))[:MAX_LISTED]
+        file_report.unused = list(dict.fromkeys(name for name, _, _ in stats.unused_columns))[
+            :MAX_LISTED
+        ]
         self._report.remarks += [
             f"{file_report.name}: columns {finding.found}"
             for finding in judge_columns(stats, self._config.data)
@@ -450,26 +536,35 @@ class _Processor:
         if error_text or (stats.bad_rows and self._config.data.on_bad_row == "fail"):
             lines = []
             if stats.bad_rows:
-                head, *bad_rows = bad_row_lines(f"{file_report.rows:,} rows", stats.bad_rows, stats.first_bad_rows)
+                head, *bad_rows = bad_row_lines(
+                    f"{file_report.rows:,} rows", stats.bad_rows, stats.first_bad_rows
+                )
                 role_lines = [f"  {line}" for line in known_role_lines(stats.bad_rows, stats.turns)]
                 lines = [f"{file_report.name}: {head}", *bad_rows, *role_lines]
             self._faults.append("\n".join(filter(None, [*lines, error_text])))
 
-    def _process_example(self, example: Example, split: str | None, file_name: str, out: OutputFolder) -> None:
+    def _process_example(
+        self, example: Example, split: str | None, file_name: str, out: OutputFolder
+    ) -> None:
         report, options = self._report, self._options
         digest = content_digest(example)
         if split is None:
-            split = split_by_digest(digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction)
+            split = split_by_digest(
+                digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction
+            )
         for note in example.notes:
             report.notes.setdefault(note, Occurrences()).add(example.where)
         # why the row is left out, "" where it is kept: it is there already, or nearly
-        splits_with_row = [name for name, digests in self._digests_by_split.items() if digest[:16] in digests]
+        splits_with_row = [
+            name for name, digests in self._digests_by_split.items() if digest[:16] in digests
+        ]
         self._digests_by_split[split].add(digest[:16])
         reason = ""
         if split in splits_with_row:
             report.duplicates.add(example.where)
             reason = "a duplicate of an earlier row" * options.drop_duplicates
-        # The held-out splits come first where raw files have their own, so a row of train knows whether they hold it.
+        # The held-out splits come first where raw files have their own, so a row of train knows
+        # whether they hold it.
         other_splits = [name for name in splits_with_row if name != split]
         if other_splits:
             report.leaks.add(f"{example.where} ({' and '.join(other_splits)})")
@@ -500,8 +595,12 @@ class _Processor:
         if not self._faults:  # else nothing will be written; the rest is read to list all faults
             if split not in self._output_files:  # a split without rows gets no file
                 self._output_files[split] = out.open(f"{split}.jsonl")
-            self._output_files[split].write(json.dumps(processed_row(example, digest), ensure_ascii=False) + "\n")
-            report.splits.setdefault(split, SplitReport()).count(example, max_seq_len=report.max_seq_len)
+            self._output_files[split].write(
+                json.dumps(processed_row(example, digest), ensure_ascii=False) + "\n"
+            )
+            report.splits.setdefault(split, SplitReport()).count(
+                example, max_seq_len=report.max_seq_len
+            )
 
 
 def processed_row(example: Example, digest: bytes) -> dict[str, Any]:
@@ -518,25 +617,29 @@ def processed_row(example: Example, digest: bytes) -> dict[str, Any]:
 
 
 def read_processed(path: Path) -> Iterator[RawRow]:
-    """The rows of a file that `make process` wrote, as they are; raises DataError where it holds something else."""
+    """The rows of a file that `make process` wrote, as they are; raises DataError where it holds
+    something else."""
     if not path.is_file():
         raise DataError(f"{path} is missing; make process writes it")
     for row in read_part(FilePart(str(path), "lines")):
         if isinstance(row, BadRow):
             raise DataError(f"{row}; make process writes it again")
         if "messages" not in row.data and "text" not in row.data:
-            raise DataError(f"{row.where}: neither messages nor text; make process writes rows of that form")
+            raise DataError(
+                f"{row.where}: neither messages nor text; make process writes rows of that form"
+            )
         yield row
 
 
-# --- processed rows to rows with a system prompt ----------------------------------------------------------------------
+# --- processed rows to rows with a system prompt --------------------------------------------------
 
 _OUTCOMES = ("set", "prepended", "replaced", "left", "text")
 
 
 @dataclass
 class StyleReport(Answer):
-    """What became of the system prompts: counts by split of set, prepended, replaced, left, and rows of text."""
+    """What became of the system prompts: counts by split of set, prepended, replaced, left, and
+    rows of text."""
 
     out_dir: str
     splits: dict[str, Counter[str]] = field(default_factory=dict)
@@ -549,39 +652,72 @@ class StyleReport(Answer):
 
     def lines(self) -> list[str]:
         """The report in words."""
-        lines = [f"Styled {format_row_count(self.total.total())} into {self.out_dir}: {_format_outcomes(self.total)}"]
+        lines = [
+            f"Styled {format_row_count(self.total.total())} into {self.out_dir}:"
+            f" {_format_outcomes(self.total)}"
+        ]
         for name, counts in self.splits.items():
-            lines.append(f"  {name}: {format_row_count(counts.total())}, {_format_outcomes(counts)}")
-        return [*lines, *(f"data.style.per_source: no row's source matches {one_line(g)}" for g in self.unused_globs)]
+            lines.append(
+                f"  {name}: {format_row_count(counts.total())}, {_format_outcomes(counts)}"
+            )
+        return [
+            *lines,
+            *(
+                f"data.style.per_source: no row's source matches {one_line(g)}"
+                for g in self.unused_globs
+            ),
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """The report as JSON, which report.json holds."""
-        splits = {name: {outcome: counts[outcome] for outcome in _OUTCOMES} for name, counts in self.splits.items()}
+        splits = {
+            name: {outcome: counts[outcome] for outcome in _OUTCOMES}
+            for name, counts in self.splits.items()
+        }
         total = {outcome: self.total[outcome] for outcome in _OUTCOMES}
-        return {"ok": self.ok, "out_dir": self.out_dir, **total, "splits": splits, "unused_globs": [*self.unused_globs]}
+        return {
+            "ok": self.ok,
+            "out_dir": self.out_dir,
+            **total,
+            "splits": splits,
+            "unused_globs": [*self.unused_globs],
+        }
 
 
 def _format_outcomes(counts: Counter[str]) -> str:
     words = {outcome: outcome for outcome in _OUTCOMES} | {"text": "rows of plain text untouched"}
-    return ", ".join(f"{counts[outcome]:,} {word}" for outcome, word in words.items() if counts[outcome]) or "none"
+    return (
+        ", ".join(
+            f"{counts[outcome]:,} {word}" for outcome, word in words.items() if counts[outcome]
+        )
+        or "none"
+    )
 
 
 def style_rows(config: RunConfig, text: str | None, *, force: bool = False) -> StyleReport:
-    """Write the splits of `data.process.out_dir` to `data.style.out_dir` with their system prompts: that of the first
-    glob of `data.style.per_source` that matches, else `text` (STYLE=), else `data.style.system`. Raises ConfigError
-    without a prompt, DataError without processed rows or where edited files would be written over."""
+    """Write the splits of `data.process.out_dir` to `data.style.out_dir` with their system prompts:
+    that of the first glob of `data.style.per_source` that matches, else `text` (STYLE=), else
+    `data.style.system`. Raises ConfigError without a prompt, DataError without processed rows or
+    where edited files would be written over.
+    """
     options = config.data.style
     if text is not None:
         options = options.model_copy(update={"system": text})
     if not (options.system or "").strip() and not options.per_source:
         raise ConfigError(
-            "no system prompt is given: make style STYLE='You are terse.', or data.style.system, or "
-            "data.style.per_source={'*faq*': 'You answer briefly.'}"
+            "no system prompt is given: make style STYLE='You are terse.', or data.style.system, or"
+            " data.style.per_source={'*faq*': 'You answer briefly.'}"
         )
-    source, target = (Path(path).expanduser() for path in (config.data.process.out_dir, options.out_dir))
+    source, target = (
+        Path(path).expanduser() for path in (config.data.process.out_dir, options.out_dir)
+    )
     if source.resolve() == target.resolve():
-        raise ConfigError(f"data.style.out_dir={options.out_dir} is data.process.out_dir; give it another folder")
-    names = [name for name in SPLIT_NAMES if name == "train" or (source / f"{name}.jsonl").is_file()]
+        raise ConfigError(
+            f"data.style.out_dir={options.out_dir} is data.process.out_dir; give it another folder"
+        )
+    names = [
+        name for name in SPLIT_NAMES if name == "train" or (source / f"{name}.jsonl").is_file()
+    ]
     report, unused_globs = StyleReport(str(target)), dict.fromkeys(options.per_source)
     with OutputFolder(target, OUTPUT_NAMES, force=force, command="style") as output:
         for name in names:

@@ -1,7 +1,7 @@
 """A real all-reduce over every rank, started by the doctor: is the sum right, and how fast is it?
 
-Each rank writes how far it came (`rank-N.json`), so that after a hang it is known who waits for whom; rank 0 the
-speed (`result.json`).
+Each rank writes how far it came (`rank-N.json`), so that after a hang it is known who waits for
+whom; rank 0 the speed (`result.json`).
 """
 
 import argparse
@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=tuple(SIZES), required=True)
     parser.add_argument("--timeout", type=float, required=True)
     options = parser.parse_args(argv)
-    die_with_parent(os.getppid(), signal.SIGKILL)  # the parent is the launcher, which ends with the doctor
+    die_with_parent(
+        os.getppid(), signal.SIGKILL
+    )  # the parent is the launcher, which ends with the doctor
     report: dict[str, Any] = {"rank": int(os.environ["RANK"])}
 
     def note(stage: str, **facts: Any) -> None:
@@ -48,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     note("started")
     try:
         wrong_count = _run_check(note, options.out, options.device, options.timeout)
-    except Exception as error:  # its process group is left as it is: destroying one that hangs would hang too
+    except (
+        Exception
+    ) as error:  # its process group is left as it is: destroying one that hangs would hang too
         note("failed", error=f"{type(error).__name__}: {error}")
         raise
     dist.destroy_process_group()
@@ -66,7 +70,10 @@ def _run_check(note: Callable[..., None], out: Path, device_type: str, timeout_s
         torch.cuda.set_device(device)
         ones = torch.ones(64, 64, dtype=torch.float16, device=device)
         if (ones @ ones).float().mean().item() != 64.0:
-            raise RuntimeError(f"{torch.cuda.get_device_name(device)} computes wrongly: ones(64) @ ones(64) is not 64")
+            raise RuntimeError(
+                f"{torch.cuda.get_device_name(device)} computes wrongly: ones(64) @ ones(64) is"
+                " not 64"
+            )
     note("device")
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     note("joined")
@@ -75,7 +82,9 @@ def _run_check(note: Callable[..., None], out: Path, device_type: str, timeout_s
         wrong_count += wrong_elements(size, device)
         note("reduced")  # a broken network hangs in the first one
         once_s = time_all_reduce(size, device, 1)
-        if once_s * SIZES[device_type][-1] / size > MAX_ONCE_S:  # a network so slow would not be done in time
+        if (
+            once_s * SIZES[device_type][-1] / size > MAX_ONCE_S
+        ):  # a network so slow would not be done in time
             break
     seconds = time_all_reduce(size, device, REPETITIONS)
     note("done", wrong=wrong_count)
@@ -86,7 +95,8 @@ def _run_check(note: Callable[..., None], out: Path, device_type: str, timeout_s
 
 
 def wrong_elements(byte_count: int, device: torch.device) -> int:
-    """Elements of an all-reduced pattern that differ from the sum over all ranks; each rank gives rank + 1 times it."""
+    """Elements of an all-reduced pattern that differ from the sum over all ranks; each rank gives
+    rank + 1 times it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pattern = torch.arange(byte_count // 4, dtype=torch.int32, device=device) % PATTERN_LENGTH + 1
     reduced = (pattern * (rank + 1)).float()

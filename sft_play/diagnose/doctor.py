@@ -1,5 +1,5 @@
-"""`make doctor`: all checks in order: the machine, the plan of the config, the other nodes, and the all-reduce of all
-ranks; and findings as lines.
+"""`make doctor`: all checks in order: the machine, the plan of the config, the other nodes, and the
+all-reduce of all ranks; and findings as lines.
 """
 
 import os
@@ -39,17 +39,17 @@ from sft_play.text import join_unique, render_lines
 
 # How long nodes wait for each other: time to start the command by hand on the next one.
 NODE_MEETING_S = 30.0
-# Limit of the all-reduce; importing torch from a cold disk takes most of it, NCCL's startup up to 10 s on many
-# nodes.
+# Limit of the all-reduce; importing torch from a cold disk takes most of it, NCCL's startup up to
+# 10 s on many nodes.
 ALL_REDUCE_LIMIT_S = 40.0
 
 
-# --- findings as lines ------------------------------------------------------------------------------------------------
+# --- findings as lines ----------------------------------------------------------------------------
 
 
 def format_findings(findings: Sequence[Finding], labels: Mapping[str, str]) -> list[str]:
-    """Each finding's verdict (or its label), name and text; below the text what to do, and the threads that it rests
-    on."""
+    """Each finding's verdict (or its label), name and text; below the text what to do, and the
+    threads that it rests on."""
     rows = Table.grid(padding=(0, 2, 0, 0))
     for min_width in (0, 18, 0):
         rows.add_column(no_wrap=True, overflow="ignore", min_width=min_width)
@@ -83,16 +83,20 @@ class DoctorReport(Answer):
         header = "Nothing FAILs: "
         if failed_names := self.names_by_verdict("FAIL"):
             header = f"{len(failed_names)} FAIL: {join_unique(failed_names)}; "
-        counts = ", ".join(f"{len(self.names_by_verdict(verdict))} {verdict}" for verdict in ("PASS", "WARN", "SKIP"))
+        counts = ", ".join(
+            f"{len(self.names_by_verdict(verdict))} {verdict}"
+            for verdict in ("PASS", "WARN", "SKIP")
+        )
         return [*format_findings(self.findings, {}), f"{header}{counts} ({self.elapsed_s:.0f} s)"]
 
 
-# --- the checks -------------------------------------------------------------------------------------------------------
+# --- the checks -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The run that the doctor checks: its config, the model's shapes, and its plan on this machine."""
+    """The run that the doctor checks: its config, the model's shapes, and its plan on this
+    machine."""
 
     config: RunConfig
     shape: ModelShape
@@ -107,8 +111,9 @@ def run_doctor(
     uses_cpu: bool = False,
     meeting_s: float = NODE_MEETING_S,
 ) -> DoctorReport:
-    """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`; nothing is written,
-    and a check that cannot be made is a finding. `uses_cpu`: the run asks for the CPU."""
+    """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`;
+    nothing is written, and a check that cannot be made is a finding. `uses_cpu`: the run asks for
+    the CPU."""
     start_time_s = time.monotonic()
     machine = detect_hardware(environment)
     if uses_cpu:  # the run must not fail a check for the state of GPUs that it leaves alone
@@ -127,7 +132,9 @@ def run_doctor(
             layout=planned_run.plan.layout if planned_run else str(options.strategy or ""),
             packages=planned_run.shape.kernel_packages if planned_run else (),
         ),
-        machine_checks.check_shared_memory(facts.shared_memory, gpus_per_node=len(local_machine.gpus)),
+        machine_checks.check_shared_memory(
+            facts.shared_memory, gpus_per_node=len(local_machine.gpus)
+        ),
         plan_finding,
     ]
     if planned_run is not None:
@@ -139,12 +146,17 @@ def run_doctor(
 
 
 def _select_gpus(machine: Hardware, options: LaunchOptions) -> tuple[Hardware, Hardware, Finding]:
-    """The machine as this node's ranks use it, the same with all nodes, and the finding on its GPUs."""
+    """The machine as this node's ranks use it, the same with all nodes, and the finding on its
+    GPUs."""
     try:
         local_machine = options.select_hardware(machine, is_one_node=True)
     except SftPlayError as error:
         message, _, remedy = str(error).partition("; ")
-        return machine, machine, fail_finding("GPUs", message, remedy or "GPUS= and NPROC= name GPUs that there are")
+        return (
+            machine,
+            machine,
+            fail_finding("GPUs", message, remedy or "GPUS= and NPROC= name GPUs that there are"),
+        )
     finding = skip_finding("GPUs", f"none found; {local_machine.ranks} CPU ranks are used instead")
     if local_machine.gpus:
         finding = pass_finding("GPUs", f"{len(local_machine.gpus)} x {local_machine.gpus[0].name}")
@@ -159,17 +171,25 @@ def _plan_run(
     try:
         planned_run = planner(machine)
     except SftPlayError as error:
-        return None, fail_finding("plan", one_line(str(error), limit=600), "fix it; make plan says more")
+        return None, fail_finding(
+            "plan", one_line(str(error), limit=600), "fix it; make plan says more"
+        )
     plan = planned_run.plan
-    choice = f"{plan.layout} on {machine.ranks} rank{'s' * (machine.ranks > 1)}: {plan.choice.verdict}"
+    choice = (
+        f"{plan.layout} on {machine.ranks} rank{'s' * (machine.ranks > 1)}: {plan.choice.verdict}"
+    )
     if plan.fits:
         return planned_run, pass_finding("plan", choice)
-    return planned_run, fail_finding("plan", f"nothing fits; the closest: {choice}", "make plan lists suggestions")
+    return planned_run, fail_finding(
+        "plan", f"nothing fits; the closest: {choice}", "make plan lists suggestions"
+    )
 
 
-def check_run_starts(config: RunConfig, machine: Hardware, environment: Mapping[str, str], *, params: int) -> Finding:
-    """Check what a run on this machine is refused for before anything loads: an accelerator that it would not use, a
-    model too large for a CPU, no compiler for its kernels."""
+def check_run_starts(
+    config: RunConfig, machine: Hardware, environment: Mapping[str, str], *, params: int
+) -> Finding:
+    """Check what a run on this machine is refused for before anything loads: an accelerator that it
+    would not use, a model too large for a CPU, no compiler for its kernels."""
     try:
         require_usable_hardware(config, machine, environment, count_params=lambda: params)
     except SftPlayError as error:
@@ -190,23 +210,31 @@ def _multi_rank_findings(
         return [skip_finding(ALL_REDUCE_NAME, "torch is not installed")]
     findings, rank_environment = list[Finding](), dict(environment)
     if options.nodes.count > 1:
-        variables, finding = check_node_meeting(system_facts, options.nodes, environment, limit_s=meeting_s)
+        variables, finding = check_node_meeting(
+            system_facts, options.nodes, environment, limit_s=meeting_s
+        )
         findings.append(finding)
         if variables is None:  # ranks would wait for the missing node until their own limit
             return [*findings, skip_finding(ALL_REDUCE_NAME, "the nodes did not meet")]
         rank_environment |= variables
     if gpu_finding.verdict == "FAIL":
-        return [*findings, skip_finding(ALL_REDUCE_NAME, "not over other GPUs than were asked for; see above")]
+        return [
+            *findings,
+            skip_finding(ALL_REDUCE_NAME, "not over other GPUs than were asked for; see above"),
+        ]
     disable_broken_p2p(system_facts.hardware, rank_environment)  # as a run's ranks communicate
-    outcome = run_all_reduce(system_facts.hardware, options, limit_s=ALL_REDUCE_LIMIT_S, environment=rank_environment)
+    outcome = run_all_reduce(
+        system_facts.hardware, options, limit_s=ALL_REDUCE_LIMIT_S, environment=rank_environment
+    )
     return [*findings, judge_all_reduce(outcome, system_facts, options.nodes)]
 
 
 def check_node_meeting(
     system_facts: SystemFacts, nodes: NodeSetup, environment: Mapping[str, str], *, limit_s: float
 ) -> tuple[Mapping[str, str] | None, Finding]:
-    """Let all nodes meet before a rank is started: the variables that the ranks need to find each other (None: they did
-    not meet), and the finding, with the nodes that are missing and what differs."""
+    """Let all nodes meet before a rank is started: the variables that the ranks need to find each
+    other (None: they did not meet), and the finding, with the nodes that are missing and what
+    differs."""
     from sft_play.launch.nodes import meet_nodes
 
     versions = {
@@ -230,7 +258,11 @@ def check_node_meeting(
         variables = meet_nodes(nodes, card, timeout_s=limit_s, environment=environment)
     except SftPlayError as error:
         # The doctor's time limit is fixed: distributed.timeout_s does not change it.
-        message = str(error).replace(" (distributed.timeout_s)", "").replace("distributed.timeout_s; ", "")
+        message = (
+            str(error)
+            .replace(" (distributed.timeout_s)", "")
+            .replace("distributed.timeout_s; ", "")
+        )
         return None, fail_finding(
             "nodes",
             one_line(message, limit=800),
@@ -240,22 +272,24 @@ def check_node_meeting(
     return variables, pass_finding("nodes", text)
 
 
-# --- an all-reduce over all ranks: started like a run's ranks, ended at a time limit, and judged ----------------------
+# --- an all-reduce over all ranks: started like a run's ranks, ended at a time limit, and judged --
 
 ALL_REDUCE_NAME = "all-reduce"
 # The ranks' own limit is this much shorter, so that they can report what they were waiting for.
 REPORT_MARGIN_S = 5.0
-# Fraction of a link's rate below which something is wrong. nccl-tests reach 0.75 to 0.95 of an NVLink's; over PCIe data
-# may pass through the host's memory or between sockets.
+# Fraction of a link's rate below which something is wrong. nccl-tests reach 0.75 to 0.95 of an
+# NVLink's; over PCIe data may pass through the host's memory or between sockets.
 MIN_LINK_SHARE = 0.15
 _ERROR_REMEDY = (
-    "fix what the error names; NCCL_DEBUG=INFO make doctor shows more, docs/diagnose.md what each check needs"
+    "fix what the error names; NCCL_DEBUG=INFO make doctor shows more, docs/diagnose.md what each"
+    " check needs"
 )
 
 
 @dataclass(frozen=True)
 class AllReduceOutcome:
-    """What the ranks reported. `reports_by_rank` are this node's; `result` is rank 0's, on its node."""
+    """What the ranks reported. `reports_by_rank` are this node's; `result` is rank 0's, on its
+    node."""
 
     expected_ranks: tuple[int, ...]
     world_size: int
@@ -268,7 +302,8 @@ class AllReduceOutcome:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The rate over each rank's link: size / time x 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md)."""
+        """The rate over each rank's link: size / time x 2(n-1)/n (nccl-tests,
+        doc/PERFORMANCE.md)."""
         if self.result is None or self.world_size == 1:
             return None
         size, seconds = int(self.result["bytes"]), float(self.result["seconds"])
@@ -280,7 +315,9 @@ def run_all_reduce(
 ) -> AllReduceOutcome:
     """Start this node's ranks, wait at most `limit_s`, and read their reports; no rank survives."""
     local_ranks = len(machine.gpus) or machine.cpu_ranks
-    expected_ranks = tuple(range(options.nodes.rank * local_ranks, (options.nodes.rank + 1) * local_ranks))
+    expected_ranks = tuple(
+        range(options.nodes.rank * local_ranks, (options.nodes.rank + 1) * local_ranks)
+    )
     with tempfile.TemporaryDirectory(prefix="sft-play-doctor-") as folder_name:
         folder = Path(folder_name)
         timeout_s, device = max(1.0, limit_s - REPORT_MARGIN_S), "cuda" if machine.gpus else "cpu"
@@ -292,11 +329,17 @@ def run_all_reduce(
             visible_gpus=",".join(str(gpu) for gpu in options.gpus) or None,
         )
         argv = list(launch.argv)
-        # a run's launch, of which only the program differs: what the check finds out holds for the run
+        # a run's launch, of which only the program differs: what the check finds out holds for the
+        # run
         argv[argv.index("--module") + 1] = "sft_play.diagnose.collective_check"
-        argv.insert(argv.index(TORCHRUN_MODULE), "sft_play.process.signals")  # so that it ends with the doctor
-        # torchrun gives ranks their places by these; those of a launcher above would be taken for theirs
-        launch_environment = {name: value for name, value in environment.items() if name not in LAUNCHER_VARIABLES}
+        argv.insert(
+            argv.index(TORCHRUN_MODULE), "sft_play.process.signals"
+        )  # so that it ends with the doctor
+        # torchrun gives ranks their places by these; those of a launcher above would be taken for
+        # theirs
+        launch_environment = {
+            name: value for name, value in environment.items() if name not in LAUNCHER_VARIABLES
+        }
         with (folder / "output").open("wb") as output_file:
             process = start_child(
                 argv,
@@ -307,7 +350,11 @@ def run_all_reduce(
                 stderr=subprocess.STDOUT,
             )
             # Ctrl-C ends the doctor at once, and the ranks with it: they have nothing to save
-            with supervise([process], on_stop=raise_interrupt, kill=lambda launcher: kill_process_tree(launcher.pid)):
+            with supervise(
+                [process],
+                on_stop=raise_interrupt,
+                kill=lambda launcher: kill_process_tree(launcher.pid),
+            ):
                 try:
                     exit_code = process.wait(timeout=limit_s)
                 except subprocess.TimeoutExpired:
@@ -318,7 +365,9 @@ def run_all_reduce(
         return AllReduceOutcome(
             expected_ranks,
             local_ranks * options.nodes.count,
-            reports_by_rank={rank: read_json(folder / f"rank-{rank}.json") for rank in expected_ranks},
+            reports_by_rank={
+                rank: read_json(folder / f"rank-{rank}.json") for rank in expected_ranks
+            },
             result=read_json(folder / "result.json") or None,
             timed_out=exit_code is None,
             exit_code=exit_code or 0,
@@ -327,15 +376,25 @@ def run_all_reduce(
         )
 
 
-def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup) -> Finding:
-    """The finding of the all-reduce: the sum, the ranks that did not arrive, and how fast it was."""
+def judge_all_reduce(
+    outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup
+) -> Finding:
+    """The finding of the all-reduce: the sum, the ranks that did not arrive, and how fast it
+    was."""
     reports, has_gpus = outcome.reports_by_rank, bool(system_facts.hardware.gpus)
-    wrong_counts = {rank: report["wrong"] for rank, report in reports.items() if report.get("wrong")}
+    wrong_counts = {
+        rank: report["wrong"] for rank, report in reports.items() if report.get("wrong")
+    }
     if wrong_counts:
-        counts = ", ".join(f"rank {rank} has {count} wrong elements" for rank, count in wrong_counts.items())
+        counts = ", ".join(
+            f"rank {rank} has {count} wrong elements" for rank, count in wrong_counts.items()
+        )
         remedy = "test the machine's memory: gloo on the CPU returned wrong numbers"
         if has_gpus:
-            remedy = "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is broken here"
+            remedy = (
+                "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is"
+                " broken here"
+            )
         return fail_finding(ALL_REDUCE_NAME, f"the sum is wrong: {counts}", remedy)
     is_done = all(reports.get(rank, {}).get("stage") == "done" for rank in outcome.expected_ranks)
     if not is_done or (outcome.result is None and nodes.rank == 0):
@@ -354,7 +413,8 @@ def judge_all_reduce(outcome: AllReduceOutcome, system_facts: SystemFacts, nodes
                 return warn_finding(
                     ALL_REDUCE_NAME,
                     text,
-                    "nvidia-smi topo -m and nvlink -s show the links and which are down; unset NCCL_P2P_DISABLE",
+                    "nvidia-smi topo -m and nvlink -s show the links and which are down; unset"
+                    " NCCL_P2P_DISABLE",
                 )
     return pass_finding(ALL_REDUCE_NAME, text)
 
@@ -373,34 +433,53 @@ _CHECK_STAGE_TEXTS = {
 
 # errors of ranks that only lost another one, or waited for it: it failed first
 _SECONDARY_ERRORS = re.compile(
-    r"closed by peer|reset by peer|[Tt]imed? ?out|remote process exited|Broken pipe|store", re.IGNORECASE
+    r"closed by peer|reset by peer|[Tt]imed? ?out|remote process exited|Broken pipe|store",
+    re.IGNORECASE,
 )
 
 
 def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts) -> Finding:
-    errors = {rank: str(report["error"]) for rank, report in outcome.reports_by_rank.items() if "error" in report}
-    first_error = next((error for error in errors.values() if not _SECONDARY_ERRORS.search(error)), None)
+    errors = {
+        rank: str(report["error"])
+        for rank, report in outcome.reports_by_rank.items()
+        if "error" in report
+    }
+    first_error = next(
+        (error for error in errors.values() if not _SECONDARY_ERRORS.search(error)), None
+    )
     if first_error is not None:
-        failed_ranks = format_ranks([rank for rank, error in errors.items() if error == first_error])
+        failed_ranks = format_ranks(
+            [rank for rank, error in errors.items() if error == first_error]
+        )
         return fail_finding(
-            ALL_REDUCE_NAME, f"{failed_ranks}: {redact(one_line(first_error, limit=300))}", _ERROR_REMEDY
+            ALL_REDUCE_NAME,
+            f"{failed_ranks}: {redact(one_line(first_error, limit=300))}",
+            _ERROR_REMEDY,
         )
     ranks_by_stage: dict[str, list[int]] = {}
     for rank in outcome.expected_ranks:
-        ranks_by_stage.setdefault(str(outcome.reports_by_rank.get(rank, {}).get("stage", "absent")), []).append(rank)
-    text = "; ".join(f"{format_ranks(ranks)} {_CHECK_STAGE_TEXTS[stage]}" for stage, ranks in ranks_by_stage.items())
+        ranks_by_stage.setdefault(
+            str(outcome.reports_by_rank.get(rank, {}).get("stage", "absent")), []
+        ).append(rank)
+    text = "; ".join(
+        f"{format_ranks(ranks)} {_CHECK_STAGE_TEXTS[stage]}"
+        for stage, ranks in ranks_by_stage.items()
+    )
     if not outcome.timed_out and not errors:
         text += f", exit code {outcome.exit_code}: {outcome.output_tail or 'no output'}"
         return fail_finding(ALL_REDUCE_NAME, text, _ERROR_REMEDY)
     if errors:
         text += f" ({one_line(next(iter(errors.values())), limit=200)})"
     text = f"not done after {outcome.limit_s:.0f} s: {text}"
-    remedy = "stop other work on this machine and run it again; each rank needs a core, and all need 1 GiB"
+    remedy = (
+        "stop other work on this machine and run it again; each rank needs a core, and all need"
+        " 1 GiB"
+    )
     if outcome.world_size > len(outcome.expected_ranks):
         remedy = "let the firewall pass all ports between the nodes: ranks choose their own"
     elif system_facts.hardware.gpus:
         remedy = (
-            "export NCCL_P2P_DISABLE=1: where that passes, boot with iommu=pt and switch ACS off in the BIOS "
-            "(https://github.com/NVIDIA/nccl/issues/2079)"
+            "export NCCL_P2P_DISABLE=1: where that passes, boot with iommu=pt and switch ACS off in"
+            " the BIOS (https://github.com/NVIDIA/nccl/issues/2079)"
         )
     return fail_finding(ALL_REDUCE_NAME, text, remedy)

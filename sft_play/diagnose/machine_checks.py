@@ -1,4 +1,5 @@
-"""The doctor's checks of this machine: packages, driver, shared memory, disk, and what is known to break a run.
+"""The doctor's checks of this machine: packages, driver, shared memory, disk, and what is known to
+break a run.
 
 `read_system_facts` is the only reader; the checks get what was read as arguments.
 """
@@ -72,13 +73,20 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
     versions: dict[str, str] = {}
     for item in metadata.distributions():
         with contextlib.suppress(Exception):  # a damaged distribution has no name
-            versions.setdefault(canonicalize_name(item.name), item.version)  # the first on the path is imported
+            versions.setdefault(
+                canonicalize_name(item.name), item.version
+            )  # the first on the path is imported
     requirements: tuple[str, ...] = ()
     if _PYPROJECT.is_file():  # the checkout's; those of an installed package were pip's to check
-        requirements = tuple(tomllib.loads(_PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"])
+        requirements = tuple(
+            tomllib.loads(_PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
+        )
     driver, driver_cuda = None, None
     if hardware.gpus:
-        with contextlib.suppress(Exception), nvml.open_nvml() as library:  # its own exceptions differ by platform
+        with (
+            contextlib.suppress(Exception),
+            nvml.open_nvml() as library,
+        ):  # its own exceptions differ by platform
             driver, driver_cuda = nvml.driver_versions(library)
     return SystemFacts(
         hardware=hardware,
@@ -95,49 +103,76 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
     )
 
 
-# --- packages, driver and shared memory -------------------------------------------------------------------------------
+# --- packages, driver and shared memory -----------------------------------------------------------
 
 
-_SHM_SOURCES = ("https://github.com/NVIDIA/nccl/issues/342", "https://github.com/NVIDIA/nccl/issues/290")
+_SHM_SOURCES = (
+    "https://github.com/NVIDIA/nccl/issues/342",
+    "https://github.com/NVIDIA/nccl/issues/290",
+)
 
 
 def check_packages(versions: Mapping[str, str], requirements: Sequence[str]) -> Finding:
-    """Check that every package is installed in a version that the project accepts (`requirements`)."""
-    problems = [problem for text in requirements if (problem := _requirement_problem(Requirement(text), versions))]
+    """Check that every package is installed in a version that the project accepts
+    (`requirements`)."""
+    problems = [
+        problem
+        for text in requirements
+        if (problem := _requirement_problem(Requirement(text), versions))
+    ]
     if problems:
         return fail_finding(
-            "packages", "; ".join(problems), "make setup (with VENV=: install them into that environment)"
+            "packages",
+            "; ".join(problems),
+            "make setup (with VENV=: install them into that environment)",
         )
     return pass_finding(
-        "packages", ", ".join(f"{name} {versions[name]}" for name in COMPUTE_PACKAGES if name in versions)
+        "packages",
+        ", ".join(f"{name} {versions[name]}" for name in COMPUTE_PACKAGES if name in versions),
     )
 
 
 def _requirement_problem(requirement: Requirement, versions: Mapping[str, str]) -> str | None:
-    if requirement.marker and not requirement.marker.evaluate({"extra": ""}):  # no extra: `; extra == "dev"` is out
+    if requirement.marker and not requirement.marker.evaluate(
+        {"extra": ""}
+    ):  # no extra: `; extra == "dev"` is out
         return None
     installed = versions.get(canonicalize_name(requirement.name))
     if installed is None:
         return f"{requirement.name}{requirement.specifier} is missing"
-    with contextlib.suppress(InvalidVersion):  # a version of somebody's own build cannot be compared
-        if not requirement.specifier.contains(installed, prereleases=True):  # nightlies of torch are pre-releases
+    with contextlib.suppress(
+        InvalidVersion
+    ):  # a version of somebody's own build cannot be compared
+        if not requirement.specifier.contains(
+            installed, prereleases=True
+        ):  # nightlies of torch are pre-releases
             return f"{requirement.name} is {installed}, needed {requirement.specifier}"
     return None
 
 
 def check_torch_build(system_facts: SystemFacts) -> list[Finding]:
-    """Check what torch is built for against the newest CUDA that the driver runs, if there are GPUs."""
+    """Check what torch is built for against the newest CUDA that the driver runs, if there are
+    GPUs."""
     torch_version = system_facts.versions.get("torch")
     if torch_version is None or not system_facts.hardware.gpus:
         return []
     if system_facts.torch_cuda is None:
-        return [fail_finding("driver", f"torch {torch_version} is a build without CUDA, but there are GPUs",
-                       "install torch's CUDA build: make setup (with VENV=: torch from PyPI)")]  # fmt: skip
+        return [
+            fail_finding(
+                "driver",
+                f"torch {torch_version} is a build without CUDA, but there are GPUs",
+                "install torch's CUDA build: make setup (with VENV=: torch from PyPI)",
+            )
+        ]
     build_text = f"torch {torch_version} is built for CUDA {system_facts.torch_cuda}"
     if system_facts.driver is None or system_facts.driver_cuda is None:
         return [skip_finding("driver", f"NVML does not answer; {build_text}")]
     newest_cuda = ".".join(map(str, system_facts.driver_cuda))
-    return [pass_finding("driver", f"{system_facts.driver} (CUDA {newest_cuda} and older); {build_text}")]
+    return [
+        pass_finding(
+            "driver", f"{system_facts.driver} (CUDA {newest_cuda} and older); {build_text}"
+        )
+    ]
 
 
 def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Finding:
@@ -148,12 +183,18 @@ def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Findi
     if gpus_per_node < 2:
         return pass_finding("shared memory", free_text)
     remedy = "in a container: docker run --shm-size=8g; else mount -o remount,size=8G /dev/shm"
-    # Docker's default, with which NCCL has run out of space (https://github.com/NVIDIA/nccl/issues/342).
+    # Docker's default, with which NCCL has run out of space
+    # (https://github.com/NVIDIA/nccl/issues/342).
     if space.free <= 64 * MIB:
-        return fail_finding("shared memory", f"{free_text}: too little for NCCL", remedy, *_SHM_SOURCES)
-    # NVIDIA's own advice for containers: `--shm-size=1g` (NCCL user guide, troubleshooting, shared memory)
+        return fail_finding(
+            "shared memory", f"{free_text}: too little for NCCL", remedy, *_SHM_SOURCES
+        )
+    # NVIDIA's own advice for containers: `--shm-size=1g` (NCCL user guide, troubleshooting, shared
+    # memory)
     if space.free < GIB:
-        return warn_finding("shared memory", f"{free_text}; NVIDIA advises 1 GiB for NCCL", remedy, *_SHM_SOURCES)
+        return warn_finding(
+            "shared memory", f"{free_text}; NVIDIA advises 1 GiB for NCCL", remedy, *_SHM_SOURCES
+        )
     return pass_finding("shared memory", free_text)
 
 
@@ -178,12 +219,14 @@ def find_known_bad(
     layout: str = "single",
     packages: Collection[str] = (),
 ) -> list[Finding]:
-    """Find the entries that apply, else a PASS. `rank_count`: of all nodes. `packages`: whose kernels the model's
-    class runs where they are installed."""
+    """Find the entries that apply, else a PASS. `rank_count`: of all nodes. `packages`: whose
+    kernels the model's class runs where they are installed."""
     gpus, driver_cuda = system_facts.hardware.gpus, system_facts.driver_cuda
     capabilities = [gpu.capability for gpu in gpus if gpu.capability]
     torch_cuda = _version_text(system_facts.torch_cuda)
-    package_problems = [kernel_package_problem(name, capability) for name in packages for capability in capabilities]
+    package_problems = [
+        kernel_package_problem(name, capability) for name in packages for capability in capabilities
+    ]
     uses_nccl = rank_count > 1 and bool(gpus)
     driver_runs_torchs_cuda = None
     if gpus and driver_cuda and torch_cuda:
@@ -191,7 +234,14 @@ def find_known_bad(
     facts = {
         **{
             name: system_facts.versions.get(name)
-            for name in ("torch", "triton", "deepspeed", "transformers", "peft", LINEAR_ATTENTION_PACKAGE)
+            for name in (
+                "torch",
+                "triton",
+                "deepspeed",
+                "transformers",
+                "peft",
+                LINEAR_ATTENTION_PACKAGE,
+            )
         },
         "driver": system_facts.driver,
         "driver_cuda": ".".join(map(str, driver_cuda)) if driver_cuda else None,
@@ -210,11 +260,17 @@ def find_known_bad(
         "nodes": node_count,
         "over_nccl": uses_nccl,
         "layout": layout,
-        "accelerate_refuses_p2p": uses_nccl and has_broken_p2p([gpu.name for gpu in gpus], system_facts.driver),
+        "accelerate_refuses_p2p": (
+            uses_nccl and has_broken_p2p([gpu.name for gpu in gpus], system_facts.driver)
+        ),
     }
     findings = [
         Finding(
-            KNOWN_BAD_NAME, entry["verdict"], entry["what"].format(**facts), entry["remedy"], tuple(entry["sources"])
+            KNOWN_BAD_NAME,
+            entry["verdict"],
+            entry["what"].format(**facts),
+            entry["remedy"],
+            tuple(entry["sources"]),
         )
         for entry in KNOWN_BAD_PAIRS
         if matches_conditions(entry["when"], facts)
@@ -222,7 +278,9 @@ def find_known_bad(
     return findings or [pass_finding(KNOWN_BAD_NAME, f"none of {len(KNOWN_BAD_PAIRS)} applies")]
 
 
-def matches_conditions(conditions: Mapping[str, Any] | Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> bool:
+def matches_conditions(
+    conditions: Mapping[str, Any] | Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
+) -> bool:
     """True if the facts meet a condition, or one of several; None is not known, and meets none."""
     alternatives = [conditions] if isinstance(conditions, Mapping) else conditions
     return any(
@@ -251,20 +309,32 @@ def _version_text(fact: Any) -> str | None:
 # downloaded.
 
 
-def disk_findings(config: RunConfig, shape: ModelShape, plan: Plan, options: LaunchOptions) -> list[Finding]:
+def disk_findings(
+    config: RunConfig, shape: ModelShape, plan: Plan, options: LaunchOptions
+) -> list[Finding]:
     """Whether the weights to download and the checkpoints fit on their disks."""
     disk_folder, space = nearest_disk_space(hub_cache_folder())
-    download = check_download(shape, is_cached=has_local_weights(config), disk_folder=disk_folder, space=space)
+    download = check_download(
+        shape, is_cached=has_local_weights(config), disk_folder=disk_folder, space=space
+    )
     if options.nodes.rank > 0 and not plan.choice.layout.is_zero:
         return [skip_finding("disk", "node 0 writes checkpoints and the final weights"), download]
     try:
         folder = output_dir(config.output)
     except SftPlayError as error:
-        return [fail_finding("disk", one_line(str(error), limit=300), "set output.dir to a folder"), download]
+        return [
+            fail_finding("disk", one_line(str(error), limit=300), "set output.dir to a folder"),
+            download,
+        ]
     disk_folder, space = nearest_disk_space(folder)
-    disk_usage, is_writable = planned_disk_usage(config, shape, plan), os.access(disk_folder, os.W_OK | os.X_OK)
+    disk_usage, is_writable = (
+        planned_disk_usage(config, shape, plan),
+        os.access(disk_folder, os.W_OK | os.X_OK),
+    )
     return [
-        check_disk(disk_usage, folder=folder, disk_folder=disk_folder, space=space, is_writable=is_writable),
+        check_disk(
+            disk_usage, folder=folder, disk_folder=disk_folder, space=space, is_writable=is_writable
+        ),
         download,
     ]
 
@@ -284,21 +354,30 @@ def hub_cache_folder() -> Path:
 
 
 def check_disk(
-    disk_usage: DiskUsage, *, folder: Path, disk_folder: Path, space: DiskSpace | None, is_writable: bool
+    disk_usage: DiskUsage,
+    *,
+    folder: Path,
+    disk_folder: Path,
+    space: DiskSpace | None,
+    is_writable: bool,
 ) -> Finding:
     """Whether the run's folder is writable and has room for the checkpoints that exist at once."""
     if not is_writable:
-        return fail_finding("disk", f"output.dir {folder}: {disk_folder} is not writable for this user",
-                      "set output.dir to a folder that you can write, or give this user the folder")  # fmt: skip
+        return fail_finding(
+            "disk",
+            f"output.dir {folder}: {disk_folder} is not writable for this user",
+            "set output.dir to a folder that you can write, or give this user the folder",
+        )
     if space is None:
         return skip_finding("disk", f"the free space at {disk_folder} cannot be read")
     checkpoints = "every checkpoint"
     if disk_usage.max_checkpoints is not None:
         checkpoints = plural(disk_usage.max_checkpoints, "checkpoint")
     needed = (
-        f"{checkpoints} of {format_size(disk_usage.checkpoint_bytes)} at once and "
-        f"{format_size(disk_usage.weights_bytes)} at the end: {format_size(disk_usage.total_bytes)}; "
-        f"{format_size(space.free)} are free at {disk_folder}"
+        f"{checkpoints} of {format_size(disk_usage.checkpoint_bytes)} at once and"
+        f" {format_size(disk_usage.weights_bytes)} at the end:"
+        f" {format_size(disk_usage.total_bytes)}; {format_size(space.free)} are free at"
+        f" {disk_folder}"
     )
     if space.free < disk_usage.total_bytes:
         return fail_finding("disk", needed, MORE_SPACE_REMEDY)
@@ -307,7 +386,9 @@ def check_disk(
     return pass_finding("disk", needed)
 
 
-def check_download(shape: ModelShape, *, is_cached: bool, disk_folder: Path, space: DiskSpace | None) -> Finding:
+def check_download(
+    shape: ModelShape, *, is_cached: bool, disk_folder: Path, space: DiskSpace | None
+) -> Finding:
     """Whether the hub's cache has room for the weights that the run would download."""
     download_bytes = 2 * shape.params  # as models on the hub are, in 16 bits
     if is_cached:
@@ -315,9 +396,11 @@ def check_download(shape: ModelShape, *, is_cached: bool, disk_folder: Path, spa
     if space is None:
         return skip_finding("disk for the model", f"the free space at {disk_folder} cannot be read")
     message = (
-        f"about {format_size(download_bytes)} will be downloaded from the hub; {format_size(space.free)} are free at "
-        f"{disk_folder}"
+        f"about {format_size(download_bytes)} will be downloaded from the hub;"
+        f" {format_size(space.free)} are free at {disk_folder}"
     )
     if space.free < download_bytes:
-        return fail_finding("disk for the model", message, "free space, or export HF_HOME=/a/larger/disk")
+        return fail_finding(
+            "disk for the model", message, "free space, or export HF_HOME=/a/larger/disk"
+        )
     return pass_finding("disk for the model", message)

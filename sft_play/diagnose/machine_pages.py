@@ -1,6 +1,7 @@
-"""`make gpu-info`: this machine's GPUs, driver, host and disk, read in under a second and without importing torch; or
-what a plan assumes of a machine that is only named. `make memory-check`: the processes of a run, what its ranks hold of
-each GPU, what others hold, and what its plan predicted. Each as JSON, and as lines that fit a narrow terminal.
+"""`make gpu-info`: this machine's GPUs, driver, host and disk, read in under a second and without
+importing torch; or what a plan assumes of a machine that is only named. `make memory-check`: the
+processes of a run, what its ranks hold of each GPU, what others hold, and what its plan predicted.
+Each as JSON, and as lines that fit a narrow terminal.
 """
 
 import contextlib
@@ -21,14 +22,27 @@ from sft_play.machine import nvml
 from sft_play.machine.gpu import GpuProcess, GpuSnapshot
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.host import nearest_disk_space
-from sft_play.machine.software import installed_version, nccl_package, torch_cuda_version, torch_hip_version
+from sft_play.machine.software import (
+    installed_version,
+    nccl_package,
+    torch_cuda_version,
+    torch_hip_version,
+)
 from sft_play.machine.visible_gpus import find_unusable_accelerator, torch_build_text
 from sft_play.planner.plan import device_budget_bytes
 from sft_play.process.failures import RUN_VARIABLE
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import iter_runs, lock_holder_pid, lock_holder_pids, resolve_run
-from sft_play.text import GIB, build_table, format_size, gib_or_na, render_lines, value_or_na, yes_no_or_na
+from sft_play.text import (
+    GIB,
+    build_table,
+    format_size,
+    gib_or_na,
+    render_lines,
+    value_or_na,
+    yes_no_or_na,
+)
 
 # An import of torch from a cold network disk takes a minute and more.
 TORCH_TIMEOUT_S = 120.0
@@ -37,11 +51,13 @@ TORCH_TIMEOUT_S = 120.0
 def read_machine_info(
     outputs: Path, environment: Mapping[str, str], *, includes_torch: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """This machine, as a run with `environment` would see it, with the disk of the run folders (`outputs`), as JSON and
-    as lines; `includes_torch`: torch is asked too, in a process of its own.
+    """This machine, as a run with `environment` would see it, with the disk of the run folders
+    (`outputs`), as JSON and as lines; `includes_torch`: torch is asked too, in a process of its
+    own.
 
-    In the JSON sizes are bytes, and null is what the driver does not say. `visible_gpus` are the indices of the GPUs
-    that a run here would see, in its order; `host` has the RAM as far as this process may use it.
+    In the JSON sizes are bytes, and null is what the driver does not say. `visible_gpus` are the
+    indices of the GPUs that a run here would see, in its order; `host` has the RAM as far as this
+    process may use it.
     """
     hardware, snapshot = detect_hardware(environment), read_all_gpus()
     visible_devices, visible_setting = environment.get("CUDA_VISIBLE_DEVICES"), None
@@ -93,14 +109,23 @@ def read_all_gpus(*, includes_topology: bool = True) -> GpuSnapshot:
     return nvml.gpu_snapshot(topology=includes_topology) or GpuSnapshot()
 
 
-def read_torch_report(environment: Mapping[str, str], *, timeout_s: float = TORCH_TIMEOUT_S) -> list[str]:
-    """Torch's own report of its build and of the GPUs that it sees, line by line (`torch.utils.collect_env`)."""
+def read_torch_report(
+    environment: Mapping[str, str], *, timeout_s: float = TORCH_TIMEOUT_S
+) -> list[str]:
+    """Torch's own report of its build and of the GPUs that it sees, line by line
+    (`torch.utils.collect_env`)."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.utils.collect_env"]
     try:
         result = subprocess.run(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=timeout_s, check=True,
-        )  # fmt: skip
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return [f"it did not answer: {one_line(str(error), limit=300)}"]
     report = result.stdout.partition("\nCPU:")[0]  # the rest is of the machine, and known
@@ -114,15 +139,31 @@ def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
         header = f"GPUs as {snapshot.source} shows them"
     lines = [f"This machine: {header}", f"Number of GPUs: {data['number_of_gpus']}"]
     if data["visible_setting"] is not None:
-        order = [f"GPU {index} is cuda:{device}" for device, index in enumerate(data["visible_gpus"])]
-        lines.append(f"{one_line(data['visible_setting'])}: {', '.join(order) or 'no GPU is visible'}")
+        order = [
+            f"GPU {index} is cuda:{device}" for device, index in enumerate(data["visible_gpus"])
+        ]
+        lines.append(
+            f"{one_line(data['visible_setting'])}: {', '.join(order) or 'no GPU is visible'}"
+        )
     lines += data["notes"]
     if data["unused_accelerator"]:
         lines.append(data["unused_accelerator"])
     by_index = {gpu.index: gpu for gpu in snapshot.gpus}
     if gpus := [by_index[index] for index in data["visible_gpus"] if index in by_index]:
-        headers = ("GPU", "name", "total\nGiB", "used\nGiB", "free\nGiB", "cc", "bf16", "fp8", "cap\nW", "°C",
-                   "PCIe\nnow/max", "MIG")  # fmt: skip
+        headers = (
+            "GPU",
+            "name",
+            "total\nGiB",
+            "used\nGiB",
+            "free\nGiB",
+            "cc",
+            "bf16",
+            "fp8",
+            "cap\nW",
+            "°C",
+            "PCIe\nnow/max",
+            "MIG",
+        )
         rows = [
             [
                 str(gpu.index),
@@ -133,8 +174,10 @@ def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
                 yes_no_or_na(gpu.fp8),
                 value_or_na(gpu.power_cap_watts),
                 value_or_na(gpu.temperature_celsius),
-                f"{value_or_na(gpu.pcie.generation)}x{value_or_na(gpu.pcie.lanes)}/"
-                f"{value_or_na(gpu.pcie.max_generation)}x{value_or_na(gpu.pcie.max_lanes)}",
+                (
+                    f"{value_or_na(gpu.pcie.generation)}x{value_or_na(gpu.pcie.lanes)}/"
+                    f"{value_or_na(gpu.pcie.max_generation)}x{value_or_na(gpu.pcie.max_lanes)}"
+                ),
                 yes_no_or_na(gpu.mig_enabled),
             ]
             for gpu in gpus
@@ -142,35 +185,50 @@ def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
         lines += ["", *render_lines(build_table(headers, rows, text_columns=(1,)))]
     for gpu in gpus:
         if gpu.withheld:
-            withheld = ", ".join(f"{fact} ({one_line(reason)})" for fact, reason in gpu.withheld.items())
+            withheld = ", ".join(
+                f"{fact} ({one_line(reason)})" for fact, reason in gpu.withheld.items()
+            )
             lines.append(f"GPU {gpu.index}: {snapshot.source} does not tell its {withheld}")
         for instance in gpu.instances:
-            lines.append(f"GPU {gpu.index} instance {value_or_na(instance.profile)}: {value_or_na(instance.uuid)}")
+            lines.append(
+                f"GPU {gpu.index} instance {value_or_na(instance.profile)}:"
+                f" {value_or_na(instance.uuid)}"
+            )
         for process in gpu.all_processes:
             size = gib_or_na(process.used_bytes, digits=2)
-            lines.append(f"GPU {gpu.index} process {process.pid} ({value_or_na(process.name)}): {size} GiB")
+            lines.append(
+                f"GPU {gpu.index} process {process.pid} ({value_or_na(process.name)}): {size} GiB"
+            )
     lines += [
         "",
-        f"Driver: {value_or_na(snapshot.driver)}, which runs CUDA up to {value_or_na(snapshot.driver_cuda)}",
+        (
+            f"Driver: {value_or_na(snapshot.driver)}, which runs CUDA up to"
+            f" {value_or_na(snapshot.driver_cuda)}"
+        ),
         f"NCCL: {value_or_na(data['software']['nccl'])}",
         torch_build_text(),
-        f"CPU: {one_line(host['cpu'])}, {value_or_na(host['physical_cores'])} physical cores, "
-        f"{value_or_na(host['logical_cores'])} logical, {host['usable_cores']} for this process",
+        (
+            f"CPU: {one_line(host['cpu'])}, {value_or_na(host['physical_cores'])} physical cores, "
+            f"{value_or_na(host['logical_cores'])} logical, {host['usable_cores']} for this process"
+        ),
         f"RAM: {gib_or_na(host['ram_bytes'])} GiB, {gib_or_na(host['ram_free_bytes'])} free",
-        f"Disk: {gib_or_na(host['disk_free_bytes'])} of {gib_or_na(host['disk_bytes'])} GiB free "
-        f"at {one_line(host['disk_folder'])}",
+        (
+            f"Disk: {gib_or_na(host['disk_free_bytes'])} of {gib_or_na(host['disk_bytes'])} GiB"
+            f" free at {one_line(host['disk_folder'])}"
+        ),
     ]
     if data["torch"] is not None:
         lines += ["", "torch, asked:", *(f"  {line}" for line in data["torch"])]
     return [escape_control(line) for line in lines]
 
 
-# --- a machine that is only named (HARDWARE=); nothing is measured ----------------------------------------------------
+# --- a machine that is only named (HARDWARE=); nothing is measured --------------------------------
 
 
 def assumed_machine_info(hardware: Hardware, text: str) -> tuple[dict[str, Any], list[str]]:
-    """What a plan assumes of a machine that is named by `text`, as JSON (bytes, rates per second, dense operations;
-    null: not known) and as lines, each value in the unit that the end of its key tells."""
+    """What a plan assumes of a machine that is named by `text`, as JSON (bytes, rates per second,
+    dense operations; null: not known) and as lines, each value in the unit that the end of its key
+    tells."""
     data = {
         "number_of_gpus": len(hardware.gpus),
         "assumed": True,
@@ -178,12 +236,23 @@ def assumed_machine_info(hardware: Hardware, text: str) -> tuple[dict[str, Any],
         **hardware.as_json(),
     }
     lines = [
-        f"Assumed, not detected: HARDWARE={one_line(text)}, as in make plan (catalogue: docs/gpus.md)",
+        (
+            f"Assumed, not detected: HARDWARE={one_line(text)}, as in make plan (catalogue:"
+            " docs/gpus.md)"
+        ),
         f"Number of GPUs: {len(hardware.gpus)}",
     ]
-    units = {"bytes_per_s": ("GB/s", 1e9), "bandwidth": ("GB/s", 1e9), "flops": ("TFLOPS", 1e12), "bytes": ("GiB", GIB)}
+    units = {
+        "bytes_per_s": ("GB/s", 1e9),
+        "bandwidth": ("GB/s", 1e9),
+        "flops": ("TFLOPS", 1e12),
+        "bytes": ("GiB", GIB),
+    }
     machine_facts = {key: value for key, value in data.items() if key != "gpus"}
-    for header, facts in (*(("Each GPU:", gpu) for gpu in data["gpus"][:1]), ("Machine:", machine_facts)):
+    for header, facts in (
+        *(("Each GPU:", gpu) for gpu in data["gpus"][:1]),
+        ("Machine:", machine_facts),
+    ):
         lines.append(header)
         for key, value in facts.items():
             text_value = value_or_na(value)
@@ -195,7 +264,7 @@ def assumed_machine_info(hardware: Hardware, text: str) -> tuple[dict[str, Any],
     return data, [escape_control(line) for line in lines]
 
 
-# --- make memory-check ------------------------------------------------------------------------------------------------
+# --- make memory-check ----------------------------------------------------------------------------
 
 # --------------------------------------------------------------------------------------------------
 # Which processes of this machine train a run, and what they hold of its memory.
@@ -208,7 +277,8 @@ def assumed_machine_info(hardware: Hardware, text: str) -> tuple[dict[str, Any],
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A process that trains; `rss_bytes` is its resident memory. `world_size` is None where it is the only one."""
+    """A process that trains; `rss_bytes` is its resident memory. `world_size` is None where it is
+    the only one."""
 
     rank: int
     pid: int
@@ -217,22 +287,31 @@ class RankProcess:
 
 
 def find_ranks(folder: RunFolder, holder_pids: tuple[int, ...]) -> tuple[RankProcess, ...]:
-    """Find the processes that train a run, given the pids that hold its lock; none if they cannot be seen from here."""
+    """Find the processes that train a run, given the pids that hold its lock; none if they cannot
+    be seen from here."""
     # None is what cannot be read, as of a process that has ended
     processes = {
         process.pid: process.info
         for process in psutil.process_iter(["pid", "ppid", "uids", "environ", "memory_info"])
-        if process.pid != os.getpid() and None not in process.info.values() and process.info["uids"].real == os.getuid()
+        if process.pid != os.getpid()
+        and None not in process.info.values()
+        and process.info["uids"].real == os.getuid()
     }
     rank_pids = {pid for pid, info in processes.items() if "RANK" in info["environ"]}
     # what a rank started has its environment: only the topmost one counts
     top_ranks = [processes[pid] for pid in rank_pids if processes[pid]["ppid"] not in rank_pids]
     run_path = folder.path.resolve()
-    members = [info for info in top_ranks if Path(info["environ"].get(RUN_VARIABLE, os.devnull)).resolve() == run_path]
+    members = [
+        info
+        for info in top_ranks
+        if Path(info["environ"].get(RUN_VARIABLE, os.devnull)).resolve() == run_path
+    ]
     writer = next((processes[pid] for pid in holder_pids if pid in processes), None)
     if not members and writer is not None:
         members = [writer]
-        if writer["pid"] in rank_pids:  # a person started the ranks, by a launcher that names no folder
+        if (
+            writer["pid"] in rank_pids
+        ):  # a person started the ranks, by a launcher that names no folder
             members = [info for info in top_ranks if info["ppid"] == writer["ppid"]]
     ranks = []
     for info in members:
@@ -241,13 +320,18 @@ def find_ranks(folder: RunFolder, holder_pids: tuple[int, ...]) -> tuple[RankPro
     return tuple(sorted(ranks, key=lambda rank: rank.rank))
 
 
-def find_run(output_root: Path, *, name: str | None = None) -> tuple[RunFolder | None, tuple[str, ...]]:
-    """The run that is named; else the newest that is being written in `output_root`, and a line where there are none,
-    or others. Raises RunFolderError where a name was given, and it is not a run of this toolkit."""
+def find_run(
+    output_root: Path, *, name: str | None = None
+) -> tuple[RunFolder | None, tuple[str, ...]]:
+    """The run that is named; else the newest that is being written in `output_root`, and a line
+    where there are none, or others. Raises RunFolderError where a name was given, and it is not a
+    run of this toolkit."""
     if name is not None:
         return resolve_run(output_root, name), ()
     runs: list[tuple[str, RunFolder]] = []
-    with contextlib.suppress(OSError):  # the folder is missing, or on a network disk that does not answer
+    with contextlib.suppress(
+        OSError
+    ):  # the folder is missing, or on a network disk that does not answer
         for folder in iter_runs(output_root):
             if lock_holder_pid(folder) is not None:
                 manifest = read_json(folder.manifest_path)
@@ -260,31 +344,41 @@ def find_run(output_root: Path, *, name: str | None = None) -> tuple[RunFolder |
     return newest, (f"also running: {other_paths} (RUN= chooses)",) * bool(others)
 
 
-def _describe_run(folder: RunFolder, ranks: tuple[RankProcess, ...], status: object, *, is_running: bool) -> str:
+def _describe_run(
+    folder: RunFolder, ranks: tuple[RankProcess, ...], status: object, *, is_running: bool
+) -> str:
     path, pids = one_line(str(folder.path)), ", ".join(str(rank.pid) for rank in ranks)
-    if not is_running and status == "running":  # a process that is killed cannot write its end into the manifest
-        return f"Run {path} is not running (its manifest says running, and nothing writes it: it was ended)"
+    if (
+        not is_running and status == "running"
+    ):  # a process that is killed cannot write its end into the manifest
+        return (
+            f"Run {path} is not running (its manifest says running, and nothing writes it: it was"
+            " ended)"
+        )
     if not is_running:
         return f"Run {path} is not running (status: {value_or_na(status)})"
     if not ranks:
         unseen = "a process that cannot be seen from here (another user, container or machine)"
         return f"Run {path} is being written, by {unseen}"
-    return f"Run {path}: {len(ranks)} of {one_line(ranks[0].world_size or '1')} ranks on this machine, pid {pids}"
+    return (
+        f"Run {path}: {len(ranks)} of {one_line(ranks[0].world_size or '1')} ranks on this machine,"
+        f" pid {pids}"
+    )
 
 
 # --------------------------------------------------------------------------------------------------
 # What the ranks hold of each GPU, what others hold, and what the plan predicted.
 
 
-# A plan's peak of one rank, in bytes; `terms` add up to `allocated`. On a CPU `reserved` is what a rank is predicted to
-# hold beyond what it holds after its imports, which is `outside_allocator`.
+# A plan's peak of one rank, in bytes; `terms` add up to `allocated`. On a CPU `reserved` is what a
+# rank is predicted to hold beyond what it holds after its imports, which is `outside_allocator`.
 _PREDICTED_SIZES = ("terms", "allocated", "reserved", "margin", "outside_allocator", "required")
 
 
 @dataclass(frozen=True)
 class GpuMemoryUse:
-    """Memory of one GPU now, in bytes. `run_bytes` and `others_bytes`, the rest of what is used: None where the driver
-    does not say whose it is."""
+    """Memory of one GPU now, in bytes. `run_bytes` and `others_bytes`, the rest of what is used:
+    None where the driver does not say whose it is."""
 
     index: int
     name: str | None
@@ -299,8 +393,8 @@ class GpuMemoryUse:
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """One look. `said` are lines about the run; `running` is False where nothing trains; `ram` has `total_bytes` and
-    `free_bytes` of the host, as far as this process may use it."""
+    """One look. `said` are lines about the run; `running` is False where nothing trains; `ram` has
+    `total_bytes` and `free_bytes` of the host, as far as this process may use it."""
 
     time: str
     running: bool
@@ -317,14 +411,18 @@ class MemorySnapshot:
 def read_memory_snapshot(
     output_root: Path, environment: Mapping[str, str], *, name: str | None = None
 ) -> MemorySnapshot:
-    """Memory of this machine and of the run on it, now: the run that is named, or the newest that is running. Raises
-    RunFolderError where a name was given, and it is not a run of this toolkit."""
+    """Memory of this machine and of the run on it, now: the run that is named, or the newest that
+    is running. Raises RunFolderError where a name was given, and it is not a run of this
+    toolkit."""
     (folder, notes), hardware = find_run(output_root, name=name), detect_hardware(environment)
     is_running = folder is not None and lock_holder_pid(folder) is not None
     ranks: tuple[RankProcess, ...] = ()
     prediction, status = None, None
     if folder is not None:
-        status, plan = read_json(folder.manifest_path).get("status"), read_json(folder.path / "plan.json")
+        status, plan = (
+            read_json(folder.manifest_path).get("status"),
+            read_json(folder.path / "plan.json"),
+        )
         with contextlib.suppress(LookupError, TypeError):
             sizes = {name: plan["peak_bytes"][name] for name in _PREDICTED_SIZES}
             prediction = {**sizes, "on_gpu": bool(plan["hardware"]["gpus"])}
@@ -353,10 +451,13 @@ def read_memory_snapshot(
 
 def _gpu_memory_uses(hardware: Hardware, ranks: tuple[RankProcess, ...]) -> Iterator[GpuMemoryUse]:
     """Each GPU that is visible here or that the run uses, with whose its memory is."""
-    rank_by_pid, visible = {rank.pid: rank.rank for rank in ranks}, {gpu.index for gpu in hardware.gpus}
+    rank_by_pid, visible = (
+        {rank.pid: rank.rank for rank in ranks},
+        {gpu.index for gpu in hardware.gpus},
+    )
     gpus = read_all_gpus(includes_topology=False).gpus
-    # a rank holds memory of its GPU from its first steps on: where the driver lists none of them, it counts those
-    # outside this container, or none at all
+    # a rank holds memory of its GPU from its first steps on: where the driver lists none of them,
+    # it counts those outside this container, or none at all
     is_listed = any(item.pid in rank_by_pid for gpu in gpus for item in gpu.all_processes)
     for gpu in gpus:
         run_processes = [item for item in gpu.all_processes if item.pid in rank_by_pid]
@@ -371,18 +472,31 @@ def _gpu_memory_uses(hardware: Hardware, ranks: tuple[RankProcess, ...]) -> Iter
             others = tuple(item for item in gpu.all_processes if item.pid not in rank_by_pid)
         own_ranks = tuple(sorted(rank_by_pid[item.pid] for item in run_processes))
         yield GpuMemoryUse(
-            gpu.index, gpu.name, own_ranks, gpu.total_bytes, gpu.used_bytes, gpu.free_bytes,
-            run_bytes, others_bytes, others,
-        )  # fmt: skip
+            gpu.index,
+            gpu.name,
+            own_ranks,
+            gpu.total_bytes,
+            gpu.used_bytes,
+            gpu.free_bytes,
+            run_bytes,
+            others_bytes,
+            others,
+        )
 
 
 def _others_warning(use: GpuMemoryUse, prediction: Mapping[str, Any]) -> str | None:
-    """What others hold of a GPU of the run, if the predicted peak and its margin do not fit beside it."""
+    """What others hold of a GPU of the run, if the predicted peak and its margin do not fit beside
+    it."""
     # a tight plan without others is no news: `make plan` said so
     if not use.run_bytes or use.total_bytes is None or not use.others_bytes:
         return None
     # by the plan, not by what the run holds at the moment
-    left_bytes = use.total_bytes - use.others_bytes - prediction["reserved"] - prediction["outside_allocator"]
+    left_bytes = (
+        use.total_bytes
+        - use.others_bytes
+        - prediction["reserved"]
+        - prediction["outside_allocator"]
+    )
     if left_bytes >= prediction["margin"]:
         return None
     holders = f"{gib_or_na(use.others_bytes, digits=2)} GiB are held by no process that is listed"
@@ -392,8 +506,9 @@ def _others_warning(use: GpuMemoryUse, prediction: Mapping[str, Any]) -> str | N
             for item in use.others
         )
     return (
-        f"GPU {use.index}: {holders}: beside the predicted peak {gib_or_na(max(0, left_bytes), digits=2)} of the "
-        f"plan's margin of {gib_or_na(prediction['margin'], digits=2)} GiB are left"
+        f"GPU {use.index}: {holders}: beside the predicted peak"
+        f" {gib_or_na(max(0, left_bytes), digits=2)} of the plan's margin of"
+        f" {gib_or_na(prediction['margin'], digits=2)} GiB are left"
     )
 
 
@@ -415,31 +530,50 @@ def format_memory_snapshot(snapshot: MemorySnapshot) -> list[str]:
     if snapshot.ranks and not shows_gpus:
         headers = ("rank", "pid", "RSS\nGiB", "predicted\npeak")
         rows = [
-            [str(rank.rank), str(rank.pid), gib_or_na(rank.rss_bytes, digits=2), predicted] for rank in snapshot.ranks
+            [str(rank.rank), str(rank.pid), gib_or_na(rank.rss_bytes, digits=2), predicted]
+            for rank in snapshot.ranks
         ]
     elif shows_gpus:
         headers = ("GPU", "rank", "total", "this\nrun", "predicted\npeak", "others", "free")
         rows = []
         for use in snapshot.gpus:
-            sizes = [gib_or_na(size, digits=2) for size in (use.run_bytes, use.others_bytes, use.free_bytes)]
+            sizes = [
+                gib_or_na(size, digits=2)
+                for size in (use.run_bytes, use.others_bytes, use.free_bytes)
+            ]
             sizes.insert(1, predicted if use.ranks else "-")
-            rows.append([str(use.index), ",".join(map(str, use.ranks)) or "-", gib_or_na(use.total_bytes), *sizes])
+            rows.append(
+                [
+                    str(use.index),
+                    ",".join(map(str, use.ranks)) or "-",
+                    gib_or_na(use.total_bytes),
+                    *sizes,
+                ]
+            )
     if headers:
         lines += ["", *render_lines(build_table(headers, rows)), ""]
     if prediction is not None:
         terms = ", ".join(
-            f"{name.replace('_', ' ')} {format_size(size)}" for name, size in prediction["terms"].items() if size > 0
+            f"{name.replace('_', ' ')} {format_size(size)}"
+            for name, size in prediction["terms"].items()
+            if size > 0
         )
         peak = {name: format_size(prediction[name]) for name in _PREDICTED_SIZES[1:]}
         lines.append(f"Predicted for each rank: {peak['allocated']} allocated ({terms})")
         lines.append(
-            f"{peak['reserved']} reserved + {peak['margin']} margin + {peak['outside_allocator']} libraries = "
-            f"{peak['required']} needed"
+            f"{peak['reserved']} reserved + {peak['margin']} margin + {peak['outside_allocator']}"
+            f" libraries = {peak['required']} needed"
         )
     # `n/a` in the table needs a reason: without one it looks like a run that holds nothing
     if snapshot.ranks and shows_gpus and any(use.run_bytes is None for use in snapshot.gpus):
-        lines.append("n/a: the driver names no process of this run there, as in a container, or before it uses the GPU")
-    lines.append(f"RAM: {gib_or_na(snapshot.ram['total_bytes'])} GiB, {gib_or_na(snapshot.ram['free_bytes'])} free")
+        lines.append(
+            "n/a: the driver names no process of this run there, as in a container, or before it"
+            " uses the GPU"
+        )
+    lines.append(
+        f"RAM: {gib_or_na(snapshot.ram['total_bytes'])} GiB,"
+        f" {gib_or_na(snapshot.ram['free_bytes'])} free"
+    )
     lines += [f"warning: {text}" for text in snapshot.warnings]
     return [escape_control(line) for line in lines]
 

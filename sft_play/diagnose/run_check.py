@@ -1,5 +1,5 @@
-"""`make check`: everything that can be checked before training, in the order of the page; one part that fails hides no
-other.
+"""`make check`: everything that can be checked before training, in the order of the page; one part
+that fails hides no other.
 """
 
 import contextlib
@@ -50,8 +50,8 @@ ROW_SPLITS = ("train", "val", "test")
 
 
 def load_row_tools(config: RunConfig) -> tuple[Any, tuple[str, ...], RowRenderer]:
-    """The run's tokenizer, notes on what was chosen for it, and the renderer of its rows; raises TokenizerError or
-    ModelError where they cannot be used."""
+    """The run's tokenizer, notes on what was chosen for it, and the renderer of its rows; raises
+    TokenizerError or ModelError where they cannot be used."""
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(config)
@@ -59,17 +59,21 @@ def load_row_tools(config: RunConfig) -> tuple[Any, tuple[str, ...], RowRenderer
 
 
 def build_row_renderer(config: RunConfig, tokenizer: Any) -> RowRenderer:
-    """Build the renderer that turns a run's conversations into token rows, cut at the plan's longest row."""
+    """Build the renderer that turns a run's conversations into token rows, cut at the plan's
+    longest row."""
     from sft_play.data.masks.render import Renderer
 
     max_seq_len = config.model.max_seq_len
     positions = load_max_positions(config.model.name, revision=config.model.revision)
-    renderer = Renderer(tokenizer, config.data, max_seq_len=min(max_seq_len, positions or max_seq_len))
+    renderer = Renderer(
+        tokenizer, config.data, max_seq_len=min(max_seq_len, positions or max_seq_len)
+    )
     return RowRenderer(renderer, task_mode=config.task_mode)
 
 
 def configure_hub(config: RunConfig) -> None:
-    """Set, before the hub's libraries are imported: no telemetry, and offline where the hub does not answer."""
+    """Set, before the hub's libraries are imported: no telemetry, and offline where the hub does
+    not answer."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     with contextlib.suppress(ModelError):  # a missing folder is reported where its files are read
         go_offline_without_hub(config.model.name)
@@ -80,7 +84,9 @@ def first_stage_run(loaded: LoadedConfig) -> tuple[LoadedConfig, tuple[str, ...]
     if not loaded.stages:
         return loaded, ()
     first = loaded.stages[0]
-    return loaded.for_stage(first), (f"The rows of stage {first.name}, the first of {len(loaded.stages)}",)
+    return loaded.for_stage(first), (
+        f"The rows of stage {first.name}, the first of {len(loaded.stages)}",
+    )
 
 
 def check_not_source(target: Path, files: Sequence[tuple[str, AnySource]]) -> None:
@@ -88,11 +94,13 @@ def check_not_source(target: Path, files: Sequence[tuple[str, AnySource]]) -> No
     for split, source in files:
         with contextlib.suppress(OSError):
             if Path(str(source)).expanduser().samefile(target):
-                description = f"the {split}" if split.startswith("source ") else f"data.{split}_path"
+                description = (
+                    f"the {split}" if split.startswith("source ") else f"data.{split}_path"
+                )
                 raise DataError(f"OUT={target} is {description}, which is read; name another file")
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 CHECK_STATES = {"PASS": "ok", "WARN": "warning", "FAIL": "problem", "SKIP": "skipped"}
 _STATE_LABELS = {**CHECK_STATES, "FAIL": "PROBLEM"}
@@ -108,14 +116,24 @@ class CheckReport(DoctorReport):
         """Problems and warnings, and the verdict."""
         problems = [item for item in self.findings if item.verdict in ("FAIL", "WARN")]
         header = [f"Check of {self.config}:"] if problems else []
-        return [*header, *format_findings(problems, _STATE_LABELS), f"{self._verdict()}; WHY=1 shows each"]
+        return [
+            *header,
+            *format_findings(problems, _STATE_LABELS),
+            f"{self._verdict()}; WHY=1 shows each",
+        ]
 
     def lines(self) -> list[str]:
         """The page and its verdict."""
-        return [f"Check of {self.config}:", *format_findings(self.findings, _STATE_LABELS), self._verdict()]
+        return [
+            f"Check of {self.config}:",
+            *format_findings(self.findings, _STATE_LABELS),
+            self._verdict(),
+        ]
 
     def _verdict(self) -> str:
-        problems, warnings, passed = (self.names_by_verdict(verdict) for verdict in ("FAIL", "WARN", "PASS"))
+        problems, warnings, passed = (
+            self.names_by_verdict(verdict) for verdict in ("FAIL", "WARN", "PASS")
+        )
         verdict, counts = "Ready to train", f"{len(passed)} ok ({self.elapsed_s:.0f} s)"
         if warnings:
             counts = f"{plural(len(warnings), 'warning')}, {counts}"
@@ -128,38 +146,53 @@ class CheckReport(DoctorReport):
     def as_json(self) -> dict[str, Any]:
         """`ok`, `elapsed_s` and the checks."""
         checks = [
-            {"name": item.name, "state": CHECK_STATES[item.verdict], "what": item.found, "do": item.remedy}
+            {
+                "name": item.name,
+                "state": CHECK_STATES[item.verdict],
+                "what": item.found,
+                "do": item.remedy,
+            }
             for item in self.findings
         ]
         return {"ok": self.ok, "elapsed_s": self.elapsed_s, "checks": checks}
 
 
-# --- the checks -------------------------------------------------------------------------------------------------------
+# --- the checks -----------------------------------------------------------------------------------
 
 
 def check_run(
-    config_path: Path, overrides: Sequence[str], hardware: Hardware, *, earlier_findings: Sequence[Finding] = ()
+    config_path: Path,
+    overrides: Sequence[str],
+    hardware: Hardware,
+    *,
+    earlier_findings: Sequence[Finding] = (),
 ) -> CheckReport:
-    """Everything that can be checked before training, planned as a run here would be, after the caller's
-    `earlier_findings`; nothing is written."""
+    """Everything that can be checked before training, planned as a run here would be, after the
+    caller's `earlier_findings`; nothing is written."""
     start_time_s, findings, start_findings = time.monotonic(), [*earlier_findings], list[Finding]()
     try:
         loaded = load_config(config_path, overrides=overrides)
     except SftPlayError as error:
         findings.append(
-            fail_finding("config", str(error), "fix the run YAML; configs/reference.yaml lists every option")
+            fail_finding(
+                "config", str(error), "fix the run YAML; configs/reference.yaml lists every option"
+            )
         )
         return CheckReport(tuple(findings), time.monotonic() - start_time_s, config_path)
     for stage_number, run in enumerate(loaded.runs, start=1):
         if loaded.stages:
-            findings.append(pass_finding("stage", f"{stage_number} of {len(loaded.stages)}, {run.stage_name}"))
+            findings.append(
+                pass_finding("stage", f"{stage_number} of {len(loaded.stages)}, {run.stage_name}")
+            )
         with report_wait("Checking model, rows, masks, memory and disk"):
             findings += _RunChecks(run, hardware).findings()
     known_failures = [finding.found for finding in findings if finding.verdict == "FAIL"]
     with contextlib.suppress(ConfigError):  # the findings say it
         for refusal in refusals(loaded, restrict_to_device(loaded.config, hardware), plans=()):
             # of the rows the report knows more, since it reads them all
-            is_known = isinstance(refusal, DataError) or any(text in str(refusal) for text in known_failures)
+            is_known = isinstance(refusal, DataError) or any(
+                text in str(refusal) for text in known_failures
+            )
             if not is_known:
                 start_findings.append(fail_finding("start", str(refusal), "fix what is named"))
     return CheckReport((*start_findings, *findings), time.monotonic() - start_time_s, config_path)
@@ -186,22 +219,37 @@ class _RunChecks:
         summary = f"{config.model.name}, {config.task_mode}, {config.tuning.mode}"
         yield pass_finding("config", f"{self._loaded.path}{settings}: {summary}")
         configure_hub(config)
-        yield from self._part("model files", self._check_model_files, "give model.name a folder or hub id that exists")
         yield from self._part(
-            "tokenizer", self._check_tokenizer, "fix it, or give another model.name or data.chat_template"
+            "model files", self._check_model_files, "give model.name a folder or hub id that exists"
         )
-        yield from self._part("chat template", self._check_template, "give data.chat_template another template")
+        yield from self._part(
+            "tokenizer",
+            self._check_tokenizer,
+            "fix it, or give another model.name or data.chat_template",
+        )
+        yield from self._part(
+            "chat template", self._check_template, "give data.chat_template another template"
+        )
         yield from self._check_data()
-        # made before padding and the model, which need it, and shown after them: the page ends with what it comes to
-        plan = list(self._part("memory plan", self._check_memory, "make plan shows every candidate and the ways out"))
+        # made before padding and the model, which need it, and shown after them: the page ends with
+        # what it comes to
+        plan = list(
+            self._part(
+                "memory plan",
+                self._check_memory,
+                "make plan shows every candidate and the ways out",
+            )
+        )
         yield from self._part("padding", self._check_padding, "fix what is named")
         yield from self._part("model", self._check_model, "fix the option that is named")
         yield from plan
         yield from self._part("disk", self._check_disk, "fix what is named")
 
-    def _part(self, name: str, check: Callable[[], Iterator[Finding]], remedy: str) -> Iterator[Finding]:
-        """The findings of a part; an error that a user can fix becomes a problem, and the other parts still run. An
-        error that is on the page already makes this part skipped."""
+    def _part(
+        self, name: str, check: Callable[[], Iterator[Finding]], remedy: str
+    ) -> Iterator[Finding]:
+        """The findings of a part; an error that a user can fix becomes a problem, and the other
+        parts still run. An error that is on the page already makes this part skipped."""
         try:
             yield from check()
         except SftPlayError as error:
@@ -217,14 +265,21 @@ class _RunChecks:
         if folder is None:
             require_available_model(name, revision=self._config.model.revision)
             if not machine_checks.has_local_weights(self._config) and not is_hub_reachable():
-                problem = f"the weights of {name} are not in the local cache, and the hub cannot be reached"
+                problem = (
+                    f"the weights of {name} are not in the local cache, and the hub cannot be"
+                    " reached"
+                )
         else:
             load_config_json(name)
             if not any(folder.glob("*.safetensors")):
                 problem = f"{folder} holds no *.safetensors"
         self._has_model_files = True
         if problem is not None:
-            yield fail_finding("model files", problem, "fetch the weights as safetensors, or give another model.name")
+            yield fail_finding(
+                "model files",
+                problem,
+                "fetch the weights as safetensors, or give another model.name",
+            )
         else:
             yield pass_finding("model files", f"{name}: config.json and weights are available")
 
@@ -232,21 +287,26 @@ class _RunChecks:
         if not self._has_model_files:
             yield skip_finding("tokenizer", "not without the model files; see there")
             return
-        with importing():  # here and not at the top: the checks before it answer without any library
+        with (
+            importing()
+        ):  # here and not at the top: the checks before it answer without any library
             importlib.import_module("sft_play.training.prepare.model_spec")
         from sft_play.training.prepare.tokenizer import load_tokenizer
 
         loaded = load_tokenizer(self._config)
         self._tokenizer = loaded.tokenizer
         summary = f"{type(loaded.tokenizer).__name__}, {len(loaded.tokenizer):,} tokens"
-        yield pass_finding("tokenizer", "\n".join([summary, *(one_line(note, limit=300) for note in loaded.notes)]))
+        yield pass_finding(
+            "tokenizer", "\n".join([summary, *(one_line(note, limit=300) for note in loaded.notes)])
+        )
 
     def _check_template(self) -> Iterator[Finding]:
         if self._tokenizer is None:
             return
         row_renderer = build_row_renderer(self._config, self._tokenizer)
         if self._config.task_mode != "cpt":
-            row_renderer.renderer.turn_locator()  # raises for a template whose turns cannot be found
+            # raises for a template whose turns cannot be found
+            row_renderer.renderer.turn_locator()
             name = one_line(self._config.data.chat_template or "the tokenizer's own", limit=300)
             yield pass_finding("chat template", f"{name}; masks are verified row by row below")
         self._row_renderer = row_renderer
@@ -257,13 +317,17 @@ class _RunChecks:
         try:
             paths = find_data_paths(config.data)
             files = list(paths.named_paths())
-            yield pass_finding("data files", "\n".join([", ".join(str(path) for _, path in files), *paths.notes]))
+            yield pass_finding(
+                "data files", "\n".join([", ".join(str(path) for _, path in files), *paths.notes])
+            )
         except SftPlayError as error:
             yield fail_finding("data files", str(error), "name files that exist")
         surveys, parts = self._surveys, {part for part, _ in files}
         for part, path in files:
             try:
-                surveys[part] = self._survey_rows(part, path, has_val="val" in parts or f"{part} (val)" in parts)
+                surveys[part] = self._survey_rows(
+                    part, path, has_val="val" in parts or f"{part} (val)" in parts
+                )
             except SftPlayError as error:
                 yield fail_finding(f"rows: {part}", str(error), "fix the file, or give another one")
                 continue
@@ -308,7 +372,10 @@ class _RunChecks:
             yield from checks.judge_special_tokens(survey, self._tokenizer)
             if survey.first_row is not None:
                 row_number, token_row = survey.first_row
-                header = f"row {row_number:,} of {survey.split}, trained part in [[ ]] (make preview shows more):"
+                header = (
+                    f"row {row_number:,} of {survey.split}, trained part in [[ ]] (make preview"
+                    " shows more):"
+                )
                 row_text = one_line(format_row(token_row, self._tokenizer), limit=1_300)
                 yield pass_finding("example", f"{header}\n{row_text}")
         for survey in chats:
@@ -331,15 +398,26 @@ class _RunChecks:
         from sft_play.planner.explain import choice_line, memory_line, parameter_lines
 
         config, hardware, rows = self._config, self._hardware, None
-        if has_variable_lengths(config):  # blocks of text and packs are full, whatever their rows have
+        if has_variable_lengths(
+            config
+        ):  # blocks of text and packs are full, whatever their rows have
             rows = self._row_tokens()
-        shape, plan = load_run_model_shape(config), plan_run(config, mesh_hardware(config, hardware), rows=rows)
+        shape, plan = (
+            load_run_model_shape(config),
+            plan_run(config, mesh_hardware(config, hardware), rows=rows),
+        )
         self._planned_run = PlannedRun(config, shape, plan)
         require_fit(plan, config)
         if not hardware.named:
-            require_usable_hardware(config, hardware, os.environ, count_params=lambda: plan.model_params)
+            require_usable_hardware(
+                config, hardware, os.environ, count_params=lambda: plan.model_params
+            )
         machine_name = "the named machine" if hardware.named else "this machine"
-        lines = [f"{choice_line(plan)} ({machine_name})", *parameter_lines(plan, config), memory_line(plan)]
+        lines = [
+            f"{choice_line(plan)} ({machine_name})",
+            *parameter_lines(plan, config),
+            memory_line(plan),
+        ]
         summary = "\n".join(lines)
         if plan.fits:
             yield pass_finding("memory plan", summary)
@@ -351,18 +429,24 @@ class _RunChecks:
             )
         train, batch = self._surveys.get("train"), plan.batch.effective_batch
         if train is not None and 0 < train.kept_rows < batch and not self._is_text(train):
-            shortage = f"{train.kept_rows:,} training rows are fewer than one effective batch of {batch:,}"
+            shortage = (
+                f"{train.kept_rows:,} training rows are fewer than one effective batch of {batch:,}"
+            )
             remedy = f"lower {config.train.effective_batch_options}"
             yield warn_finding("batch", f"{shortage}: each step sees all of them", remedy)
 
     def _row_tokens(self) -> RowTokens | None:
-        """The lengths of the rows as training would have them; None where they could not be counted."""
+        """The lengths of the rows as training would have them; None where they could not be
+        counted."""
         train = self._surveys.get("train")
         if train is None or self._row_renderer is None:
             return None
         limit = self._row_renderer.max_seq_len
-        held_out = [min(limit, max(survey.lengths)) for name, survey in self._surveys.items()
-                    if name != "train" and survey.lengths]  # fmt: skip
+        held_out = [
+            min(limit, max(survey.lengths))
+            for name, survey in self._surveys.items()
+            if name != "train" and survey.lengths
+        ]
         lengths = Counter(min(limit, length) for length in train.lengths)
         return summarize_row_tokens(lengths, limit=limit, held_out=max(held_out, default=0))
 
@@ -385,7 +469,10 @@ class _RunChecks:
         )
         if plan.micro_batches.tokens is not None and plan.row_tokens is not None:
             steps = average_micro_steps(
-                plan.row_tokens, plan.micro_batches, effective_batch=batch.effective_batch, ranks=batch.ranks
+                plan.row_tokens,
+                plan.micro_batches,
+                effective_batch=batch.effective_batch,
+                ranks=batch.ranks,
             )
             shares["grouped"] = 1 - steps.tokens / (steps.count * steps.padded_tokens * batch.ranks)
         yield checks.judge_padding(
@@ -407,12 +494,17 @@ class _RunChecks:
         config, size = self._config, len(self._tokenizer)
         if not self._hardware.named:  # a backend is chosen by the GPUs that are here
             choose_backend(config, self._hardware)
-        new_rows, precision = added_token_rows(self._tokenizer, config), self._planned_run.plan.precision
+        new_rows, precision = (
+            added_token_rows(self._tokenizer, config),
+            self._planned_run.plan.precision,
+        )
         spec = build_model_spec(config, precision, tokenizer_size=size, new_rows=new_rows)
         base_adapter = read_base_adapter(config, spec)
         notes = [*spec.notes, *([base_adapter.note] if base_adapter else [])]
         summary = f"{spec.vocab_size:,} embeddings for {size:,} tokens"
-        yield pass_finding("model", "\n".join([summary, *(one_line(note, limit=300) for note in notes)]))
+        yield pass_finding(
+            "model", "\n".join([summary, *(one_line(note, limit=300) for note in notes)])
+        )
 
     def _check_disk(self) -> Iterator[Finding]:
         run = self._planned_run
@@ -421,4 +513,6 @@ class _RunChecks:
         elif run is None:
             yield skip_finding("disk", "not without a memory plan; see there")
         else:
-            yield from machine_checks.disk_findings(run.config, run.shape, run.plan, LaunchOptions())
+            yield from machine_checks.disk_findings(
+                run.config, run.shape, run.plan, LaunchOptions()
+            )

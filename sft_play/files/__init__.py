@@ -1,4 +1,5 @@
-"""Files of the machine: kept for later runs, in the folder of caches; and written whole or not at all (`atomic`)."""
+"""Files of the machine: kept for later runs, in the folder of caches; and written whole or not at
+all (`atomic`)."""
 
 import contextlib
 import errno
@@ -21,12 +22,16 @@ def cache_dir(environment: Mapping[str, str] | None = None) -> Path:
     """`SFT_PLAY_CACHE`, or `~/.cache/sft-play`."""
     environment = os.environ if environment is None else environment
     cache_setting = environment.get("SFT_PLAY_CACHE")
-    return Path(cache_setting).expanduser() if cache_setting else Path("~/.cache/sft-play").expanduser()
+    return (
+        Path(cache_setting).expanduser()
+        if cache_setting
+        else Path("~/.cache/sft-play").expanduser()
+    )
 
 
 def relative_to_cwd(path: Path) -> Path:
-    """A path as messages and commands show it: from the current folder on where it lies in it, by whatever links, else
-    as it is."""
+    """A path as messages and commands show it: from the current folder on where it lies in it, by
+    whatever links, else as it is."""
     with contextlib.suppress(OSError):  # the current folder is gone
         current = Path.cwd()
         for parent in path.parents if path.is_absolute() else ():
@@ -43,16 +48,27 @@ NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 def hold_lock(path: Path, *, waiting_message: str) -> Iterator[None]:
     """Hold the lock on this file; logs `waiting_message` where another process holds it. Where the
     file system has no locks, only the processes of this machine wait for each other."""
-    # The file stays: if its holder removed it, two waiting processes could lock two files of the same name.
+    # The file stays: if its holder removed it, two waiting processes could lock two files of the
+    # same name.
     with path.open("a") as file, contextlib.ExitStack() as fallback:
         try:
             _acquire_lock(file, waiting_message)
         except OSError as error:
             if error.errno not in NO_LOCKS_ERRNOS:
                 raise
-            advice = "two machines must not write there at the same time; SFT_PLAY_CACHE can name a local folder"
-            logger.warning("%s: the file system does not support locks (%s): %s", path.parent, error.strerror, advice)
-            name = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+            advice = (
+                "two machines must not write there at the same time; SFT_PLAY_CACHE can name a"
+                " local folder"
+            )
+            logger.warning(
+                "%s: the file system does not support locks (%s): %s",
+                path.parent,
+                error.strerror,
+                advice,
+            )
+            name = hashlib.sha256(
+                str(path.resolve()).encode("utf-8", "surrogateescape")
+            ).hexdigest()[:24]
             local_lock = Path(tempfile.gettempdir()) / f"sft-play-{os.getuid()}-{name}.lock"
             _acquire_lock(fallback.enter_context(local_lock.open("a")), waiting_message)
         yield

@@ -1,4 +1,5 @@
-"""Files and folders that are written aside and renamed: whoever reads, and a kill, finds the old one or the new one."""
+"""Files and folders that are written aside and renamed: whoever reads, and a kill, finds the old
+one or the new one."""
 
 import contextlib
 import secrets
@@ -9,8 +10,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replace_path(path: Path, *, temporary: Path | None = None) -> Iterator[Path]:
-    """The path to write a file or a folder to, which gets the name `path` at the end; removed where the block raises.
-    `temporary`: that path (None: a new hidden one beside `path`); what a killed one left there is removed first."""
+    """The path to write a file or a folder to, which gets the name `path` at the end; removed where
+    the block raises. `temporary`: that path (None: a new hidden one beside `path`); what a killed
+    one left there is removed first.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     remove(temporary)
@@ -29,8 +32,9 @@ def write(path: Path, text: str, *, errors: str = "strict") -> None:
 
 
 def move_into_place(source: Path, path: Path, *, backup: Path | None = None) -> None:
-    """Rename a file or folder onto `path`. A folder that is there is renamed to `backup` (None: .NAME.before beside it)
-    for that moment, brought back where the other rename fails, and removed where it does not."""
+    """Rename a file or folder onto `path`. A folder that is there is renamed to `backup` (None:
+    .NAME.before beside it) for that moment, brought back where the other rename fails, and removed
+    where it does not."""
     if not path.is_dir():
         source.rename(path)
         return

@@ -1,4 +1,5 @@
-"""What is done with a finished run: it answers, is evaluated, exported, reported, listed and removed.
+"""What is done with a finished run: it answers, is evaluated, exported, reported, listed and
+removed.
 
 `run` opens a run folder and writes beside it, `load` loads its model.
 

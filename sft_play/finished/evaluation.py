@@ -1,5 +1,6 @@
-"""`make eval`: the figures of a finished run's model beside those of its base, on the same held-out rows, or a file's;
-the loss of a model on token rows; and the tasks of lm-evaluation-harness, where it is installed.
+"""`make eval`: the figures of a finished run's model beside those of its base, on the same held-out
+rows, or a file's; the loss of a model on token rows; and the tasks of lm-evaluation-harness, where
+it is installed.
 """
 
 import importlib.util
@@ -53,11 +54,12 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Of each row what one model made of it, as eval.jsonl has it: nll, tokens, correct, and the answer with its metrics.
+# Of each row what one model made of it, as eval.jsonl has it: nll, tokens, correct, and the answer
+# with its metrics.
 RowFigures = list[dict[str, Any]]
 
 
-# --- the loss of a model on token rows: each row's own, in the arithmetic of the trainer's evaluation -----------------
+# --- the loss of a model on token rows: each row's own, in the arithmetic of the trainer's evaluati
 #
 # TRL's fused head gives the log-probability of each trained token without whole logits: only tiles
 # of at most 4,096 tokens by 32,768 words of the vocabulary exist at a time. The trainer evaluates
@@ -72,7 +74,11 @@ class RowScore(NamedTuple):
 
 @torch.no_grad()
 def score_rows(
-    model: Any, rows: Sequence[Any], *, max_batch_tokens: int, autocast_dtype: torch.dtype | None = None
+    model: Any,
+    rows: Sequence[Any],
+    *,
+    max_batch_tokens: int,
+    autocast_dtype: torch.dtype | None = None,
 ) -> list[RowScore]:
     """The score of each row, in the rows' order.
 
@@ -80,13 +86,19 @@ def score_rows(
         model: a causal language model, with an adapter or without; it is left as it was.
         rows: with `input_ids` and `labels` (-100: not trained); a Dataset is read batch by batch.
         max_batch_tokens: tokens of a batch, with padding; halved where memory runs out.
-        autocast_dtype: the dtype of matrix products; None for that of the weights. A run's is `compute_dtype(run)`.
+        autocast_dtype: the dtype of matrix products; None for that of the weights. A run's is
+            `compute_dtype(run)`.
 
     Raises:
         RuntimeError: a single row does not fit into memory (torch's own error).
     """
-    lengths = row_lengths(rows).tolist() if isinstance(rows, Dataset) else [len(row["input_ids"]) for row in rows]
-    # longest first: where memory is too small that shows at the first batch, not after most of the work
+    lengths = (
+        row_lengths(rows).tolist()
+        if isinstance(rows, Dataset)
+        else [len(row["input_ids"]) for row in rows]
+    )
+    # longest first: where memory is too small that shows at the first batch, not after most of the
+    # work
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     scores: dict[int, RowScore] = {}
     was_training, start = model.training, 0
@@ -96,9 +108,13 @@ def score_rows(
             while start < len(order):
                 longest = max(1, lengths[order[start]])
                 batch = order[start : start + max(1, max_batch_tokens // longest)]
-                batch_rows = [{name: rows[index][name] for name in ("input_ids", "labels")} for index in batch]
+                batch_rows = [
+                    {name: rows[index][name] for name in ("input_ids", "labels")} for index in batch
+                ]
                 try:
-                    scores |= dict(zip(batch, _score_batch(model, batch_rows, autocast_dtype), strict=True))
+                    scores |= dict(
+                        zip(batch, _score_batch(model, batch_rows, autocast_dtype), strict=True)
+                    )
                     start += len(batch)
                     continue
                 except RuntimeError as error:
@@ -106,7 +122,10 @@ def score_rows(
                         raise
                 # only here: while the exception lives, so does what its frames hold
                 max_batch_tokens = longest * len(batch) // 2
-                logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{max_batch_tokens:,}")
+                logger.warning(
+                    "Out of memory: continuing with at most %s tokens a batch",
+                    f"{max_batch_tokens:,}",
+                )
                 free_memory()
     finally:
         model.train(was_training)
@@ -114,7 +133,8 @@ def score_rows(
 
 
 def score_rows_of_run(run: FinishedRun, model: Any, rows: Sequence[Any]) -> list[RowScore]:
-    """Score rows by one of the run's models, in the batches and the dtype of the run's own evaluation."""
+    """Score rows by one of the run's models, in the batches and the dtype of the run's own
+    evaluation."""
     plan = run.plan()
     return score_rows(  # type: ignore[no-any-return]
         model,
@@ -130,19 +150,27 @@ def _score_batch(
 ) -> list[RowScore]:
     batch = Collator(pad_id=0)(batch_rows)  # padding is masked: which token it is does not matter
     dtype = autocast_dtype or next(model.parameters()).dtype
-    with torch.autocast(model.device.type, dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+    with torch.autocast(
+        model.device.type, dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)
+    ):
         output = model(
             **{name: tensor.to(model.device) for name, tensor in batch.items()},
-            use_cache=False, fused_lm_head=True,
-        )  # fmt: skip
-    sums = (-output.log_probs.double().sum(1), output.label_mask.sum(1), output.is_top1.sum(1).round().long())
+            use_cache=False,
+            fused_lm_head=True,
+        )
+    sums = (
+        -output.log_probs.double().sum(1),
+        output.label_mask.sum(1),
+        output.is_top1.sum(1).round().long(),
+    )
     return [RowScore(*row) for row in zip(*(values_B.tolist() for values_B in sums), strict=True)]
 
 
-# --- the rows that `make eval` reads ----------------------------------------------------------------------------------
+# --- the rows that `make eval` reads --------------------------------------------------------------
 @dataclass(frozen=True)
 class EvalRows:
-    """Token rows to score: the run's held-out ones, or a file's; none where TASKS= is all that was asked for."""
+    """Token rows to score: the run's held-out ones, or a file's; none where TASKS= is all that was
+    asked for."""
 
     split: str | None = None  # `val` or `test`
     data: str | None = None  # the file that DATA= named
@@ -151,25 +179,39 @@ class EvalRows:
     split_size: int = 0  # rows of the split, of which LIMIT= takes some
     # With the messages before the answer, by the position among the rows.
     questions: Mapping[int, tuple[Question, list[Message]]] = field(default_factory=dict)
-    rows_trained_on: int | None = None  # of the split, token for token; None where that is not known
+    rows_trained_on: int | None = (
+        None  # of the split, token for token; None where that is not known
+    )
 
 
 def load_eval_rows(
-    run: FinishedRun, *, split: str | None, data: str | None, limit: int | None, needs_questions: bool
+    run: FinishedRun,
+    *,
+    split: str | None,
+    data: str | None,
+    limit: int | None,
+    needs_questions: bool,
 ) -> EvalRows:
-    """The rows of a split (None: test where there is one, else val), or of a file, evenly spaced where limited; with
-    `needs_questions` their questions too. Raises DataError where the run has no such rows, or they cannot be read."""
+    """The rows of a split (None: test where there is one, else val), or of a file, evenly spaced
+    where limited; with `needs_questions` their questions too. Raises DataError where the run has no
+    such rows, or they cannot be read.
+    """
     tokenizer = load_tokenizer(run.config).tokenizer
     if data is not None:
         split_rows, rows_trained_on = _load_file_split(run, tokenizer, data)
     else:
         splits = build_run_splits(run, run.config, tokenizer)
-        available = {name: rows for name, rows in (("test", splits.test), ("val", splits.val)) if rows is not None}
+        available = {
+            name: rows
+            for name, rows in (("test", splits.test), ("val", splits.val))
+            if rows is not None
+        }
         split = split or next(iter(available), "validation or test")
         if split not in available:
             raise DataError(
-                f"{run.folder.path} has no {split} rows, only {', '.join(available) or 'trained ones'}; "
-                "leave SPLIT= out, or name a file that it has not seen with DATA=FILE"
+                f"{run.folder.path} has no {split} rows, only"
+                f" {', '.join(available) or 'trained ones'}; leave SPLIT= out, or name a file that"
+                " it has not seen with DATA=FILE"
             )
         split_rows = available[split]
         rows_trained_on = split_rows.stats.shared_rows.get("train", 0)
@@ -194,8 +236,8 @@ def load_eval_rows(
 
 
 def _load_file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataSplit, int | None]:
-    """The rows of a file, read as the run's test rows would be, and how many of them were trained on (the run's own
-    rows are read for that alone)."""
+    """The rows of a file, read as the run's test rows would be, and how many of them were trained
+    on (the run's own rows are read for that alone)."""
     try:
         find_source(data)
     except DataError as error:
@@ -207,11 +249,18 @@ def _load_file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataS
         is_own_data_present = True
     except DataError as error:
         logger.warning(
-            "The data that the run was trained on is gone (%s): whether rows of DATA= were trained on is not known",
+            "The data that the run was trained on is gone (%s): whether rows of DATA= were trained"
+            " on is not known",
             one_line(str(error)),
         )
         is_own_data_present, label = False, "data.train_path"
-        settings |= {"train_path": data, "val_path": None, "text_path": None, "sources": (), "val_fraction": 0.0}
+        settings |= {
+            "train_path": data,
+            "val_path": None,
+            "text_path": None,
+            "sources": (),
+            "val_fraction": 0.0,
+        }
         if config.task_mode == "cpt_mixed":
             config = config.model_copy(update={"task_mode": "sft"})
     config = config.model_copy(update={"data": config.data.model_copy(update=settings)})
@@ -220,14 +269,18 @@ def _load_file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataS
     except DataError as error:
         raise DataError(str(error).replace(label, "DATA")) from error
     if splits.test is None:
-        raise DataError(f"DATA={one_line(data)} holds no rows for this run: {'; '.join(splits.notes)}")
-    return splits.test, splits.test.stats.shared_rows.get("train", 0) if is_own_data_present else None
+        raise DataError(
+            f"DATA={one_line(data)} holds no rows for this run: {'; '.join(splits.notes)}"
+        )
+    return splits.test, (
+        splits.test.stats.shared_rows.get("train", 0) if is_own_data_present else None
+    )
 
 
-# --- tasks of lm-evaluation-harness -----------------------------------------------------------------------------------
+# --- tasks of lm-evaluation-harness ---------------------------------------------------------------
 class TaskComparison(NamedTuple):
-    """A metric of a task by the harness's name for it (metric and filter, such as `acc,none`), with the standard error
-    of the trained model's, where it gives one."""
+    """A metric of a task by the harness's name for it (metric and filter, such as `acc,none`), with
+    the standard error of the trained model's, where it gives one."""
 
     task: str
     metric: str
@@ -237,8 +290,8 @@ class TaskComparison(NamedTuple):
 
 
 def find_tasks(tasks: Sequence[str]) -> list[str]:
-    """The harness's names of the tasks of TASKS=: its names, patterns of them (`mmlu_*`), and YAML files. Raises
-    ConfigError where the harness is not installed, or does not know one."""
+    """The harness's names of the tasks of TASKS=: its names, patterns of them (`mmlu_*`), and YAML
+    files. Raises ConfigError where the harness is not installed, or does not know one."""
     if not tasks:
         return []
     if importlib.util.find_spec("lm_eval") is None:
@@ -250,7 +303,8 @@ def find_tasks(tasks: Sequence[str]) -> list[str]:
         matches = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matches:
             raise ConfigError(
-                f"TASKS={one_line(name)}: lm-evaluation-harness has no such task; lm-eval ls tasks lists them"
+                f"TASKS={one_line(name)}: lm-evaluation-harness has no such task; lm-eval ls tasks"
+                " lists them"
             )
         task_names += matches
     return task_names
@@ -259,16 +313,18 @@ def find_tasks(tasks: Sequence[str]) -> list[str]:
 def run_tasks(
     run: FinishedRun, model: Any, tokenizer: Any, task_names: Sequence[str], *, limit: int | None
 ) -> dict[str, Any]:
-    """Run the tasks on a model; returns what the harness's `simple_evaluate` does. Runs on chats use their
-    chat template. Raises ConfigError where the harness fails, for example because a task's data cannot be fetched."""
+    """Run the tasks on a model; returns what the harness's `simple_evaluate` does. Runs on chats
+    use their chat template. Raises ConfigError where the harness fails, for example because a
+    task's data cannot be fetched.
+    """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     compute = run.plan().precision.compute
     # it wants transformers' class: the base model, in whose layers the adapter sits
     base_model = model.get_base_model() if is_peft_model(model) else model
-    # it ties weights, and transformers would tie embeddings again that training made different, or fail at PEFT's
-    # wrapper of them
+    # it ties weights, and transformers would tie embeddings again that training made different, or
+    # fail at PEFT's wrapper of them
     base_model.tie_weights = lambda *_, **__: None
     try:
         harness = HFLM(
@@ -281,7 +337,8 @@ def run_tasks(
             model=harness,
             tasks=list(task_names),
             limit=limit,
-            apply_chat_template=run.config.task_mode != "cpt",  # a run on plain text learnt no turns
+            apply_chat_template=run.config.task_mode
+            != "cpt",  # a run on plain text learnt no turns
             log_samples=False,
         )
     except Exception as error:  # of the harness, the hub, and what tasks run
@@ -295,11 +352,14 @@ def run_tasks(
 
 
 def compare_tasks(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskComparison, ...]:
-    """Compare the metrics that both results of the harness have, by task; empty results have none."""
+    """Compare the metrics that both results of the harness have, by task; empty results have
+    none."""
     comparisons = []
     for task, values in tuned.get("results", {}).items():
         # others are names, and "N/A" where a standard error is not known
-        numbers = {metric: value for metric, value in values.items() if isinstance(value, (int, float))}
+        numbers = {
+            metric: value for metric, value in values.items() if isinstance(value, (int, float))
+        }
         for metric, value in numbers.items():
             name, _, filter_name = metric.partition(",")
             if filter_name and not name.endswith("_stderr"):
@@ -315,7 +375,7 @@ def compare_tasks(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskComp
     return tuple(comparisons)
 
 
-# --- make eval --------------------------------------------------------------------------------------------------------
+# --- make eval ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Evaluation(Answer):
     """What `make eval` measured, and where it is written."""
@@ -325,8 +385,8 @@ class Evaluation(Answer):
     tokens: int
     comparisons: Sequence[MetricComparison]
     tasks: Sequence[TaskComparison]
-    # Further fields of the summary: what was used, and `before`: the adapter that the run continued, which `base` then
-    # means, or None.
+    # Further fields of the summary: what was used, and `before`: the adapter that the run
+    # continued, which `base` then means, or None.
     summary_fields: dict[str, Any]
     rows_path: Path | None
     path: Path
@@ -344,8 +404,12 @@ class Evaluation(Answer):
             "trained_on": rows.rows_trained_on,
             "tokens": self.tokens,
             "figures": {comparison.name: comparison.as_json() for comparison in self.comparisons},
-            "perplexity": next((figure.perplexity for figure in self.comparisons if figure.is_loss), None),
-            "tasks": [{**task._asdict(), "difference": task.tuned - task.base} for task in self.tasks],
+            "perplexity": next(
+                (figure.perplexity for figure in self.comparisons if figure.is_loss), None
+            ),
+            "tasks": [
+                {**task._asdict(), "difference": task.tuned - task.base} for task in self.tasks
+            ],
             **self.summary_fields,
             "rows_path": str(self.rows_path) if self.rows_path else None,
             "path": str(self.path),
@@ -355,13 +419,14 @@ class Evaluation(Answer):
         lines, rows, before = [], self.rows, self.summary_fields["before"]
         if rows.row_indices:
             lines.append(
-                f"Evaluated: {len(rows.row_indices):,} of {rows.split_size:,} rows of {rows.data or rows.split} "
-                f"({self.tokens:,} trained tokens, {len(rows.questions):,} answers)"
+                f"Evaluated: {len(rows.row_indices):,} of {rows.split_size:,} rows of"
+                f" {rows.data or rows.split} ({self.tokens:,} trained tokens,"
+                f" {len(rows.questions):,} answers)"
             )
         if rows.rows_trained_on:
             lines.append(
-                f"Warning: {rows.rows_trained_on:,} of {rows.split_size:,} rows were trained on, token for token, "
-                "and say nothing about new data"
+                f"Warning: {rows.rows_trained_on:,} of {rows.split_size:,} rows were trained on,"
+                " token for token, and say nothing about new data"
             )
         if before is not None:
             lines.append(f"Before: {before}, which this run continued")
@@ -372,7 +437,15 @@ class Evaluation(Answer):
             difference = f"{task.tuned - task.base:+.4f}"
             if task.stderr is not None:
                 difference += f" (standard error {task.stderr:.4f})"
-            table.append([f"{task.task} {task.metric}", f"{task.base:.4f}", f"{task.tuned:.4f}", difference, ""])
+            table.append(
+                [
+                    f"{task.task} {task.metric}",
+                    f"{task.base:.4f}",
+                    f"{task.tuned:.4f}",
+                    difference,
+                    "",
+                ]
+            )
         lines += align_columns(table)
         return [
             *lines,
@@ -392,27 +465,39 @@ def evaluate_run(
     out: Path | None = None,
     max_new_tokens: int | None = None,
 ) -> Evaluation:
-    """Evaluate base and trained model on the same rows, and write `eval.jsonl` and `eval.json`, with the options of
-    docs/trained.md (eval). Raises ConfigError where a name is wrong, a package is missing, or a place cannot be
-    written; DataError where there are no rows; ModelError where the base is gone."""
+    """Evaluate base and trained model on the same rows, and write `eval.jsonl` and `eval.json`,
+    with the options of docs/trained.md (eval). Raises ConfigError where a name is wrong, a package
+    is missing, or a place cannot be written; DataError where there are no rows; ModelError where
+    the base is gone."""
     # whatever a wrong word can stop is asked before the models load: they take minutes
     rows_path = out or run.folder.path / "eval.jsonl"
     if rows_path.suffix == ".json" or rows_path.is_dir():
         raise ConfigError(
-            f"OUT={one_line(str(rows_path))} has to name a JSONL for the rows; the summary goes beside it as .json"
+            f"OUT={one_line(str(rows_path))} has to name a JSONL for the rows; the summary goes"
+            " beside it as .json"
         )
     path = rows_path.with_suffix(".json")
     chosen_tasks, chosen_metrics = find_tasks(tasks), select_metrics(metrics)
     quiet_libraries()
     rows, options = EvalRows(), run.config.data
-    held_out = (options.val_path, options.test_path, options.val_fraction, *(one.val_path for one in options.sources))
+    held_out = (
+        options.val_path,
+        options.test_path,
+        options.val_fraction,
+        *(one.val_path for one in options.sources),
+    )
     if not tasks or split or data or any(held_out):  # with tasks rows are not needed
-        rows = load_eval_rows(run, split=split, data=data, limit=limit, needs_questions=bool(chosen_metrics))
+        rows = load_eval_rows(
+            run, split=split, data=data, limit=limit, needs_questions=bool(chosen_metrics)
+        )
         if metrics and chosen_metrics and not rows.questions:
             raise ConfigError(
-                f"METRICS={one_line(' '.join(metrics))}: no row of {rows.data or rows.split} ends with an answer"
+                f"METRICS={one_line(' '.join(metrics))}: no row of {rows.data or rows.split} ends"
+                " with an answer"
             )
-        for position, (question, _) in [*rows.questions.items()][:1]:  # a function that fails does so now
+        for position, (question, _) in [*rows.questions.items()][
+            :1
+        ]:  # a function that fails does so now
             _metric_values(rows, chosen_metrics, position, question.reference)
     max_answer_tokens = max_new_tokens or run.config.eval.max_new_tokens
 
@@ -435,7 +520,9 @@ def evaluate_run(
             task_results = run_tasks(run, model, responder.tokenizer, chosen_tasks, limit=limit)
         return figures, task_results
 
-    (base_figures, base_tasks), (tuned_figures, tuned_tasks) = measure_both_models(run, measure_model)
+    (base_figures, base_tasks), (tuned_figures, tuned_tasks) = measure_both_models(
+        run, measure_model
+    )
     continued_adapter = find_continued_adapter(run)
     evaluation = Evaluation(
         run.folder.path,
@@ -463,15 +550,23 @@ def evaluate_run(
     return evaluation
 
 
-def _metric_values(rows: EvalRows, metrics: Sequence[Metric], position: int, answer: str) -> dict[str, float]:
+def _metric_values(
+    rows: EvalRows, metrics: Sequence[Metric], position: int, answer: str
+) -> dict[str, float]:
     question, messages = rows.questions[position]
     try:
-        return {metric.name: metric.score(answer, question.reference, messages) for metric in metrics}
+        return {
+            metric.name: metric.score(answer, question.reference, messages) for metric in metrics
+        }
     except ConfigError as error:
-        raise ConfigError(f"row {rows.row_indices[position] + 1} of {rows.data or rows.split}: {error}") from error
+        raise ConfigError(
+            f"row {rows.row_indices[position] + 1} of {rows.data or rows.split}: {error}"
+        ) from error
 
 
-def _rows_jsonl(run: FinishedRun, rows: EvalRows, base_figures: RowFigures, tuned_figures: RowFigures) -> str:
+def _rows_jsonl(
+    run: FinishedRun, rows: EvalRows, base_figures: RowFigures, tuned_figures: RowFigures
+) -> str:
     tokenizer = load_tokenizer(run.config).tokenizer
     lines = []
     for position, row_index in enumerate(rows.row_indices):

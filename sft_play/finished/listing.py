@@ -1,6 +1,8 @@
-"""`make runs` and `make prune`: every run of an output folder at a glance, and the removal of those that are named.
+"""`make runs` and `make prune`: every run of an output folder at a glance, and the removal of those
+that are named.
 
-Only folders with this toolkit's manifest are looked at or removed. A run that is being written is never touched.
+Only folders with this toolkit's manifest are looked at or removed. A run that is being written is
+never touched.
 """
 
 import contextlib
@@ -38,7 +40,8 @@ class ListedRun:
     path: Path
     model: str
     mode: str
-    status: RunStatus  # `failed` also where the manifest says running and no process writes it: it was killed
+    # `failed` also where the manifest says running and no process writes it: it was killed
+    status: RunStatus
     step: int | None
     best_metric: str | None  # of the best evaluation: `exact_match`, else `loss`
     best_value: float | None
@@ -73,11 +76,18 @@ class RunList(Answer):
             if run.started is not None:
                 age = format_duration((self.now - run.started).total_seconds())
             step = "-" if run.step is None else str(run.step)
-            name, model = one_line(run.name, limit=48), one_line(f"{run.mode} {run.model}", limit=48)
+            name, model = (
+                one_line(run.name, limit=48),
+                one_line(f"{run.mode} {run.model}", limit=48),
+            )
             rows.append((name, run.status, step, best, format_size(run.bytes), age, model))
-        size, of_checkpoints = sum(run.bytes for run in self.runs), sum(run.checkpoint_bytes for run in self.runs)
+        size, of_checkpoints = (
+            sum(run.bytes for run in self.runs),
+            sum(run.checkpoint_bytes for run in self.runs),
+        )
         total = (
-            f"{plural(len(self.runs), 'run')}, {format_size(size)}, of which checkpoints {format_size(of_checkpoints)}"
+            f"{plural(len(self.runs), 'run')}, {format_size(size)}, of which checkpoints"
+            f" {format_size(of_checkpoints)}"
         )
         return [*align_columns(rows), total, next_command_line("report", RUN=self.runs[0].path)]
 
@@ -93,15 +103,28 @@ def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
 def _list_run(folder: RunFolder) -> ListedRun:
     manifest, resolved = folder.read_manifest(), read_json(folder.path / "resolved.json")
     metrics = [entry for _, entry in read_metric_lines(folder.metrics_path)]
-    # the best of all evaluations, the one after training among them: exact match where it was measured, else loss
-    after = {f"eval_{name}": value for name, value in (read_summary(folder.path).get("after") or {}).items()}
+    # the best of all evaluations, the one after training among them: exact match where it was
+    # measured, else loss
+    after = {
+        f"eval_{name}": value
+        for name, value in (read_summary(folder.path).get("after") or {}).items()
+    }
     best: dict[str, Any] = {"best_metric": None, "best_value": None}
     for name, choose in (("loss", min), ("exact_match", max)):
-        values = [(entry.get(f"eval_{name}"), entry.get("eval_generated_rows")) for entry in (*metrics, after)]
-        numbers = [(float(value), rows) for value, rows in values if isinstance(value, (int, float))]
+        values = [
+            (entry.get(f"eval_{name}"), entry.get("eval_generated_rows"))
+            for entry in (*metrics, after)
+        ]
+        numbers = [
+            (float(value), rows) for value, rows in values if isinstance(value, (int, float))
+        ]
         if numbers:
             value, rows = choose(numbers, key=lambda candidate: candidate[0])
-            best = {"best_metric": name, "best_value": value, "best_rows": rows if name == "exact_match" else None}
+            best = {
+                "best_metric": name,
+                "best_value": value,
+                "best_rows": rows if name == "exact_match" else None,
+            }
     try:
         started = datetime.fromisoformat(str(manifest.get("started"))).astimezone(UTC)
     except ValueError:
@@ -126,20 +149,26 @@ def _checkpoint_folders(folder: RunFolder) -> list[Path]:
 
 
 def run_status(folder: RunFolder, manifest: dict[str, Any]) -> RunStatus:
-    """`running` while a process trains it; `failed` where the manifest says running and none does. A finished run
-    stays finished while a command such as `ship` or `merge` has it locked."""
+    """`running` while a process trains it; `failed` where the manifest says running and none does.
+    A finished run stays finished while a command such as `ship` or `merge` has it locked."""
     status = manifest.get("status")
     if status == "finished":
         return "finished"
-    if lock_holder_pid(folder) is not None:  # the lock before the manifest, which a killed run leaves at "running"
+    if (
+        lock_holder_pid(folder) is not None
+    ):  # the lock before the manifest, which a killed run leaves at "running"
         return "running"
     return "stopped" if status == "stopped" else "failed"
 
 
 def find_best_checkpoint(folder: RunFolder) -> dict[str, Any]:
-    """`best_step` and `best_checkpoint` for programs: the step of the best evaluation, by train.metric_for_best_model,
-    and the path of its checkpoint; None where there is none. Of a run with stages those of its newest stage."""
-    stages = [entry["stage"] for _, entry in read_metric_lines(folder.metrics_path) if entry.get("stage")]
+    """`best_step` and `best_checkpoint` for programs: the step of the best evaluation, by
+    train.metric_for_best_model, and the path of its checkpoint; None where there is none. Of a run
+    with stages those of its newest stage.
+    """
+    stages = [
+        entry["stage"] for _, entry in read_metric_lines(folder.metrics_path) if entry.get("stage")
+    ]
     last_stage = next(reversed(stages), None)
     part = folder.stage_folder(str(last_stage), is_last_stage=True) if last_stage else folder
     train = read_json(part.path / "resolved.json").get("train") or {}
@@ -149,7 +178,9 @@ def find_best_checkpoint(folder: RunFolder) -> dict[str, Any]:
     scored_steps = [
         (sign * entry[metric], -entry["step"])
         for entry in read_evaluations(folder.metrics_path, stage_name=part.stage_name)
-        if entry["step"] and isinstance(entry[metric], (int, float)) and math.isfinite(entry[metric])
+        if entry["step"]
+        and isinstance(entry[metric], (int, float))
+        and math.isfinite(entry[metric])
     ]
     step = -max(scored_steps)[1] if scored_steps else None
     path = part.checkpoints_path / f"checkpoint-{step}"
@@ -157,7 +188,8 @@ def find_best_checkpoint(folder: RunFolder) -> dict[str, Any]:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder; links count as links, and files that vanish meanwhile not at all."""
+    """Bytes of all files below a folder; links count as links, and files that vanish meanwhile not
+    at all."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -185,13 +217,19 @@ class PruneResult(Answer):
         ]
 
 
-def select_prunable(folders: Iterable[RunFolder], scope: PruneScope) -> dict[RunFolder, dict[Path, int]]:
-    """Select what `prune` removes of these runs. Event files behind a link are left out: they may be another user's.
-    Raises RunFolderError where a run is a link, is being written, or could still be resumed from what is to go."""
+def select_prunable(
+    folders: Iterable[RunFolder], scope: PruneScope
+) -> dict[RunFolder, dict[Path, int]]:
+    """Select what `prune` removes of these runs. Event files behind a link are left out: they may
+    be another user's. Raises RunFolderError where a run is a link, is being written, or could still
+    be resumed from what is to go.
+    """
     selection = {folder: paths for folder in folders if (paths := _prunable_paths(folder, scope))}
     for folder in selection:
         if lock_holder_pid(folder) is not None:
-            raise RunFolderError(f"{folder.path} is being written by a process and is not removed; stop it first")
+            raise RunFolderError(
+                f"{folder.path} is being written by a process and is not removed; stop it first"
+            )
         if scope != "run":
             _require_finished(folder, run_status(folder, folder.read_manifest()))
     return selection
@@ -204,7 +242,8 @@ def _prunable_paths(folder: RunFolder, scope: PruneScope) -> dict[Path, int]:
         return {path: path.stat().st_size for path in files if not path.is_symlink()}
     if folder.path.is_symlink():
         raise RunFolderError(
-            f"{folder.path} is a link to {folder.path.resolve()}: name that folder, or remove the link"
+            f"{folder.path} is a link to {folder.path.resolve()}: name that folder, or remove the"
+            " link"
         )
     if scope == "run":
         return {folder.path: _folder_bytes(folder.path)}
@@ -220,8 +259,8 @@ def _require_finished(folder: RunFolder, status: str) -> None:
 
 
 def prune(selection: Mapping[RunFolder, Mapping[Path, int]]) -> PruneResult:
-    """Remove what was selected of each run, with its bytes, each run locked; what cannot be locked or removed is kept,
-    with a warning."""
+    """Remove what was selected of each run, with its bytes, each run locked; what cannot be locked
+    or removed is kept, with a warning."""
     removed: dict[Path, int] = {}
     for folder, paths in selection.items():
         try:

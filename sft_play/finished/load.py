@@ -18,7 +18,11 @@ from sft_play.runs.folder import first_start_date
 from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, load_adapter
 from sft_play.training.checkpoints.model_saving import open_tensors
 from sft_play.training.model import attention_functions
-from sft_play.training.model.language_model import fit_tied_embeddings, locate_text_tower, prepare_text_config
+from sft_play.training.model.language_model import (
+    fit_tied_embeddings,
+    locate_text_tower,
+    prepare_text_config,
+)
 from sft_play.training.model.model_loading import (
     NO_ADAPTER_KWARGS,
     TORCH_DTYPES,
@@ -44,30 +48,36 @@ def compute_dtype(run: FinishedRun) -> torch.dtype:
 
 
 def load_trained_model(run: FinishedRun) -> Any:
-    """The run's model as training left it, in eval mode on the first GPU or the CPU: the base in the precision that it
-    was trained in (NF4 for QLoRA) with the adapter on it, or the whole trained model; raises ModelError where the base
-    is missing or another one, or weights are missing."""
+    """The run's model as training left it, in eval mode on the first GPU or the CPU: the base in
+    the precision that it was trained in (NF4 for QLoRA) with the adapter on it, or the whole
+    trained model; raises ModelError where the base is missing or another one, or weights are
+    missing."""
     if not run.is_adapter:
         return load_model_folder(run.weights, dtype=TORCH_DTYPES[run.plan().precision.load])
     return load_adapter(load_base_model(run), run.weights)
 
 
 def load_base_model(run: FinishedRun) -> Any:
-    """The model as it was before the run, in eval mode on the first GPU or the CPU, in the precision of the run; raises
-    ModelError where the base is missing or another one."""
+    """The model as it was before the run, in eval mode on the first GPU or the CPU, in the
+    precision of the run; raises ModelError where the base is missing or another one."""
     config, precision = run.config, run.plan().precision
     base_model_folder(run)  # refuses a base that has changed since
     loaded = load_tokenizer(config)
-    spec = build_model_spec(config, precision, tokenizer_size=len(loaded.tokenizer), new_rows=loaded.new_rows)
+    spec = build_model_spec(
+        config, precision, tokenizer_size=len(loaded.tokenizer), new_rows=loaded.new_rows
+    )
     attention_functions.enable_cudnn(enabled=False)  # answers have a new length for every token
     model = load_model(config, precision, spec, device=default_device())
-    model.config.use_cache = True  # training switches it off; without it each new token reads the whole prompt again
+    model.config.use_cache = (
+        True  # training switches it off; without it each new token reads the whole prompt again
+    )
     return model.eval()
 
 
 @dataclass(frozen=True)
 class ContinuedAdapter:
-    """The adapter that a run began from (`model.adapter`): its folder, the digest of its weights, and its name."""
+    """The adapter that a run began from (`model.adapter`): its folder, the digest of its weights,
+    and its name."""
 
     folder: Path
     sha256: str
@@ -75,18 +85,23 @@ class ContinuedAdapter:
 
 
 def find_continued_adapter(run: FinishedRun) -> ContinuedAdapter | None:
-    """The adapter that the run continued, as its manifest records it; None where it trained a new one."""
+    """The adapter that the run continued, as its manifest records it; None where it trained a new
+    one."""
     record = (run.manifest.get("data") or {}).get("adapter")
     if record is None:
         return None
-    name = f"run {record['run']}'s adapter" if record.get("run") else f"the adapter {one_line(record['path'])}"
+    name = (
+        f"run {record['run']}'s adapter"
+        if record.get("run")
+        else f"the adapter {one_line(record['path'])}"
+    )
     return ContinuedAdapter(Path(record["path"]), str(record["sha256"]), name)
 
 
 def measure_both_models(run: FinishedRun, measure: Callable[[str, Any], T]) -> tuple[T, T]:
-    """Run `measure(model_label, model)` on the model before training (the base, with an adapter that was continued) and
-    on the trained one; `model_label` names the model in lines on how far it is. Raises ModelError where base, adapter
-    or trained model are missing or other ones."""
+    """Run `measure(model_label, model)` on the model before training (the base, with an adapter
+    that was continued) and on the trained one; `model_label` names the model in lines on how far it
+    is. Raises ModelError where base, adapter or trained model are missing or other ones."""
     continued = find_continued_adapter(run)
     if run.is_adapter and continued is None:
         model = load_trained_model(run)
@@ -100,7 +115,8 @@ def measure_both_models(run: FinishedRun, measure: Callable[[str, Any], T]) -> t
             adapter_file = continued.folder / ADAPTER_FILE
             if not adapter_file.is_file() or file_digest(adapter_file) != continued.sha256:
                 raise ModelError(
-                    f"{adapter_file} is not the adapter that {run.folder.path} continued, or is gone: put it back"
+                    f"{adapter_file} is not the adapter that {run.folder.path} continued, or is"
+                    " gone: put it back"
                 )
             model_label = f"model before training ({continued.name})"
             model = load_adapter(load_base_model(run), continued.folder)
@@ -115,16 +131,21 @@ def measure_both_models(run: FinishedRun, measure: Callable[[str, Any], T]) -> t
 
 
 def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
-    """A whole model from a folder, in eval mode on the first GPU or the CPU; `dtype` None: as its files are. Raises
-    ModelError where it cannot be loaded."""
+    """A whole model from a folder, in eval mode on the first GPU or the CPU; `dtype` None: as its
+    files are. Raises ModelError where it cannot be loaded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     attention_functions.enable_cudnn(enabled=False)
     try:
-        # a device by name: device_map="auto" would spread a large model over devices, or offload it without a word
+        # a device by name: device_map="auto" would spread a large model over devices, or offload it
+        # without a word
         full_config = AutoConfig.from_pretrained(str(folder))
-        if getattr(full_config, "quantization_config", None):  # transformers would fetch kernels for some of them
-            raise ModelError(f"{folder} holds quantised weights, and no run of this toolkit saves such")
+        if getattr(
+            full_config, "quantization_config", None
+        ):  # transformers would fetch kernels for some of them
+            raise ModelError(
+                f"{folder} holds quantised weights, and no run of this toolkit saves such"
+            )
         config, key_mapping = prepare_text_config(full_config), None
         if config is not full_config:  # of an image-text model its language model
             fit_tied_embeddings(full_config, config, lambda: set(open_tensors(folder)))
@@ -133,31 +154,41 @@ def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
             key_mapping = tower.key_mapping if tower is not None else None
         with silence_load_report():
             model, loading_info = AutoModelForCausalLM.from_pretrained(
-                str(folder), config=config, dtype=dtype or "auto", device_map={"": default_device()},
+                str(folder),
+                config=config,
+                dtype=dtype or "auto",
+                device_map={"": default_device()},
                 use_safetensors=True,
-                output_loading_info=True, key_mapping=key_mapping, **NO_ADAPTER_KWARGS,
-            )  # fmt: skip
+                output_loading_info=True,
+                key_mapping=key_mapping,
+                **NO_ADAPTER_KWARGS,
+            )
     except ModelError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"the model in {folder} cannot be loaded: {one_line(str(error), limit=300)}") from error
+        raise ModelError(
+            f"the model in {folder} cannot be loaded: {one_line(str(error), limit=300)}"
+        ) from error
     require_all_weights(model, loading_info, str(folder))
     return model.eval()
 
 
 def build_run_renderer(run: FinishedRun, tokenizer: Any) -> Renderer:
-    """Build the renderer of conversations as the run's training used it, on the day that the run began."""
+    """Build the renderer of conversations as the run's training used it, on the day that the run
+    began."""
     return Renderer(
         tokenizer,
         run.config.data,
         max_seq_len=run.plan().max_seq_len,
-        today=first_start_date(run.folder),  # a template that writes the date would put another one into every prompt
+        today=first_start_date(
+            run.folder
+        ),  # a template that writes the date would put another one into every prompt
     )
 
 
 def build_run_splits(run: FinishedRun, config: RunConfig, tokenizer: Any) -> DataSplits:
-    """The rows of `config`, the run's or one with other data, tokenised and divided as training did; raises DataError
-    where the data is gone, or no longer has trained tokens."""
+    """The rows of `config`, the run's or one with other data, tokenised and divided as training
+    did; raises DataError where the data is gone, or no longer has trained tokens."""
     return build_splits(
         config,
         find_data_paths(config.data),
@@ -175,7 +206,8 @@ def evenly_spaced_indices(total: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class HeldOutRows:
-    """Token rows that a run was not trained on, and the split they are from (train, where it has no other)."""
+    """Token rows that a run was not trained on, and the split they are from (train, where it has no
+    other)."""
 
     name: str
     split: DataSplit
@@ -183,8 +215,8 @@ class HeldOutRows:
 
 
 def load_held_out_rows(run: FinishedRun) -> HeldOutRows:
-    """The run's test rows, else its validation rows, else the rows it was trained on; read as training read them.
-    Raises DataError where the data is gone, or no longer has trained tokens."""
+    """The run's test rows, else its validation rows, else the rows it was trained on; read as
+    training read them. Raises DataError where the data is gone, or no longer has trained tokens."""
     splits = build_run_splits(run, run.config, load_tokenizer(run.config).tokenizer)
     # test before val: validation rows may have chosen the checkpoint (train.load_best_model_at_end)
     for name, split in (("test", splits.test), ("val", splits.val)):

@@ -1,5 +1,6 @@
-"""The figures of `make eval`: of an answer beside its reference (exact match, ROUGE-L, chrF, your own functions), and
-of the base beside the trained model, with the interval of each difference, which `make ship` judges by too.
+"""The figures of `make eval`: of an answer beside its reference (exact match, ROUGE-L, chrF, your
+own functions), and of the base beside the trained model, with the interval of each difference,
+which `make ship` judges by too.
 """
 
 import functools
@@ -33,7 +34,12 @@ NO_METRICS = "none"
 # The built-in metrics, each with the package of the extra `eval` that it needs.
 BUILT_IN_METRICS = {"exact_match": None, "rouge_l": "rapidfuzz", "chrf": "sacrebleu"}
 
-METRIC_TITLES = {"token_accuracy": "token accuracy", "exact_match": "exact match", "rouge_l": "ROUGE-L", "chrf": "chrF"}
+METRIC_TITLES = {
+    "token_accuracy": "token accuracy",
+    "exact_match": "exact match",
+    "rouge_l": "ROUGE-L",
+    "chrf": "chrF",
+}
 
 # Drawn rows that are held in memory at a time: some 100 MB with what is gathered for them.
 _MAX_DRAWN_ROWS = 4_000_000
@@ -51,7 +57,7 @@ _WORD_PATTERN = (
 )
 
 
-# --- how good an answer is --------------------------------------------------------------------------------------------
+# --- how good an answer is ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Metric:
     """A figure of each answer; `is_share`: between 0 and 1, shown in percent."""
@@ -62,8 +68,9 @@ class Metric:
 
 
 def select_metrics(names: Sequence[str]) -> list[Metric]:
-    """Select the metrics of METRICS=; without names all built-in ones that are installed. Raises ConfigError where a
-    name is unknown, its package is not installed, or a `module:function` cannot be imported."""
+    """Select the metrics of METRICS=; without names all built-in ones that are installed. Raises
+    ConfigError where a name is unknown, its package is not installed, or a `module:function` cannot
+    be imported."""
     missing = [
         name
         for name, package in BUILT_IN_METRICS.items()
@@ -71,10 +78,14 @@ def select_metrics(names: Sequence[str]) -> list[Metric]:
     ]
     if not names:
         if missing:
-            logger.info("Not measured: %s; %s adds what they need", ", ".join(missing), _INSTALL_EVAL)
+            logger.info(
+                "Not measured: %s; %s adds what they need", ", ".join(missing), _INSTALL_EVAL
+            )
         names = [name for name in BUILT_IN_METRICS if name not in missing]
     if NO_METRICS in names and len(set(names)) > 1:
-        raise ConfigError(f"METRICS={one_line(' '.join(names))}: {NO_METRICS} excludes other metrics")
+        raise ConfigError(
+            f"METRICS={one_line(' '.join(names))}: {NO_METRICS} excludes other metrics"
+        )
     return [_find_metric(name, missing) for name in dict.fromkeys(names) if name != NO_METRICS]
 
 
@@ -83,36 +94,52 @@ def _find_metric(name: str, missing: Sequence[str]) -> Metric:
         return Metric(name, functools.partial(_call_user_metric, name, _import_function(name)))
     if name not in BUILT_IN_METRICS:
         hint = did_you_mean(name, [*BUILT_IN_METRICS, NO_METRICS])
-        hint = hint or f"there are {', '.join(BUILT_IN_METRICS)}, {NO_METRICS} and your own module:function"
+        hint = (
+            hint
+            or f"there are {', '.join(BUILT_IN_METRICS)}, {NO_METRICS} and your own module:function"
+        )
         raise ConfigError(f"METRICS={one_line(name)} is not a metric; {hint}")
     if name in missing:
-        raise ConfigError(f"METRICS={name} needs the package {BUILT_IN_METRICS[name]}: {_INSTALL_EVAL}")
+        raise ConfigError(
+            f"METRICS={name} needs the package {BUILT_IN_METRICS[name]}: {_INSTALL_EVAL}"
+        )
     if name == "chrf":
         from sacrebleu.metrics.chrf import CHRF
 
-        chrf = CHRF()  # chrF2, as sacrebleu's own default: characters up to 6-grams, no words, beta 2
-        return Metric(name, lambda answer, reference, _: float(chrf.sentence_score(answer, [reference]).score))
+        chrf = (
+            CHRF()
+        )  # chrF2, as sacrebleu's own default: characters up to 6-grams, no words, beta 2
+        return Metric(
+            name, lambda answer, reference, _: float(chrf.sentence_score(answer, [reference]).score)
+        )
     if name == "rouge_l":
         return Metric(name, lambda answer, reference, _: rouge_l(answer, reference), is_share=True)
     # as GeneratedAnswer.is_correct of the run's own evaluations
-    return Metric(name, lambda answer, reference, _: float(answer.strip() == reference.strip()), is_share=True)
+    return Metric(
+        name, lambda answer, reference, _: float(answer.strip() == reference.strip()), is_share=True
+    )
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """ROUGE-L's F1: of the longest common subsequence of `split_words`, the harmonic mean of its share of the answer's
-    words and of the reference's. Of texts without any word: 1 where they are equal, else 0."""
+    """ROUGE-L's F1: of the longest common subsequence of `split_words`, the harmonic mean of its
+    share of the answer's words and of the reference's. Of texts without any word: 1 where they are
+    equal, else 0."""
     from rapidfuzz.distance import LCSseq
 
     answer_words, reference_words = split_words(answer), split_words(reference)
     if not answer_words and not reference_words:
         return float(answer.strip() == reference.strip())
-    return float(2 * LCSseq.similarity(answer_words, reference_words) / (len(answer_words) + len(reference_words)))
+    return float(
+        2
+        * LCSseq.similarity(answer_words, reference_words)
+        / (len(answer_words) + len(reference_words))
+    )
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a text for ROUGE-L: maximal runs of letters and digits with their combining marks, in NFKC and case
-    folded; of scripts without spaces each character. Of ASCII texts the tokens of Google's rouge-score without
-    stemming."""
+    """The words of a text for ROUGE-L: maximal runs of letters and digits with their combining
+    marks, in NFKC and case folded; of scripts without spaces each character. Of ASCII texts the
+    tokens of Google's rouge-score without stemming."""
     normalized = unicodedata.normalize("NFKC", text).casefold()
     return list(regex.findall(_WORD_PATTERN, normalized, flags=regex.V1))
 
@@ -128,28 +155,35 @@ def _import_function(name: str) -> Any:
             function = getattr(function, part)
     except Exception as error:  # importing runs the user's own code
         raise ConfigError(
-            f"METRICS={one_line(name)} cannot be imported from {folder}: {type(error).__name__}: {one_line(str(error))}"
+            f"METRICS={one_line(name)} cannot be imported from {folder}: {type(error).__name__}:"
+            f" {one_line(str(error))}"
         ) from error
     if not callable(function):
-        raise ConfigError(f"METRICS={one_line(name)} is of type {type(function).__name__}, not a function")
+        raise ConfigError(
+            f"METRICS={one_line(name)} is of type {type(function).__name__}, not a function"
+        )
     return function
 
 
-def _call_user_metric(name: str, function: Any, answer: str, reference: str, messages: Sequence[Message]) -> float:
+def _call_user_metric(
+    name: str, function: Any, answer: str, reference: str, messages: Sequence[Message]
+) -> float:
     try:
         value = float(function(answer, reference, [dict(message) for message in messages]))
     except Exception as error:  # the user's own code
-        raise ConfigError(f"{one_line(name)} failed: {type(error).__name__}: {one_line(str(error))}") from error
+        raise ConfigError(
+            f"{one_line(name)} failed: {type(error).__name__}: {one_line(str(error))}"
+        ) from error
     if not math.isfinite(value):
         raise ConfigError(f"{one_line(name)} returned {value}, which is not a finite number")
     return value
 
 
-# --- how sure a difference between two models on the same rows is -----------------------------------------------------
+# --- how sure a difference between two models on the same rows is ---------------------------------
 @dataclass(frozen=True)
 class Interval:
-    """A difference, tuned less base, and the interval that holds the true one with probability `level`; of one row,
-    which says nothing about the spread, it is unbounded."""
+    """A difference, tuned less base, and the interval that holds the true one with probability
+    `level`; of one row, which says nothing about the spread, it is unbounded."""
 
     difference: float
     low: float
@@ -170,15 +204,22 @@ def paired_bootstrap(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """The difference of the weighted means of two models' figures [rows], with its bootstrap interval; NaN where no row
-    has a weight. Rows are drawn with replacement, each with both figures and its weight [rows] (None: all alike; rows
-    of weight 0 do not count). The percentile interval, widened for few rows: its tails are Phi(-t * sqrt(n / (n - 1))),
-    with t of n - 1 degrees of freedom (Hesterberg 2015, What Teachers Should Know About the Bootstrap, section 5.3,
-    "expanded percentile interval"). Raises ValueError where the arrays do not have the same length."""
+    """The difference of the weighted means of two models' figures [rows], with its bootstrap
+    interval; NaN where no row has a weight. Rows are drawn with replacement, each with both figures
+    and its weight [rows] (None: all alike; rows of weight 0 do not count). The percentile interval,
+    widened for few rows: its tails are Phi(-t * sqrt(n / (n - 1))), with t of n - 1 degrees of
+    freedom (Hesterberg 2015, What Teachers Should Know About the Bootstrap, section 5.3, "expanded
+    percentile interval"). Raises ValueError where the arrays do not have the same length.
+    """
     from scipy.stats import norm, t
 
-    base_values, tuned_values = np.asarray(base, dtype=np.float64), np.asarray(tuned, dtype=np.float64)
-    row_weights = np.ones(len(base_values)) if weights is None else np.asarray(weights, dtype=np.float64)
+    base_values, tuned_values = (
+        np.asarray(base, dtype=np.float64),
+        np.asarray(tuned, dtype=np.float64),
+    )
+    row_weights = (
+        np.ones(len(base_values)) if weights is None else np.asarray(weights, dtype=np.float64)
+    )
     if not base_values.shape == tuned_values.shape == row_weights.shape:
         raise ValueError("one figure of each model and one weight for each row")
     has_weight = row_weights > 0
@@ -196,15 +237,19 @@ def paired_bootstrap(
     chunk_size = max(1, _MAX_DRAWN_ROWS // row_count)
     for offset in range(0, resamples, chunk_size):
         count = min(chunk_size, resamples - offset)
-        rows = generator.integers(0, row_count, size=(count, row_count), dtype=np.int32)  # half of what int64 takes
-        ratios[offset : offset + count] = weighted_differences[rows].sum(axis=1) / row_weights[rows].sum(axis=1)
+        rows = generator.integers(
+            0, row_count, size=(count, row_count), dtype=np.int32
+        )  # half of what int64 takes
+        ratios[offset : offset + count] = weighted_differences[rows].sum(axis=1) / row_weights[
+            rows
+        ].sum(axis=1)
     t_quantile = t.ppf(0.5 + level / 2, row_count - 1)
     tail = float(norm.cdf(-t_quantile * math.sqrt(row_count / (row_count - 1))))
     low, high = np.quantile(ratios, [tail, 1 - tail])
     return Interval(difference, float(low), float(high), level)
 
 
-# --- base and trained model beside each other -------------------------------------------------------------------------
+# --- base and trained model beside each other -----------------------------------------------------
 @dataclass(frozen=True)
 class MetricComparison:
     """A figure of base and trained model, and the interval of its difference."""
@@ -228,8 +273,13 @@ class MetricComparison:
     def perplexity(self) -> dict[str, float | None]:
         """Of a loss: that of base and tuned, and their ratio with its interval."""
         interval = self.interval
-        nats = {"base": self.base, "tuned": self.tuned, "ratio": interval.difference, "low": interval.low,
-                "high": interval.high}  # fmt: skip
+        nats = {
+            "base": self.base,
+            "tuned": self.tuned,
+            "ratio": interval.difference,
+            "low": interval.low,
+            "high": interval.high,
+        }
         with np.errstate(over="ignore"):
             return {name: finite_or_none(float(np.exp(value))) for name, value in nats.items()}
 
@@ -252,24 +302,34 @@ class MetricComparison:
         difference = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*values)
         rows = [[title, f"{self.base:.4f}", f"{self.tuned:.4f}", difference, self.verdict]]
         if self.is_loss:
-            figures = ("?" if value is None else f"{value:.4g}" for value in self.perplexity.values())
+            figures = (
+                "?" if value is None else f"{value:.4g}" for value in self.perplexity.values()
+            )
             base, tuned, ratio, low, high = figures
             rows.append(["perplexity", base, tuned, f"x{ratio} [x{low}, x{high}]", self.verdict])
         return rows
 
 
 def compare_metrics(
-    base_rows: Sequence[dict[str, Any]], tuned_rows: Sequence[dict[str, Any]], metrics: Sequence[Metric]
+    base_rows: Sequence[dict[str, Any]],
+    tuned_rows: Sequence[dict[str, Any]],
+    metrics: Sequence[Metric],
 ) -> list[MetricComparison]:
-    """Loss and token accuracy over trained tokens, then each metric over the answers; the rows are those of
-    eval.jsonl."""
+    """Loss and token accuracy over trained tokens, then each metric over the answers; the rows are
+    those of eval.jsonl."""
     if not tuned_rows:
         return []
     tokens = [row["tokens"] for row in tuned_rows]
 
-    def compare(name: str, get_value: Callable[[dict[str, Any]], float], **flags: bool) -> MetricComparison:
-        # rows count by their trained tokens, so that the weighted mean over rows is the mean over tokens
-        base, tuned = ([get_value(row) / max(1, row["tokens"]) for row in rows] for rows in (base_rows, tuned_rows))
+    def compare(
+        name: str, get_value: Callable[[dict[str, Any]], float], **flags: bool
+    ) -> MetricComparison:
+        # rows count by their trained tokens, so that the weighted mean over rows is the mean over
+        # tokens
+        base, tuned = (
+            [get_value(row) / max(1, row["tokens"]) for row in rows]
+            for rows in (base_rows, tuned_rows)
+        )
         return _compare_values(name, base, tuned, tokens, **flags)
 
     comparisons = [
@@ -277,17 +337,33 @@ def compare_metrics(
         compare("token_accuracy", lambda row: row["correct"], is_share=True),
     ]
     for metric in metrics:
-        base, tuned = ([row[metric.name] for row in rows if metric.name in row] for rows in (base_rows, tuned_rows))
+        base, tuned = (
+            [row[metric.name] for row in rows if metric.name in row]
+            for rows in (base_rows, tuned_rows)
+        )
         if tuned:
-            comparisons.append(_compare_values(metric.name, base, tuned, [1] * len(tuned), is_share=metric.is_share))
+            comparisons.append(
+                _compare_values(
+                    metric.name, base, tuned, [1] * len(tuned), is_share=metric.is_share
+                )
+            )
     return comparisons
 
 
 def _compare_values(
-    name: str, base: Sequence[float], tuned: Sequence[float], weights: Sequence[float], **flags: bool
+    name: str,
+    base: Sequence[float],
+    tuned: Sequence[float],
+    weights: Sequence[float],
+    **flags: bool,
 ) -> MetricComparison:
     interval = paired_bootstrap(
-        base, tuned, weights=weights, level=CONFIDENCE_LEVEL, resamples=BOOTSTRAP_RESAMPLES, seed=BOOTSTRAP_SEED
+        base,
+        tuned,
+        weights=weights,
+        level=CONFIDENCE_LEVEL,
+        resamples=BOOTSTRAP_RESAMPLES,
+        seed=BOOTSTRAP_SEED,
     )
     base_mean, tuned_mean = (float(np.average(values, weights=weights)) for values in (base, tuned))
     return MetricComparison(name, base_mean, tuned_mean, interval, **flags)

@@ -1,11 +1,11 @@
 """The HTTP application of `make serve`: OpenAI's chat completions by a run's model.
 
-Generation, streaming, think text and tool calls are those of `transformers serve`. The rest is here:
-`transformers serve FOLDER` refuses a folder with an adapter alone, its 4-bit option computes in fp32
-whatever the run trained in, it renders prompts by the template alone, without the settings of the run
-(`data.system_into_user`, the date that training rendered, …), ignores most options of a request,
-fails at wrong ones, leaves stop texts in answers, and renders in the event loop, where one long
-prompt stops every client.
+Generation, streaming, think text and tool calls are those of `transformers serve`. The rest is
+here: `transformers serve FOLDER` refuses a folder with an adapter alone, its 4-bit option computes
+in fp32 whatever the run trained in, it renders prompts by the template alone, without the settings
+of the run (`data.system_into_user`, the date that training rendered, …), ignores most options of a
+request, fails at wrong ones, leaves stop texts in answers, and renders in the event loop, where one
+long prompt stops every client.
 """
 
 import asyncio
@@ -37,13 +37,15 @@ from sft_play.finished.respond import Responder
 from sft_play.log import one_line
 from sft_play.machine.network import is_local_request
 
-# Labels of a request, which change no answer; and whatever is asked of it, the last piece of a stream has the usage.
+# Labels of a request, which change no answer; and whatever is asked of it, the last piece of a
+# stream has the usage.
 _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "stream_options")
 # Options that are not read, with the values that ask for nothing.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "n": (1,), "logprobs": (False,), "top_logprobs": (0,),
-    "tool_choice": ("auto",), "parallel_tool_calls": (True,), "response_format": ({"type": "text"},),
-    "modalities": (["text"],), "store": (False,), "service_tier": ("auto", "default"),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "n": (1,), "logprobs": (False,),
+    "top_logprobs": (0,), "tool_choice": ("auto",), "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "store": (False,),
+    "service_tier": ("auto", "default"),
 }  # fmt: skip
 _StopText = Annotated[str, Field(min_length=1, max_length=256)]
 _to_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
@@ -64,7 +66,9 @@ class ChatRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[_StopText], _to_list, Field(max_length=4)] | None = None  # OpenAI's own limit
+    stop: Annotated[list[_StopText], _to_list, Field(max_length=4)] | None = (
+        None  # OpenAI's own limit
+    )
 
 
 def bad_request(message: str, option: str | None = None) -> HTTPException:
@@ -73,12 +77,15 @@ def bad_request(message: str, option: str | None = None) -> HTTPException:
 
 
 def validate_request(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a request that ask for something, as they were sent; `stop` as a list. Raises HTTPException,
-    a 400 with the option in OpenAI's `param`, where one is unknown, not supported or a wrong value: a request that is
-    answered is answered as it was asked."""
+    """The options of a request that ask for something, as they were sent; `stop` as a list. Raises
+    HTTPException, a 400 with the option in OpenAI's `param`, where one is unknown, not supported or
+    a wrong value: a request that is answered is answered as it was asked."""
     try:
         json.dumps(body, ensure_ascii=False).encode("utf-8")
-    except (UnicodeEncodeError, RecursionError):  # half of a surrogate pair, which no tokenizer can hold
+    except (
+        UnicodeEncodeError,
+        RecursionError,
+    ):  # half of a surrogate pair, which no tokenizer can hold
         raise bad_request("the request holds what is no text, or is nested too deeply") from None
     options = {
         name: value
@@ -93,26 +100,34 @@ def validate_request(body: Mapping[str, Any]) -> dict[str, Any]:
         return {name: getattr(request, name) for name in options}
     option = str(first["loc"][0])
     value_text = one_line(json.dumps(options.get(option), ensure_ascii=False), limit=60)
-    message = f"{option}={value_text} is not supported: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    message = (
+        f"{option}={value_text} is not supported: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    )
     if option not in options:
         message = f"{option} is missing"
     elif first["type"] == "extra_forbidden":
-        message = f"{one_line(option)} is not supported by this server ({value_text} was given); leave it out"
+        message = (
+            f"{one_line(option)} is not supported by this server ({value_text} was given); leave"
+            " it out"
+        )
     raise bad_request(message, option)
 
 
-# --- stop texts -------------------------------------------------------------------------------------------------------
+# --- stop texts -----------------------------------------------------------------------------------
 
 
 def cut_at_stop(text: str, stop_texts: Sequence[str]) -> str:
-    """Return the text before the stop text that is complete first, not the one that begins first: where an answer is
-    cut must not depend on how it is divided into tokens."""
-    matches = [(text.find(stop) + len(stop), text.find(stop)) for stop in stop_texts if stop in text]
+    """Return the text before the stop text that is complete first, not the one that begins first:
+    where an answer is cut must not depend on how it is divided into tokens."""
+    matches = [
+        (text.find(stop) + len(stop), text.find(stop)) for stop in stop_texts if stop in text
+    ]
     return text[: min(matches)[1]] if matches else text
 
 
 class StopTextFilter:
-    """Pieces of a streamed text, up to the first stop text; what may be the beginning of one is held back."""
+    """Pieces of a streamed text, up to the first stop text; what may be the beginning of one is
+    held back."""
 
     def __init__(self, stop_texts: Sequence[str]) -> None:
         self._stop_texts, self._text, self._shown_length = stop_texts, "", 0
@@ -129,13 +144,14 @@ class StopTextFilter:
 
 
 class StopTextCriteria(StoppingCriteria):
-    """Ends generation once the text after the prompt holds a stop text. transformers' own `stop_strings` compares each
-    with every entry of the vocabulary first, which takes minutes for many, and takes the prompt's end for the beginning
-    of one."""
+    """Ends generation once the text after the prompt holds a stop text. transformers' own
+    `stop_strings` compares each with every entry of the vocabulary first, which takes minutes for
+    many, and takes the prompt's end for the beginning of one."""
 
     def __init__(self, tokenizer: Any, stop_texts: Sequence[str], *, prompt_tokens: int) -> None:
         self._tokenizer, self.stop_texts, self._prompt_tokens = tokenizer, stop_texts, prompt_tokens
-        # 16 more than the stop text's bytes: special tokens have no text, parts of a character neither
+        # 16 more than the stop text's bytes: special tokens have no text, parts of a character
+        # neither
         self._window_tokens = max(len(stop.encode()) for stop in stop_texts) + 16
 
     def __call__(self, input_ids: torch.Tensor, scores: Any = None, **_: Any) -> torch.Tensor:
@@ -149,10 +165,15 @@ class StopTextCriteria(StoppingCriteria):
 
 
 class _StoppingGenerateManager(GenerateManager):
-    """Generates on a thread of its own, and leaves out of the answer what begins with a stop text."""
+    """Generates on a thread of its own, and leaves out of the answer what begins with a stop
+    text."""
 
-    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
-        queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, **options)
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any
+    ) -> Any:
+        queue, streamer = super().generate_streaming(
+            model, processor, inputs, gen_config, **options
+        )
         text_filter, put = StopTextFilter(_stop_texts_of(inputs)), queue._put
 
         def put_filtered(item: Any) -> None:
@@ -168,25 +189,35 @@ class _StoppingGenerateManager(GenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any
     ) -> Any:
-        text, length, ids = await super().generate_non_streaming(model, processor, inputs, gen_config, **options)
+        text, length, ids = await super().generate_non_streaming(
+            model, processor, inputs, gen_config, **options
+        )
         stop_texts = _stop_texts_of(inputs)
         shortened = cut_at_stop(text, stop_texts)
-        if shortened != text:  # think text and tool calls are read from the ids, in which special tokens are
+        if (
+            shortened != text
+        ):  # think text and tool calls are read from the ids, in which special tokens are
             raw_text = cut_at_stop(processor.decode(ids), stop_texts)
-            ids = torch.tensor(processor(raw_text, add_special_tokens=False)["input_ids"], dtype=ids.dtype)
+            ids = torch.tensor(
+                processor(raw_text, add_special_tokens=False)["input_ids"], dtype=ids.dtype
+            )
         return shortened, length, ids
 
 
 def _stop_texts_of(inputs: Mapping[str, Any]) -> Sequence[str]:
-    return [stop for criterion in inputs.get("stopping_criteria", ()) for stop in criterion.stop_texts]
+    return [
+        stop for criterion in inputs.get("stopping_criteria", ()) for stop in criterion.stop_texts
+    ]
 
 
-# --- requests ---------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
-def request_prompt_ids(responder: Responder, messages: Sequence[Message], tools: Any = None) -> list[int]:
-    """Token ids of a request's messages, read and rendered as training reads and renders a row; raises DataError where
-    they are no conversation that an answer can follow."""
+def request_prompt_ids(
+    responder: Responder, messages: Sequence[Message], tools: Any = None
+) -> list[int]:
+    """Token ids of a request's messages, read and rendered as training reads and renders a row;
+    raises DataError where they are no conversation that an answer can follow."""
     answer = {"role": "assistant", "content": "."}
     row = RawRow("the request", {"messages": [*messages, answer], "tools": tools or []})
     data = DataConfig(merge_consecutive=responder.run.config.data.merge_consecutive)
@@ -194,51 +225,72 @@ def request_prompt_ids(responder: Responder, messages: Sequence[Message], tools:
     assert row_format is not None
     example = to_example(row, row_format, data)
     if not isinstance(example, Chat):
-        raise DataError(str(example) if isinstance(example, BadRow) else "the request is not a conversation")
+        raise DataError(
+            str(example) if isinstance(example, BadRow) else "the request is not a conversation"
+        )
     if len(example.messages) < 2 or example.messages[-2]["role"] == "assistant":
         raise DataError("the messages end with no turn that an answer can follow")
     return responder.prompt_ids(example.messages[:-1], example.tools)
 
 
 class _ChatHandler(ChatCompletionHandler):
-    """Answers requests as the run's model, by the server's own generation, streaming and parsing."""
+    """Answers requests as the run's model, by the server's own generation, streaming and
+    parsing."""
 
     def __init__(self, responder: Responder, name: str) -> None:
         super().__init__(None, GenerationState())
         self._responder, self._name, self._model = responder, name, responder.model
         text_config = self._model.config.get_text_config()
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
-        if getattr(text_config, "output_router_logits", None):  # with a cache its mask has another length
+        if getattr(
+            text_config, "output_router_logits", None
+        ):  # with a cache its mask has another length
             text_config.output_router_logits = False
         self._generation_config = copy.deepcopy(self._model.generation_config)
         # do_sample: else a client's temperature would change nothing; the server's 0 is greedy
         self._generation_config.update(
-            eos_token_id=responder.stop_ids, pad_token_id=responder.tokenizer.pad_token_id, do_sample=True
+            eos_token_id=responder.stop_ids,
+            pad_token_id=responder.tokenizer.pad_token_id,
+            do_sample=True,
         )
         chats = [Chat("", tuple(PROBE_EXCHANGE), tools) for tools in ((), tuple(PROBE_TOOLS))]
         plain_ids, tool_ids = map(responder.renderer.prompt_ids, chats)
         self._supports_tools = plain_ids != tool_ids
-        # one of its own: the other thread, which renders, changes the settings of the responder's while it reads
+        # one of its own: the other thread, which renders, changes the settings of the responder's
+        # while it reads
         self._tokenizer = copy.deepcopy(responder.tokenizer)
         self._manager, self._render_lock = _StoppingGenerateManager(), asyncio.Lock()
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        """The answer to a request, streamed where it asks for that; raises HTTPException where it cannot be."""
+        """The answer to a request, streamed where it asks for that; raises HTTPException where it
+        cannot be."""
         options = validate_request(body)
         if options.get("model", self._name) != self._name:
-            raise bad_request(f"this server is pinned to {self._name}; {options['model']} was asked for", "model")
+            raise bad_request(
+                f"this server is pinned to {self._name}; {options['model']} was asked for", "model"
+            )
         if options.get("stream") and not hasattr(self._tokenizer, "_tokenizer"):
-            raise bad_request("this model's tokenizer cannot stream; ask without stream=True", "stream")
+            raise bad_request(
+                "this model's tokenizer cannot stream; ask without stream=True", "stream"
+            )
         if options.get("tools") and not self._supports_tools:
-            raise bad_request("tools cannot be given: the model's chat template writes no tools", "tools")
+            raise bad_request(
+                "tools cannot be given: the model's chat template writes no tools", "tools"
+            )
         if options.get("temperature"):
-            options["temperature"] = max(options["temperature"], 0.01)  # as in vLLM: below it logits overflow
+            options["temperature"] = max(
+                options["temperature"], 0.01
+            )  # as in vLLM: below it logits overflow
         async with self._render_lock:  # one at a time: so does the tokenizer
-            prompt_ids = await run_in_threadpool(self._prompt_ids, options["messages"], options.get("tools"))
+            prompt_ids = await run_in_threadpool(
+                self._prompt_ids, options["messages"], options.get("tools")
+            )
         stop_texts = options.pop("stop", ())
         config = self._build_generation_config(options, self._generation_config)
         if self.max_positions is not None:
-            config.max_new_tokens = max(1, min(config.max_new_tokens, self.max_positions - len(prompt_ids)))
+            config.max_new_tokens = max(
+                1, min(config.max_new_tokens, self.max_positions - len(prompt_ids))
+            )
         ids_BT = torch.tensor([prompt_ids], device=self._model.device)
         inputs: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)}
         if stop_texts:
@@ -247,24 +299,34 @@ class _ChatHandler(ChatCompletionHandler):
             )
         arguments = (request_id, self._model, self._tokenizer, self._name, inputs, config)
         if not options.get("stream"):
-            return await self._non_streaming(*arguments, gen_manager=self._manager, tools=options.get("tools"))
-        response = self._streaming(*arguments, gen_manager=self._manager, tools=options.get("tools"))
+            return await self._non_streaming(
+                *arguments, gen_manager=self._manager, tools=options.get("tools")
+            )
+        response = self._streaming(
+            *arguments, gen_manager=self._manager, tools=options.get("tools")
+        )
         response.body_iterator = _append_done(response.body_iterator)
         return response
 
     @translate_library_errors()  # a panic of the tokenizer is an answer with an error
     def _prompt_ids(self, messages: Sequence[Message], tools: Any) -> list[int]:
         tokenizer, positions = self._responder.tokenizer, self.max_positions
-        text_tokens = sum(len(tokenizer(str(message.get("content") or ""))["input_ids"]) for message in messages)
+        text_tokens = sum(
+            len(tokenizer(str(message.get("content") or ""))["input_ids"]) for message in messages
+        )
         if positions is not None and len(messages) + text_tokens > 2 * positions:
             # before it is rendered, which costs more; a template may leave out some of the text
-            raise bad_request(f"the messages are far longer than the model's {positions} positions", "messages")
+            raise bad_request(
+                f"the messages are far longer than the model's {positions} positions", "messages"
+            )
         try:
             prompt_ids = request_prompt_ids(self._responder, messages, tools)
         except DataError as error:
             raise bad_request(str(error), "messages") from error
         if positions is not None and len(prompt_ids) >= positions:
-            raise bad_request(f"the prompt has {len(prompt_ids)} tokens and the model {positions} positions")
+            raise bad_request(
+                f"the prompt has {len(prompt_ids)} tokens and the model {positions} positions"
+            )
         return prompt_ids
 
 
@@ -275,9 +337,11 @@ async def _append_done(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
     yield "data: [DONE]\n\n"
 
 
-def openai_app(responder: Responder, name: str, *, allowed_hosts: frozenset[str] | None = None) -> FastAPI:
-    """The application that answers as the run's model, called `name`; `allowed_hosts`: the names under which this
-    server is asked, and from whose pages (None: any)."""
+def openai_app(
+    responder: Responder, name: str, *, allowed_hosts: frozenset[str] | None = None
+) -> FastAPI:
+    """The application that answers as the run's model, called `name`; `allowed_hosts`: the names
+    under which this server is asked, and from whose pages (None: any)."""
     app, handler = FastAPI(openapi_url=None), _ChatHandler(responder, name)
     # a token of a request is some four characters, which JSON may write as six bytes each
     body_limit = max(2**20, 16 * (handler.max_positions or 0))
@@ -289,7 +353,9 @@ def openai_app(responder: Responder, name: str, *, allowed_hosts: frozenset[str]
         headers, length = request.headers, request.headers.get("content-length", "")
         if not is_local_request(allowed_hosts, headers.get("host", ""), headers.get("origin")):
             rejection = _error_response(
-                403, "this server answers this machine alone, and the request names another in Host or Origin"
+                403,
+                "this server answers this machine alone, and the request names another in Host or"
+                " Origin",
             )
         elif "transfer-encoding" in headers:
             rejection = _error_response(411, "the body has no length (Content-Length)")
@@ -299,7 +365,9 @@ def openai_app(responder: Responder, name: str, *, allowed_hosts: frozenset[str]
             )
         else:
             return await call_next(request)
-        async for _ in request.stream():  # a client sees the answer only once it has sent everything
+        async for (
+            _
+        ) in request.stream():  # a client sees the answer only once it has sent everything
             pass
         return rejection
 
@@ -309,7 +377,10 @@ def openai_app(responder: Responder, name: str, *, allowed_hosts: frozenset[str]
 
     @app.get("/v1/models")
     def list_models() -> Any:
-        return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "sft_play"}]}
+        return {
+            "object": "list",
+            "data": [{"id": name, "object": "model", "created": 0, "owned_by": "sft_play"}],
+        }
 
     @app.get("/health")
     def health() -> Any:
@@ -330,4 +401,6 @@ def openai_app(responder: Responder, name: str, *, allowed_hosts: frozenset[str]
 def _error_response(status: int, detail: Any) -> JSONResponse:
     fields = detail if isinstance(detail, dict) else {"message": str(detail)}
     error_type = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"param": None, "code": None, "type": error_type, **fields}}, status_code=status)
+    return JSONResponse(
+        {"error": {"param": None, "code": None, "type": error_type, **fields}}, status_code=status
+    )

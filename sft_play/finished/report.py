@@ -1,10 +1,10 @@
-"""`make report` and `make compare`: what a run's folder records, read once, on one page, alone or beside other runs;
-nothing is measured or computed a second time. A run may be finished, stopped, failed or running: every part may be
-missing, since a run that was killed early has written little.
+"""`make report` and `make compare`: what a run's folder records, read once, on one page, alone or
+beside other runs; nothing is measured or computed a second time. A run may be finished, stopped,
+failed or running: every part may be missing, since a run that was killed early has written little.
 
-The report's sections, in their order: how it ended, warnings, curves, the plan beside what was measured, answers, and
-what was run: settings, machine, data, and the command that repeats it. A comparison has the settings that differ, the
-results, and the curves over one another.
+The report's sections, in their order: how it ended, warnings, curves, the plan beside what was
+measured, answers, and what was run: settings, machine, data, and the command that repeats it. A
+comparison has the settings that differ, the results, and the curves over one another.
 """
 
 import contextlib
@@ -37,10 +37,12 @@ logger = logging.getLogger(__name__)
 
 REPORT_FILE, COMPARE_FILE = "report.html", "compare.html"
 
-_WARNING_LINE = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (?:WARNING|ERROR|CRITICAL) \S+?: (.*)$", re.MULTILINE)
+_WARNING_LINE = re.compile(
+    r"^(\d{4}-\d\d-\d\dT[\d:]+) (?:WARNING|ERROR|CRITICAL) \S+?: (.*)$", re.MULTILINE
+)
 
 
-# --- one self-contained HTML page (`page.html.jinja`): tables, curves and texts ---------------------------------------
+# --- one self-contained HTML page (`page.html.jinja`): tables, curves and texts -------------------
 Points = Sequence[tuple[float, float]]
 
 # Of curves, in their order.
@@ -61,7 +63,8 @@ class Curve:
     name: str
     points: Points
     colour: str = COLOURS[0]
-    # Of what was measured now and then: its points are shown, and joined where there are more than two.
+    # Of what was measured now and then: its points are shown, and joined where there are more than
+    # two.
     shows_points: bool = False
 
 
@@ -85,9 +88,10 @@ def thin_points(points: Points) -> Points:
     return [(float(x), float(y)) for x, y in means]
 
 
-# --- curves on the page, whose template writes the SVG ----------------------------------------------------------------
+# --- curves on the page, whose template writes the SVG --------------------------------------------
 def draw_chart(chart: Chart) -> dict[str, Any]:
-    """What the template draws of a chart, in units of its viewBox: curves, numbers at the axes, starts of stages."""
+    """What the template draws of a chart, in units of its viewBox: curves, numbers at the axes,
+    starts of stages."""
     steps, values = zip(*(point for curve in chart.curves for point in curve.points), strict=True)
     first_step, last_step, lowest = min(steps), max(steps), min(values)
     if chart.begins_at_zero:
@@ -95,7 +99,9 @@ def draw_chart(chart: Chart) -> dict[str, Any]:
     ticks = _round_ticks(lowest, max(values))
 
     def x(step: float) -> Any:
-        return round(_LEFT + (_RIGHT - _LEFT) * (step - first_step) / (last_step - first_step or 1), 1)
+        return round(
+            _LEFT + (_RIGHT - _LEFT) * (step - first_step) / (last_step - first_step or 1), 1
+        )
 
     def y(value: float) -> Any:
         return round(_BOTTOM - (_BOTTOM - _TOP) * (value - ticks[0]) / (ticks[-1] - ticks[0]), 1)
@@ -116,7 +122,9 @@ def draw_chart(chart: Chart) -> dict[str, Any]:
                 "dots": dots,
             }
         )
-    step_ticks = [tick for tick in _round_ticks(first_step, last_step) if first_step <= tick <= last_step]
+    step_ticks = [
+        tick for tick in _round_ticks(first_step, last_step) if first_step <= tick <= last_step
+    ]
     factor, unit = (100, "%") if chart.is_share else (1, "")
     return {
         "heading": chart.title,
@@ -141,7 +149,7 @@ def _format_tick(value: float) -> str:
     return np.format_float_positional(value, precision=4, fractional=False, trim="-")
 
 
-# --- the page: readable on a phone, in print, in the dark -------------------------------------------------------------
+# --- the page: readable on a phone, in print, in the dark -----------------------------------------
 @dataclass(frozen=True)
 class ReportTable:
     """A table; the first column is text, the others are aligned to the right if `has_numbers`."""
@@ -168,18 +176,27 @@ class ReportSection:
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to show."""
-        return not any((self.pairs, self.tables, self.charts, self.samples, self.items, self.folded))
+        return not any(
+            (self.pairs, self.tables, self.charts, self.samples, self.items, self.folded)
+        )
 
 
 def write_page(
-    path: Path, title: str, *, headline: Sequence[tuple[str, str]] = (), sections: Sequence[ReportSection]
+    path: Path,
+    title: str,
+    *,
+    headline: Sequence[tuple[str, str]] = (),
+    sections: Sequence[ReportSection],
 ) -> None:
     """Write a page aside and rename it; raises ConfigError where it cannot be written.
 
-    `headline`: the few figures that matter, as (name, value), at its top. Sections without content are left out.
+    `headline`: the few figures that matter, as (name, value), at its top. Sections without content
+    are left out.
     """
     if path.is_dir():
-        raise ConfigError(f"OUT={one_line(str(path))} is a folder; name a file, such as {path / 'report.html'}")
+        raise ConfigError(
+            f"OUT={one_line(str(path))} is a folder; name a file, such as {path / 'report.html'}"
+        )
     from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
 
@@ -192,18 +209,23 @@ def write_page(
         return redact(escape_control(str(value)), secrets=secrets)
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, finalize=redact_value,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=redact_value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["draw"] = draw_chart
     text = environment.get_template("page.html.jinja").render(
-        title=title, lead=headline, sections=[section for section in sections if not section.is_empty]
+        title=title,
+        lead=headline,
+        sections=[section for section in sections if not section.is_empty],
     )
     with translate_write_errors(path):
         write_text(path, text)
 
 
-# --- what the folder records ------------------------------------------------------------------------------------------
+# --- what the folder records ----------------------------------------------------------------------
 @dataclass(frozen=True)
 class RunPart:
     """A run without stages, or one of its stages."""
@@ -211,7 +233,8 @@ class RunPart:
     name: str | None
     plan: dict[str, Any]
     summary: dict[str, Any]
-    # By the names of metrics.jsonl; steps are counted within this part. NaN and infinite values are left out.
+    # By the names of metrics.jsonl; steps are counted within this part. NaN and infinite values are
+    # left out.
     curves: Mapping[str, Points]
 
     @property
@@ -226,9 +249,12 @@ class RunPart:
 
     @property
     def training_s(self) -> float:
-        """Seconds of all steps that were logged, evaluation and saving left out; 0 before the first."""
+        """Seconds of all steps that were logged, evaluation and saving left out; 0 before the
+        first."""
         total, last_step = 0.0, 0.0
-        for step, seconds in self.curves.get("step_time_s", ()):  # a log speaks for every step since the one before
+        for step, seconds in self.curves.get(
+            "step_time_s", ()
+        ):  # a log speaks for every step since the one before
             total, last_step = total + seconds * (step - last_step), step
         return total
 
@@ -262,7 +288,8 @@ class RunRecord:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Speed in training: of the whole run where it has ended, else of the part that it has come to."""
+        """Speed in training: of the whole run where it has ended, else of the part that it has come
+        to."""
         return self.summary.get("tokens_per_s") or self.parts[-1].tokens_per_s
 
     @property
@@ -271,7 +298,8 @@ class RunRecord:
         return list(itertools.accumulate((part.steps for part in self.parts[:-1]), initial=0))
 
     def held_out_metric(self, moment: Literal["before", "after"], name: str) -> float | None:
-        """A held-out figure (`loss`, `exact_match`), or a count of rows, before or after training."""
+        """A held-out figure (`loss`, `exact_match`), or a count of rows, before or after
+        training."""
         # of a run that was killed: its manifest has what was measured first
         record = self.summary or self.manifest
         value = (record.get(moment) or {}).get(name)
@@ -288,9 +316,12 @@ class RunRecord:
 
 
 def read_record(folder: RunFolder) -> RunRecord:
-    """Read everything that the folder of a run records; raises RunFolderError where it is not a run of this toolkit."""
+    """Read everything that the folder of a run records; raises RunFolderError where it is not a run
+    of this toolkit."""
     manifest, settings = folder.read_manifest(), read_json(folder.path / "resolved.json")
-    stages = [folder.stage_folder(str(stage.get("name"))) for stage in settings.get("curriculum") or ()]
+    stages = [
+        folder.stage_folder(str(stage.get("name"))) for stage in settings.get("curriculum") or ()
+    ]
     # a run that failed in its first stage has no folders of the others
     part_folders = [stage for stage in stages if stage.path.is_dir()] or [folder]
     curves: dict[str | None, dict[str, list[tuple[float, float]]]] = {}  # of each stage, by name
@@ -311,7 +342,9 @@ def read_record(folder: RunFolder) -> RunRecord:
     )
     first_times: dict[str, str] = {}  # of each warning, by its text
     if folder.log_path.is_file():
-        for time, message in _WARNING_LINE.findall(folder.log_path.read_text(encoding="utf-8", errors="replace")):
+        for time, message in _WARNING_LINE.findall(
+            folder.log_path.read_text(encoding="utf-8", errors="replace")
+        ):
             first_times.setdefault(message, time)
     warnings = tuple(f"{time} {message}" for message, time in first_times.items())
     status, summary = run_status(folder, manifest), read_summary(folder.path)
@@ -319,7 +352,8 @@ def read_record(folder: RunFolder) -> RunRecord:
 
 
 def settings_by_path(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a resolved.json by their dotted paths, in the order of the reference; those it lacks left out."""
+    """The settings of a resolved.json by their dotted paths, in the order of the reference; those
+    it lacks left out."""
     settings = {}
     for path in all_options():
         *sections, name = path.split(".")
@@ -333,9 +367,16 @@ def headline_metrics(record: RunRecord) -> dict[str, str]:
     """The few figures that matter, by name and in words; unknown ones are left out."""
     headline = {"Status": record.status, "Steps": f"{record.steps:,}"}
     planned_steps = (record.parts[0].plan.get("run") or {}).get("steps")
-    if record.parts[0].name is None and isinstance(planned_steps, int) and planned_steps != record.steps:
+    if (
+        record.parts[0].name is None
+        and isinstance(planned_steps, int)
+        and planned_steps != record.steps
+    ):
         headline["Steps"] += f" of {planned_steps:,}"
-    for name, label, number_format in (("loss", "Held-out loss", "{:.4f}"), ("exact_match", "Exact match", "{:.1%}")):
+    for name, label, number_format in (
+        ("loss", "Held-out loss", "{:.4f}"),
+        ("exact_match", "Exact match", "{:.1%}"),
+    ):
         before, after = (record.held_out_metric(moment, name) for moment in ("before", "after"))
         texts = [number_format.format(value) for value in (before, after) if value is not None]
         if texts:
@@ -348,7 +389,9 @@ def headline_metrics(record: RunRecord) -> dict[str, str]:
     speed, wall_s = record.tokens_per_s, record.summary.get("wall_s")
     if speed:
         headline["Tokens/s"] = f"{speed:,.0f}"
-    kind, _, peak = max(map(compare_peak_memory, record.parts), key=lambda part_peak: part_peak[2] or 0)
+    kind, _, peak = max(
+        map(compare_peak_memory, record.parts), key=lambda part_peak: part_peak[2] or 0
+    )
     if peak:
         headline[f"Peak memory, {kind}"] = format_size(peak)
     if wall_s:
@@ -357,22 +400,27 @@ def headline_metrics(record: RunRecord) -> dict[str, str]:
 
 
 def compare_peak_memory(part: RunPart) -> tuple[str, int | None, int | None]:
-    """The peak by which plan and run are compared: what is counted (reserved on a GPU, resident on a CPU) and in which
-    moment of the run, its highest; predicted and measured bytes; of a run that has not ended what it has logged."""
+    """The peak by which plan and run are compared: what is counted (reserved on a GPU, resident on
+    a CPU) and in which moment of the run, its highest; predicted and measured bytes; of a run that
+    has not ended what it has logged.
+    """
     peak, planned_peak = part.summary.get("peak_bytes") or {}, part.plan.get("peak_bytes") or {}
-    kind, key = ("reserved", "measured_reserved") if part.is_on_gpu else ("resident", "measured_rss")
+    kind, key = (
+        ("reserved", "measured_reserved") if part.is_on_gpu else ("resident", "measured_rss")
+    )
     predicted = peak.get("predicted_reserved", planned_peak.get("reserved"))
     if part.summary:
         # runs of earlier versions have the peak of their training steps
         return f"{kind}, in {peak.get('moment') or 'training'}", predicted, peak.get(key)
-    # killed or still running: no summary, but every log line has the peak so far, on a GPU of allocated bytes
+    # killed or still running: no summary, but every log line has the peak so far, on a GPU of
+    # allocated bytes
     if part.is_on_gpu:
         kind, predicted = "allocated", planned_peak.get("allocated")
     logged = (int(value * GIB) for _, value in part.curves.get("memory_peak_gib", ()))
     return f"{kind} so far", predicted, max(logged, default=None)
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RunReport(Answer):
     """A report that was written."""
@@ -384,20 +432,29 @@ class RunReport(Answer):
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "ok": True, "run": str(self.record.folder.path), "path": str(self.path), "status": self.record.status,
-            "sections": list(self.sections), "charts": len(self.charts), "figures": headline_metrics(self.record),
+            "ok": True,
+            "run": str(self.record.folder.path),
+            "path": str(self.path),
+            "status": self.record.status,
+            "sections": list(self.sections),
+            "charts": len(self.charts),
+            "figures": headline_metrics(self.record),
             "warnings": list(self.record.warnings),
-        }  # fmt: skip
+        }
 
     def lines(self) -> list[str]:
-        metrics = ", ".join(f"{name.lower()} {value}" for name, value in headline_metrics(self.record).items())
+        metrics = ", ".join(
+            f"{name.lower()} {value}" for name, value in headline_metrics(self.record).items()
+        )
         lines = [f"Run {self.record.folder.path.name}: {metrics}"]
         if self.record.warnings:
             lines.append(f"Warnings in the log: {len(self.record.warnings)}")
         return [
             *lines,
             f"Written to: {self.path}",
-            next_command_line("compare", "shows it beside another run", RUNS=f"{self.record.folder.path} OTHER"),
+            next_command_line(
+                "compare", "shows it beside another run", RUNS=f"{self.record.folder.path} OTHER"
+            ),
         ]
 
 
@@ -418,7 +475,8 @@ def write_report(record: RunRecord, *, path: Path | None = None) -> RunReport:
 
 @contextlib.contextmanager
 def report_on_exit(folder: RunFolder) -> Iterator[None]:
-    """Write the report once the run inside has ended, however it ended; not where it was refused before it began."""
+    """Write the report once the run inside has ended, however it ended; not where it was refused
+    before it began."""
     manifest_before = read_json(folder.manifest_path)
     try:
         yield
@@ -429,20 +487,25 @@ def report_on_exit(folder: RunFolder) -> Iterator[None]:
 
 
 def write_final_report(folder: RunFolder) -> None:
-    """Write the report of a run that has just ended, after its summary, and name it; whatever goes wrong is a
-    warning."""
+    """Write the report of a run that has just ended, after its summary, and name it; whatever goes
+    wrong is a warning."""
     if not folder.manifest_path.is_file():  # nothing was trained, and the folder is gone
         return
     try:
         logger.info("Report: %s", write_report(read_record(folder)).path)
-    except (SftPlayError, Exception) as error:  # a run that was trained has not failed because of its report
+    except (
+        SftPlayError,
+        Exception,
+    ) as error:  # a run that was trained has not failed because of its report
         logger.warning(
             "The report was not written: %s: %s; make report RUN=%s writes it",
-            type(error).__name__, one_line(str(error)), folder.path,
-        )  # fmt: skip
+            type(error).__name__,
+            one_line(str(error)),
+            folder.path,
+        )
 
 
-# --- the curves -------------------------------------------------------------------------------------------------------
+# --- the curves -----------------------------------------------------------------------------------
 def build_run_charts(record: RunRecord) -> list[Chart]:
     """The curves of a run; a chart that the run cannot fill is left out."""
     curve = record.curve
@@ -456,13 +519,21 @@ def build_run_charts(record: RunRecord) -> list[Chart]:
         for step in (1, part.steps)
     ]
     source_curves, colours = [], itertools.cycle(COLOURS)
-    for name in sorted({name for part in record.parts for name in part.curves if name.startswith("loss_")}):
+    for name in sorted(
+        {name for part in record.parts for name in part.curves if name.startswith("loss_")}
+    ):
         if not re.search(r"_rank_\d+$", name):
             title, colour = name.removeprefix("loss_"), next(colours)
             source_curves.append(Curve(title, curve(name), colour))
-            source_curves.append(Curve(f"{title}, validation", curve(f"eval_{name}"), colour, shows_points=True))
+            source_curves.append(
+                Curve(f"{title}, validation", curve(f"eval_{name}"), colour, shows_points=True)
+            )
     all_charts = [
-        Chart("Loss", [Curve("training", curve("loss")), *_held_out_curves(record, "loss")], begins_at_zero=False),
+        Chart(
+            "Loss",
+            [Curve("training", curve("loss")), *_held_out_curves(record, "loss")],
+            begins_at_zero=False,
+        ),
         Chart("Exact match", _held_out_curves(record, "exact_match"), is_share=True),
         Chart("Loss by source", source_curves, begins_at_zero=False),
         Chart("Learning rate", [Curve("learning rate", curve("learning_rate"))]),
@@ -475,7 +546,11 @@ def build_run_charts(record: RunRecord) -> list[Chart]:
             "Memory of a rank, in GiB",
             [
                 Curve("peak", curve("memory_peak_gib")),
-                Curve("held", curve("memory_allocated_gib") or curve("memory_resident_gib"), COLOURS[1]),
+                Curve(
+                    "held",
+                    curve("memory_allocated_gib") or curve("memory_resident_gib"),
+                    COLOURS[1],
+                ),
                 Curve("reserved", curve("memory_reserved_gib"), COLOURS[2]),
                 Curve("predicted peak", curve("memory_predicted_gib"), GREY),
             ],
@@ -498,7 +573,7 @@ def _held_out_curves(record: RunRecord, metric: str) -> list[Curve]:
     ]
 
 
-# --- the sections -----------------------------------------------------------------------------------------------------
+# --- the sections ---------------------------------------------------------------------------------
 def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSection]:
     """The parts of the page, in their order; some may be empty."""
     error = record.manifest.get("error") if record.status == "failed" else None
@@ -506,14 +581,19 @@ def report_sections(record: RunRecord, charts: Sequence[Chart]) -> list[ReportSe
     if len(record.warnings) > len(warnings):
         warnings.append(f"and {len(record.warnings) - len(warnings)} more in train.log")
     comparisons = [
-        ReportTable((part.name or "", "predicted", "measured", "difference"), [*_predicted_and_measured(part)])
+        ReportTable(
+            (part.name or "", "predicted", "measured", "difference"),
+            [*_predicted_and_measured(part)],
+        )
         for part in record.parts
     ]
     return [
         ReportSection("How it ended", items=[str(error)] if error else []),
         ReportSection("Warnings", items=warnings),
         ReportSection("Curves", charts=charts),
-        ReportSection("Predicted and measured", tables=[table for table in comparisons if table.rows]),
+        ReportSection(
+            "Predicted and measured", tables=[table for table in comparisons if table.rows]
+        ),
         ReportSection("Answers before and after", samples=record.summary.get("samples") or []),
         _run_section(record),
     ]
@@ -528,7 +608,8 @@ def _predicted_and_measured(part: RunPart) -> Iterator[tuple[str, ...]]:
         keys = ("predicted_allocated", "measured_allocated")
     moments = part.summary.get("peak_bytes_by_moment") or {}
     figures: list[tuple[str, Any, Any, Callable[[Any], str]]] = [
-        (f"memory in {moment}", peak.get(keys[0]), peak.get(keys[1]), format_size) for moment, peak in moments.items()
+        (f"memory in {moment}", peak.get(keys[0]), peak.get(keys[1]), format_size)
+        for moment, peak in moments.items()
     ]
     figures.append((f"peak, {memory_kind}", predicted_peak, measured_peak, format_size))
     planned_run, speed = part.plan.get("run") or {}, part.summary.get("predicted_tokens_per_s")
@@ -539,7 +620,11 @@ def _predicted_and_measured(part: RunPart) -> Iterator[tuple[str, ...]]:
     for label, predicted, measured, format_value in figures:
         if predicted is not None or measured is not None:
             texts = [_format_or_absent(value, format_value) for value in (predicted, measured)]
-            yield label, *texts, f"{measured / predicted - 1:+.0%}" if predicted and measured is not None else ""
+            yield (
+                label,
+                *texts,
+                f"{measured / predicted - 1:+.0%}" if predicted and measured is not None else "",
+            )
 
 
 def _run_section(record: RunRecord) -> ReportSection:
@@ -552,18 +637,31 @@ def _run_section(record: RunRecord) -> ReportSection:
     gpu_counts = Counter(str(gpu.get("name")) for gpu in hardware.get("gpus") or [])
     pairs = {
         "model": (settings.get("model") or {}).get("name"),
-        "training": ", ".join(filter(None, [settings.get("task_mode"), (settings.get("tuning") or {}).get("mode")])),
-        "stages": ", ".join(f"{part.name} ({part.steps:,} steps)" for part in record.parts if part.name),
+        "training": ", ".join(
+            filter(None, [settings.get("task_mode"), (settings.get("tuning") or {}).get("mode")])
+        ),
+        "stages": ", ".join(
+            f"{part.name} ({part.steps:,} steps)" for part in record.parts if part.name
+        ),
         "layout": layout,
         "started": manifest.get("started"),
-        "machine": ", ".join(f"{count} x {name}" for name, count in gpu_counts.items()) or hardware.get("cpu_name"),
+        "machine": (
+            ", ".join(f"{count} x {name}" for name, count in gpu_counts.items())
+            or hardware.get("cpu_name")
+        ),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "commit": git.get("commit"),
         "weights": record.summary.get("model_path"),
-        "again": f"make reproduce RUN={record.folder.shell_path}" if manifest.get("config_path") else None,
+        "again": (
+            f"make reproduce RUN={record.folder.shell_path}"
+            if manifest.get("config_path")
+            else None
+        ),
     }
     folded = {
-        "What was decided, and why": "\n".join(map(str, manifest.get("choices") or plan.get("reasons") or [])),
+        "What was decided, and why": "\n".join(
+            map(str, manifest.get("choices") or plan.get("reasons") or [])
+        ),
         "Every setting": _format_lines(settings_by_path(settings)),
     }
     config_path = record.folder.path / "config.yaml"
@@ -573,7 +671,9 @@ def _run_section(record: RunRecord) -> ReportSection:
     for name, facts in (manifest.get("data") or {}).items():
         # the report of its rows has keys of its own
         entries = facts | (facts.get("report") or {})
-        folded[f"Data: {name}"] = _format_lines({key: entries[key] for key in entries if key != "report"})
+        folded[f"Data: {name}"] = _format_lines(
+            {key: entries[key] for key in entries if key != "report"}
+        )
     return ReportSection(
         "What was run",
         pairs=[(name, str(text)) for name, text in pairs.items() if text],
@@ -598,7 +698,7 @@ def _format_or_absent(value: Any, format_value: Callable[[Any], str]) -> str:
     return format_value(value)
 
 
-# --- runs beside each other -------------------------------------------------------------------------------------------
+# --- runs beside each other -----------------------------------------------------------------------
 # Of each result, as JSON names it: its title, and how a value is shown.
 _RESULTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "status": ("status", str),
@@ -631,7 +731,8 @@ _CHART_CURVES = {
 
 @dataclass(frozen=True)
 class Comparison(Answer):
-    """Runs beside each other. `differences` and `results`: by key, the value of each run; None if a run has none."""
+    """Runs beside each other. `differences` and `results`: by key, the value of each run; None if a
+    run has none."""
 
     names: tuple[str, ...]
     records: tuple[RunRecord, ...]
@@ -657,7 +758,10 @@ class Comparison(Answer):
     def difference_rows(self) -> list[tuple[str, ...]]:
         """What differs, as rows of a table."""
         return [
-            (key, *(one_line(_format_or_absent(value, _format_text), limit=200) for value in values))
+            (
+                key,
+                *(one_line(_format_or_absent(value, _format_text), limit=200) for value in values),
+            )
             for key, values in self.differences.items()
         ]
 
@@ -675,9 +779,14 @@ class Comparison(Answer):
         lines = [f"Compared: {len(self.names)} runs; {len(self.differences)} differences"]
         if self.differences:
             all_columns = range(len(columns) + 1)
-            table = build_table(["differs", *columns], self.difference_rows, text_columns=all_columns)
+            table = build_table(
+                ["differs", *columns], self.difference_rows, text_columns=all_columns
+            )
             lines += [*render_lines(table), ""]
-        lines += [*render_lines(build_table(["result", *columns], self.result_rows, text_columns=(0,))), ""]
+        lines += [
+            *render_lines(build_table(["result", *columns], self.result_rows, text_columns=(0,))),
+            "",
+        ]
         return [
             *lines,
             f"Written to: {self.path}",
@@ -686,21 +795,30 @@ class Comparison(Answer):
 
 
 def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> Comparison:
-    """Compare runs, and write the page (None: into the folder of the first). Raises ConfigError where they are fewer
-    than two, one is named twice, or the page cannot be written; RunFolderError where one is not a run of this
-    toolkit."""
-    resolved_paths = [folder.path.resolve() for folder in folders]  # `last` and a name may be the same run
+    """Compare runs, and write the page (None: into the folder of the first). Raises ConfigError
+    where they are fewer than two, one is named twice, or the page cannot be written; RunFolderError
+    where one is not a run of this toolkit."""
+    resolved_paths = [
+        folder.path.resolve() for folder in folders
+    ]  # `last` and a name may be the same run
     if len(resolved_paths) < 2:
-        raise ConfigError('RUNS= has to name two runs or more: make compare RUNS="first second" (make runs lists them)')
+        raise ConfigError(
+            'RUNS= has to name two runs or more: make compare RUNS="first second" (make runs lists'
+            " them)"
+        )
     for resolved_path in resolved_paths:
         if resolved_paths.count(resolved_path) > 1:
-            raise ConfigError(f"RUNS= names {one_line(resolved_path.name)} twice; name different runs")
+            raise ConfigError(
+                f"RUNS= names {one_line(resolved_path.name)} twice; name different runs"
+            )
     path = path or folders[0].path / COMPARE_FILE
     records = tuple(read_record(folder) for folder in folders)
     names = tuple(folder.path.name for folder in folders)
     if len(set(names)) < len(names):
         names = tuple(str(folder.path) for folder in folders)
-    comparison = Comparison(names, records, find_differences(records), compare_results(records), path)
+    comparison = Comparison(
+        names, records, find_differences(records), compare_results(records), path
+    )
     runs = [
         (
             name,
@@ -715,16 +833,23 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
         "Results": ReportTable(("", *names), comparison.result_rows),
         "What differs": ReportTable(("", *names), comparison.difference_rows, has_numbers=False),
     }
-    sections = [ReportSection(title, tables=[table]) for title, table in tables.items() if table.rows]
+    sections = [
+        ReportSection(title, tables=[table]) for title, table in tables.items() if table.rows
+    ]
     sections.append(ReportSection("Curves", charts=comparison_charts(names, records)))
     write_page(path, f"{len(names)} runs compared", sections=sections)
     return comparison
 
 
 def find_differences(records: Sequence[RunRecord]) -> dict[str, tuple[Any, ...]]:
-    """What differs between the runs: settings by their keys, then how the plan spread them, data, versions, machine."""
+    """What differs between the runs: settings by their keys, then how the plan spread them, data,
+    versions, machine."""
     rows = _values_by_key([_run_facts(record) for record in records])
-    return {key: values for key, values in rows.items() if any(value != values[0] for value in values[1:])}
+    return {
+        key: values
+        for key, values in rows.items()
+        if any(value != values[0] for value in values[1:])
+    }
 
 
 def _values_by_key(facts_by_run: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
@@ -734,7 +859,11 @@ def _values_by_key(facts_by_run: Sequence[Mapping[str, Any]]) -> dict[str, tuple
 
 def _run_facts(record: RunRecord) -> dict[str, Any]:
     manifest, plan = record.manifest, record.parts[0].plan
-    facts = {key: value for key, value in settings_by_path(record.settings).items() if not key.startswith("output.")}
+    facts = {
+        key: value
+        for key, value in settings_by_path(record.settings).items()
+        if not key.startswith("output.")
+    }
     if plan:
         keys = ("layout", "ranks", "micro_batch", "grad_accum", "gradient_checkpointing")
         facts |= {f"plan: {key}": plan.get(key) for key in keys}
@@ -743,9 +872,13 @@ def _run_facts(record: RunRecord) -> dict[str, Any]:
         if isinstance(entry, dict) and entry.get("sha256"):
             facts[f"content of {name}"] = str(entry["sha256"])[:12]
     # of all packages: what differs here may explain what differs above
-    facts |= {f"version of {name}": version for name, version in (manifest.get("versions") or {}).items()}
+    facts |= {
+        f"version of {name}": version for name, version in (manifest.get("versions") or {}).items()
+    }
     hardware = manifest.get("hardware") or {}
-    facts["machine"] = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or []) or hardware.get("cpu_name")
+    facts["machine"] = ", ".join(
+        str(gpu.get("name")) for gpu in hardware.get("gpus") or []
+    ) or hardware.get("cpu_name")
     facts["CPU instructions"] = (manifest.get("cpu") or {}).get("capability")
     facts["commit"] = str((manifest.get("git") or {}).get("commit") or "")[:12] or None
     return facts
@@ -754,7 +887,9 @@ def _run_facts(record: RunRecord) -> dict[str, Any]:
 def compare_results(records: Sequence[RunRecord]) -> dict[str, tuple[Any, ...]]:
     """The results of the runs by key; what none of them has is left out."""
     results = _values_by_key([_run_results(record) for record in records])
-    return {key: values for key, values in results.items() if any(value is not None for value in values)}
+    return {
+        key: values for key, values in results.items() if any(value is not None for value in values)
+    }
 
 
 def _run_results(record: RunRecord) -> dict[str, Any]:
@@ -791,5 +926,9 @@ def comparison_charts(names: Sequence[str], records: Sequence[RunRecord]) -> lis
         ]
         if curves:
             begins_at_zero = not key.endswith(("loss", "norm"))
-            charts.append(Chart(title, curves, is_share=key == "eval_exact_match", begins_at_zero=begins_at_zero))
+            charts.append(
+                Chart(
+                    title, curves, is_share=key == "eval_exact_match", begins_at_zero=begins_at_zero
+                )
+            )
     return charts

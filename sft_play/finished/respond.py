@@ -19,7 +19,14 @@ from sft_play.answers import Answer
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.examples import apply_style
 from sft_play.data.sources.files import find_source, read_rows
-from sft_play.data.sources.formats import FORMATS, TEMPLATE_KWARGS, Chat, recognise_format, rename_columns, to_example
+from sft_play.data.sources.formats import (
+    FORMATS,
+    TEMPLATE_KWARGS,
+    Chat,
+    recognise_format,
+    rename_columns,
+    to_example,
+)
 from sft_play.data.sources.messages import Message, drop_author_messages, quote_value, unpack_json
 from sft_play.data.sources.raw import BadRow, RawRow, read_text_blocks, require_file
 from sft_play.errors import DataError
@@ -43,14 +50,16 @@ T = TypeVar("T")
 
 
 def _training_autocast(run: FinishedRun, model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Autocast for a run that trained all weights, as in training; none for adapters: their base has its precision."""
+    """Autocast for a run that trained all weights, as in training; none for adapters: their base
+    has its precision."""
     dtype = compute_dtype(run)
     is_mixed = not run.is_adapter and dtype != torch.float32
     return torch.autocast(model.device.type, dtype=dtype) if is_mixed else contextlib.nullcontext()
 
 
 class Responder:
-    """A run's model, loaded as it was trained where none is given, with the tokenizer and template of the run."""
+    """A run's model, loaded as it was trained where none is given, with the tokenizer and template
+    of the run."""
 
     def __init__(self, run: FinishedRun, model: Any = None) -> None:
         self.run = run
@@ -58,28 +67,52 @@ class Responder:
         self.model = load_trained_model(run) if model is None else model
         self.renderer = build_run_renderer(run, self.tokenizer)
         self.stop_ids = collect_stop_ids(
-            run.config.task_mode, self.tokenizer, self.renderer, configured_eos_token_ids(self.model)
+            run.config.task_mode,
+            self.tokenizer,
+            self.renderer,
+            configured_eos_token_ids(self.model),
         )
 
     def prompt_ids(
-        self, messages: Sequence[Message], tools: tuple[Any, ...] = (), template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: tuple[Any, ...] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Tokens of a conversation that ends before the assistant's turn: those that training put before an answer;
-        raises DataError where the chat template refuses these messages."""
+        """Tokens of a conversation that ends before the assistant's turn: those that training put
+        before an answer; raises DataError where the chat template refuses these messages."""
         if self.run.config.task_mode == "cpt":
-            return list(self.tokenizer("\n".join(str(message["content"]) for message in messages))["input_ids"])
-        turns = (*messages, {"role": "assistant", "content": "."})  # the answer itself is not rendered
-        prompt = self.renderer.prompt_ids(Chat("", turns, tools, template_kwargs=template_kwargs or {}))
+            return list(
+                self.tokenizer("\n".join(str(message["content"]) for message in messages))[
+                    "input_ids"
+                ]
+            )
+        turns = (
+            *messages,
+            {"role": "assistant", "content": "."},
+        )  # the answer itself is not rendered
+        prompt = self.renderer.prompt_ids(
+            Chat("", turns, tools, template_kwargs=template_kwargs or {})
+        )
         if prompt is None:
             roles = ", ".join(str(message["role"]) for message in messages)
-            raise DataError(f"the chat template of {self.run.folder.path} cannot render turns of these roles: {roles}")
+            raise DataError(
+                f"the chat template of {self.run.folder.path} cannot render turns of these roles:"
+                f" {roles}"
+            )
         return prompt
 
     def answers(
-        self, questions: Sequence[Question], *, max_new_tokens: int, model_label: str = "trained model"
+        self,
+        questions: Sequence[Question],
+        *,
+        max_new_tokens: int,
+        model_label: str = "trained model",
     ) -> list[GeneratedAnswer]:
-        """Greedy answers, in the order asked, in batches of a token budget and in the precision of the run's own
-        evaluation; where memory runs out the batches are halved. `model_label` names the model in log lines."""
+        """Greedy answers, in the order asked, in batches of a token budget and in the precision of
+        the run's own evaluation; where memory runs out the batches are halved. `model_label` names
+        the model in log lines.
+        """
 
         def try_batch(generate: Callable[[], T], rows: int) -> T | None:
             try:
@@ -87,32 +120,56 @@ class Responder:
             except RuntimeError as error:
                 if not should_reduce_batch_size(error) or rows == 1:
                     raise
-            logger.warning("Out of memory: continuing with at most %s rows a batch", f"{rows // 2:,}")
+            logger.warning(
+                "Out of memory: continuing with at most %s rows a batch", f"{rows // 2:,}"
+            )
             free_memory()
             return None
 
         with (
-            report_wait(f"Answers by the {model_label}", unit="questions", count_total=questions.__len__) as progress,
+            report_wait(
+                f"Answers by the {model_label}", unit="questions", count_total=questions.__len__
+            ) as progress,
             _training_autocast(self.run, self.model),
         ):
             return generate_answers(  # type: ignore[no-any-return]
-                self.model, self.tokenizer, questions, stop_ids=self.stop_ids, max_new_tokens=max_new_tokens,
-                max_tokens=self.run.plan().answer_tokens, on_batch_end=progress.add, try_batch=try_batch,
-            )  # fmt: skip
+                self.model,
+                self.tokenizer,
+                questions,
+                stop_ids=self.stop_ids,
+                max_new_tokens=max_new_tokens,
+                max_tokens=self.run.plan().answer_tokens,
+                on_batch_end=progress.add,
+                try_batch=try_batch,
+            )
 
     def answer_texts(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
         """The texts of greedy answers to prompts."""
-        answers = self.answers([Question(ids, "", "") for ids in prompts], max_new_tokens=max_new_tokens)
+        answers = self.answers(
+            [Question(ids, "", "") for ids in prompts], max_new_tokens=max_new_tokens
+        )
         return [answer.text for answer in answers]
 
     @torch.no_grad()
     def stream(
-        self, prompt_ids: list[int], show: Callable[[str], None], *, max_new_tokens: int, temperature: float = 0.0
+        self,
+        prompt_ids: list[int],
+        show: Callable[[str], None],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
     ) -> str:
-        """One answer, of which each piece of text is shown as it comes; greedy at temperature 0. Ctrl-C ends it."""
+        """One answer, of which each piece of text is shown as it comes; greedy at temperature 0.
+        Ctrl-C ends it."""
         streamer = _TextStreamer(self.tokenizer, self.stop_ids, show)
-        # without what a base's generation config sets for sampling, of which transformers would warn
-        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        # without what a base's generation config sets for sampling, of which transformers would
+        # warn
+        sampling: dict[str, Any] = {
+            "do_sample": False,
+            "temperature": None,
+            "top_p": None,
+            "top_k": None,
+        }
         if temperature > 0:
             sampling = {"do_sample": True, "temperature": temperature}
         ids_BT = torch.tensor([prompt_ids], device=self.model.device)
@@ -132,9 +189,12 @@ class Responder:
 
 
 class _TextStreamer:
-    """Shows text while tokens come (transformers' protocol: `put` gets the prompt first, then each token)."""
+    """Shows text while tokens come (transformers' protocol: `put` gets the prompt first, then each
+    token)."""
 
-    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], show: Callable[[str], None]) -> None:
+    def __init__(
+        self, tokenizer: Any, stop_ids: Sequence[int], show: Callable[[str], None]
+    ) -> None:
         self._tokenizer, self._stop_ids, self._show = tokenizer, set(stop_ids), show
         self._ids: list[int] | None = None
         self.text = ""
@@ -148,7 +208,8 @@ class _TextStreamer:
 
     def end(self, *, is_over: bool = True) -> None:
         """Show what has come; what ends inside a character only once all of it is there."""
-        # all of them again: what a token spells depends on those before it (bytes of one character, leading spaces)
+        # all of them again: what a token spells depends on those before it (bytes of one character,
+        # leading spaces)
         text = str(self._tokenizer.decode(self._ids or [], skip_special_tokens=False))
         # tokens that end inside a character decode to a replacement character
         if text != self.text and (is_over or not text.endswith("\N{REPLACEMENT CHARACTER}")):
@@ -157,14 +218,15 @@ class _TextStreamer:
 
 
 CHAT_HELP = (
-    "/reset forgets the conversation · /system TEXT sets the system prompt · /base switches the adapter off and on · "
-    "/both answers with and without it · /exit"
+    "/reset forgets the conversation · /system TEXT sets the system prompt · /base switches the"
+    " adapter off and on · /both answers with and without it · /exit"
 )
 
 
 @dataclass
 class Conversation:
-    """The turns so far; who answers; and how. `show` gets text as it comes, without line ends of its own."""
+    """The turns so far; who answers; and how. `show` gets text as it comes, without line ends of
+    its own."""
 
     responder: Responder
     show: Callable[[str], None]
@@ -197,7 +259,10 @@ class Conversation:
                 self.show("base:  " if is_base else "tuned: ")
             with self.responder.model.disable_adapter() if is_base else contextlib.nullcontext():
                 answer = self.responder.stream(
-                    prompt_ids, self.show, max_new_tokens=self.max_new_tokens, temperature=self.temperature
+                    prompt_ids,
+                    self.show,
+                    max_new_tokens=self.max_new_tokens,
+                    temperature=self.temperature,
                 )
             self.show("\n")
         # with /both the trained model's, which is last
@@ -214,28 +279,35 @@ class Conversation:
         elif name == "system":
             # answers so far were given under another system prompt
             self.system, self.messages = argument or None, []
-            reply = f"the system prompt is {'set' if argument else 'removed'}; the conversation is empty"
+            reply = (
+                f"the system prompt is {'set' if argument else 'removed'}; the conversation is"
+                " empty"
+            )
         elif name in ("base", "both") and not self.responder.run.is_adapter:
             reply = "this run trained all weights: there is no adapter to switch off"
         elif name == "base":
             self.uses_base = not self.uses_base
-            reply = f"the {'base without the adapter' if self.uses_base else 'trained model'} answers"
+            reply = (
+                f"the {'base without the adapter' if self.uses_base else 'trained model'} answers"
+            )
         elif name == "both":
             self.compares_base = not self.compares_base
             reply = "base and trained model answer" if self.compares_base else "one model answers"
         self.show(f"({reply})\n")
 
 
-# --- make infer: an answer to each prompt of a file, written as JSONL, resumed where it stopped ----------------------
+# --- make infer: an answer to each prompt of a file, written as JSONL, resumed where it stopped ---
 
-# Prompts that are answered before their answers are written; within them the batches are sorted by length.
+# Prompts that are answered before their answers are written; within them the batches are sorted by
+# length.
 _CHUNK_PROMPTS = 256
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of the file. `output_fields` has what the output repeats of it: further columns of the row, `messages`
-    before the answer, and `tools`, `chat_template_kwargs` and `reference` if the row has them."""
+    """A prompt of the file. `output_fields` has what the output repeats of it: further columns of
+    the row, `messages` before the answer, and `tools`, `chat_template_kwargs` and `reference` if
+    the row has them."""
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
@@ -245,9 +317,14 @@ class Prompt:
 
     @functools.cached_property
     def output_fields(self) -> dict[str, Any]:
-        """The fields of the output line, but for the answer, as JSON reads them back: tuples are lists."""
-        new_names = {name: f"input_{name}" for name in ("messages", "tools", "answer", "reference", "by")}
-        fields: dict[str, Any] = {new_names.get(name, name): value for name, value in self.extra_columns.items()}
+        """The fields of the output line, but for the answer, as JSON reads them back: tuples are
+        lists."""
+        new_names = {
+            name: f"input_{name}" for name in ("messages", "tools", "answer", "reference", "by")
+        }
+        fields: dict[str, Any] = {
+            new_names.get(name, name): value for name, value in self.extra_columns.items()
+        }
         fields["messages"] = drop_author_messages(self.messages)
         if self.tools:
             fields["tools"] = self.tools
@@ -277,13 +354,15 @@ class InferResult(Answer):
 
 
 def read_prompts(path: Path, data: DataConfig | None = None) -> list[Prompt]:
-    """The prompts of a file: one a line of a .txt, or rows in any format that training reads, with their last answer or
-    without it; of `data`, the run's, data.columns and data.style apply as in training. Raises DataError where a row is
-    not a prompt."""
+    """The prompts of a file: one a line of a .txt, or rows in any format that training reads, with
+    their last answer or without it; of `data`, the run's, data.columns and data.style apply as in
+    training. Raises DataError where a row is not a prompt."""
     if path.suffix == ".txt":
         lines = enumerate("".join(read_text_blocks(path)).split("\n"), start=1)
         rows: list[RawRow | BadRow] = [
-            RawRow(f"{path}:{number}", {"prompt": line.removesuffix("\r")}) for number, line in lines if line.strip()
+            RawRow(f"{path}:{number}", {"prompt": line.removesuffix("\r")})
+            for number, line in lines
+            if line.strip()
         ]
     else:
         rows = list(read_rows(find_source(str(path)), split="train"))
@@ -297,7 +376,9 @@ def read_prompts(path: Path, data: DataConfig | None = None) -> list[Prompt]:
         else:
             errors.append(f"{raw.where}: {prompt}")
     if errors:
-        raise DataError("\n  ".join([f"{len(errors)} of {len(rows)} rows are no prompts:", *errors[:5]]))
+        raise DataError(
+            "\n  ".join([f"{len(errors)} of {len(rows)} rows are no prompts:", *errors[:5]])
+        )
     return prompts
 
 
@@ -305,35 +386,50 @@ def _parse_prompt(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
     """Return the prompt of a row, or the reason why it holds none."""
     if isinstance(raw, BadRow):
         return str(raw).removeprefix(f"{raw.where}: ")
-    column_mapping = {column: user_column for column, user_column in data.columns.items() if user_column in raw.data}
+    column_mapping = {
+        column: user_column
+        for column, user_column in data.columns.items()
+        if user_column in raw.data
+    }
     renamed = rename_columns(raw, column_mapping)
     row = {key: value for key, value in renamed.data.items() if key not in renamed.missing}
-    # as training recognises rows, but the answer may be missing, and plain text asks nothing; complete rows first
+    # as training recognises rows, but the answer may be missing, and plain text asks nothing;
+    # complete rows first
     formats = [form for form in FORMATS if form.kind != "text" and form.required_columns[0] in row]
     formats.sort(key=lambda form: any(row.get(key) is None for key in form.required_columns))
     if not formats:
         return (
-            f"no column is a prompt (columns: {one_line(', '.join(map(str, row)) or 'none', limit=200)}); a prompt is "
-            "a column prompt, question or instruction (with input), or a list messages"
+            "no column is a prompt (columns:"
+            f" {one_line(', '.join(map(str, row)) or 'none', limit=200)}); a prompt is a column"
+            " prompt, question or instruction (with input), or a list messages"
         )
     # with what data.columns maps
     row_format = recognise_format(formats[0].required_columns, column_mapping) or formats[0]
     question, *answers = row_format.required_columns
     question_value = unpack_json(row[question], "[")
     if not isinstance(question_value, (str, list)):
-        return f"{question} is {quote_value(question_value)}, and has to be text or a list of messages"
+        return (
+            f"{question} is {quote_value(question_value)}, and has to be text or a list of messages"
+        )
     names = {*row_format.required_columns, *row_format.optional_columns} - {"reasoning"}
     format_columns = {key: value for key, value in row.items() if key in names}
-    # an answer is put where a row of training has one, and taken off again: a prompt is read by the same code
+    # an answer is put where a row of training has one, and taken off again: a prompt is read by the
+    # same code
     is_open = row_format.kind != "turns" and row.get(answers[0]) is None
     if is_open:
         format_columns[answers[0]] = "."
     elif row_format.kind == "turns":
         format_columns[question] = question_value
-        if question_value and isinstance(question_value, list) and not isinstance(question_value[-1], list):
+        if (
+            question_value
+            and isinstance(question_value, list)
+            and not isinstance(question_value[-1], list)
+        ):
             is_open = True  # a list of [question, answer] is never open
             format_columns[question] = [*question_value, {"role": "assistant", "content": "."}]
-    example = apply_style(to_example(RawRow(raw.where, format_columns), row_format, DataConfig()), raw, data.style)
+    example = apply_style(
+        to_example(RawRow(raw.where, format_columns), row_format, DataConfig()), raw, data.style
+    )
     if not isinstance(example, Chat):
         return str(example).removeprefix(f"{raw.where}: ")
     messages, reference = [*example.messages], None
@@ -347,15 +443,22 @@ def _parse_prompt(raw: RawRow | BadRow, data: DataConfig) -> Prompt | str:
         tuple(messages),
         example.tools,
         reference,
-        {column_mapping.get(key, key): value for key, value in renamed.data.items() if key not in format_columns},
+        {
+            column_mapping.get(key, key): value
+            for key, value in renamed.data.items()
+            if key not in format_columns
+        },
         example.template_kwargs,
     )
 
 
-def infer(run: FinishedRun, prompts_path: Path, answers_path: Path, *, max_new_tokens: int) -> InferResult:
-    """Answer every prompt of `prompts_path`, greedily, into the JSONL `answers_path`: `Prompt.output_fields`, `answer`
-    and `by` (run, weights, limit). A file that was begun so is continued. Raises DataError where a row is not a prompt,
-    or `answers_path` holds answers to other prompts or of other weights."""
+def infer(
+    run: FinishedRun, prompts_path: Path, answers_path: Path, *, max_new_tokens: int
+) -> InferResult:
+    """Answer every prompt of `prompts_path`, greedily, into the JSONL `answers_path`:
+    `Prompt.output_fields`, `answer` and `by` (run, weights, limit). A file that was begun so is
+    continued. Raises DataError where a row is not a prompt, or `answers_path` holds answers to
+    other prompts or of other weights."""
     prompts = read_prompts(prompts_path, run.config.data)
     # weights and not only the name: a run of the same name may have been trained again
     digest = str(base_weights_identity(str(run.weights), None)["sha256"])[:12]
@@ -367,13 +470,15 @@ def infer(run: FinishedRun, prompts_path: Path, answers_path: Path, *, max_new_t
             for offset in range(answered_count, len(prompts), _CHUNK_PROMPTS):
                 chunk = prompts[offset : offset + _CHUNK_PROMPTS]
                 prompt_ids = [
-                    responder.prompt_ids(prompt.messages, prompt.tools, prompt.template_kwargs) for prompt in chunk
+                    responder.prompt_ids(prompt.messages, prompt.tools, prompt.template_kwargs)
+                    for prompt in chunk
                 ]
                 answers = responder.answer_texts(prompt_ids, max_new_tokens=max_new_tokens)
                 for prompt, answer in zip(chunk, answers, strict=True):
                     fields = {**prompt.output_fields, "answer": answer, "by": provenance}
                     file.write(json.dumps(fields, ensure_ascii=False) + "\n")
-                # on the disk before the next ones are computed: an answer that a crash loses costs minutes of GPU
+                # on the disk before the next ones are computed: an answer that a crash loses costs
+                # minutes of GPU
                 file.flush()
                 os.fsync(file.fileno())
                 logger.info("Answered: %d of %d", offset + len(chunk), len(prompts))
@@ -381,8 +486,8 @@ def infer(run: FinishedRun, prompts_path: Path, answers_path: Path, *, max_new_t
 
 
 def _count_answered(answers_path: Path, prompts: list[Prompt], provenance: str) -> int:
-    """Count the prompts that are answered already, and cut off a half-written last line. Raises DataError where it is
-    another file."""
+    """Count the prompts that are answered already, and cut off a half-written last line. Raises
+    DataError where it is another file."""
     file_label = f"OUTPUT={one_line(str(answers_path))}"
     if not answers_path.exists():
         with translate_write_errors(answers_path):
@@ -400,9 +505,14 @@ def _count_answered(answers_path: Path, prompts: list[Prompt], provenance: str) 
             entry = json.loads(line)
             answered_by, _ = entry.pop("by"), entry.pop("answer")
         except (ValueError, AttributeError, TypeError, KeyError):
-            raise DataError(f"{file_label} exists, and line {line_number} is not an answer of make infer") from None
+            raise DataError(
+                f"{file_label} exists, and line {line_number} is not an answer of make infer"
+            ) from None
         if entry != prompt.output_fields:
-            raise DataError(f"{file_label} exists and answers other prompts (line {line_number}); name another file")
+            raise DataError(
+                f"{file_label} exists and answers other prompts (line {line_number}); name another"
+                " file"
+            )
         if answered_by != provenance:
             raise DataError(
                 f"{file_label} exists and was answered by {one_line(str(answered_by))}, now "

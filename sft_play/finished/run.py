@@ -1,5 +1,7 @@
-"""A finished run: found by its name, with its settings, its weights and the base that they were trained from; what a
-command on it answers with; where its merged and exported models are; and what it writes, whole or as it was before."""
+"""A finished run: found by its name, with its settings, its weights and the base that they were
+trained from; what a command on it answers with; where its merged and exported models are; and what
+it writes, whole or as it was before.
+"""
 
 import contextlib
 import json
@@ -31,8 +33,8 @@ from sft_play.training.checkpoints.checkpoints import require_unchanged
 ExportFormat = Literal["gguf", "ollama", "vllm"]
 # How a GGUF stores weights, the coarsest last: those that need no importance matrix.
 Quant = Literal[
-    "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0",
-    "iq4_nl", "iq4_xs", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
+    "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s",
+    "q4_1", "q4_0", "iq4_nl", "iq4_xs", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
 ]  # fmt: skip
 CONVERTER_QUANTS: tuple[Quant, ...] = ("f32", "f16", "bf16", "q8_0")
 # Of a QLoRA run: which weights the adapter is added to, the base's own or what NF4 makes of them.
@@ -46,7 +48,8 @@ MERGE_FILE = "merge.json"
 
 
 def next_command_line(command: str, *arguments: str, **variables: str | Path) -> str:
-    """`Next: make COMMAND NAME=value …`, the last line of an answer, with values as a shell reads them."""
+    """`Next: make COMMAND NAME=value …`, the last line of an answer, with values as a shell reads
+    them."""
     return " ".join(
         [
             f"Next: make {command}",
@@ -84,16 +87,21 @@ class FinishedRun:
             raise RunFolderError(f"{path} cannot be read: {one_line(str(error))}") from None
 
 
-def find_finished_run(output_folder: Path, name: str | None, *, is_trusted: CodeTrust = trust_none) -> FinishedRun:
-    """Find the finished run that `name` means: `last` (or None), a name in the output folder `base`, or a path.
-    `is_trusted`: as in `read_config`. Raises RunFolderError where there is none, it is not finished, its settings
-    allow what `is_trusted` does not, or its weights are gone; ModelError where they are not those that were written."""
+def find_finished_run(
+    output_folder: Path, name: str | None, *, is_trusted: CodeTrust = trust_none
+) -> FinishedRun:
+    """Find the finished run that `name` means: `last` (or None), a name in the output folder
+    `base`, or a path. `is_trusted`: as in `read_config`. Raises RunFolderError where there is none,
+    it is not finished, its settings allow what `is_trusted` does not, or its weights are gone;
+    ModelError where they are not those that were written.
+    """
     folder = find_run_folder(output_folder, name, must_be_finished=True)
     manifest = folder.read_manifest()
     if manifest.get("status") != "finished":
         raise RunFolderError(
-            f"the run {folder.path} is not finished (its manifest says {one_line(str(manifest.get('status')))}): "
-            f"make resume RUN={shlex.quote(folder.path.name)} trains it to its end"
+            f"the run {folder.path} is not finished (its manifest says"
+            f" {one_line(str(manifest.get('status')))}): make resume"
+            f" RUN={shlex.quote(folder.path.name)} trains it to its end"
         )
     config = folder.read_config(is_trusted=is_trusted)
     if config.curriculum:
@@ -103,19 +111,25 @@ def find_finished_run(output_folder: Path, name: str | None, *, is_trusted: Code
             config = last_stage.read_config(is_trusted=is_trusted)
     weights = folder.model_path(is_adapter=config.tuning.mode != "full")
     if not any(weights.glob("*.safetensors")):
-        raise RunFolderError(f"{weights} holds no trained weights (*.safetensors); were they moved or removed?")
+        raise RunFolderError(
+            f"{weights} holds no trained weights (*.safetensors); were they moved or removed?"
+        )
     require_unchanged(weights)
     return FinishedRun(folder, config, manifest, weights)
 
 
-def find_run_folder(output_folder: Path, name: str | None, *, must_be_finished: bool = False) -> RunFolder:
-    """Find the run that `name` means: a name in the output folder `base`, or a path; `last` (or None) is the one that
-    finished last, else, unless it `must_be_finished`, the one that started last. Raises RunFolderError where there is
-    none."""
+def find_run_folder(
+    output_folder: Path, name: str | None, *, must_be_finished: bool = False
+) -> RunFolder:
+    """Find the run that `name` means: a name in the output folder `base`, or a path; `last` (or
+    None) is the one that finished last, else, unless it `must_be_finished`, the one that started
+    last. Raises RunFolderError where there is none."""
     if name not in (None, LAST_RUN):
         return resolve_run(output_folder, str(name))
     runs = [(folder.read_manifest(), folder) for folder in iter_runs(output_folder)]
-    finished_runs = [(manifest, folder) for manifest, folder in runs if manifest.get("status") == "finished"]
+    finished_runs = [
+        (manifest, folder) for manifest, folder in runs if manifest.get("status") == "finished"
+    ]
     time_key = "ended"
     if not finished_runs and not must_be_finished:
         finished_runs, time_key = runs, "started"
@@ -126,22 +140,29 @@ def find_run_folder(output_folder: Path, name: str | None, *, must_be_finished: 
 
 
 def base_model_folder(run: FinishedRun) -> Path:
-    """The folder with the base's files: the local one, or the hub's, downloaded at the revision that was trained on;
-    raises ModelError where it is gone, cannot be fetched, or holds other weights than those that the adapter was
-    trained on."""
+    """The folder with the base's files: the local one, or the hub's, downloaded at the revision
+    that was trained on; raises ModelError where it is gone, cannot be fetched, or holds other
+    weights than those that the adapter was trained on."""
     name = run.config.model.name
     recorded = (run.manifest.get("data") or {}).get("weights") or {}
     folder = find_model_folder(name)
     if folder is not None:
         if not any(folder.glob("*.safetensors")):
-            raise ModelError(f"the base {folder}, from which {run.weights} was trained, holds no *.safetensors")
+            raise ModelError(
+                f"the base {folder}, from which {run.weights} was trained, holds no *.safetensors"
+            )
         if recorded.get("sha256") not in (None, base_weights_identity(name, None)["sha256"]):
             raise ModelError(
-                f"the weights in {name} are not those that {run.folder.path} was trained on: put the base back"
+                f"the weights in {name} are not those that {run.folder.path} was trained on: put"
+                " the base back"
             )
         return folder
-    if name.startswith((".", "/", "~")):  # a path and no hub id, for which the hub need not be asked
-        raise ModelError(f"the base {one_line(name)}, from which {run.weights} was trained, is gone")
+    if name.startswith(
+        (".", "/", "~")
+    ):  # a path and no hub id, for which the hub need not be asked
+        raise ModelError(
+            f"the base {one_line(name)}, from which {run.weights} was trained, is gone"
+        )
     from sft_play.training.checkpoints.model_saving import fetch_base_folder
 
     return fetch_base_folder(name, revision=recorded.get("sha256") or run.config.model.revision)
@@ -157,40 +178,54 @@ def find_changed_data(manifest: Mapping[str, Any], loaded: LoadedConfig) -> list
             if recorded_digest is None:
                 changes.append(f"data {prefix}{name}: the manifest does not record what {path} was")
             elif source_digest(path) != recorded_digest:
-                changes.append(f"data {prefix}{name}: the content of {path} has changed since the run")
+                changes.append(
+                    f"data {prefix}{name}: the content of {path} has changed since the run"
+                )
     return changes
 
 
 def require_split(split: str | None, data: str | None) -> None:
     """Raises ConfigError where SPLIT names no held-out rows, or is given together with DATA."""
     if split is not None and data is not None:
-        raise ConfigError(f"SPLIT={one_line(split)} is a split of the run's own data; leave it out with DATA=")
+        raise ConfigError(
+            f"SPLIT={one_line(split)} is a split of the run's own data; leave it out with DATA="
+        )
     if split not in (None, "val", "test"):
-        hint = "; training rows are not evaluated (DATA=FILE evaluates any file)" if split == "train" else ""
+        hint = (
+            "; training rows are not evaluated (DATA=FILE evaluates any file)"
+            if split == "train"
+            else ""
+        )
         raise ConfigError(f"SPLIT={one_line(str(split))} is neither val nor test{hint}")
 
 
 def describe_context_window(run: FinishedRun, model: str) -> tuple[int, str]:
-    """The positions that a model (a folder, or a name on the hub) has for a conversation, and a note on the length of
-    the rows that it was trained on; the note is empty if they were as long."""
+    """The positions that a model (a folder, or a name on the hub) has for a conversation, and a
+    note on the length of the rows that it was trained on; the note is empty if they were as
+    long."""
     trained_length = run.plan().max_seq_len
     max_positions = load_max_positions(model) or trained_length
     if max_positions == trained_length:
         return max_positions, ""
-    return max_positions, (
-        f"Context: the model's own {max_positions:,} positions; rows of training had at most "
-        f"{trained_length:,} tokens (model.max_seq_len)"
+    return (
+        max_positions,
+        (
+            f"Context: the model's own {max_positions:,} positions; rows of training had at most "
+            f"{trained_length:,} tokens (model.max_seq_len)"
+        ),
     )
 
 
-# --- the merged and the exported model: where they are or may be written ----------------------------------------------
+# --- the merged and the exported model: where they are or may be written --------------------------
 
 
 def require_mergeable(run: FinishedRun, base: str | None, target: Path, *, replace: bool) -> None:
-    """Raises RunFolderError or ConfigError where a run cannot be merged like that, or not into this folder."""
+    """Raises RunFolderError or ConfigError where a run cannot be merged like that, or not into this
+    folder."""
     if not run.is_adapter:
         raise RunFolderError(
-            f"{run.folder.path} trained all weights: {run.weights} is the whole model, and nothing has to be merged"
+            f"{run.folder.path} trained all weights: {run.weights} is the whole model, and nothing"
+            " has to be merged"
         )
     if base is not None and not run.is_quantized:
         raise ConfigError(
@@ -207,23 +242,35 @@ def require_mergeable(run: FinishedRun, base: str | None, target: Path, *, repla
             f"{target} exists (make ship, serve and export merge too): make merge-test compares "
             "it, FORCE=1 replaces it, OUT=FOLDER writes elsewhere"
         )
-    if target.exists() and not (target / "config.json").is_file():  # FORCE=1 with OUT=~ must not remove a home folder
-        raise RunFolderError(f"{target} is not a model folder and is not replaced; OUT=FOLDER writes elsewhere")
+    if (
+        target.exists() and not (target / "config.json").is_file()
+    ):  # FORCE=1 with OUT=~ must not remove a home folder
+        raise RunFolderError(
+            f"{target} is not a model folder and is not replaced; OUT=FOLDER writes elsewhere"
+        )
 
 
 def require_merged(run: FinishedRun, target: Path) -> None:
-    """Raises RunFolderError where a folder holds no merged model that a run's adapter could be compared with."""
+    """Raises RunFolderError where a folder holds no merged model that a run's adapter could be
+    compared with."""
     if not run.is_adapter:
-        raise RunFolderError(f"{run.folder.path} trained all weights: there is no adapter to compare with")
+        raise RunFolderError(
+            f"{run.folder.path} trained all weights: there is no adapter to compare with"
+        )
     if not (target / "config.json").is_file():
-        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.shell_path} writes it")
+        raise RunFolderError(
+            f"{target} holds no merged model; make merge RUN={run.folder.shell_path} writes it"
+        )
 
 
 def find_merged_model(run: FinishedRun) -> Path | None:
     """The run's `merged/`; None where there is none, or one of an earlier adapter."""
     folder = run.folder.path / MERGED_FOLDER
     # the run is trained again where it is resumed
-    if read_merge_record(folder).get("adapter_sha256") != base_weights_identity(str(run.weights), None)["sha256"]:
+    if (
+        read_merge_record(folder).get("adapter_sha256")
+        != base_weights_identity(str(run.weights), None)["sha256"]
+    ):
         return None
     return folder
 
@@ -234,8 +281,10 @@ def read_merge_record(folder: Path) -> dict[str, Any]:
 
 
 def require_faithful_merge(folder: Path, run: FinishedRun) -> None:
-    """Raises RunFolderError where a merge is not what was trained: merge-test says so, or it was made of other weights
-    than the adapter was trained on and merge-test has not been asked; ModelError where it is not what was merged."""
+    """Raises RunFolderError where a merge is not what was trained: merge-test says so, or it was
+    made of other weights than the adapter was trained on and merge-test has not been asked;
+    ModelError where it is not what was merged.
+    """
     require_unchanged(folder)
     record = read_merge_record(folder)
     test = record.get("test")
@@ -258,9 +307,16 @@ def describe_merge(folder: Path) -> str | None:
     record = read_merge_record(folder)
     if not record:
         return None
-    test_results = {None: "merge-test has not been run", True: "merge-test passed", False: "merge-test FAILED"}
+    test_results = {
+        None: "merge-test has not been run",
+        True: "merge-test passed",
+        False: "merge-test FAILED",
+    }
     base = f" into the {record['base']} base" if record.get("base") else ""
-    return f"Merged{base} ({record.get('dtype')}); {test_results[(record.get('test') or {}).get('ok')]}"
+    return (
+        f"Merged{base} ({record.get('dtype')});"
+        f" {test_results[(record.get('test') or {}).get('ok')]}"
+    )
 
 
 def require_export_target(target: Path, *, replace: bool) -> None:
@@ -268,12 +324,15 @@ def require_export_target(target: Path, *, replace: bool) -> None:
     if target.exists() and not replace:
         raise RunFolderError(f"{target} exists; FORCE=1 replaces it, OUT=FOLDER writes elsewhere")
     if target.exists() and not (target / EXPORT_FILE).is_file():
-        raise RunFolderError(f"{target} is no export of this toolkit and is not replaced; OUT=FOLDER writes elsewhere")
+        raise RunFolderError(
+            f"{target} is no export of this toolkit and is not replaced; OUT=FOLDER writes"
+            " elsewhere"
+        )
 
 
 def find_gguf(run: FinishedRun, path: Path | None) -> Path:
-    """The exported GGUF: the file or the folder `path`, else that in the run folder; raises RunFolderError where there
-    is none, or several."""
+    """The exported GGUF: the file or the folder `path`, else that in the run folder; raises
+    RunFolderError where there is none, or several."""
     folders = [run.folder.path / EXPORT_FOLDER / name for name in ("gguf", "ollama")]
     if path is not None:
         folders = [path]
@@ -282,7 +341,9 @@ def find_gguf(run: FinishedRun, path: Path | None) -> Path:
     for folder in folders:
         files = sorted(folder.glob("*.gguf"))
         if len(files) > 1:
-            raise RunFolderError(f"{folder} holds {len(files)} GGUF files; name one: OUT={files[0]}")
+            raise RunFolderError(
+                f"{folder} holds {len(files)} GGUF files; name one: OUT={files[0]}"
+            )
         if files:
             return files[0]
     raise RunFolderError(
@@ -291,13 +352,15 @@ def find_gguf(run: FinishedRun, path: Path | None) -> Path:
     )
 
 
-# --- files and folders that a command writes --------------------------------------------------------------------------
+# --- files and folders that a command writes ------------------------------------------------------
 
 
 @contextlib.contextmanager
 def translate_write_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's errors of writing `path`, or beside it, into one message: raises ConfigError
-    if the disk is full, or `path` cannot be written. Errors of reading elsewhere go through as they are."""
+    """Turn the operating system's errors of writing `path`, or beside it, into one message: raises
+    ConfigError if the disk is full, or `path` cannot be written. Errors of reading elsewhere go
+    through as they are.
+    """
     try:
         yield
     except SftPlayError:
@@ -317,16 +380,16 @@ def translate_write_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """Yield a new folder that replaces `target` once it is complete; after an error the old `target` stays. Raises
-    ConfigError where the disk is full, or nothing can be written there."""
+    """Yield a new folder that replaces `target` once it is complete; after an error the old
+    `target` stays. Raises ConfigError where the disk is full, or nothing can be written there."""
     with translate_write_errors(target), atomic.replace_path(target) as staging_folder:
         staging_folder.mkdir()
         yield staging_folder
 
 
 def require_space(folder: Path, needed_bytes: int, message_start: str) -> None:
-    """Raises ConfigError where the disk of a folder that is being built has fewer than `needed_bytes` free;
-    `message_start` begins the message."""
+    """Raises ConfigError where the disk of a folder that is being built has fewer than
+    `needed_bytes` free; `message_start` begins the message."""
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise ConfigError(

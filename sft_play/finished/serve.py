@@ -63,12 +63,19 @@ class ServedEndpoint(Answer):
 
     def lines(self) -> list[str]:
         request = json.dumps(
-            {"model": self.model, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0},
+            {
+                "model": self.model,
+                "messages": [{"role": "user", "content": "Hello"}],
+                "temperature": 0,
+            },
             ensure_ascii=False,
         )
         return [
             f"Serving {self.weights} at {self.url} (pid {self.pid}); model name: {self.model}",
-            f"  curl {self.url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(request)}",
+            (
+                f"  curl {self.url}/chat/completions -H 'Content-Type: application/json' -d"
+                f" {shlex.quote(request)}"
+            ),
             *([self.context] if self.context else []),
             f"Ctrl-C ends it. {next_command_line('push', 'REPO=user/name', RUN=self.run)}",
         ]
@@ -78,7 +85,10 @@ def _client_notes(run: FinishedRun, model: str) -> str:
     """What clients should know of how the run was trained; empty where there is nothing."""
     notes = [describe_context_window(run, model)[1]]
     if run.config.data.style.system:
-        notes.append("System prompt: rows of training had that of data.style.system, and requests bring their own")
+        notes.append(
+            "System prompt: rows of training had that of data.style.system, and requests bring"
+            " their own"
+        )
     return "; ".join(filter(None, notes))
 
 
@@ -87,22 +97,27 @@ def parse_port(text: str | None) -> int:
     if text is None:
         return DEFAULT_PORT
     if not re.fullmatch("[0-9]{1,5}", text.strip()) or int(text) >= 65_536:
-        raise ConfigError(f"PORT={one_line(text)} is not a port; ports go from 1 to 65535, and 0 takes any free one")
+        raise ConfigError(
+            f"PORT={one_line(text)} is not a port; ports go from 1 to 65535, and 0 takes any"
+            " free one"
+        )
     return int(text)
 
 
 def claim_port(host: str, port: int) -> socket.socket:
-    """A socket that listens there, so that nobody takes the port while the model is loaded; raises ConfigError where
-    the port is taken, or this machine has no such address."""
+    """A socket that listens there, so that nobody takes the port while the model is loaded; raises
+    ConfigError where the port is taken, or this machine has no such address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # also a port whose last connections are still closing (TIME_WAIT)
-        return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
+        return socket.create_server(
+            address, family=family, dualstack_ipv6=family == socket.AF_INET6
+        )
     except (OSError, UnicodeError) as error:
         reason = one_line(getattr(error, "strerror", None) or str(error), limit=120)
         raise ConfigError(
-            f"HOST={one_line(host)} PORT={port} cannot be listened on: {reason}; HOST= names an address of this "
-            "machine, PORT=0 takes any free port"
+            f"HOST={one_line(host)} PORT={port} cannot be listened on: {reason}; HOST= names an"
+            " address of this machine, PORT=0 takes any free port"
         ) from None
 
 
@@ -120,14 +135,18 @@ class TransformersService:
             from sft_play.finished.openai import openai_app
         except ImportError as error:
             raise BackendError(
-                f"the server of transformers cannot be used here ({one_line(str(error))}): pip install "
-                "'sft-play[serve]', with the transformers of requirements.lock"
+                f"the server of transformers cannot be used here ({one_line(str(error))}): pip"
+                " install 'sft-play[serve]', with the transformers of requirements.lock"
             ) from None
         from sft_play.finished.respond import Responder
         from sft_play.training.prepare.library_messages import quiet_libraries
 
         quiet_libraries()
-        run, name, port = self._run, self._run.folder.path.name, int(self._listener.getsockname()[1])
+        run, name, port = (
+            self._run,
+            self._run.folder.path.name,
+            int(self._listener.getsockname()[1]),
+        )
         # log_config=None: uvicorn would replace the handlers of this program's logging by its own
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -135,24 +154,36 @@ class TransformersService:
                 log_config=None,
                 log_level="warning",
                 access_log=False,
-                timeout_graceful_shutdown=30,  # seconds for answers under way, after the first Ctrl-C
+                # seconds for answers under way, after the first Ctrl-C
+                timeout_graceful_shutdown=30,
             )
         )
-        # in a thread, so that Ctrl-C is this program's to handle: uvicorn installs signal handlers in the main one only
-        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), name="serve", daemon=True)
+        # in a thread, so that Ctrl-C is this program's to handle: uvicorn installs signal handlers
+        # in the main one only
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._listener],), name="serve", daemon=True
+        )
         self._thread.start()
         while not self._server.started:  # uvicorn has no event for it
             if not self._thread.is_alive():
-                raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
+                raise BackendError(
+                    f"the server at {self._host} port {port} did not start; see the lines above"
+                )
             time.sleep(_POLL_INTERVAL_S)
         return ServedEndpoint(
-            run.folder.path, SERVING_ENGINES[0], name, run.weights, self._host, port, os.getpid(),
+            run.folder.path,
+            SERVING_ENGINES[0],
+            name,
+            run.weights,
+            self._host,
+            port,
+            os.getpid(),
             _client_notes(run, run.config.model.name if run.is_adapter else str(run.weights)),
-        )  # fmt: skip
+        )
 
     def wait(self) -> NoReturn:
-        """Wait until it ends or is stopped, and end this process. Ctrl-C lets answers under way end; a second one or
-        SIGTERM does not."""
+        """Wait until it ends or is stopped, and end this process. Ctrl-C lets answers under way
+        end; a second one or SIGTERM does not."""
         finished = threading.Event()
 
         def stop(signal_number: int) -> None:
@@ -168,7 +199,8 @@ class TransformersService:
         logger.info("Stopped")
         sys.stdout.flush()
         logging.shutdown()
-        # a daemon thread that still computes an answer would abort Python while it takes itself down
+        # a daemon thread that still computes an answer would abort Python while it takes itself
+        # down
         os._exit(0)
 
 
@@ -177,7 +209,8 @@ class VllmService:
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
         program = shutil.which(
-            "vllm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+            "vllm",
+            path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         )
         if program is None:
             raise BackendError(
@@ -185,14 +218,19 @@ class VllmService:
                 "vLLM in an environment of its own, and put its bin folder into PATH"
             )
         self._run, self._host, self._program = run, host, program
-        with claim_port(host, port) as listener:  # vLLM itself says late, and in a traceback, that a port is taken
+        with claim_port(
+            host, port
+        ) as listener:  # vLLM itself says late, and in a traceback, that a port is taken
             self._port = int(listener.getsockname()[1])
 
     def start(self) -> ServedEndpoint:
         """Merge where that has not been done, and say where vLLM will answer."""
         from sft_play.finished.export.merge import ensure_whole_model_folder
 
-        weights, name = ensure_whole_model_folder(self._run, is_locked=False), self._run.folder.path.name
+        weights, name = (
+            ensure_whole_model_folder(self._run, is_locked=False),
+            self._run.folder.path.name,
+        )
         config = read_json(weights / "config.json")
         # vLLM's own choice for fp32 weights is a 16-bit dtype
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
@@ -203,9 +241,15 @@ class VllmService:
         ]
         logger.info("Starting: %s", shlex.join(self._command))
         return ServedEndpoint(
-            self._run.folder.path, SERVING_ENGINES[1], name, weights, self._host, self._port, os.getpid(),
+            self._run.folder.path,
+            SERVING_ENGINES[1],
+            name,
+            weights,
+            self._host,
+            self._port,
+            os.getpid(),
             _client_notes(self._run, str(weights)),
-        )  # fmt: skip
+        )
 
     def wait(self) -> NoReturn:
         """Become vLLM, whose exit code is this command's."""

@@ -1,11 +1,12 @@
-"""The verdict of `make ship`: a pure rule over what base and trained model lose on held-out rows and on the general
-sample, and over the merge; and the verdict of a ship.json computed again (`REPLAY=`), without a model.
+"""The verdict of `make ship`: a pure rule over what base and trained model lose on held-out rows
+and on the general sample, and over the merge; and the verdict of a ship.json computed again
+(`REPLAY=`), without a model.
 
 Three checks, all of which have to pass:
 
 - task: the loss on held-out rows fell, and not by chance.
-- general: the loss on the general sample did not rise by more than a bound; of the rows that the base reads better than
-  chance, since nothing else can be lost.
+- general: the loss on the general sample did not rise by more than a bound; of the rows that the
+  base reads better than chance, since nothing else can be lost.
 - merge: the merged model is the adapter's, by the verdict of `make merge-test`.
 
 A row's loss counts up to the unigram loss (chance: each token predicted by its frequency in these
@@ -45,18 +46,21 @@ FractionFloat = Annotated[float, Field(gt=0, lt=1)]
 class Thresholds:
     """What the verdict asks for. Losses are in nats a token."""
 
-    # Of the interval of the gain. At 0.99 up to 6% of runs without a gain passed in simulations of 30 rows with skewed
-    # differences, at 0.995 at most 4% (0.5% without skew); real trainings gain tens of standard errors.
+    # Of the interval of the gain. At 0.99 up to 6% of runs without a gain passed in simulations of
+    # 30 rows with skewed differences, at 0.995 at most 4% (0.5% without skew); real trainings gain
+    # tens of standard errors.
     level: FractionFloat = 0.995
-    # Held-out rows, no two alike, below which no gain counts: with 20 the simulated share was above 4%.
+    # Held-out rows, no two alike, below which no gain counts: with 20 the simulated share was above
+    # 4%.
     min_rows: int = 30
-    # The gain that the whole interval has to exceed, relative to the base's loss: with enough rows the tiny change of
-    # random weights, better or worse, is measurable too. A judgement.
+    # The gain that the whole interval has to exceed, relative to the base's loss: with enough rows
+    # the tiny change of random weights, better or worse, is measurable too. A judgement.
     min_gain: float = 0.01
     # Of the interval of exact match, which may not be wholly below zero.
     answers_level: FractionFloat = 0.95
-    # Of the loss on general text: perplexity x 1.1. A judgement, below the x 1.26 (+0.23) on WikiText-2 that was
-    # published for an instruction tuning of all weights of a model of 253 million parameters.
+    # Of the loss on general text: perplexity x 1.1. A judgement, below the x 1.26 (+0.23) on
+    # WikiText-2 that was published for an instruction tuning of all weights of a model of 253
+    # million parameters.
     max_text_rise: float = 0.1
     # The same on general chats, whose style is what fine-tuning is meant to change. A judgement.
     max_chat_rise: float = 0.2
@@ -70,8 +74,8 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of rows before and after training: sums over each row's trained tokens, in nats, all [rows]; None: not a
-    number. `chance`: of guessing each token by its frequency in these rows."""
+    """Losses of rows before and after training: sums over each row's trained tokens, in nats, all
+    [rows]; None: not a number. `chance`: of guessing each token by its frequency in these rows."""
 
     base: tuple[FiniteFloat | None, ...] = ()
     tuned: tuple[FiniteFloat | None, ...] = ()
@@ -90,12 +94,16 @@ class Losses:
         """Which model's losses are not numbers, in words; empty where all are."""
         for name, values in (("the trained model's", self.tuned), ("the base's", self.base)):
             if None in values:
-                return f"{name} loss is not a number on {values.count(None):,} of {len(self):,} rows"
+                return (
+                    f"{name} loss is not a number on {values.count(None):,} of {len(self):,} rows"
+                )
         return ""
 
     def to_arrays(self) -> list[FloatArray]:
         """Base, tuned, tokens and chance [rows], of which none is None."""
-        return [np.array(column, float) for column in (self.base, self.tuned, self.tokens, self.chance)]
+        return [
+            np.array(column, float) for column in (self.base, self.tuned, self.tokens, self.chance)
+        ]
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class ShipCheck:
-    """One of the three: `ok` is None where it was not judged. `line` says the evidence, `reason` what is wrong."""
+    """One of the three: `ok` is None where it was not judged. `line` says the evidence, `reason`
+    what is wrong."""
 
     name: str
     ok: bool | None
@@ -173,17 +182,30 @@ class ShipVerdict:
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        return {"ok": self.ok, "verdict": _VERDICTS[self.ok], "reasons": self.reasons, **asdict(self)}
+        return {
+            "ok": self.ok,
+            "verdict": _VERDICTS[self.ok],
+            "reasons": self.reasons,
+            **asdict(self),
+        }
 
     def lines(self, continued_adapter: str | None) -> list[str]:
-        """What the run was compared with where that is not its base, a line for each check, and the verdict."""
+        """What the run was compared with where that is not its base, a line for each check, and the
+        verdict."""
         lines = [f"{check.name.capitalize()}: {check.line}" for check in self.checks]
         if continued_adapter:
-            lines.insert(0, f"Before: {continued_adapter}, which this run continued: it is the base of these figures")
-        return [*lines, ": ".join(filter(None, [f"Verdict: {_VERDICTS[self.ok]}", "; ".join(self.reasons)]))]
+            lines.insert(
+                0,
+                f"Before: {continued_adapter}, which this run continued: it is the base of these"
+                " figures",
+            )
+        return [
+            *lines,
+            ": ".join(filter(None, [f"Verdict: {_VERDICTS[self.ok]}", "; ".join(self.reasons)])),
+        ]
 
 
-# --- the rule ---------------------------------------------------------------------------------------------------------
+# --- the rule -------------------------------------------------------------------------------------
 def judge_evidence(evidence: Evidence, thresholds: Thresholds) -> ShipVerdict:
     """Judge the evidence; a pure function: equal evidence and thresholds give an equal verdict."""
     if evidence.not_loaded:
@@ -208,22 +230,26 @@ def judge_evidence(evidence: Evidence, thresholds: Thresholds) -> ShipVerdict:
 
 
 def too_few_rows_reason(task: TaskEvidence, rows: int, thresholds: Thresholds) -> str:
-    """Say why no gain on so many rows could count, whatever the models make of them; empty where one could."""
+    """Say why no gain on so many rows could count, whatever the models make of them; empty where
+    one could."""
     remedy = "data.test_path, data.val_path or data.val_fraction gives a run more of them"
     if not task.split:
         return f"there are no rows that the run was not trained on; {remedy}"
     if rows >= thresholds.min_rows:
         return ""
     return (
-        f"not enough evidence: {rows} held-out rows (and {task.left_out} repeated ones or training rows), "
-        f"at least {thresholds.min_rows} are needed; {remedy}"
+        f"not enough evidence: {rows} held-out rows (and {task.left_out} repeated ones or training"
+        f" rows), at least {thresholds.min_rows} are needed; {remedy}"
     )
 
 
 def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
-    """The loss of each row (its trained tokens), in nats, by guessing every token with the frequency that it has in all
-    rows: the least that a model without any context can have on them."""
-    tokens, counts = np.unique(np.concatenate([np.asarray(row, np.int64) for row in rows]), return_counts=True)
+    """The loss of each row (its trained tokens), in nats, by guessing every token with the
+    frequency that it has in all rows: the least that a model without any context can have on
+    them."""
+    tokens, counts = np.unique(
+        np.concatenate([np.asarray(row, np.int64) for row in rows]), return_counts=True
+    )
     nats = dict(zip(tokens.tolist(), (-np.log(counts / counts.sum())).tolist(), strict=True))
     return [sum(nats[token] for token in row) for row in rows]
 
@@ -235,9 +261,16 @@ def loss_gain(losses: Losses, thresholds: Thresholds) -> Interval:
     return _paired_interval(tuned_nats, base_nats, thresholds.level, thresholds, weights=tokens)
 
 
-def _paired_interval(first: Any, second: Any, level: float, thresholds: Thresholds, *, weights: Any = None) -> Interval:
+def _paired_interval(
+    first: Any, second: Any, level: float, thresholds: Thresholds, *, weights: Any = None
+) -> Interval:
     return paired_bootstrap(
-        first, second, weights=weights, level=level, resamples=thresholds.resamples, seed=thresholds.seed
+        first,
+        second,
+        weights=weights,
+        level=level,
+        resamples=thresholds.resamples,
+        seed=thresholds.seed,
     )
 
 
@@ -253,21 +286,39 @@ def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
     gain = loss_gain(losses, thresholds)
     required_gain = thresholds.min_gain * capped_base_loss
     chance_note = f" (chance {chance_loss:.4f})" if capped_base_loss < base_loss else ""
-    line = f"loss {base_loss:.4f}{chance_note} to {tuned_loss:.4f} on {len(losses):,} rows ({task.split})"
-    line += f", gain {gain.difference:.4f} ({gain.level:.1%} interval {gain.low:.4f} to {gain.high:.4f}, "
+    line = (
+        f"loss {base_loss:.4f}{chance_note} to {tuned_loss:.4f} on {len(losses):,} rows"
+        f" ({task.split})"
+    )
+    line += (
+        f", gain {gain.difference:.4f} ({gain.level:.1%} interval {gain.low:.4f} to"
+        f" {gain.high:.4f}, "
+    )
     line += f"asked: above {required_gain:.4f})"
     reason = ""
     if task.right_base:
         base_rate, tuned_rate = np.mean(task.right_base), np.mean(task.right_tuned)
-        line += f"; exact match {base_rate:.1%} to {tuned_rate:.1%} of {len(task.right_base):,} rows"
-        if _paired_interval(task.right_base, task.right_tuned, thresholds.answers_level, thresholds).high < 0:
-            reason = f"exact match fell from {base_rate:.1%} to {tuned_rate:.1%}, by more than chance"
+        line += (
+            f"; exact match {base_rate:.1%} to {tuned_rate:.1%} of {len(task.right_base):,} rows"
+        )
+        if (
+            _paired_interval(
+                task.right_base, task.right_tuned, thresholds.answers_level, thresholds
+            ).high
+            < 0
+        ):
+            reason = (
+                f"exact match fell from {base_rate:.1%} to {tuned_rate:.1%}, by more than chance"
+            )
     if not gain.low > required_gain:
         reason = "the loss on held-out rows is not better"
         if gain.difference > required_gain:
             reason = "the gain is within what chance gives"
         if tuned_loss >= chance_loss:
-            reason = "the trained model reads the held-out rows no better than by guessing tokens by their frequency"
+            reason = (
+                "the trained model reads the held-out rows no better than by guessing tokens by"
+                " their frequency"
+            )
     return ShipCheck("task", not reason, line, reason)
 
 
@@ -282,10 +333,13 @@ def _judge_rise(name: str, losses: Losses, bound: float, thresholds: Thresholds)
         return ShipCheck(
             name,
             True,
-            f"{name}: nothing to lose (the base reads {is_known.sum()} of {len(losses)} rows better than chance)",
+            f"{name}: nothing to lose (the base reads {is_known.sum()} of {len(losses)} rows better"
+            " than chance)",
         )
     base, tuned, tokens = base[is_known], np.minimum(tuned, chance)[is_known], tokens[is_known]
-    rise = _paired_interval(base / tokens, tuned / tokens, thresholds.general_level, thresholds, weights=tokens)
+    rise = _paired_interval(
+        base / tokens, tuned / tokens, thresholds.general_level, thresholds, weights=tokens
+    )
     line = f"{name} {rise.difference:+.4f} (at most {rise.high:+.4f}, allowed {bound:+g})"
     if rise.high <= bound:
         return ShipCheck(name, True, line)
@@ -293,7 +347,8 @@ def _judge_rise(name: str, losses: Losses, bound: float, thresholds: Thresholds)
         name,
         False,
         line,
-        f"the loss on general {name} rose by {rise.difference:.4f}, at most {rise.high:.4f}; allowed: {bound:g}",
+        f"the loss on general {name} rose by {rise.difference:.4f}, at most {rise.high:.4f};"
+        f" allowed: {bound:g}",
     )
 
 
@@ -311,7 +366,7 @@ def _judge_merge(merge: MergeEvidence) -> ShipCheck:
     return ShipCheck("merge", False, line, "the merged model is not the adapter's")
 
 
-# --- a verdict computed again -----------------------------------------------------------------------------------------
+# --- a verdict computed again ---------------------------------------------------------------------
 @dataclass(frozen=True)
 class ReplayResult(Answer):
     """A verdict that was computed again from its file."""
@@ -338,21 +393,26 @@ class ReplayResult(Answer):
     def lines(self) -> list[str]:
         conclusion = f"Replayed: the verdict of {self.path} follows from its evidence"
         if self.differences:
-            conclusion = f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"
+            conclusion = (
+                f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"
+            )
         return [*self.verdict.lines(self.continued_adapter), conclusion]
 
 
 def replay_verdict(path: Path) -> ReplayResult:
-    """The verdict of a ship.json computed again from its evidence and thresholds, without the model; raises ConfigError
-    where the file cannot be read, or is not what `make ship` writes."""
+    """The verdict of a ship.json computed again from its evidence and thresholds, without the
+    model; raises ConfigError where the file cannot be read, or is not what `make ship` writes."""
     file_name = one_line(str(path))
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"REPLAY={file_name} cannot be read as JSON: {one_line(str(error))}") from None
+        raise ConfigError(
+            f"REPLAY={file_name} cannot be read as JSON: {one_line(str(error))}"
+        ) from None
     if not isinstance(recorded, dict) or recorded.get("format") != SHIP_FORMAT:
         raise ConfigError(
-            f"REPLAY={file_name} is not a file that make ship writes (JSON in the format {SHIP_FORMAT!r})"
+            f"REPLAY={file_name} is not a file that make ship writes (JSON in the format"
+            f" {SHIP_FORMAT!r})"
         )
     try:
         evidence = TypeAdapter(Evidence).validate_python(recorded.get("evidence"))
@@ -360,11 +420,19 @@ def replay_verdict(path: Path) -> ReplayResult:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-        raise ConfigError(f"REPLAY={file_name}: its evidence is not whole: {one_line(reason, limit=300)}") from None
+        raise ConfigError(
+            f"REPLAY={file_name}: its evidence is not whole: {one_line(reason, limit=300)}"
+        ) from None
     verdict = judge_evidence(evidence, thresholds)
     decision, recorded_decision = _decision(verdict.as_json()), _decision(recorded)
-    differences = [name for name in decision | recorded_decision if decision.get(name) != recorded_decision.get(name)]
-    return ReplayResult(path, verdict, tuple(differences), one_line(str(recorded.get("before") or "")))
+    differences = [
+        name
+        for name in decision | recorded_decision
+        if decision.get(name) != recorded_decision.get(name)
+    ]
+    return ReplayResult(
+        path, verdict, tuple(differences), one_line(str(recorded.get("before") or ""))
+    )
 
 
 def _decision(verdict: dict[str, Any]) -> dict[str, Any]:
@@ -372,11 +440,14 @@ def _decision(verdict: dict[str, Any]) -> dict[str, Any]:
     return {
         "ok": verdict.get("ok"),
         "verdict": verdict.get("verdict"),
-        **{f"checks[{check.get('name')}].ok": check.get("ok") for check in verdict.get("checks") or ()},
+        **{
+            f"checks[{check.get('name')}].ok": check.get("ok")
+            for check in verdict.get("checks") or ()
+        },
     }
 
 
-# --- a verdict with its evidence --------------------------------------------------------------------------------------
+# --- a verdict with its evidence ------------------------------------------------------------------
 @dataclass(frozen=True)
 class ShipResult(Answer):
     """A verdict with its evidence, as it is written to ship.json."""
@@ -393,13 +464,20 @@ class ShipResult(Answer):
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "format": SHIP_FORMAT, "kind": EXIT_KINDS[0] if self.ok else DO_NOT_SHIP, **self.verdict.as_json(),
-            "run": str(self.run), **self.provenance,
-            "thresholds": asdict(self.thresholds), "evidence": asdict(self.evidence),
-        }  # fmt: skip
+            "format": SHIP_FORMAT,
+            "kind": EXIT_KINDS[0] if self.ok else DO_NOT_SHIP,
+            **self.verdict.as_json(),
+            "run": str(self.run),
+            **self.provenance,
+            "thresholds": asdict(self.thresholds),
+            "evidence": asdict(self.evidence),
+        }
 
     def lines(self) -> list[str]:
-        lines = [*self.verdict.lines(self.provenance.get("before")), f"Written to: {self.run / SHIP_FILE}"]
+        lines = [
+            *self.verdict.lines(self.provenance.get("before")),
+            f"Written to: {self.run / SHIP_FILE}",
+        ]
         if self.ok:
             return [*lines, next_command_line("export", "FORMAT=gguf", RUN=self.run)]
         return [*lines, next_command_line("eval", "writes every row", RUN=self.run)]

@@ -1,4 +1,5 @@
-"""What `make ship` measures: base and trained model on held-out rows and on the general sample, and the merge."""
+"""What `make ship` measures: base and trained model on held-out rows and on the general sample, and
+the merge."""
 
 import hashlib
 import json
@@ -52,18 +53,18 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 SHIP_ROWS = 300
 # Of the general sample; a change of a row is a new one.
 GENERAL_SAMPLE_VERSION = "general-1"
-# Tokens of a row of the general sample: real tokenizers need fewer; byte-like ones may need more than a model has
-# positions.
+# Tokens of a row of the general sample: real tokenizers need fewer; byte-like ones may need more
+# than a model has positions.
 _MAX_ROW_TOKENS = 512
 
 LabelledRow = dict[str, list[int]]
 
 
-# --- the general sample: short texts and chats about everything, that show what a fine-tuned model has lost -----------
+# --- the general sample: short texts and chats about everything, that show what a fine-tuned model
 #
-# Written for this project, none of it taken from a dataset: prose, facts, arithmetic, reasoning, code in 17 languages
-# and formats, data, 26 human languages, instructions and letters; and chats from one question to four turns, with and
-# without a system prompt.
+# Written for this project, none of it taken from a dataset: prose, facts, arithmetic, reasoning,
+# code in 17 languages and formats, data, 26 human languages, instructions and letters; and chats
+# from one question to four turns, with and without a system prompt.
 @dataclass(frozen=True)
 class GeneralSample:
     """The texts and the chats (messages); `sha256` is that of both files."""
@@ -76,9 +77,13 @@ class GeneralSample:
 def general_sample() -> GeneralSample:
     """The sample that ships with the project."""
     files = {
-        name: Path(__file__).with_name("general").joinpath(f"{name}.jsonl").read_bytes() for name in ("text", "chats")
+        name: Path(__file__).with_name("general").joinpath(f"{name}.jsonl").read_bytes()
+        for name in ("text", "chats")
     }
-    lines = {name: [json.loads(line) for line in data.decode("utf-8").splitlines()] for name, data in files.items()}
+    lines = {
+        name: [json.loads(line) for line in data.decode("utf-8").splitlines()]
+        for name, data in files.items()
+    }
     return GeneralSample(
         tuple(row["text"] for row in lines["text"]),
         tuple(tuple(row["messages"]) for row in lines["chats"]),
@@ -87,7 +92,8 @@ def general_sample() -> GeneralSample:
 
 
 def text_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
-    """The texts as tokens, all of them trained, cut where they are too long; none has the end-of-text token."""
+    """The texts as tokens, all of them trained, cut where they are too long; none has the
+    end-of-text token."""
     rows = []
     for ids in renderer.tokenise_documents(list(sample.texts)):
         # predicting that a text ends here says nothing about what the model knows
@@ -97,8 +103,8 @@ def text_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
 
 
 def chat_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
-    """The chats as tokens by the chat template, the assistant's turns trained, cut where they are too long; without
-    those that the template cannot render, or that have no trained token then."""
+    """The chats as tokens by the chat template, the assistant's turns trained, cut where they are
+    too long; without those that the template cannot render, or that have no trained token then."""
     chats: Sequence[Any] = [
         Chat(f"chat {number} of {GENERAL_SAMPLE_VERSION}", messages)
         for number, messages in enumerate(sample.chats, start=1)
@@ -106,16 +112,19 @@ def chat_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
     return [
         {"input_ids": row.input_ids[:_MAX_ROW_TOKENS], "labels": row.labels[:_MAX_ROW_TOKENS]}
         for row in renderer.render_all(chats)
-        if not isinstance(row, BadRow) and any(label != IGNORED for label in row.labels[1:_MAX_ROW_TOKENS])
+        if not isinstance(row, BadRow)
+        and any(label != IGNORED for label in row.labels[1:_MAX_ROW_TOKENS])
     ]
 
 
-# --- a run measured ---------------------------------------------------------------------------------------------------
-def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float | None = None) -> ShipResult:
-    """Measure, judge, and write ship.json into the run folder. `tolerance`: nats a token by which the loss on general
-    text and chats may rise. Raises DataError where the run's data is gone, ModelError where a model is,
-    or RunFolderError where another process writes the run.
-    What refuses the run whatever is measured is known before a model loads: rows, files."""
+# --- a run measured -------------------------------------------------------------------------------
+def judge_run(
+    run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float | None = None
+) -> ShipResult:
+    """Measure, judge, and write ship.json into the run folder. `tolerance`: nats a token by which
+    the loss on general text and chats may rise. Raises DataError where the run's data is gone,
+    ModelError where a model is, or RunFolderError where another process writes the run. What
+    refuses the run whatever is measured is known before a model loads: rows, files."""
     quiet_libraries()
     thresholds = Thresholds()
     if tolerance is not None:
@@ -134,12 +143,19 @@ def judge_run(run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float |
         rows, left_out = distinct_rows(held_out_rows, max_rows)
         provenance["rows_sha256"] = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
         evidence = _measure_losses(
-            run, held_out_rows, rows, left_out, sample, thresholds,
+            run,
+            held_out_rows,
+            rows,
+            left_out,
+            sample,
+            thresholds,
             max_questions=min(max_rows, run.config.eval.generate_rows),
-        )  # fmt: skip
+        )
         if not judge_evidence(evidence, thresholds).reasons:
             evidence = replace(evidence, merge=_measure_merge(run))
-        result = ShipResult(run.folder.path, evidence, thresholds, judge_evidence(evidence, thresholds), provenance)
+        result = ShipResult(
+            run.folder.path, evidence, thresholds, judge_evidence(evidence, thresholds), provenance
+        )
         with translate_write_errors(run.folder.path / SHIP_FILE):
             run.folder.write_json(SHIP_FILE, result.as_json())
     return result
@@ -155,7 +171,8 @@ def _measure_losses(
     *,
     max_questions: int,
 ) -> Evidence:
-    """All evidence but the merge; none where the rows are too few. Raises ModelError if a model cannot be loaded."""
+    """All evidence but the merge; none where the rows are too few. Raises ModelError if a model
+    cannot be loaded."""
     split = "" if held_out_rows.name == "train" else held_out_rows.name
     task = TaskEvidence(split, left_out=left_out)
     refusal = too_few_rows_reason(task, len(rows), thresholds)
@@ -163,21 +180,32 @@ def _measure_losses(
         return Evidence(task, GeneralEvidence(), MergeEvidence("not needed"), refusal)
     tokenizer = load_tokenizer(run.config).tokenizer
     renderer = build_run_renderer(run, tokenizer)
-    questions = select_questions(held_out_rows.split, renderer, tokenizer, max_questions=max_questions)
+    questions = select_questions(
+        held_out_rows.split, renderer, tokenizer, max_questions=max_questions
+    )
     general_renderer = Renderer(
         tokenizer,
-        # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
+        # the sample's own settings, whatever the run trained on: only so do figures of two runs
+        # compare
         run.config.data.model_copy(update={"loss_on": "assistant", "multi_turn": "whole"}),
         max_seq_len=_MAX_ROW_TOKENS,
         today=renderer.today,
     )
     texts, chats = text_rows(sample, general_renderer), chat_rows(sample, general_renderer)
 
-    def measure_model(model_label: str, model: Any) -> tuple[list[list[RowScore]], tuple[bool, ...]]:
-        max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _MAX_ROW_TOKENS
+    def measure_model(
+        model_label: str, model: Any
+    ) -> tuple[list[list[RowScore]], tuple[bool, ...]]:
+        max_positions = (
+            getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            or _MAX_ROW_TOKENS
+        )
         scores = []
         for row_set in (rows, texts, chats):
-            shortened = [{column: values[:max_positions] for column, values in row.items()} for row in row_set]
+            shortened = [
+                {column: values[:max_positions] for column, values in row.items()}
+                for row in row_set
+            ]
             scores.append(score_rows_of_run(run, model, shortened))
         answers = Responder(run, model).answers(
             questions, max_new_tokens=run.config.eval.max_new_tokens, model_label=model_label
@@ -185,7 +213,9 @@ def _measure_losses(
         return scores, tuple(answer.is_correct for answer in answers)
 
     (base_scores, right_base), (tuned_scores, right_tuned) = measure_both_models(run, measure_model)
-    losses, text_losses, chat_losses = map(_row_losses, base_scores, tuned_scores, (rows, texts, chats))
+    losses, text_losses, chat_losses = map(
+        _row_losses, base_scores, tuned_scores, (rows, texts, chats)
+    )
     task = replace(task, losses=losses, right_base=right_base, right_tuned=right_tuned)
     return Evidence(
         task,
@@ -195,11 +225,12 @@ def _measure_losses(
 
 
 def distinct_rows(held_out_rows: HeldOutRows, count: int) -> tuple[list[LabelledRow], int]:
-    """Up to `count` held-out rows, evenly spaced, and how many were left out: repeated, or training rows too. None of a
-    run that was trained on all of its rows."""
+    """Up to `count` held-out rows, evenly spaced, and how many were left out: repeated, or training
+    rows too. None of a run that was trained on all of its rows."""
     if held_out_rows.name == "train":
         return [], 0
-    # more are read than are wanted, since some may be repeated; at most so many, since each is compared
+    # more are read than are wanted, since some may be repeated; at most so many, since each is
+    # compared
     candidate_indices = evenly_spaced_indices(len(held_out_rows.split.rows), 4 * count)
     trained_digests, distinct = set(held_out_rows.train.stats.digests), {}
     for index in candidate_indices:
@@ -208,15 +239,24 @@ def distinct_rows(held_out_rows: HeldOutRows, count: int) -> tuple[list[Labelled
         if digest not in trained_digests:
             distinct[digest] = {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
     rows = list(distinct.values())
-    return [rows[index] for index in evenly_spaced_indices(len(rows), count)], len(candidate_indices) - len(rows)
+    return [rows[index] for index in evenly_spaced_indices(len(rows), count)], len(
+        candidate_indices
+    ) - len(rows)
 
 
-def _row_losses(base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[LabelledRow]) -> Losses:
+def _row_losses(
+    base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[LabelledRow]
+) -> Losses:
     """The losses of the rows that have a trained token."""
     trained_labels = [[label for label in row["labels"][1:] if label != IGNORED] for row in rows]
     chance = chance_losses(trained_labels) if any(trained_labels) else []
     columns = [
-        (finite_or_none(base_score.nll), finite_or_none(tuned_score.nll), base_score.tokens, row_chance)
+        (
+            finite_or_none(base_score.nll),
+            finite_or_none(tuned_score.nll),
+            base_score.tokens,
+            row_chance,
+        )
         for base_score, tuned_score, row_chance in zip(base, tuned, chance, strict=bool(chance))
         if base_score.tokens
     ]
@@ -235,5 +275,8 @@ def _measure_merge(run: FinishedRun) -> MergeEvidence:
     except SftPlayError as error:
         return MergeEvidence("failed", reason=one_line(str(error), limit=500))
     return MergeEvidence(
-        "compared", finite_or_none(merge_result.kl_merged), merge_result.kl_limit, merge_result.kl_base
+        "compared",
+        finite_or_none(merge_result.kl_merged),
+        merge_result.kl_limit,
+        merge_result.kl_base,
     )

@@ -1,5 +1,5 @@
-"""From a request to its result: which processes train a run, started, and waited for. Knows processes,
-and loads no torch but where its launcher runs, where nodes meet, and where a run begins.
+"""From a request to its result: which processes train a run, started, and waited for. Knows
+processes, and loads no torch but where its launcher runs, where nodes meet, and where a run begins.
 
 `start` has the steps of every start in their order: a LaunchRequest becomes a LaunchPlan, and that
 a LaunchResult.

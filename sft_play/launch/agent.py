@@ -1,9 +1,10 @@
-"""torch's launcher with readable endings: `python -m sft_play.launch.agent` takes `torchrun`'s words.
+"""torch's launcher with readable endings: `python -m sft_play.launch.agent` takes `torchrun`'s
+words.
 
-The ranks are started, watched and ended by torch's own elastic agent, in this process. Only the report of a failed rank
-differs: the launcher prints a traceback of its own and exits with 1; here the first failure that is not the consequence
-of another is told, with sft-play's exit codes. And a signal is passed on to the ranks, and waited for, where torch
-would end them after 30 s.
+The ranks are started, watched and ended by torch's own elastic agent, in this process. Only the
+report of a failed rank differs: the launcher prints a traceback of its own and exits with 1; here
+the first failure that is not the consequence of another is told, with sft-play's exit codes. And a
+signal is passed on to the ranks, and waited for, where torch would end them after 30 s.
 """
 
 import contextlib
@@ -37,17 +38,24 @@ logger = logging.getLogger(__name__)
 
 # The command that started the ranks, which messages begin with.
 COMMAND = os.environ.get(failures.COMMAND_VARIABLE, "train-distributed")
-# How long processes that ranks started, such as a data loader's workers, have to notice that the ranks have ended.
+# How long processes that ranks started, such as a data loader's workers, have to notice that the
+# ranks have ended.
 LEFTOVER_TIMEOUT_S = 5.0
 # torch's errors where a GPU or NCCL fails, such as memory errors that cannot be corrected.
 _GPU_ERRORS = ("AcceleratorError", "DistBackendError")
 # What torch raises where nodes do not meet, or a port is taken.
-_RENDEZVOUS_ERRORS = (RendezvousTimeoutError, RendezvousConnectionError, DistStoreError, DistNetworkError)
+_RENDEZVOUS_ERRORS = (
+    RendezvousTimeoutError,
+    RendezvousConnectionError,
+    DistStoreError,
+    DistNetworkError,
+)
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended as the launcher saw it (`time` in seconds since 1970), with the rank's own record of it."""
+    """How a rank ended as the launcher saw it (`time` in seconds since 1970), with the rank's own
+    record of it."""
 
     rank: int
     pid: int
@@ -74,7 +82,8 @@ class RankExit:
 
 
 def root_exit(exits: Sequence[RankExit], *, stopped: bool) -> RankExit:
-    """The first failure that is no consequence: a broken connection or a rank told to end is one."""
+    """The first failure that is no consequence: a broken connection or a rank told to end is
+    one."""
 
     def sort_key(rank_exit: RankExit) -> tuple[int, float]:
         failure = rank_exit.failure
@@ -110,7 +119,9 @@ def failure_report(exits: Sequence[RankExit], world_size: int, *, stopped: bool)
     root = root_exit(exits, stopped=stopped)
     failure, stack = root.failure, root.stack
     if root.was_told_to_stop and (stopped or failure is not None):
-        text = "stopped by the user before the training could save; what was saved until then is kept"
+        text = (
+            "stopped by the user before the training could save; what was saved until then is kept"
+        )
         # rank 0, which comes last, knows what was saved, and where
         for end in sorted(exits, key=lambda end: -end.rank):
             if end.was_told_to_stop and end.failure is not None and end.failure.message:
@@ -118,7 +129,9 @@ def failure_report(exits: Sequence[RankExit], world_size: int, *, stopped: bool)
         return f"[{COMMAND}] {text}", Interrupted.exit_code
     if failure is not None and failure.kind == "user":
         message = failure.message
-        is_shared = sum(end.failure is not None and end.failure.message == message for end in exits) > 1
+        is_shared = (
+            sum(end.failure is not None and end.failure.message == message for end in exits) > 1
+        )
         if root.rank != 0 and not is_shared and not message.startswith("rank "):
             message = f"rank {root.rank} (host {failure.host}): {message}"
         return f"[{COMMAND}] error: {message}", failure.exit_code
@@ -127,9 +140,12 @@ def failure_report(exits: Sequence[RankExit], world_size: int, *, stopped: bool)
     return f"{stack.rstrip()}\n[{COMMAND}] error: {describe_exit(root, world_size)}".lstrip("\n"), 1
 
 
-def describe_crash(exits: Sequence[RankExit], world_size: int, *, was_requested: bool) -> str | None:
-    """How a rank died, in one line, where the ranks may live if they are started again: it left no message, lost
-    another, waited in vain, or its GPU failed; else None, and where a stop was asked for."""
+def describe_crash(
+    exits: Sequence[RankExit], world_size: int, *, was_requested: bool
+) -> str | None:
+    """How a rank died, in one line, where the ranks may live if they are started again: it left no
+    message, lost another, waited in vain, or its GPU failed; else None, and where a stop was asked
+    for."""
     root = root_exit(exits, stopped=was_requested)
     if was_requested or root.was_told_to_stop:
         return None
@@ -144,7 +160,8 @@ _stop_signals: list[int] = []
 
 
 def _forward_to_ranks(signal_number: int) -> None:
-    """Tell the ranks, which save and stop; raises KeyboardInterrupt where there are none, as nodes have not met."""
+    """Tell the ranks, which save and stop; raises KeyboardInterrupt where there are none, as nodes
+    have not met."""
     _stop_signals.append(signal_number)
     rank_processes = psutil.Process().children()  # the ranks; what they have started ends with them
     if not rank_processes:
@@ -164,25 +181,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging(COMMAND, stream=sys.stderr)
     StopSignals(_forward_to_ranks, _end_at_once).__enter__()  # as long as the process lives
     end_when_unresponsive(failures.exit_stopped)
-    torch_logger = logging.getLogger("torch.distributed.elastic")  # it would log every rank's end beside our report
+    torch_logger = logging.getLogger(
+        "torch.distributed.elastic"
+    )  # it would log every rank's end beside our report
     torch_logger.propagate = False
     torch_logger.addHandler(logging.NullHandler())
     os.environ[failures.AGENT_VARIABLE] = str(os.getpid())
     options = launcher.parse_args(sys.argv[1:] if argv is None else list(argv))
-    options.signals_to_handle = "SIGQUIT"  # torch's own handling of the others ends the ranks after 30 s
+    options.signals_to_handle = (  # torch's own handling of the others ends the ranks after 30 s
+        "SIGQUIT"
+    )
     world_size = int(options.nproc_per_node) * int(str(options.nnodes).rpartition(":")[2])
-    with tempfile.TemporaryDirectory(prefix="sft_play_ranks_", ignore_cleanup_errors=True) as log_folder:
+    with tempfile.TemporaryDirectory(
+        prefix="sft_play_ranks_", ignore_cleanup_errors=True
+    ) as log_folder:
         options.log_dir = options.log_dir or log_folder
         exit_code, text = 0, ""
         try:
             watch_parent()
             launcher.run(options)
         except ChildFailedError as error:
-            exits = [_read_exit(rank, failure, Path(options.log_dir)) for rank, failure in error.failures.items()]
+            exits = [
+                _read_exit(rank, failure, Path(options.log_dir))
+                for rank, failure in error.failures.items()
+            ]
             text, exit_code = failure_report(exits, world_size, stopped=bool(_stop_signals))
             if len(_stop_signals) > 1:
-                text, exit_code = f"[{COMMAND}] ended at once; what was saved until then is kept", Interrupted.exit_code
-            _record_in_run(text, exit_code, describe_crash(exits, world_size, was_requested=bool(_stop_signals)))
+                text, exit_code = (
+                    f"[{COMMAND}] ended at once; what was saved until then is kept",
+                    Interrupted.exit_code,
+                )
+            _record_in_run(
+                text,
+                exit_code,
+                describe_crash(exits, world_size, was_requested=bool(_stop_signals)),
+            )
         except (KeyboardInterrupt, SignalException):
             text = f"[{COMMAND}] stopped by the user before the ranks had started"
             exit_code = Interrupted.exit_code
@@ -199,8 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_exit(rank: int, failure: ProcessFailure, log_dir: Path) -> RankExit:
-    """How a rank ended, with what it has left in its folder of the launcher's logs. torch names no error file of a
-    rank that a signal has ended, so that the folder is looked for."""
+    """How a rank ended, with what it has left in its folder of the launcher's logs. torch names no
+    error file of a rank that a signal has ended, so that the folder is looked for."""
     step = stack = ""
     for path in log_dir.rglob(f"{failure.local_rank}/{failures.HEARTBEAT_NAME}"):
         last_note = read_note(path)
@@ -211,7 +244,9 @@ def _read_exit(rank: int, failure: ProcessFailure, log_dir: Path) -> RankExit:
     rank_failure = failures.read_failure(Path(failure.error_file))
     if rank_failure is not None and rank_failure.pid != failure.pid:
         rank_failure = None
-    return RankExit(rank, failure.pid, failure.exitcode, float(failure.timestamp), rank_failure, step, stack)
+    return RankExit(
+        rank, failure.pid, failure.exitcode, float(failure.timestamp), rank_failure, step, stack
+    )
 
 
 def _record_in_run(text: str, exit_code: int, crash: str | None) -> None:
@@ -224,21 +259,29 @@ def _record_in_run(text: str, exit_code: int, crash: str | None) -> None:
         status = folder.read_manifest().get("status")
         with folder.log_path.open("a", encoding="utf-8") as log:
             log.write(f"{text}\n")
-        # a rank that could not write it may have run out of memory: what rank 0 wrote is its lost connection
-        # and one that was told to end with the others may have written that it was stopped
+        # a rank that could not write it may have run out of memory: what rank 0 wrote is its lost
+        # connection and one that was told to end with the others may have written that it was
+        # stopped
         has_failed = status in ("running", "failed") or (status == "stopped" and crash is not None)
         if exit_code != Interrupted.exit_code and has_failed:
             message = text.partition(f"[{COMMAND}] error: ")[2]  # after the stack
-            folder.update_manifest(status="failed", error=message.partition("\n")[0], **{CRASH_ENTRY: crash})
+            folder.update_manifest(
+                status="failed", error=message.partition("\n")[0], **{CRASH_ENTRY: crash}
+            )
 
 
 def _rendezvous_error(error: Exception, options: Any) -> str:
     text = one_line(str(error).partition("\n")[0], limit=300)
     address = f"{options.master_addr}:{options.master_port}"
     if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-        return f"{address} is already in use; give another MASTER_PORT=, the same on all nodes ({text})"
-    return (f"the {options.nnodes} nodes did not meet at {address}: start the command on each of them with the same "
-            f"MASTER_ADDR= and MASTER_PORT=, and check whether one has failed ({text})")  # fmt: skip
+        return (
+            f"{address} is already in use; give another MASTER_PORT=, the same on all nodes"
+            f" ({text})"
+        )
+    return (
+        f"the {options.nnodes} nodes did not meet at {address}: start the command on each of them"
+        f" with the same MASTER_ADDR= and MASTER_PORT=, and check whether one has failed ({text})"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""DeepSpeed's configuration: the shipped one of each ZeRO layout, a person's file as plain data in current keys, what
-it decides of a run (the layout, and the batch where the run YAML leaves it open), and every "auto" in it resolved from
-the plan.
+"""DeepSpeed's configuration: the shipped one of each ZeRO layout, a person's file as plain data in
+current keys, what it decides of a run (the layout, and the batch where the run YAML leaves it
+open), and every "auto" in it resolved from the plan.
 
-DeepSpeed reads some sections with pydantic and refuses unknown keys there, with a traceback on every rank; in all
-others, the top level first, an unknown key is ignored without a word. So `deepspeed_keys.json` lists the keys that it
-knows, and those that it has renamed. Paths into a configuration are dotted.
+DeepSpeed reads some sections with pydantic and refuses unknown keys there, with a traceback on
+every rank; in all others, the top level first, an unknown key is ignored without a word. So
+`deepspeed_keys.json` lists the keys that it knows, and those that it has renamed. Paths into a
+configuration are dotted.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 DeepspeedConfig = dict[str, Any]
 
-# Stands for a value that follows from the run. transformers' word, and ours: DeepSpeed knows it in few places
-# (`PATHS_WITH_AUTO`).
+# Stands for a value that follows from the run. transformers' word, and ours: DeepSpeed knows it in
+# few places (`PATHS_WITH_AUTO`).
 AUTO = "auto"
 
 # Layout: ZeRO stage, whether optimizer states are offloaded, whether weights are.
@@ -47,15 +48,21 @@ ZERO_STAGES: dict[LayoutName, tuple[int, bool, bool]] = {
     "zero2_offload": (2, True, False),
     "zero3_offload": (3, True, True),
 }
-ZERO_LAYOUTS = {(stage, states): name for name, (stage, states, _) in ZERO_STAGES.items()} | {(1, True): "zero1"}
-DEEPSPEED_FILE_DESCRIPTION = "a DeepSpeed configuration in JSON or YAML, such as configs/deepspeed/zero2.json"
+ZERO_LAYOUTS = {(stage, states): name for name, (stage, states, _) in ZERO_STAGES.items()} | {
+    (1, True): "zero1"
+}
+DEEPSPEED_FILE_DESCRIPTION = (
+    "a DeepSpeed configuration in JSON or YAML, such as configs/deepspeed/zero2.json"
+)
 
 
 def shipped_deepspeed_config(layout: LayoutName) -> DeepspeedConfig:
-    """The configuration of a ZeRO layout of `ZERO_STAGES`, its values "auto"; `configs/deepspeed/` holds the same.
-    Raises ConfigError where the layout is not one that DeepSpeed runs."""
+    """The configuration of a ZeRO layout of `ZERO_STAGES`, its values "auto"; `configs/deepspeed/`
+    holds the same. Raises ConfigError where the layout is not one that DeepSpeed runs."""
     if layout not in ZERO_STAGES:
-        raise ConfigError(f"DeepSpeed has no layout {one_line(layout)}; it has {', '.join(ZERO_STAGES)}")
+        raise ConfigError(
+            f"DeepSpeed has no layout {one_line(layout)}; it has {', '.join(ZERO_STAGES)}"
+        )
     stage, offloads_states, offloads_weights = ZERO_STAGES[layout]
     zero: DeepspeedConfig = {
         "stage": stage,
@@ -72,7 +79,9 @@ def shipped_deepspeed_config(layout: LayoutName) -> DeepspeedConfig:
         zero |= {
             "stage3_prefetch_bucket_size": AUTO,
             "stage3_param_persistence_threshold": AUTO,
-            "stage3_gather_16bit_weights_on_model_save": True,  # else a checkpoint holds shards only
+            "stage3_gather_16bit_weights_on_model_save": (
+                True
+            ),  # else a checkpoint holds shards only
         }
     return {
         "train_batch_size": AUTO,
@@ -82,52 +91,74 @@ def shipped_deepspeed_config(layout: LayoutName) -> DeepspeedConfig:
         "bf16": {"enabled": AUTO},
         "fp16": {"enabled": AUTO},
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # train.optim chooses; DeepSpeed knows its own and torch's Adam
+        "zero_allow_untested_optimizer": (
+            True
+        ),  # train.optim chooses; DeepSpeed knows its own and torch's Adam
         "wall_clock_breakdown": False,
     }
 
 
 def read_deepspeed_file(path: Path, *, variable: str = "DEEPSPEED_CONFIG") -> DeepspeedConfig:
-    """A person's file as plain data: JSON (comments and trailing commas allowed) or YAML; raises ConfigError where the
-    file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice. `variable`: what named it."""
+    """A person's file as plain data: JSON (comments and trailing commas allowed) or YAML; raises
+    ConfigError where the file is missing, a folder, neither JSON nor YAML, no mapping, or holds a
+    key twice. `variable`: what named it.
+    """
     text = yaml_io.read_text(path, variable=variable, expected=DEEPSPEED_FILE_DESCRIPTION)
     name = one_line(str(path))
-    json_text = _NOT_YAML.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)  # lines and columns stay
-    is_json = json_text.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (".yaml", ".yml")
+    json_text = _NOT_YAML.sub(
+        lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text
+    )  # lines and columns stay
+    is_json = json_text.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (
+        ".yaml",
+        ".yml",
+    )
     data = yaml_io.parse_yaml_value(json_text if is_json else text, name=name)
     if not isinstance(data, dict):
-        raise ConfigError(f"{name} holds {yaml_io.format_value(data)}; expected {DEEPSPEED_FILE_DESCRIPTION}")
+        raise ConfigError(
+            f"{name} holds {yaml_io.format_value(data)}; expected {DEEPSPEED_FILE_DESCRIPTION}"
+        )
     return data
 
 
-# What people write in JSON that YAML, of which JSON is a part, does not take: comments, and tabs. Strings are matched
-# first, so that the // of a URL begins no comment.
+# What people write in JSON that YAML, of which JSON is a part, does not take: comments, and tabs.
+# Strings are matched first, so that the // of a URL begins no comment.
 _NOT_YAML = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)|\t', re.DOTALL)
 
 
 def deepspeed_layout(
-    config: DeepspeedConfig, *, name: str = "the DeepSpeed configuration", default_layout: LayoutName = "zero2"
+    config: DeepspeedConfig,
+    *,
+    name: str = "the DeepSpeed configuration",
+    default_layout: LayoutName = "zero2",
 ) -> LayoutName:
-    """The layout that a translated configuration asks for; where its stage is "auto" or absent, that of
-    `default_layout`. Raises ConfigError where it shards nothing (stage 0), or offloads weights that it does not
-    shard."""
+    """The layout that a translated configuration asks for; where its stage is "auto" or absent,
+    that of `default_layout`. Raises ConfigError where it shards nothing (stage 0), or offloads
+    weights that it does not shard."""
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", AUTO)
     stage = ZERO_STAGES[default_layout][0] if stage in (AUTO, None) else int(stage)
-    offloads_states, offloads_weights = is_offloaded(zero, "offload_optimizer"), is_offloaded(zero, "offload_param")
+    offloads_states, offloads_weights = (
+        is_offloaded(zero, "offload_optimizer"),
+        is_offloaded(zero, "offload_param"),
+    )
     if stage == 0:
         raise ConfigError(
-            f"{name}: zero_optimization.stage 0 shards nothing: every GPU would hold the whole model; "
-            "set stage 1, 2 or 3, or ask for STRATEGY=ddp"
+            f"{name}: zero_optimization.stage 0 shards nothing: every GPU would hold the whole"
+            " model; set stage 1, 2 or 3, or ask for STRATEGY=ddp"
         )
     if offloads_weights and stage < 3:
-        raise ConfigError(f"{name}: offload_param needs stage 3 and the stage is {stage}; set stage 3 or remove it")
+        raise ConfigError(
+            f"{name}: offload_param needs stage 3 and the stage is {stage}; set stage 3 or"
+            " remove it"
+        )
     return ZERO_LAYOUTS[stage, offloads_states]
 
 
 def keeps_params_on_gpu(config: DeepspeedConfig, layout: LayoutName) -> bool:
     """Whether a file that asks for `zero3_offload` offloads only the optimizer states."""
-    return layout == "zero3_offload" and not is_offloaded(config.get("zero_optimization") or {}, "offload_param")
+    return layout == "zero3_offload" and not is_offloaded(
+        config.get("zero_optimization") or {}, "offload_param"
+    )
 
 
 # Where DeepSpeed moves optimizer states and weights.
@@ -148,18 +179,30 @@ BATCH_KEYS = {
 
 
 def merge_deepspeed_batch(
-    train: TrainConfig, config: DeepspeedConfig, *, ranks: int, name: str = "the DeepSpeed configuration"
+    train: TrainConfig,
+    config: DeepspeedConfig,
+    *,
+    ranks: int,
+    name: str = "the DeepSpeed configuration",
 ) -> TrainConfig:
-    """The run's settings with the batch of a translated configuration where the run YAML leaves it open (micro-batch
-    and accumulation "auto", the effective batch not set). Raises ConfigError where numbers of the two contradict each
-    other, or do not multiply over the data-parallel `ranks`; all of them at once."""
-    source_texts = {"effective_batch_size": f"train.effective_batch_size={train.effective_batch_size} (its default)"}
+    """The run's settings with the batch of a translated configuration where the run YAML leaves it
+    open (micro-batch and accumulation "auto", the effective batch not set). Raises ConfigError
+    where numbers of the two contradict each other, or do not multiply over the data-parallel
+    `ranks`; all of them at once."""
+    source_texts = {
+        "effective_batch_size": (
+            f"train.effective_batch_size={train.effective_batch_size} (its default)"
+        )
+    }
     run_values, file_values, taken_values = {}, {}, {}
     problems = []
     for key, field_name in BATCH_KEYS.items():
         value, file_value = getattr(train, field_name), config.get(key)
-        # the effective batch has a number as its default: it is given where the YAML or SET holds it
-        if value != AUTO and (field_name != "effective_batch_size" or field_name in train.model_fields_set):
+        # the effective batch has a number as its default: it is given where the YAML or SET holds
+        # it
+        if value != AUTO and (
+            field_name != "effective_batch_size" or field_name in train.model_fields_set
+        ):
             run_values[field_name] = value
             source_texts[field_name] = f"train.{field_name}={value}"
         if not isinstance(file_value, int):  # "auto"
@@ -170,18 +213,23 @@ def merge_deepspeed_batch(
             source_texts[field_name] = f"{key}: {file_value}"
         elif value != file_value:
             problems.append(
-                f'{key}: {file_value} contradicts train.{field_name}={value}; keep one of them ("auto" here)'
+                f"{key}: {file_value} contradicts train.{field_name}={value}; keep one of them"
+                ' ("auto" here)'
             )
     if not file_values:
         return train
-    micro_batch, grad_accum = ((run_values | taken_values).get(name) for name in ("batch_size", "grad_accum"))
+    micro_batch, grad_accum = (
+        (run_values | taken_values).get(name) for name in ("batch_size", "grad_accum")
+    )
     if "effective_batch_size" not in run_values | taken_values and micro_batch and grad_accum:
         taken_values["effective_batch_size"] = micro_batch * grad_accum * ranks
     merged = train.model_copy(update=taken_values)
     # a YAML of one rank is kept over several, unless the file repeats its numbers of a rank
     is_kept = is_single_rank_batch(train) and file_values.keys() == {"effective_batch_size"}
     if not problems and not is_kept:
-        problems += filter(None, [batch_product_problem(merged, ranks=ranks, option_texts=source_texts)])
+        problems += filter(
+            None, [batch_product_problem(merged, ranks=ranks, option_texts=source_texts)]
+        )
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
     logger.debug("%s gives, where the run YAML leaves it open: %s", name, taken_values)
@@ -190,13 +238,15 @@ def merge_deepspeed_batch(
 
 SHORT_DTYPES = {short_name: name for name, short_name in DTYPE_ALIASES.items()}
 
-# --- in current keys --------------------------------------------------------------------------------------------------
-_KEY_TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8"))
+# --- in current keys ------------------------------------------------------------------------------
+_KEY_TABLE: dict[str, Any] = json.loads(
+    Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8")
+)
 
 
-# The keys of each section by its dotted path ("" is the top level). Sections that are not here are open: what they may
-# contain depends on their values. `sequence_parallel_size` and `inference` are read by transformers and by DeepSpeed's
-# ZeRO-3 loading.
+# The keys of each section by its dotted path ("" is the top level). Sections that are not here are
+# open: what they may contain depends on their values. `sequence_parallel_size` and `inference` are
+# read by transformers and by DeepSpeed's ZeRO-3 loading.
 KNOWN_DEEPSPEED_KEYS: dict[str, frozenset[str]] = {}
 for _path, _section in _KEY_TABLE["sections"].items():
     # some of ZeRO's may be written with the prefix `stage3_` (pydantic's `populate_by_name`)
@@ -210,9 +260,13 @@ PATHS_WITH_AUTO: tuple[str, ...] = tuple(_KEY_TABLE["auto_is_a_value"])
 _COMMENT_KEY = re.compile(r"_.*|//.*|#.*|comments?", re.IGNORECASE)
 
 
-def translate_deepspeed_keys(raw: DeepspeedConfig, *, name: str = "the DeepSpeed configuration") -> DeepspeedConfig:
-    """The configuration in DeepSpeed's current keys, without comments. Raises ConfigError where a key is unknown, or
-    holds a value of the wrong kind, or one that would make another run than is planned; all of them at once."""
+def translate_deepspeed_keys(
+    raw: DeepspeedConfig, *, name: str = "the DeepSpeed configuration"
+) -> DeepspeedConfig:
+    """The configuration in DeepSpeed's current keys, without comments. Raises ConfigError where a
+    key is unknown, or holds a value of the wrong kind, or one that would make another run than is
+    planned; all of them at once.
+    """
     values = {
         ".".join(map(str, path)): copy.deepcopy(value)
         for path, value in yaml_io.walk_leaves(raw)
@@ -222,21 +276,31 @@ def translate_deepspeed_keys(raw: DeepspeedConfig, *, name: str = "the DeepSpeed
     for old, new in _KEY_TABLE["renamed"].items():
         for path in _paths_below(values, old):
             value, new_path = values.pop(path), new + path.removeprefix(old)
-            if path == old and "cpu_offload" in old and isinstance(value, bool):  # a switch, now a section
-                if not value and _paths_below(values, new):  # guides keep it, switched off, beside its section
+            if (
+                path == old and "cpu_offload" in old and isinstance(value, bool)
+            ):  # a switch, now a section
+                if not value and _paths_below(
+                    values, new
+                ):  # guides keep it, switched off, beside its section
                     continue
                 new_path, value = f"{new}.device", "cpu" if value else "none"
-            logger.debug("DeepSpeed: %s is an old key, read as %s: %s", path, new_path, format_value(value))
+            logger.debug(
+                "DeepSpeed: %s is an old key, read as %s: %s", path, new_path, format_value(value)
+            )
             if values.setdefault(new_path, value) != value:
                 problems.append(
-                    f"{path} (an old key) and {new_path}: {format_value(values[new_path])} disagree; keep one"
+                    f"{path} (an old key) and {new_path}: {format_value(values[new_path])}"
+                    " disagree; keep one"
                 )
     for path in values:
         section = ""
         for key in path.split("."):
             inner = f"{section}.{key}" if section else key
             if section in KNOWN_DEEPSPEED_KEYS and key not in KNOWN_DEEPSPEED_KEYS[section]:
-                problems.append(f"{one_line(inner)} is not a DeepSpeed key; remove it, or write the one that is meant")
+                problems.append(
+                    f"{one_line(inner)} is not a DeepSpeed key; remove it, or write the one that is"
+                    " meant"
+                )
                 break
             section = inner
     if not problems:  # a value under a wrong key would be reported twice
@@ -247,7 +311,9 @@ def translate_deepspeed_keys(raw: DeepspeedConfig, *, name: str = "the DeepSpeed
                 continue
             for pattern, is_valid, expected in _VALUE_CHECKS:
                 if re.fullmatch(pattern, path) and value != AUTO and not is_valid(value):
-                    problems.append(f"{path}: {format_value(value)} is not valid; expected {expected}")
+                    problems.append(
+                        f"{path}: {format_value(value)} is not valid; expected {expected}"
+                    )
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in dict.fromkeys(problems)))
     return yaml_io.nest_values(values)
@@ -257,9 +323,14 @@ def _paths_below(values: Mapping[str, Any], path: str) -> list[str]:
     return [inner for inner in values if inner == path or inner.startswith(f"{path}.")]
 
 
-# --- values that our own code reads, or that would make the run another one than was planned --------------------------
+# --- values that our own code reads, or that would make the run another one than was planned ------
 def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    return (
+        not isinstance(value, bool)
+        and isinstance(value, int | float)
+        and math.isfinite(value)
+        and value >= 0
+    )
 
 
 # Of a path the test of its values, and what it accepts; DeepSpeed itself checks the others.
@@ -273,7 +344,10 @@ _VALUE_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         r"sequence_parallel_size|tensor_parallel\.(autotp_size|tp\.tp_size)",
         lambda value: not _is_number(value) or value <= 1,
-        "1: only ZeRO's data-parallel layouts are supported, which split neither rows nor layers over ranks",
+        (
+            "1: only ZeRO's data-parallel layouts are supported, which split neither rows nor"
+            " layers over ranks"
+        ),
     ),
     (
         "communication_data_type",
@@ -290,7 +364,11 @@ _VALUE_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: value is False,
         "false: the plan does not model it",
     ),
-    (r"zero_optimization\.stage", lambda value: _is_number(value) and value in (0, 1, 2, 3), '0, 1, 2, 3 or "auto"'),
+    (
+        r"zero_optimization\.stage",
+        lambda value: _is_number(value) and value in (0, 1, 2, 3),
+        '0, 1, 2, 3 or "auto"',
+    ),
     (
         r"zero_optimization\.offload_(optimizer|param)\.device",
         lambda value: value in ("none", "cpu", "nvme"),
@@ -299,11 +377,13 @@ _VALUE_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-# --- every "auto" resolved from the plan ------------------------------------------------------------------------------
+# --- every "auto" resolved from the plan ----------------------------------------------------------
 # The formulas for "auto" are those of transformers (https://github.com/huggingface/transformers:
-# `src/transformers/integrations/deepspeed.py`), so a file that works with the Trainer means the same here.
+# `src/transformers/integrations/deepspeed.py`), so a file that works with the Trainer means the
+# same here.
 
-# Keys of `zero_optimization` whose "auto" follows from the model's widest hidden size: the number of elements.
+# Keys of `zero_optimization` whose "auto" follows from the model's widest hidden size: the number
+# of elements.
 HIDDEN_SIZE_FORMULAS: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda size: size * size,
     "stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
@@ -330,7 +410,8 @@ class PlanValues:
 
 
 def deepspeed_options(config: RunConfig) -> dict[str, tuple[str, Any]]:
-    """The training options that DeepSpeed's file has, by their paths in it: key of the run YAML, value."""
+    """The training options that DeepSpeed's file has, by their paths in it: key of the run YAML,
+    value."""
     return {
         option.external_names.deepspeed: (option.path, option.value(config))
         for option in optimizer_options()
@@ -345,9 +426,10 @@ def fill_auto_values(
     name: str = "the DeepSpeed configuration",
     adam_obstacle: str | None = None,
 ) -> DeepspeedConfig:
-    """A translated configuration with every "auto" resolved. `adam_obstacle`: why DeepSpeed's own CPU Adam cannot run
-    (`cpu_adam_obstacles`), so that torch's updates the offloaded states, more slowly. Optimizer and schedule are the
-    run YAML's. Raises ConfigError where a number contradicts the plan; all of them at once."""
+    """A translated configuration with every "auto" resolved. `adam_obstacle`: why DeepSpeed's own
+    CPU Adam cannot run (`cpu_adam_obstacles`), so that torch's updates the offloaded states, more
+    slowly. Optimizer and schedule are the run YAML's. Raises ConfigError where a number contradicts
+    the plan; all of them at once."""
     values = {
         ".".join(map(str, path)): copy.deepcopy(value)
         for path, value in yaml_io.walk_leaves(config)
@@ -356,12 +438,19 @@ def fill_auto_values(
     problems = []
     layout = deepspeed_layout(config, name=name, default_layout=plan_values.layout)
     if layout != plan_values.layout:  # memory and speed were planned for another one
-        problems.append(f"the file asks for {layout}, but the plan is for {plan_values.layout}; leave STRATEGY= out")
+        problems.append(
+            f"the file asks for {layout}, but the plan is for {plan_values.layout}; leave"
+            " STRATEGY= out"
+        )
     problems += [*_fill_from_plan(values, plan_values), *_drop_optimizer(values, plan_values)]
-    # The dtype by the run's, whatever the file says: it may have been written for another machine. To DeepSpeed,
-    # absent means disabled. Autocast is a second way to the same, and turned off.
+    # The dtype by the run's, whatever the file says: it may have been written for another machine.
+    # To DeepSpeed, absent means disabled. Autocast is a second way to the same, and turned off.
     compute = plan_values.compute_dtype
-    switches = {"bf16": compute == "bfloat16", "fp16": compute == "float16", "torch_autocast": False}
+    switches = {
+        "bf16": compute == "bfloat16",
+        "fp16": compute == "float16",
+        "torch_autocast": False,
+    }
     for key, is_enabled in switches.items():
         if is_enabled or f"{key}.enabled" in values:
             _set_value(values, f"{key}.enabled", is_enabled, f"the run computes in {compute}")
@@ -375,13 +464,22 @@ def fill_auto_values(
         value = values.pop(path)
         if value != AUTO and path != "scheduler.type":
             problems.append(
-                f"{path}: {format_value(value)}: the run YAML has the schedule (train.lr_scheduler_type, "
-                'warmup_steps); remove the scheduler block, or set its numbers to "auto"'
+                f"{path}: {format_value(value)}: the run YAML has the schedule"
+                " (train.lr_scheduler_type, warmup_steps); remove the scheduler block, or set its"
+                ' numbers to "auto"'
             )
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
-    if adam_obstacle and values.get("zero_optimization.offload_optimizer.device") in OFFLOAD_DEVICES:
-        _set_value(values, "zero_force_ds_cpu_optimizer", False, f"torch's AdamW steps on the CPU: {adam_obstacle}")
+    if (
+        adam_obstacle
+        and values.get("zero_optimization.offload_optimizer.device") in OFFLOAD_DEVICES
+    ):
+        _set_value(
+            values,
+            "zero_force_ds_cpu_optimizer",
+            False,
+            f"torch's AdamW steps on the CPU: {adam_obstacle}",
+        )
     filled = yaml_io.nest_values(values)
     drop_unresolved_autos(filled)
     return filled
@@ -394,19 +492,26 @@ def _set_value(values: dict[str, Any], path: str, value: Any, reason: str) -> No
 
 
 def _fill_from_plan(values: dict[str, Any], plan: PlanValues) -> Iterator[str]:
-    """Fill what the file leaves open with the plan's, and compare the rest: DeepSpeed asserts that the batch is the
-    product of the others and the ranks, and its engine clips by its own number only. Its default bucket, 5e8
-    elements, would take another GiB. Yields what contradicts the plan."""
+    """Fill what the file leaves open with the plan's, and compare the rest: DeepSpeed asserts that
+    the batch is the product of the others and the ranks, and its engine clips by its own number
+    only. Its default bucket, 5e8 elements, would take another GiB. Yields what contradicts the
+    plan."""
     stage = ZERO_STAGES[plan.layout][0]
     effective_batch = plan.micro_batch * plan.grad_accum * plan.data_parallel_ranks
-    product = f"{plan.micro_batch} × {plan.grad_accum} × {plan.data_parallel_ranks} ranks = {effective_batch}"
+    product = (
+        f"{plan.micro_batch} × {plan.grad_accum} × {plan.data_parallel_ranks} ranks ="
+        f" {effective_batch}"
+    )
     batch = {
         "train_batch_size": effective_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.grad_accum,
     }
     # path, value, where it is from, and the key of the run YAML that a file must not contradict
-    rows = [(key, value, f"the plan's {value} ({product})", f"train.{BATCH_KEYS[key]}") for key, value in batch.items()]
+    rows = [
+        (key, value, f"the plan's {value} ({product})", f"train.{BATCH_KEYS[key]}")
+        for key, value in batch.items()
+    ]
     rows += [
         (path, value, f"{run_key}: {value:g}", run_key)
         for path, (run_key, value) in plan.options.items()
@@ -424,7 +529,9 @@ def _fill_from_plan(values: dict[str, Any], plan: PlanValues) -> Iterator[str]:
         path = f"zero_optimization.{key}"
         is_open = values.get(path) == AUTO or (key == "reduce_bucket_size" and path not in values)
         if is_open and (stage == 3 or key == "reduce_bucket_size"):
-            _set_value(values, path, formula(plan.hidden_size), f"from the hidden size, {plan.hidden_size}")
+            _set_value(
+                values, path, formula(plan.hidden_size), f"from the hidden size, {plan.hidden_size}"
+            )
     if stage == 3:
         path = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
         _set_value(values, path, True, "checkpoints hold whole weights")
@@ -436,28 +543,42 @@ def _drop_optimizer(values: dict[str, Any], plan: PlanValues) -> Iterator[str]:
     """The plan counted the run YAML's optimizer; a block may repeat it, but not change it."""
     block = {path: values.pop(path) for path in _paths_below(values, "optimizer")}
     beta2_key, beta2 = plan.options["optimizer.params.betas.1"]
-    planned_options = {  # where no option sets them, the defaults of transformers' `TrainingArguments`
+    # where no option sets them, the defaults of transformers' `TrainingArguments`
+    planned_options = {
         "optimizer.params.betas": (f"the run's ({beta2_key})", [0.9, beta2]),
         "optimizer.params.eps": ("the run's", 1e-8),
         **plan.options,
     }
     optimizer_type = block.pop("optimizer.type", AUTO)
     if str(optimizer_type).lower() not in ("adam", "adamw", AUTO):
-        yield f"optimizer.type: {format_value(optimizer_type)} is not supported; train.optim of the run YAML chooses"
+        yield (
+            f"optimizer.type: {format_value(optimizer_type)} is not supported; train.optim of the"
+            " run YAML chooses"
+        )
     for path, value in block.items():
         # torch_adam chooses between implementations of the same update
-        if value == AUTO or path.endswith(".torch_adam") or not path.startswith("optimizer.params."):
+        if (
+            value == AUTO
+            or path.endswith(".torch_adam")
+            or not path.startswith("optimizer.params.")
+        ):
             continue
-        if value is True and path.endswith((".adam_w_mode", ".bias_correction")):  # as they are without a word
+        if value is True and path.endswith(
+            (".adam_w_mode", ".bias_correction")
+        ):  # as they are without a word
             continue
         source, planned = planned_options.get(path, ("the run YAML's optimizer, which has", None))
         if not are_numbers_equal(value, planned):
-            yield f'{path}: {format_value(value)} contradicts {source}: {format_value(planned)}; set it to "auto"'
+            yield (
+                f"{path}: {format_value(value)} contradicts {source}: {format_value(planned)}; set"
+                ' it to "auto"'
+            )
 
 
 def drop_unresolved_autos(config: DeepspeedConfig, path: str = "") -> None:
-    """Remove each "auto" that nothing has resolved: some sections of DeepSpeed read it as the default, others crash.
-    Those of the optimizer's and the scheduler's blocks stay: accelerate resolves them."""
+    """Remove each "auto" that nothing has resolved: some sections of DeepSpeed read it as the
+    default, others crash. Those of the optimizer's and the scheduler's blocks stay: accelerate
+    resolves them."""
     for key, value in list(config.items()):
         inner = f"{path}{key}"
         if isinstance(value, dict):
@@ -476,12 +597,16 @@ def are_numbers_equal(first: Any, second: Any) -> bool:
         return False
 
 
-# --- DeepSpeed's CPU Adam, for offloaded optimizer states: can it be built? ------------------------------------------
+# --- DeepSpeed's CPU Adam, for offloaded optimizer states: can it be built? -----------------------
 def cpu_adam_obstacles() -> tuple[str, ...]:
-    """What DeepSpeed lacks to build its CPU Adam: a C++ compiler, ninja, Python's headers (its `op_builder/builder.py`,
-    `jit_load`; torch's `utils/cpp_extension.py`, which reads `CXX`). Empty: nothing; the build may still fail."""
+    """What DeepSpeed lacks to build its CPU Adam: a C++ compiler, ninja, Python's headers (its
+    `op_builder/builder.py`, `jit_load`; torch's `utils/cpp_extension.py`, which reads `CXX`).
+    Empty: nothing; the build may still fail.
+    """
     missing = []
-    compiler = (os.environ.get("CXX") or "c++").split()[0]  # CXX may hold flags, or a wrapper before the compiler
+    compiler = (os.environ.get("CXX") or "c++").split()[
+        0
+    ]  # CXX may hold flags, or a wrapper before the compiler
     if shutil.which(compiler) is None and shutil.which("g++") is None:
         missing.append(f"no C++ compiler ({compiler})")
     if shutil.which("ninja") is None:

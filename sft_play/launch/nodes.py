@@ -1,7 +1,8 @@
 """The nodes of a run meet before any rank starts: all are present, and all were told the same.
 
-Node 0 serves a store of torch's at MASTER_PORT for as long as the meeting lasts; every node puts a card into it, and
-what one refuses all refuse. torchrun, which listens there afterwards, would only say that some nodes did not come.
+Node 0 serves a store of torch's at MASTER_PORT for as long as the meeting lasts; every node puts a
+card into it, and what one refuses all refuse. torchrun, which listens there afterwards, would only
+say that some nodes did not come.
 """
 
 from __future__ import annotations
@@ -48,13 +49,22 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 # How long node 0 serves the others that have not read yet why it leaves.
 _LEAVE_TIMEOUT_S = 10.0
-# Keys of the store: a card for each node, how many came and left, and the answer: the cards of all, or a refusal.
-_CARD_KEY, _CAME_KEY, _LEFT_KEY, _ANSWER_KEY = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_answer"
+# Keys of the store: a card for each node, how many came and left, and the answer: the cards of all,
+# or a refusal.
+_CARD_KEY, _CAME_KEY, _LEFT_KEY, _ANSWER_KEY = (
+    "sft_play_node_",
+    "sft_play_came",
+    "sft_play_left",
+    "sft_play_answer",
+)
 NodeCard = Mapping[str, Any]
 
 
-def node_card(config: RunConfig, hardware: Hardware, *, strategy: str | None, uses_deepspeed: bool) -> dict[str, Any]:
-    """A node's description, without paths, which may differ; the ranks compare the files' content."""
+def node_card(
+    config: RunConfig, hardware: Hardware, *, strategy: str | None, uses_deepspeed: bool
+) -> dict[str, Any]:
+    """A node's description, without paths, which may differ; the ranks compare the files'
+    content."""
     packages = installed_versions()
     return {
         "host": socket.gethostname(),
@@ -63,19 +73,28 @@ def node_card(config: RunConfig, hardware: Hardware, *, strategy: str | None, us
             "device": hardware.gpus[0].name if hardware.gpus else "CPU",
             "STRATEGY": strategy or "left to the plan",
             "engine": "DeepSpeed" if uses_deepspeed else "left to the plan",
-            **{f"version of {name}": packages.get(name) or "not installed" for name in ("sft_play", *COMPUTE_PACKAGES)},
+            **{
+                f"version of {name}": packages.get(name) or "not installed"
+                for name in ("sft_play", *COMPUTE_PACKAGES)
+            },
         },
         "settings": resolved_config_without_paths(config),
     }
 
 
 def meet_nodes(
-    nodes: NodeSetup, card: NodeCard, *, timeout_s: float, environment: Mapping[str, str] = os.environ
+    nodes: NodeSetup,
+    card: NodeCard,
+    *,
+    timeout_s: float,
+    environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Meet the other nodes at `MASTER_ADDR:MASTER_PORT`; every node returns, or raises the same, at the same time.
-    Returns `GLOO_SOCKET_IFNAME` for this node's ranks; nothing where it is set, or no interface has the address.
-    Raises ConfigError: the address is unknown here or is another machine's, nodes did not come within `timeout_s`, two
-    have the same NODE_RANK, or their settings differ; HardwareError: the port is taken, or node 0 does not answer."""
+    """Meet the other nodes at `MASTER_ADDR:MASTER_PORT`; every node returns, or raises the same, at
+    the same time. Returns `GLOO_SOCKET_IFNAME` for this node's ranks; nothing where it is set, or
+    no interface has the address. Raises ConfigError: the address is unknown here or is another
+    machine's, nodes did not come within `timeout_s`, two have the same NODE_RANK, or their settings
+    differ; HardwareError: the port is taken, or node 0 does not answer.
+    """
     addresses = resolve_addresses(str(nodes.address), nodes.port or 0)
     own_card = {
         **card,
@@ -87,14 +106,26 @@ def meet_nodes(
     if nodes.rank == 0:
         if not any(map(can_bind, addresses)):
             raise ConfigError(
-                f"NODE_RANK=0 is the machine at MASTER_ADDR={one_line(str(nodes.address))}, and this one has another "
-                f"address ({', '.join(local_addresses()) or 'none but the loopback'}): give this machine another "
-                f"NODE_RANK= (1 to {nodes.count - 1}), or all nodes a MASTER_ADDR= of this machine"
+                f"NODE_RANK=0 is the machine at MASTER_ADDR={one_line(str(nodes.address))}, and"
+                " this one has another address"
+                f" ({', '.join(local_addresses()) or 'none but the loopback'}): give this machine"
+                f" another NODE_RANK= (1 to {nodes.count - 1}), or all nodes a MASTER_ADDR= of this"
+                " machine"
             )
         require_free_port(nodes.port)
-        logger.info("Nodes: node 0 waits at %s for %d more, %.0f s at most", nodes.endpoint, nodes.count - 1, timeout_s)
+        logger.info(
+            "Nodes: node 0 waits at %s for %d more, %.0f s at most",
+            nodes.endpoint,
+            nodes.count - 1,
+            timeout_s,
+        )
     else:
-        logger.info("Nodes: node %d looks for node 0 at %s, %.0f s at most", nodes.rank, nodes.endpoint, timeout_s)
+        logger.info(
+            "Nodes: node %d looks for node 0 at %s, %.0f s at most",
+            nodes.rank,
+            nodes.endpoint,
+            timeout_s,
+        )
     with importing():
         importlib.import_module("torch.distributed")
     outcomes: list[Mapping[str, Any] | Exception] = []
@@ -105,70 +136,102 @@ def meet_nodes(
         except Exception as error:
             outcomes.append(error)
 
-    # in a thread: torch's own waits hear no Ctrl-C, and one for a program that is no store never ends
+    # in a thread: torch's own waits hear no Ctrl-C, and one for a program that is no store never
+    # ends
     thread = threading.Thread(target=meet, daemon=True, name="sft_play nodes")
     thread.start()
     thread.join(2 * timeout_s + 3 * _LEAVE_TIMEOUT_S)
-    outcome = outcomes[0] if outcomes else _no_answer_error(nodes, own_card, timeout_s, "another program listens there")
+    outcome = (
+        outcomes[0]
+        if outcomes
+        else _no_answer_error(nodes, own_card, timeout_s, "another program listens there")
+    )
     if isinstance(outcome, Exception):
         raise outcome
     if "refused" in outcome:
         raise ConfigError(outcome["refused"])
     cards: tuple[NodeCard, ...] = tuple(outcome["cards"])
     if nodes.rank >= len(cards):
-        raise ConfigError(f"NNODES={nodes.count} here, and node 0 was given {len(cards)}: give all the same")
+        raise ConfigError(
+            f"NNODES={nodes.count} here, and node 0 was given {len(cards)}: give all the same"
+        )
     if nodes.rank == 0:  # its name may mean the loopback here: the others know where they reach it
-        seen_addresses = [address for card in (*cards[1:], own_card) for address in card["sees node 0 at"]]
+        seen_addresses = [
+            address for card in (*cards[1:], own_card) for address in card["sees node 0 at"]
+        ]
         address = next(filter(can_bind, seen_addresses), None)
     else:
         address = route_address(str(nodes.address), nodes.port or 0)
     hosts = ", ".join(one_line(str(item.get("host"))) for item in cards)
     interface = find_interface(address) if address else None
-    logger.info("Nodes: %d met at %s (%s); this is node %d, at %s%s", len(cards), nodes.endpoint, hosts, nodes.rank,
-                address, f" on {interface}" if interface else "")  # fmt: skip
+    logger.info(
+        "Nodes: %d met at %s (%s); this is node %d, at %s%s",
+        len(cards),
+        nodes.endpoint,
+        hosts,
+        nodes.rank,
+        address,
+        f" on {interface}" if interface else "",
+    )
     if environment.get(GLOO_VARIABLE) or interface is None:
         return {}
     return {GLOO_VARIABLE: interface}
 
 
-def _no_answer_error(nodes: NodeSetup, own_card: NodeCard, timeout_s: float, reason: str) -> HardwareError:
+def _no_answer_error(
+    nodes: NodeSetup, own_card: NodeCard, timeout_s: float, reason: str
+) -> HardwareError:
     hint = "MASTER_ADDR= is another machine, or a firewall closes the port"
     if any(map(is_loopback, own_card["sees node 0 at"])):
         hint = "MASTER_ADDR= resolves to this machine itself: give an address of node 0"
     return HardwareError(
-        f"node 0 did not answer at {nodes.endpoint} within {timeout_s:.0f} s (distributed.timeout_s; {reason}): start "
-        f"the same command there with NODE_RANK=0; where it runs, {hint}"
+        f"node 0 did not answer at {nodes.endpoint} within {timeout_s:.0f} s"
+        f" (distributed.timeout_s; {reason}): start the same command there with NODE_RANK=0; where"
+        f" it runs, {hint}"
     )
 
 
 def _exchange_cards(nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> Mapping[str, Any]:
-    """Put this node's card into the store; returns node 0's answer, the cards of all, or why one is refused. Raises
-    HardwareError where this node finds no node 0, or loses it."""
+    """Put this node's card into the store; returns node 0's answer, the cards of all, or why one is
+    refused. Raises HardwareError where this node finds no node 0, or loses it."""
     from torch.distributed import DistError, TCPStore
 
     store, timeout = None, timedelta(seconds=timeout_s)
     try:
-        store = TCPStore(str(nodes.address), nodes.port or 0, None, nodes.rank == 0, timeout, wait_for_workers=False)
+        store = TCPStore(
+            str(nodes.address),
+            nodes.port or 0,
+            None,
+            nodes.rank == 0,
+            timeout,
+            wait_for_workers=False,
+        )
         store.set_timeout(2 * timeout)  # node 0 may have begun to wait last
         store.add(_CAME_KEY, 1)
         card = json.loads(store.compare_set(_CARD_KEY + str(nodes.rank), "", json.dumps(own_card)))
         if card["start"] != own_card["start"]:
             hosts = " and ".join(one_line(str(item.get("host"))) for item in (card, own_card))
-            _refuse(store, f"{hosts} were both given NODE_RANK={nodes.rank}: give each node its own number, 0 to "
-                           f"{nodes.count - 1}, and start the command once")  # fmt: skip
+            _refuse(
+                store,
+                f"{hosts} were both given NODE_RANK={nodes.rank}: give each node its own number, 0"
+                f" to {nodes.count - 1}, and start the command once",
+            )
         elif nodes.rank == 0:
             _collect_cards(store, nodes, own_card, timeout_s)
         elif not _poll(lambda: store.check([_CARD_KEY + "0"]), _LEAVE_TIMEOUT_S):
             raise HardwareError(
-                f"what answers at {nodes.endpoint} is another program, or the ranks of a run that began without this "
-                "node: start it again on all nodes"
+                f"what answers at {nodes.endpoint} is another program, or the ranks of a run that"
+                " began without this node: start it again on all nodes"
             )
         answer: Mapping[str, Any] = json.loads(store.get(_ANSWER_KEY))
         store.add(_LEFT_KEY, 1)
-        # Node 0 stays until the others have read its answer; these until its store has closed: torchrun, next at the
-        # same port, would find this store and lose it.
+        # Node 0 stays until the others have read its answer; these until its store has closed:
+        # torchrun, next at the same port, would find this store and lose it.
         with contextlib.suppress(RuntimeError):
-            _poll(lambda: store.add(_LEFT_KEY, 0) >= store.add(_CAME_KEY, 0) and nodes.rank == 0, _LEAVE_TIMEOUT_S)
+            _poll(
+                lambda: store.add(_LEFT_KEY, 0) >= store.add(_CAME_KEY, 0) and nodes.rank == 0,
+                _LEAVE_TIMEOUT_S,
+            )
     except DistError as error:
         reason = one_line(str(error).partition("\n")[0], limit=200)
         if store is None:
@@ -202,12 +265,16 @@ def _collect_cards(store: TCPStore, nodes: NodeSetup, own_card: NodeCard, timeou
         for rank in range(nodes.count):
             if rank not in cards and store.check([_CARD_KEY + str(rank)]):
                 cards[rank] = json.loads(store.get(_CARD_KEY + str(rank)))
-                logger.info("Nodes: node %d is here (%s)", rank, one_line(str(cards[rank].get("host"))))
+                logger.info(
+                    "Nodes: node %d is here (%s)", rank, one_line(str(cards[rank].get("host")))
+                )
                 differing = card_differences(own_card, cards[rank])
                 if differing:
                     listed = "; ".join(differing[:6])  # no more, for a message that can be read
                     _refuse(
-                        store, f"the nodes differ: {listed}; give all nodes the same command, run YAML and packages"
+                        store,
+                        f"the nodes differ: {listed}; give all nodes the same command, run YAML and"
+                        " packages",
                     )
         return len(cards) == nodes.count or store.check([_ANSWER_KEY])
 
@@ -215,18 +282,22 @@ def _collect_cards(store: TCPStore, nodes: NodeSetup, own_card: NodeCard, timeou
         absent = [rank for rank in range(nodes.count) if rank not in cards]
         _refuse(
             store,
-            f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {nodes.count} did not connect to "
-            f"{nodes.endpoint} within {timeout_s:.0f} s (distributed.timeout_s): start the same command there with "
-            f"its own NODE_RANK=; where it runs, a firewall closes port {nodes.port}, or MASTER_ADDR= differs",
+            f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {nodes.count} did not"
+            f" connect to {nodes.endpoint} within {timeout_s:.0f} s (distributed.timeout_s): start"
+            " the same command there with its own NODE_RANK=; where it runs, a firewall closes"
+            f" port {nodes.port}, or MASTER_ADDR= differs",
         )
     # unless one was refused
-    store.compare_set(_ANSWER_KEY, "", json.dumps({"cards": [cards[rank] for rank in sorted(cards)]}))
+    store.compare_set(
+        _ANSWER_KEY, "", json.dumps({"cards": [cards[rank] for rank in sorted(cards)]})
+    )
 
 
 def card_differences(first: NodeCard, other: NodeCard) -> list[str]:
     """A line for each difference between the cards of two nodes."""
     first_facts, other_facts = (
-        {"NNODES": card.get("nodes"), **card["alike"], **card.get("settings", {})} for card in (first, other)
+        {"NNODES": card.get("nodes"), **card["alike"], **card.get("settings", {})}
+        for card in (first, other)
     )
     return [
         f"{key} is {one_line(str(first_value), limit=60)} on node {first['node']} and "

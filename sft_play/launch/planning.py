@@ -93,7 +93,14 @@ from sft_play.runs.folder import (
     pop_oom_note,
     requested_deepspeed,
 )
-from sft_play.runs.lookup import LAUNCHER, find_resumable, is_finished, is_resume, lock_run, new_run_folder
+from sft_play.runs.lookup import (
+    LAUNCHER,
+    find_resumable,
+    is_finished,
+    is_resume,
+    lock_run,
+    new_run_folder,
+)
 from sft_play.trace.confirm import load_run_model_shape
 from sft_play.training.job import measured_run
 
@@ -115,11 +122,13 @@ def plan_run(
     keeps_params: bool = False,
     rows: RowTokens | None = None,
 ) -> Plan:
-    """Plan a run with everything that is known here: earlier runs, the size of the data, with `trace` a trace.
+    """Plan a run with everything that is known here: earlier runs, the size of the data, with
+    `trace` a trace.
 
     Args:
         include_suggestions: whether a plan that does not fit says what would make it fit.
-        keeps_params: whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
+        keeps_params: whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file
+            may say.
         rows: the lengths of the rows, where the caller has counted them.
     """
     return plan_request(
@@ -138,12 +147,16 @@ def build_plan_request(
     is_stage: bool = False,
     keeps_params: bool = False,
 ) -> PlanRequest:
-    """Build the planner's request for a run, or a stage of one: the shapes of its model, earlier runs here, and the
-    lengths of its rows where they are known. Raises as `training_backend` and `load_run_model_shape` do."""
+    """Build the planner's request for a run, or a stage of one: the shapes of its model, earlier
+    runs here, and the lengths of its rows where they are known. Raises as `training_backend` and
+    `load_run_model_shape` do.
+    """
     hardware = restrict_to_device(config, hardware)
     backend = training_backend(config, hardware, layouts, has_stages=is_stage)
     if backend is not None and backend.fallback_from is not None:
-        tuning = config.tuning.model_copy(update={"backend": backend.name, "backend_fallback": None})
+        tuning = config.tuning.model_copy(
+            update={"backend": backend.name, "backend_fallback": None}
+        )
         config = config.model_copy(update={"tuning": tuning})
     return PlanRequest(
         config,
@@ -160,7 +173,9 @@ def build_plan_request(
     )
 
 
-def plan_request(request: PlanRequest, *, trace: bool = False, include_suggestions: bool = True) -> Plan:
+def plan_request(
+    request: PlanRequest, *, trace: bool = False, include_suggestions: bool = True
+) -> Plan:
     """Plan what a request asks for, with the length of the run and, where asked for, a trace."""
     config, planner, trace_candidate = request.config, make_plan, None
     if include_suggestions and request.resumed_batch is None:  # a resumed run's batch is fixed
@@ -186,8 +201,11 @@ def _trace_candidate(config: RunConfig, shape: ModelShape, candidate: Candidate)
     return trace_candidate(config, model, shape, candidate.precision, candidate)
 
 
-def _estimate_run_length(config: RunConfig, row_tokens: RowTokens | None, effective_batch: int) -> RunLength | None:
-    """Steps and tokens of a run, by its rows where they were counted, else by the size of its files."""
+def _estimate_run_length(
+    config: RunConfig, row_tokens: RowTokens | None, effective_batch: int
+) -> RunLength | None:
+    """Steps and tokens of a run, by its rows where they were counted, else by the size of its
+    files."""
     steps, max_seq_len = config.train.max_steps, config.model.max_seq_len
     if row_tokens is not None:
         rows, epoch_tokens = row_tokens.rows, row_tokens.rows * row_tokens.mean
@@ -196,9 +214,13 @@ def _estimate_run_length(config: RunConfig, row_tokens: RowTokens | None, effect
         if size is None:
             return RunLength(steps, None) if steps else None
         rows = size.rows
-        if config.task_mode == "cpt" or config.data.packing != "none":  # blocks and packs: every row is full
+        if (
+            config.task_mode == "cpt" or config.data.packing != "none"
+        ):  # blocks and packs: every row is full
             rows = max(1, size.tokens // max_seq_len)
-        epoch_tokens = min(size.tokens, rows * max_seq_len)  # what longer rows have beyond that is cut
+        epoch_tokens = min(
+            size.tokens, rows * max_seq_len
+        )  # what longer rows have beyond that is cut
     steps_per_epoch = math.ceil(rows / effective_batch)
     steps = steps or max(1, math.ceil(steps_per_epoch * config.train.epochs))
     tokens = epoch_tokens * steps / steps_per_epoch
@@ -206,13 +228,17 @@ def _estimate_run_length(config: RunConfig, row_tokens: RowTokens | None, effect
 
 
 def log_plan(plan: Plan, config: RunConfig, *, stage_name: str | None = None) -> None:
-    """Log the batch and whether it fits and how long it takes; beside them the choice with its reasons. Of a stage its
-    batch is said when it begins."""
+    """Log the batch and whether it fits and how long it takes; beside them the choice with its
+    reasons. Of a stage its batch is said when it begins."""
     visible_lines, stage_prefix = explain.batch_size_lines(plan, config), ""
     if stage_name is not None:
         logger.debug("Stage %s:", stage_name)
         visible_lines, stage_prefix = [], f"Stage {stage_name}: "
-    details = [explain.choice_line(plan), *explain.parameter_lines(plan, config), *explain.batch_lines(plan, config)]
+    details = [
+        explain.choice_line(plan),
+        *explain.parameter_lines(plan, config),
+        *explain.batch_lines(plan, config),
+    ]
     for line in details:
         logger.log(logging.INFO if line in visible_lines else logging.DEBUG, "%s", line)
     logger.info("%s%s", stage_prefix, fit_line(plan, config))
@@ -222,7 +248,7 @@ def log_plan(plan: Plan, config: RunConfig, *, stage_name: str | None = None) ->
         logger.warning("the given batch is predicted not to fit; it is tried because it was given")
 
 
-# --- the backend ------------------------------------------------------------------------------------------------------
+# --- the backend ----------------------------------------------------------------------------------
 def training_backend(
     config: RunConfig,
     hardware: Hardware,
@@ -230,9 +256,9 @@ def training_backend(
     *,
     has_stages: bool = False,
 ) -> Backend | None:
-    """The backend that trains a run here, where it had to be chosen: not for bnb, nor on a machine that was only named.
-    `has_stages`: in stages. Raises BackendError where Unsloth was asked for and cannot run it, and no fallback was
-    named."""
+    """The backend that trains a run here, where it had to be chosen: not for bnb, nor on a machine
+    that was only named. `has_stages`: in stages. Raises BackendError where Unsloth was asked for
+    and cannot run it, and no fallback was named."""
     if config.tuning.backend == "bnb" or hardware.named:
         return None
     layout = _default_layout(hardware)
@@ -252,8 +278,11 @@ def _default_layout(hardware: Hardware) -> LayoutName:
     return "ddp" if hardware.ranks > 1 else "single"
 
 
-def find_unsloth_layout(loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> LayoutName | None:
-    """The layout in which Unsloth's processes train a run; None where they do not. Raises as `training_backend`."""
+def find_unsloth_layout(
+    loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware
+) -> LayoutName | None:
+    """The layout in which Unsloth's processes train a run; None where they do not. Raises as
+    `training_backend`."""
     layout = options.strategy or _default_layout(hardware)
     if options.deepspeed and options.strategy is None:
         layout = "zero2"
@@ -261,34 +290,49 @@ def find_unsloth_layout(loaded: LoadedConfig, options: LaunchOptions, hardware: 
     return layout if backend is not None and backend.name == "unsloth" else None
 
 
-# --- where memory ran out ---------------------------------------------------------------------------------------------
+# --- where memory ran out -------------------------------------------------------------------------
 @contextlib.contextmanager
 def add_oom_advice(config: RunConfig, plan: Plan) -> Iterator[None]:
-    """Adds to an error of memory that ran out what is predicted to need less, and whether resume takes it."""
+    """Adds to an error of memory that ran out what is predicted to need less, and whether resume
+    takes it."""
     try:
         yield
     except OutOfMemory as error:
-        if error.batch is None or not (alternatives := _cheaper_alternatives(config, plan, error.batch)):
+        if error.batch is None or not (
+            alternatives := _cheaper_alternatives(config, plan, error.batch)
+        ):
             raise
-        raise OutOfMemory(f"{error}. Predicted to need less: {'; '.join(alternatives)}") from error.__cause__
+        raise OutOfMemory(
+            f"{error}. Predicted to need less: {'; '.join(alternatives)}"
+        ) from error.__cause__
 
 
 def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
     choice = plan.choice
-    train_settings: dict[str, Any] = {"batch_size": batch.micro_batch, "grad_accum": batch.grad_accum}
+    train_settings: dict[str, Any] = {
+        "batch_size": batch.micro_batch,
+        "grad_accum": batch.grad_accum,
+    }
     if not choice.step.offloads:
         is_selective = choice.checkpointing == "selective"
-        train_settings["gradient_checkpointing"] = choice.checkpointed_layers if is_selective else choice.checkpointing
+        train_settings["gradient_checkpointing"] = (
+            choice.checkpointed_layers if is_selective else choice.checkpointing
+        )
     config = config.model_copy(update={"train": config.train.model_copy(update=train_settings)})
     alternatives = []
     with contextlib.suppress(SftPlayError):
         request = build_plan_request(config, plan.hardware, (plan.layout,))
         failed_plan = make_plan(request)
-        measured_runs = [*request.measured_runs, measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes)]
+        measured_runs = [
+            *request.measured_runs,
+            measured_run(config, failed_plan, ran_out_of=failed_plan.budget_bytes),
+        ]
         for item in find_suggestions(dataclasses.replace(request, measured_runs=measured_runs)):
             if item.fits and (item.hardware is None or item.required < failed_plan.memory.required):
                 keys = {word.partition("=")[0] for word in (item.setting or "").split()}
-                effect = "resume takes it" if keys and keys <= FREE_TO_CHANGE_OPTIONS else "a new run"
+                effect = (
+                    "resume takes it" if keys and keys <= FREE_TO_CHANGE_OPTIONS else "a new run"
+                )
                 alternatives.append(f"{item.change} ({item.needs}; {effect})")
     return alternatives
 
@@ -298,13 +342,19 @@ def _cheaper_alternatives(config: RunConfig, plan: Plan, batch: BatchPlan) -> li
 
 
 def plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> LaunchPlan:
-    """Plan a launch, or receive the plan, as one of a launcher's ranks. What has to be closed at the end, such as the
-    lock of a run that is resumed, goes onto `exit_stack`. Raises SftPlayError where the run is refused."""
+    """Plan a launch, or receive the plan, as one of a launcher's ranks. What has to be closed at
+    the end, such as the lock of a run that is resumed, goes onto `exit_stack`. Raises SftPlayError
+    where the run is refused.
+    """
     rank_info = request.rank_info
     if rank_info is None:
         return _make_launch_plan(request, exit_stack)
-    if rank_info.run_folder is not None:  # `make train-distributed` on one node: the parent planned, every rank reads
-        return LaunchPlan.from_json((rank_info.run_folder / LAUNCH_FILE).read_text(encoding="utf-8"))
+    if (
+        rank_info.run_folder is not None
+    ):  # `make train-distributed` on one node: the parent planned, every rank reads
+        return LaunchPlan.from_json(
+            (rank_info.run_folder / LAUNCH_FILE).read_text(encoding="utf-8")
+        )
     with importing():
         from sft_play.training.distributed import broadcast_text, publish_gpu
 
@@ -320,13 +370,15 @@ def plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> Lau
     except SftPlayError as error:
         broadcast_text(refusal_to_json(error))
         raise
-    broadcast_text(launch_plan.to_json())  # the others wait; without a plan there is nothing left to do
+    broadcast_text(
+        launch_plan.to_json()
+    )  # the others wait; without a plan there is nothing left to do
     return launch_plan
 
 
 def _make_launch_plan(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> LaunchPlan:
-    """Plan a launch, once; what is cheap to refuse comes before the rows are counted, and nothing is made yet but the
-    lock of a run that is resumed."""
+    """Plan a launch, once; what is cheap to refuse comes before the rows are counted, and nothing
+    is made yet but the lock of a run that is resumed."""
     loaded, options, starts_run = request.loaded, request.options, not request.options.dry_run
     hardware = _launch_hardware(request)
     folder, is_resumed = _run_folder(request)
@@ -338,24 +390,34 @@ def _make_launch_plan(request: LaunchRequest, exit_stack: contextlib.ExitStack) 
         if is_finished(resumed_folder):
             return LaunchPlan(folder, is_resumed)
         if resumed_folder.has_trained:
-            check_no_differences(resumed_folder, list(changed_settings(resumed_folder, loaded.config).values()))
+            check_no_differences(
+                resumed_folder, list(changed_settings(resumed_folder, loaded.config).values())
+            )
     # a command that is only shown may be typed on another machine
     machine = hardware if starts_run else dataclasses.replace(hardware, named=True)
-    # the folder is rank 0's where there are several nodes, which would wait for a node that ends before they meet
-    for error in refusals(loaded, machine, makes_folder=not is_resumed and options.nodes.count == 1):
+    # the folder is rank 0's where there are several nodes, which would wait for a node that ends
+    # before they meet
+    for error in refusals(
+        loaded, machine, makes_folder=not is_resumed and options.nodes.count == 1
+    ):
         raise error
 
     unsloth_layout = find_unsloth_layout(loaded, options, hardware)
     if unsloth_layout is not None:
         if options.max_restarts:
-            raise ConfigError(f"MAX_RESTARTS={options.max_restarts} does not watch Unsloth's processes; leave it out")
+            raise ConfigError(
+                f"MAX_RESTARTS={options.max_restarts} does not watch Unsloth's processes; leave"
+                " it out"
+            )
         options = dataclasses.replace(options, strategy=unsloth_layout)
     trains_in_process = unsloth_layout is not None or not request.launches_ranks
     own_lock = None
     if starts_run and folder is not None and request.rank_info is None:
         exit_stack.enter_context(report_on_exit(folder))
         if is_resumed and options.nodes.count == 1:  # before minutes go into rows and plan
-            lock = exit_stack.enter_context(lock_run(folder, role=None if trains_in_process else LAUNCHER))
+            lock = exit_stack.enter_context(
+                lock_run(folder, role=None if trains_in_process else LAUNCHER)
+            )
             own_lock = lock if trains_in_process else None
 
     stage_requests = build_stage_requests(loaded, hardware, options, resume_from=resumed_folder)
@@ -370,7 +432,9 @@ def _make_launch_plan(request: LaunchRequest, exit_stack: contextlib.ExitStack) 
         plans, today = [plan for plan, _ in stage_plans], first_start_date(folder)
     if starts_run:
         require_gpus_and_disk(loaded, hardware, plans, folder)
-    return LaunchPlan(folder, is_resumed, stage_plans, trains_in_process, lock=own_lock, today=today)
+    return LaunchPlan(
+        folder, is_resumed, stage_plans, trains_in_process, lock=own_lock, today=today
+    )
 
 
 def _launch_hardware(request: LaunchRequest) -> Hardware:
@@ -401,7 +465,7 @@ def _run_folder(request: LaunchRequest) -> tuple[RunFolder | None, bool]:
     return folder, is_resume(folder, output)
 
 
-# --- a run, or each of its stages -------------------------------------------------------------------------------------
+# --- a run, or each of its stages -----------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class StageRequest:
     """A run, or one of its stages, as its plan is asked for: all but the lengths of its rows."""
@@ -416,38 +480,59 @@ class StageRequest:
 
     def with_changes(self, **changes: Any) -> StageRequest:
         """The same with other fields of the planner's request."""
-        return dataclasses.replace(self, plan_request=dataclasses.replace(self.plan_request, **changes))
+        return dataclasses.replace(
+            self, plan_request=dataclasses.replace(self.plan_request, **changes)
+        )
 
 
 def build_stage_requests(
-    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, resume_from: RunFolder | None = None
+    loaded: LoadedConfig,
+    hardware: Hardware,
+    options: LaunchOptions,
+    *,
+    resume_from: RunFolder | None = None,
 ) -> list[StageRequest]:
-    """Build the requests for the plans of a run: one, or one for each stage. `resume_from`: the run that is resumed.
-    Raises as `build_stage_request` does."""
+    """Build the requests for the plans of a run: one, or one for each stage. `resume_from`: the run
+    that is resumed. Raises as `build_stage_request` does."""
     original_deepspeed = requested_deepspeed(resume_from) if resume_from is not None else None
-    if loaded.stages and resume_from is not None and options.strategy is None and options.deepspeed is None:
+    if (
+        loaded.stages
+        and resume_from is not None
+        and options.strategy is None
+        and options.deepspeed is None
+    ):
         # all stages in one layout: that of the run, as long as it has as many ranks
         previous = read_previous_run(resume_from)
-        options = dataclasses.replace(options, strategy=previous.kept_layout(hardware.ranks) if previous else None)
+        options = dataclasses.replace(
+            options, strategy=previous.kept_layout(hardware.ranks) if previous else None
+        )
     stage_requests = []
     for stage_run in loaded.runs:
         stage_folder = resume_from
         if resume_from is not None and stage_run.stage_name is not None:
             is_last_stage = stage_run.stage_name == loaded.stages[-1].name
-            stage_folder = resume_from.stage_folder(stage_run.stage_name, is_last_stage=is_last_stage)
+            stage_folder = resume_from.stage_folder(
+                stage_run.stage_name, is_last_stage=is_last_stage
+            )
             is_adapter = stage_run.config.tuning.mode != "full"
             if not stage_folder.has_begun or stage_folder.has_finished(is_adapter=is_adapter):
                 stage_folder = None  # it begins, or is not trained again
         with stage_context(stage_run.stage_name):
             stage_requests.append(
                 build_stage_request(
-                    stage_run, hardware, options, resume_from=stage_folder, original_deepspeed=original_deepspeed
+                    stage_run,
+                    hardware,
+                    options,
+                    resume_from=stage_folder,
+                    original_deepspeed=original_deepspeed,
                 )
             )
     return stage_requests
 
 
-def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
+def refuse_impossible_strategy(
+    config: RunConfig, hardware: Hardware, strategy: LayoutName | None
+) -> None:
     """Raises ConfigError for a named layout that cannot run."""
     if strategy is None:
         return
@@ -455,7 +540,9 @@ def refuse_impossible_strategy(config: RunConfig, hardware: Hardware, strategy: 
     names = list(dict.fromkeys(layout.name for layout in possible))
     if strategy in names:
         return
-    reasons = [refused_layout.because for refused_layout in refused if refused_layout.name == strategy]
+    reasons = [
+        refused_layout.because for refused_layout in refused if refused_layout.name == strategy
+    ]
     if config.model.mesh_shape is not None:
         reasons = [f"model.mesh_shape={format_mesh(config.model.mesh_shape)} is another layout"]
     reason, others = (*reasons, f"{hardware.ranks} rank(s)")[0], ", ".join(names) or "none"
@@ -476,8 +563,8 @@ def build_stage_request(
         resume_from: the run, or the stage, that is resumed.
         original_deepspeed: DeepSpeed's config as the run that is resumed was first given it.
 
-    Raises ConfigError where the strategy cannot run the job, or contradicts DeepSpeed's config; RunFolderError where
-    the run cannot be resumed in this layout or over these ranks.
+    Raises ConfigError where the strategy cannot run the job, or contradicts DeepSpeed's config;
+    RunFolderError where the run cannot be resumed in this layout or over these ranks.
     """
     previous = read_previous_run(resume_from) if resume_from else None
     config, strategy = loaded.config, options.strategy
@@ -485,7 +572,9 @@ def build_stage_request(
         strategy = previous.kept_layout(hardware.ranks)
     deepspeed_config, deepspeed_name = None, "DeepSpeed"
     if options.deepspeed is not None:
-        deepspeed_config, strategy, deepspeed_name = read_deepspeed_config(options.deepspeed, strategy)
+        deepspeed_config, strategy, deepspeed_name = read_deepspeed_config(
+            options.deepspeed, strategy
+        )
     elif original_deepspeed is not None and strategy is not None and strategy in DEEPSPEED_LAYOUTS:
         same_layout = deepspeed_layout(original_deepspeed, default_layout=strategy) == strategy
         deepspeed_config = original_deepspeed if same_layout else None
@@ -494,18 +583,25 @@ def build_stage_request(
 
         obstacle = previous.resume_obstacle(strategy)
         # without a checkpoint it starts again from the first step
-        if obstacle is not None and last_complete_checkpoint(resume_from.checkpoints_path) is not None:
+        if (
+            obstacle is not None
+            and last_complete_checkpoint(resume_from.checkpoints_path) is not None
+        ):
             raise RunFolderError(
-                f"{resume_from.path} cannot be resumed: {obstacle}; resume with STRATEGY={previous.layout}, or write "
-                f"out what it has learned so far: make consolidate RUN={resume_from.shell_path}"
+                f"{resume_from.path} cannot be resumed: {obstacle}; resume with"
+                f" STRATEGY={previous.layout}, or write out what it has learned so far: make"
+                f" consolidate RUN={resume_from.shell_path}"
             )
     if deepspeed_config is not None:
-        config = apply_deepspeed_batch(config, deepspeed_config, ranks=hardware.ranks, name=deepspeed_name)
+        config = apply_deepspeed_batch(
+            config, deepspeed_config, ranks=hardware.ranks, name=deepspeed_name
+        )
     # after DeepSpeed's file, which may fix the batch
     resumed_batch, resumed_updates = resume_constraints(config, previous, hardware.ranks)
     if previous is not None and resumed_batch not in (None, previous.batch):
         logger.info(
-            "Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept",
+            "Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is"
+            " kept",
             *dataclasses.astuple(resumed_batch),
             previous.batch.ranks,
             resumed_batch.effective_batch,
@@ -514,20 +610,28 @@ def build_stage_request(
     layouts = (strategy,) if strategy else layout_choices(hardware.ranks)
     if previous is not None and strategy is None:
         layouts = tuple(name for name in layouts if previous.resume_obstacle(name) is None)
-    keeps_params = bool(deepspeed_config and strategy and keeps_params_on_gpu(deepspeed_config, strategy))
+    keeps_params = bool(
+        deepspeed_config and strategy and keeps_params_on_gpu(deepspeed_config, strategy)
+    )
     plan_request = build_plan_request(
         config, hardware, layouts, is_stage=loaded.stage_name is not None, keeps_params=keeps_params
     )
-    request = StageRequest(dataclasses.replace(loaded, config=config), plan_request, deepspeed_config, deepspeed_name)
+    request = StageRequest(
+        dataclasses.replace(loaded, config=config), plan_request, deepspeed_config, deepspeed_name
+    )
     return request.with_changes(resumed_batch=resumed_batch, resumed_updates=resumed_updates)
 
 
-def count_rows_before_planning(stage_requests: Sequence[StageRequest], *, trains_in_process: bool) -> None:
-    """Count the tokens of a run's rows, so that its plan knows their lengths; what no length changes is refused before.
-    `trains_in_process`: this process needs all libraries anyway. Raises SftPlayError as planning or reading the rows
-    does."""
+def count_rows_before_planning(
+    stage_requests: Sequence[StageRequest], *, trains_in_process: bool
+) -> None:
+    """Count the tokens of a run's rows, so that its plan knows their lengths; what no length
+    changes is refused before. `trains_in_process`: this process needs all libraries anyway. Raises
+    SftPlayError as planning or reading the rows does."""
     runs = [request.run for request in stage_requests]
-    if not any(has_variable_lengths(run.config) and cached_row_tokens(run.config) is None for run in runs):
+    if not any(
+        has_variable_lengths(run.config) and cached_row_tokens(run.config) is None for run in runs
+    ):
         return
     for request in stage_requests:
         with stage_context(request.run.stage_name):
@@ -540,12 +644,15 @@ def count_rows_before_planning(stage_requests: Sequence[StageRequest], *, trains
 
 
 def finish_stage_requests(stage_requests: Sequence[StageRequest]) -> list[StageRequest]:
-    """Add what is known once the rows are counted: their lengths, and the one layout of all stages."""
+    """Add what is known once the rows are counted: their lengths, and the one layout of all
+    stages."""
     first, *others = [request.plan_request.allowed_layouts for request in stage_requests]
     # a stage that is resumed cannot take every layout
     layouts = tuple(name for name in first if all(name in allowed for allowed in others))
     finished_requests = [
-        request.with_changes(row_tokens=cached_row_tokens(request.run.config), allowed_layouts=layouts)
+        request.with_changes(
+            row_tokens=cached_row_tokens(request.run.config), allowed_layouts=layouts
+        )
         for request in stage_requests
     ]
     if not others or len(layouts) == 1:
@@ -555,18 +662,22 @@ def finish_stage_requests(stage_requests: Sequence[StageRequest]) -> list[StageR
 
 
 def common_layout(plan_requests: Sequence[PlanRequest]) -> LayoutName:
-    """Choose the fastest layout that fits every stage, of those that some stage would use by itself; else that of the
-    stage with the longest rows, whose plan says what does not fit."""
+    """Choose the fastest layout that fits every stage, of those that some stage would use by
+    itself; else that of the stage with the longest rows, whose plan says what does not fit."""
     separate_plans = [plan_request(request, include_suggestions=False) for request in plan_requests]
     # the longest rows first: their stage's layout is the answer where none fits them all
-    names = dict.fromkeys(plan.layout for plan in sorted(separate_plans, key=lambda plan: -plan.max_seq_len))
+    names = dict.fromkeys(
+        plan.layout for plan in sorted(separate_plans, key=lambda plan: -plan.max_seq_len)
+    )
     if len(names) == 1:
         return next(iter(names))
     step_seconds: dict[LayoutName, float] = {}
     for name in names:
         with contextlib.suppress(SftPlayError):
             joint_plans = [
-                plan_request(dataclasses.replace(request, allowed_layouts=(name,)), include_suggestions=False)
+                plan_request(
+                    dataclasses.replace(request, allowed_layouts=(name,)), include_suggestions=False
+                )
                 for request in plan_requests
             ]
             if all(plan.fits and plan.layout == name for plan in joint_plans):
@@ -576,8 +687,10 @@ def common_layout(plan_requests: Sequence[PlanRequest]) -> LayoutName:
 
 
 def plan_stage(request: StageRequest) -> PlanWithDeepSpeed:
-    """Plan a run or a stage, logged, with DeepSpeed's config where that is the engine. Raises DoesNotFit where nothing
-    fits and the batch was left to the plan; ConfigError where a number of DeepSpeed's file contradicts the plan."""
+    """Plan a run or a stage, logged, with DeepSpeed's config where that is the engine. Raises
+    DoesNotFit where nothing fits and the batch was left to the plan; ConfigError where a number of
+    DeepSpeed's file contradicts the plan.
+    """
     config, hardware = request.run.config, request.plan_request.hardware
     plan = plan_request(request.plan_request, trace=config.plan.trace and bool(hardware.gpus))
     # a kept batch ran before: it is tried again where the prediction says that it does not fit
@@ -586,7 +699,9 @@ def plan_stage(request: StageRequest) -> PlanWithDeepSpeed:
     if plan.layout not in DEEPSPEED_LAYOUTS:
         return plan, None
     # without a config the plan chose DeepSpeed by itself
-    deepspeed_config = request.deepspeed_config or translate_deepspeed_keys(shipped_deepspeed_config(plan.layout))
+    deepspeed_config = request.deepspeed_config or translate_deepspeed_keys(
+        shipped_deepspeed_config(plan.layout)
+    )
     mixed_precision, batch = config.distributed.mixed_precision, plan.trainer_batch
     plan_values = PlanValues(
         layout=plan.layout,
@@ -602,29 +717,44 @@ def plan_stage(request: StageRequest) -> PlanWithDeepSpeed:
     obstacle = None
     if plan.choice.layout.offloads_states:
         obstacle = "; ".join(cpu_adam_obstacles()) or None
-    filled_config = fill_auto_values(deepspeed_config, plan_values, name=request.deepspeed_name, adam_obstacle=obstacle)
+    filled_config = fill_auto_values(
+        deepspeed_config, plan_values, name=request.deepspeed_name, adam_obstacle=obstacle
+    )
     return dataclasses.replace(plan, deepspeed=deepspeed_config), filled_config
 
 
-# --- DeepSpeed's configuration ----------------------------------------------------------------------------------------
+# --- DeepSpeed's configuration --------------------------------------------------------------------
 def read_deepspeed_config(
     request: DeepspeedRequest, strategy: LayoutName | None
 ) -> tuple[dict[str, Any], LayoutName, str]:
-    """Read DeepSpeed's config in current keys, from the user's file or as shipped, the layout that it asks for, and its
-    name in messages. Raises ConfigError where the file asks for another layout than `strategy`."""
+    """Read DeepSpeed's config in current keys, from the user's file or as shipped, the layout that
+    it asks for, and its name in messages. Raises ConfigError where the file asks for another layout
+    than `strategy`."""
     planned_layout = strategy or "zero2"
     name = f"DEEPSPEED_CONFIG={one_line(str(request.file))}" if request.file else "DeepSpeed"
     deepspeed_config = translate_deepspeed_keys(
-        read_deepspeed_file(request.file) if request.file else shipped_deepspeed_config(planned_layout), name=name
+        (
+            read_deepspeed_file(request.file)
+            if request.file
+            else shipped_deepspeed_config(planned_layout)
+        ),
+        name=name,
     )
     layout = deepspeed_layout(deepspeed_config, name=name, default_layout=planned_layout)
     if strategy not in (None, layout):
-        raise ConfigError(f"STRATEGY={strategy} contradicts {name}, which asks for {layout}: leave one of them out")
+        raise ConfigError(
+            f"STRATEGY={strategy} contradicts {name}, which asks for {layout}: leave one of"
+            " them out"
+        )
     return deepspeed_config, layout, name
 
 
-def apply_deepspeed_batch(config: RunConfig, deepspeed_config: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
+def apply_deepspeed_batch(
+    config: RunConfig, deepspeed_config: dict[str, Any], *, ranks: int, name: str
+) -> RunConfig:
     """The settings with the batch of DeepSpeed's config where the run YAML leaves it open."""
     return config.model_copy(
-        update={"train": merge_deepspeed_batch(config.train, deepspeed_config, ranks=ranks, name=name)}
+        update={
+            "train": merge_deepspeed_batch(config.train, deepspeed_config, ranks=ranks, name=name)
+        }
     )

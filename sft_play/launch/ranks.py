@@ -1,5 +1,5 @@
-"""The ranks of a run as the process that launches them sees them: their command, the run folder with their plan, their
-end."""
+"""The ranks of a run as the process that launches them sees them: their command, the run folder
+with their plan, their end."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,14 @@ from sft_play.planner.plan import Plan
 from sft_play.process import failures, signals
 from sft_play.process.environment import THREADS_VARIABLE
 from sft_play.runs.files import write_json, write_text
-from sft_play.runs.folder import CRASH_ENTRY, DEEPSPEED_FILE, OOM_NOTE_FILE, RunFolder, first_start_date, new_manifest
+from sft_play.runs.folder import (
+    CRASH_ENTRY,
+    DEEPSPEED_FILE,
+    OOM_NOTE_FILE,
+    RunFolder,
+    first_start_date,
+    new_manifest,
+)
 from sft_play.runs.lookup import LAUNCHER, create_run, discard_run
 
 logger = logging.getLogger(__name__)
@@ -40,14 +47,19 @@ def launch_ranks(
     sidecar: contextlib.AbstractContextManager[object],
     log_buffer: MemoryHandler | None = None,
 ) -> tuple[int, LaunchCommand]:
-    """Start the ranks of a planned run and wait for them; returns the exit code and the command, which may only be
-    shown. Makes the run folder, but on several nodes, where rank 0 makes it.
+    """Start the ranks of a planned run and wait for them; returns the exit code and the command,
+    which may only be shown. Makes the run folder, but on several nodes, where rank 0 makes it.
 
     Args:
         sidecar: what runs beside the ranks.
         log_buffer: what was logged until now, for the run's log, which rank 0 continues.
     """
-    loaded, options, plan, folder = request.loaded, request.options, launch_plan.plan, launch_plan.folder
+    loaded, options, plan, folder = (
+        request.loaded,
+        request.options,
+        launch_plan.plan,
+        launch_plan.folder,
+    )
     launch = _ranks_command(loaded, options, plan)
     if request.should_resume and folder is not None:
         environment = {**launch.environment, RESUMED_VARIABLE: str(folder.path)}
@@ -56,25 +68,36 @@ def launch_ranks(
         logger.info("Launch: %s", launch.shell_line)
         return 0, launch
     logger.debug("Launch: %s", launch.shell_line)
-    if loaded.config.model.adapter is not None:  # refused here where it does not fit, before ranks are started
+    if (
+        loaded.config.model.adapter is not None
+    ):  # refused here where it does not fit, before ranks are started
         from sft_play.training.model.adapters import read_base_adapter
         from sft_play.training.prepare.model_spec import build_model_spec
         from sft_play.training.prepare.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(loaded.config)
         size, new_rows = len(tokenizer.tokenizer), tokenizer.new_rows
-        spec = build_model_spec(loaded.config, plan.precision, tokenizer_size=size, new_rows=new_rows)
+        spec = build_model_spec(
+            loaded.config, plan.precision, tokenizer_size=size, new_rows=new_rows
+        )
         read_base_adapter(loaded.config, spec)
-    # What is added now is not in the command that is shown and logged: typed by itself, or elsewhere, that starts a run
-    # of its own, whose rank 0 plans.
+    # What is added now is not in the command that is shown and logged: typed by itself, or
+    # elsewhere, that starts a run of its own, whose rank 0 plans.
     environment = dict(launch.environment)
     if folder is None or options.nodes.count > 1:  # rank 0 plans again and makes the run folder
         card = node_card(
-            loaded.config, plan.hardware, strategy=options.strategy, uses_deepspeed=options.deepspeed is not None
+            loaded.config,
+            plan.hardware,
+            strategy=options.strategy,
+            uses_deepspeed=options.deepspeed is not None,
         )
-        environment |= meet_nodes(options.nodes, card, timeout_s=rank_timeout_s(loaded.config, os.environ))
+        environment |= meet_nodes(
+            options.nodes, card, timeout_s=rank_timeout_s(loaded.config, os.environ)
+        )
         exit_code = run_ranks(dataclasses.replace(launch, environment=environment), None)
-        if exit_code not in (0, Interrupted.exit_code) and options.nodes.exported_note:  # the agent has told why
+        if (
+            exit_code not in (0, Interrupted.exit_code) and options.nodes.exported_note
+        ):  # the agent has told why
             logger.warning("Nodes: %s", options.nodes.exported_note)
         return exit_code, launch
     environment[failures.RUN_VARIABLE] = str(folder.path.absolute())
@@ -82,14 +105,20 @@ def launch_ranks(
         environment[failures.COMMAND_VARIABLE] = "train"
     with sidecar, _write_launch_files(folder, loaded, launch_plan):
         log_file = start_log_file(folder.log_path, buffer=log_buffer)
-        logging.getLogger().removeHandler(log_file)  # closed before the ranks write to it, or it is removed
+        logging.getLogger().removeHandler(
+            log_file
+        )  # closed before the ranks write to it, or it is removed
         log_file.close()
-        exit_code = Interrupted.exit_code  # by a request to stop before the ranks were started, or after they ended
+        exit_code = (
+            Interrupted.exit_code
+        )  # by a request to stop before the ranks were started, or after they ended
         try:
             exit_code = run_ranks(dataclasses.replace(launch, environment=environment), folder)
         finally:
             with contextlib.suppress(RunFolderError):  # an unused folder is removed again
-                if exit_code and folder.read_manifest().get("status") == "running":  # ranks could not write it
+                if (
+                    exit_code and folder.read_manifest().get("status") == "running"
+                ):  # ranks could not write it
                     status = "stopped" if exit_code == Interrupted.exit_code else "failed"
                     folder.update_manifest(status=status)
     return exit_code, launch
@@ -98,12 +127,15 @@ def launch_ranks(
 def _write_launch_files(
     folder: RunFolder, loaded: LoadedConfig, launch_plan: LaunchPlan
 ) -> contextlib.AbstractContextManager[object]:
-    """Create the run folder, or update that of a resumed run, with what its ranks read; returns the run's lock."""
+    """Create the run folder, or update that of a resumed run, with what its ranks read; returns the
+    run's lock."""
     run_lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     plan, deepspeed_config = launch_plan.stage_plans[0]
     if not launch_plan.is_resumed:
         manifest = new_manifest(loaded, hardware=plan.hardware.as_json(), data={})
-        run_lock = create_run(folder, loaded, manifest=manifest, plan=plan.as_json(), lock_role=LAUNCHER)
+        run_lock = create_run(
+            folder, loaded, manifest=manifest, plan=plan.as_json(), lock_role=LAUNCHER
+        )
     else:  # over other ranks the split of the batch is another; the manifest is updated by rank 0
         folder.write_json("plan.json", plan.as_json())
     launch_plan = dataclasses.replace(
@@ -116,7 +148,8 @@ def _write_launch_files(
 
 
 def _ranks_command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> LaunchCommand:
-    """The command that starts the ranks of this node, each complete without a parent that hands it a plan."""
+    """The command that starts the ranks of this node, each complete without a parent that hands it
+    a plan."""
     arguments = ["rank", "--config", str(loaded.path), *loaded.overrides]
     adapter = loaded.config.model.adapter
     if adapter is not None:  # every rank would look for `last` again
@@ -147,32 +180,44 @@ def _ranks_command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> 
 
 
 def run_ranks(launch: LaunchCommand, folder: RunFolder | None) -> int:
-    """Start the ranks under the agent, leave no process behind; returns sft-play's exit code. The first signal is
-    passed on to the agent, which waits until the ranks have saved; a second one ends everything at once."""
+    """Start the ranks under the agent, leave no process behind; returns sft-play's exit code. The
+    first signal is passed on to the agent, which waits until the ranks have saved; a second one
+    ends everything at once.
+    """
     require_free_port(launch.port)
-    # without `PET_NNODES` and the like, which torchrun takes as defaults of its flags (`node_variables` has read them)
+    # without `PET_NNODES` and the like, which torchrun takes as defaults of its flags
+    # (`node_variables` has read them)
     environment = {name: text for name, text in os.environ.items() if not name.startswith("PET_")}
     # our agent in the launcher's place
     argv = [AGENT_MODULE if word == TORCHRUN_MODULE else word for word in launch.argv]
     agent = signals.start_child(argv, environment={**environment, **launch.environment})
 
     def log_stop(signal_number: int) -> None:
-        logger.warning("%s: the ranks save at the end of this step, then stop (before the first step, at once); a "
-                       "second ends them at once", signal.Signals(signal_number).name)  # fmt: skip
+        logger.warning(
+            "%s: the ranks save at the end of this step, then stop (before the first step, at"
+            " once); a second ends them at once",
+            signal.Signals(signal_number).name,
+        )
 
     with signals.supervise(
         [agent], on_stop=log_stop, kill=lambda process: failures.kill_process_tree(process.pid)
     ) as received_signals:
         agent_code = agent.wait()
         if agent_code < 0:  # the agent is gone, on which its ranks save and stop by themselves
-            failures.kill_leftovers(agent.pid, grace_s=0 if len(received_signals) > 1 else failures.ORPHAN_GRACE_S)
+            failures.kill_leftovers(
+                agent.pid, grace_s=0 if len(received_signals) > 1 else failures.ORPHAN_GRACE_S
+            )
     return _command_exit_code(agent_code, folder, was_stopped=bool(received_signals))
 
 
 def _command_exit_code(agent_code: int, folder: RunFolder | None, *, was_stopped: bool) -> int:
     if agent_code < 0 and was_stopped:
         # by the request itself, which it met before it listened, or by a second one
-        message = "stopped before the ranks were started" if agent_code == -signal.SIGTERM else "ended at once"
+        message = (
+            "stopped before the ranks were started"
+            if agent_code == -signal.SIGTERM
+            else "ended at once"
+        )
         logger.warning("%s; what was saved until then is kept", message)
         return Interrupted.exit_code
     if agent_code < 0:
@@ -182,12 +227,17 @@ def _command_exit_code(agent_code: int, folder: RunFolder | None, *, was_stopped
             if folder is not None:
                 folder.update_manifest(**{CRASH_ENTRY: crash})
         return 1
-    # 2 and 3: the user can fix it. A folder that this start made, and in which no step was taken, is only in the way.
+    # 2 and 3: the user can fix it. A folder that this start made, and in which no step was taken,
+    # is only in the way.
     if folder is not None and agent_code in (2, 3):
         launch_file = folder.path / LAUNCH_FILE
         restarts_after_oom = (folder.path / OOM_NOTE_FILE).exists()
-        is_unused = not folder.metrics_path.exists() and launch_file.exists() and not restarts_after_oom
-        if is_unused and json.loads(launch_file.read_text(encoding="utf-8"))["made"]:  # by this start, not resumed
+        is_unused = (
+            not folder.metrics_path.exists() and launch_file.exists() and not restarts_after_oom
+        )
+        if (
+            is_unused and json.loads(launch_file.read_text(encoding="utf-8"))["made"]
+        ):  # by this start, not resumed
             discard_run(folder)
             logger.info("The run folder %s is removed again: nothing was trained", folder.path)
     return agent_code

@@ -1,5 +1,5 @@
-"""What a run is refused for before a library is loaded, in one list: commands that start runs raise the first of it,
-`plan` and `check` say all of it."""
+"""What a run is refused for before a library is loaded, in one list: commands that start runs raise
+the first of it, `plan` and `check` say all of it."""
 
 import contextlib
 import os
@@ -15,17 +15,28 @@ from sft_play.log import one_line
 from sft_play.machine.compiler import require_compiler, require_inductor
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import torch_cuda_version
-from sft_play.machine.visible_gpus import CPU_HINT, explain_unusable_torch, find_unusable_accelerator
+from sft_play.machine.visible_gpus import (
+    CPU_HINT,
+    explain_unusable_torch,
+    find_unusable_accelerator,
+)
 from sft_play.planner.backend import check_trackers
 from sft_play.planner.kernels import require_attention_package
 from sft_play.planner.plan import MORE_SPACE_REMEDY, Plan, planned_disk_usage
 from sft_play.runs.files import format_free_space, free_disk_bytes
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.lookup import check_run_name, is_resume, new_run_folder, output_dir, require_writable_output_dir
+from sft_play.runs.lookup import (
+    check_run_name,
+    is_resume,
+    new_run_folder,
+    output_dir,
+    require_writable_output_dir,
+)
 from sft_play.text import format_size
 from sft_play.trace.confirm import load_run_model_shape
 
-# Parameters above which a model is trained on a CPU only if that is asked for: a step takes minutes.
+# Parameters above which a model is trained on a CPU only if that is asked for: a step takes
+# minutes.
 MAX_CPU_PARAMS = 1_000_000_000
 
 
@@ -37,20 +48,25 @@ def refusals(
     needs_rows: bool = True,
     plans: Sequence[Plan] | None = None,
 ) -> Iterator[SftPlayError]:
-    """Every error for which a run would be refused on a machine, the first one first; of a machine that is only named,
-    neither the disk nor the packages are known.
+    """Every error for which a run would be refused on a machine, the first one first; of a machine
+    that is only named, neither the disk nor the packages are known.
 
     Args:
         makes_folder: False where the run's folder exists, or another node makes it.
-        needs_rows: False for a plan, after which the data may come; a file that is there has to be readable.
-        plans: the plan of the run, or of each stage, as far as there are any; None before there are.
+        needs_rows: False for a plan, after which the data may come; a file that is there has to be
+            readable.
+        plans: the plan of the run, or of each stage, as far as there are any; None before there
+            are.
     """
     checks: list[Callable[[], object]] = [
         partial(require_capable_machine, stage_run.config, hardware) for stage_run in loaded.runs
     ]
     if makes_folder:
         checks.append(partial(_require_writable_folder, loaded, hardware))
-    checks += [partial(_require_readable_rows, stage_run, needs_rows=needs_rows) for stage_run in loaded.runs]
+    checks += [
+        partial(_require_readable_rows, stage_run, needs_rows=needs_rows)
+        for stage_run in loaded.runs
+    ]
     if plans is not None:
         resumed_folder, output = None, loaded.config.output
         with contextlib.suppress(SftPlayError):  # a check above says it
@@ -66,21 +82,30 @@ def refusals(
 
 
 def require_capable_machine(config: RunConfig, hardware: Hardware) -> None:
-    """Raise an error where this machine cannot train a run: HardwareError, or for a package that is not installed."""
+    """Raise an error where this machine cannot train a run: HardwareError, or for a package that is
+    not installed."""
     if hardware.named:
         return
-    require_usable_hardware(config, hardware, os.environ, count_params=lambda: load_run_model_shape(config).params)
+    require_usable_hardware(
+        config, hardware, os.environ, count_params=lambda: load_run_model_shape(config).params
+    )
     if config.tuning.backend == "bnb":  # Unsloth's processes have packages of their own
         check_trackers(config)
         require_attention_package(config.model.attn_implementation)
 
 
 def require_usable_hardware(
-    config: RunConfig, hardware: Hardware, environment: Mapping[str, str], *, count_params: Callable[[], int]
+    config: RunConfig,
+    hardware: Hardware,
+    environment: Mapping[str, str],
+    *,
+    count_params: Callable[[], int],
 ) -> None:
-    """Check, before anything loads, that a run here is what its user expects and can take a step; `count_params`: the
-    model's parameters, asked for on a CPU only. Raises HardwareError where an accelerator would not be used, the model
-    is too large for a CPU, Triton or inductor cannot build what is needed, or flash-attn 2 has no kernels."""
+    """Check, before anything loads, that a run here is what its user expects and can take a step;
+    `count_params`: the model's parameters, asked for on a CPU only. Raises HardwareError where an
+    accelerator would not be used, the model is too large for a CPU, Triton or inductor cannot build
+    what is needed, or flash-attn 2 has no kernels.
+    """
     if config.train.compile:
         require_inductor(hardware, environment)
     if config.model.attn_implementation == "flash_attention_2":
@@ -90,7 +115,10 @@ def require_usable_hardware(
             obstacle = "flash_attention_2 has kernels for GPUs, and this run uses the CPU"
         for gpu in old_gpus:
             capability = ".".join(map(str, gpu.capability or ()))
-            obstacle = f"flash_attention_2 needs GPUs from Ampere on (8.0), and {gpu.name} has {capability}"
+            obstacle = (
+                f"flash_attention_2 needs GPUs from Ampere on (8.0), and {gpu.name} has"
+                f" {capability}"
+            )
         if obstacle:
             raise HardwareError(f"model.attn_implementation: {obstacle}; use auto")
     if hardware.gpus:
@@ -102,8 +130,9 @@ def require_usable_hardware(
     param_count = count_params()  # asked last: for a model of the hub it fetches the config
     if param_count > MAX_CPU_PARAMS:
         raise HardwareError(
-            f"no GPU was detected here, and {one_line(config.model.name)} has {param_count / 1e9:.1f} billion "
-            f"parameters: make gpu-info shows what this machine has; or {CPU_HINT}"
+            f"no GPU was detected here, and {one_line(config.model.name)} has"
+            f" {param_count / 1e9:.1f} billion parameters: make gpu-info shows what this machine"
+            f" has; or {CPU_HINT}"
         )
     return None
 
@@ -130,13 +159,15 @@ def _require_readable_rows(stage_run: LoadedConfig, *, needs_rows: bool) -> None
 def require_gpus_and_disk(
     loaded: LoadedConfig, hardware: Hardware, plans: Sequence[Plan], folder: RunFolder | None = None
 ) -> None:
-    """Raise an error where a run cannot begin as it is planned: HardwareError, where torch cannot use the GPUs;
-    RunFolderError, where the disk certainly cannot hold the checkpoints that exist at once, beside those that the
-    `folder` of a resumed run has."""
+    """Raise an error where a run cannot begin as it is planned: HardwareError, where torch cannot
+    use the GPUs; RunFolderError, where the disk certainly cannot hold the checkpoints that exist at
+    once, beside those that the `folder` of a resumed run has."""
     if hardware.named:
         return
     if hardware.gpus and torch_cuda_version() is None:  # each rank would find it, after its imports
-        raise HardwareError(explain_unusable_torch(hardware.gpus[0].name, "it is built without CUDA"))
+        raise HardwareError(
+            explain_unusable_torch(hardware.gpus[0].name, "it is built without CUDA")
+        )
     folder = folder or RunFolder(output_dir(loaded.config.output))
     for stage_run, plan in zip(loaded.runs, plans, strict=False):
         stage_folder = folder
@@ -149,8 +180,8 @@ def require_gpus_and_disk(
         )
         if free_disk is not None and free_disk < needed_bytes:
             raise RunFolderError(
-                f"{folder.path}: there is no room for what the run writes ({disk.max_checkpoints or 'all its'} "
-                f"checkpoints at once, and the final weights): at least {needed_bytes:,} bytes "
-                f"({format_size(needed_bytes)}) are "
-                f"needed, and {format_free_space(folder.path)}; {MORE_SPACE_REMEDY}"
+                f"{folder.path}: there is no room for what the run writes"
+                f" ({disk.max_checkpoints or 'all its'} checkpoints at once, and the final"
+                f" weights): at least {needed_bytes:,} bytes ({format_size(needed_bytes)}) are"
+                f" needed, and {format_free_space(folder.path)}; {MORE_SPACE_REMEDY}"
             )

@@ -1,5 +1,7 @@
-"""What is to be launched: a run, its options, and what a launcher, accelerate's file and a mesh add to them; what
-becomes of it, the plan that ranks receive; and what a run that goes on keeps, and how often it is started again."""
+"""What is to be launched: a run, its options, and what a launcher, accelerate's file and a mesh add
+to them; what becomes of it, the plan that ranks receive; and what a run that goes on keeps, and how
+often it is started again.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,14 @@ from sft_play.launch.torchrun import (
 )
 from sft_play.log import one_line, start_log_file
 from sft_play.machine.hardware import Hardware, detect_hardware
-from sft_play.machine.network import DEFAULT_PORT, GLOO_VARIABLE, NodeSetup, find_interface, is_local, route_address
+from sft_play.machine.network import (
+    DEFAULT_PORT,
+    GLOO_VARIABLE,
+    NodeSetup,
+    find_interface,
+    is_local,
+    route_address,
+)
 from sft_play.planner.batching import BatchPlan, divisors
 from sft_play.planner.layout import (
     DEEPSPEED_LAYOUTS,
@@ -74,15 +83,16 @@ LAUNCH_FILE = "launch.json"
 
 @dataclass(frozen=True)
 class DeepspeedRequest:
-    """A request for DeepSpeed as the engine; `file` is the user's configuration, None the layout's shipped one."""
+    """A request for DeepSpeed as the engine; `file` is the user's configuration, None the layout's
+    shipped one."""
 
     file: Path | None = None
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How a run is launched: what the user gave, None where the plan or the machine decides. `processes` are those of
-    one node."""
+    """How a run is launched: what the user gave, None where the plan or the machine decides.
+    `processes` are those of one node."""
 
     strategy: LayoutName | None = None
     processes_per_node: int | None = None
@@ -95,8 +105,8 @@ class LaunchOptions:
     notes: tuple[str, ...] = ()
 
     def select_hardware(self, hardware: Hardware, *, is_one_node: bool = False) -> Hardware:
-        """This machine as the ranks will use it; with `is_one_node` the part of a single node. Raises HardwareError
-        where it has not the GPUs that are asked for."""
+        """This machine as the ranks will use it; with `is_one_node` the part of a single node.
+        Raises HardwareError where it has not the GPUs that are asked for."""
         return select_hardware(
             hardware,
             gpus=self.gpus,
@@ -128,7 +138,9 @@ class LaunchRequest:
     @property
     def is_reporting_rank(self) -> bool:
         """True for the one process that prints: not a rank, or rank 0 under a foreign launcher."""
-        return self.rank_info is None or (self.rank_info.is_first and self.rank_info.run_folder is None)
+        return self.rank_info is None or (
+            self.rank_info.is_first and self.rank_info.run_folder is None
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +171,10 @@ class LaunchPlan:
         assert self.folder is not None, "rank 0 names it"
         fields = {
             "folder": str(self.folder.path.absolute()),
-            "parts": [{"plan": plan.as_json(), "deepspeed": deepspeed} for plan, deepspeed in self.stage_plans],
+            "parts": [
+                {"plan": plan.as_json(), "deepspeed": deepspeed}
+                for plan, deepspeed in self.stage_plans
+            ],
             "resume": self.is_resumed,
             "made": self.folder_exists,
             "today": str(self.today),
@@ -168,22 +183,28 @@ class LaunchPlan:
 
     @staticmethod
     def from_json(text: str) -> LaunchPlan:
-        """Read what a parent, or rank 0, has written; raises the error with which rank 0 has refused the run."""
+        """Read what a parent, or rank 0, has written; raises the error with which rank 0 has
+        refused the run."""
         fields = json.loads(text)
         if "refused" in fields:
             error_class = DoesNotFit if fields["exit_code"] == DoesNotFit.exit_code else ConfigError
             raise error_class(fields["refused"])
-        stage_plans = [(plan_from_json(part["plan"]), part["deepspeed"]) for part in fields["parts"]]
+        stage_plans = [
+            (plan_from_json(part["plan"]), part["deepspeed"]) for part in fields["parts"]
+        ]
         folder, today = RunFolder(Path(fields["folder"])), date.fromisoformat(fields["today"])
-        return LaunchPlan(folder, fields["resume"], stage_plans, folder_exists=fields["made"], today=today)
+        return LaunchPlan(
+            folder, fields["resume"], stage_plans, folder_exists=fields["made"], today=today
+        )
 
 
 def refusal_to_json(error: SftPlayError) -> str:
-    """Format rank 0's refusal as JSON for the other ranks, which raise it too (`LaunchPlan.from_json`)."""
+    """Format rank 0's refusal as JSON for the other ranks, which raise it too
+    (`LaunchPlan.from_json`)."""
     return json.dumps({"refused": str(error), "exit_code": error.exit_code})
 
 
-# --- make's variables ------------------------------------------------------------------------------------------------
+# --- make's variables -----------------------------------------------------------------------------
 
 
 def parse_launch_options(
@@ -193,8 +214,8 @@ def parse_launch_options(
     uses_tensorboard: bool = False,
     notes: tuple[str, ...] = (),
 ) -> LaunchOptions:
-    """Parse make's launch variables; `notes` name the sources of values that the user did not type. Raises
-    ConfigError where one of them is not a number, out of range, or an unknown strategy."""
+    """Parse make's launch variables; `notes` name the sources of values that the user did not type.
+    Raises ConfigError where one of them is not a number, out of range, or an unknown strategy."""
     deepspeed, file = None, values.get("DEEPSPEED_CONFIG")
     if file:
         deepspeed = DeepspeedRequest(Path(file).expanduser())
@@ -203,7 +224,9 @@ def parse_launch_options(
     try:
         gpus_text = values.get("GPUS", "")
         if not re.fullmatch(r"\s*(\d{1,5}\s*(,\s*\d{1,5}\s*)*)?,?\s*", gpus_text, re.ASCII):
-            raise ConfigError(f"GPUS={one_line(gpus_text)} is not a list of GPU numbers, such as GPUS=0,1")
+            raise ConfigError(
+                f"GPUS={one_line(gpus_text)} is not a list of GPU numbers, such as GPUS=0,1"
+            )
         gpus = tuple(int(number) for number in re.findall(r"\d+", gpus_text))
         if len(set(gpus)) != len(gpus):
             raise ConfigError(f"GPUS={one_line(gpus_text)} names a GPU twice")
@@ -242,13 +265,13 @@ def _parse_strategy(text: str) -> LayoutName | None:
     raise ConfigError(" ".join(filter(None, words)))
 
 
-# --- what the command line leaves open -------------------------------------------------------------------------------
+# --- what the command line leaves open ------------------------------------------------------------
 
 
 def resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
-    """Fill what the command line leaves open, and set this process's environment for what it is: the launcher of ranks,
-    one of them, or the only process. Raises ConfigError or HardwareError where what was asked for contradicts itself or
-    the machine."""
+    """Fill what the command line leaves open, and set this process's environment for what it is:
+    the launcher of ranks, one of them, or the only process. Raises ConfigError or HardwareError
+    where what was asked for contradicts itself or the machine."""
     config, options, rank_info = request.loaded.config, request.options, request.rank_info
     hide_gpus(config, os.environ)  # before torch is imported, which reads the variable once
     mesh = parse_mesh(config.model.mesh_shape)
@@ -259,8 +282,10 @@ def resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
         accelerate_config, file = None, find_accelerate_file(os.environ)
         if file is not None:
             if file == default_accelerate_path(os.environ):
-                logger.info("accelerate's own file %s is read (ACCELERATE_CONFIG=none leaves it out)",
-                            one_line(str(file)))  # fmt: skip
+                logger.info(
+                    "accelerate's own file %s is read (ACCELERATE_CONFIG=none leaves it out)",
+                    one_line(str(file)),
+                )
             accelerate_config = read_accelerate_file(file)
             options = fill_from_accelerate(options, accelerate_config, mesh)
         if options.nodes.exported_note:
@@ -270,7 +295,8 @@ def resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
     else:
         if rank_info is not None:
             rank_info = setup_rank_environment(config, rank_info)
-        # the Trainer's arguments set engine and precision: accelerate would act on its variables as well
+        # the Trainer's arguments set engine and precision: accelerate would act on its variables as
+        # well
         accelerate_config = accelerate_launch_config(os.environ)
         remove_accelerate_variables(os.environ)
         if rank_info is None:
@@ -278,29 +304,41 @@ def resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
             for name in RENDEZVOUS_VARIABLES:
                 os.environ.pop(name, None)
             options = replace(options, strategy="single")
-        elif accelerate_config is not None and rank_info.run_folder is None:  # a parent of ours has read them
+        elif (
+            accelerate_config is not None and rank_info.run_folder is None
+        ):  # a parent of ours has read them
             options = fill_from_accelerate(options, accelerate_config, mesh)
     if options.max_restarts and (rank_info is not None or options.nodes.count > 1):
         raise ConfigError(
-            f"MAX_RESTARTS={options.max_restarts} starts processes again that this command has started on one machine: "
-            "let the launcher or the scheduler start the others again, with output.if_exists=resume (make launch-file "
-            "writes such a job)"
+            f"MAX_RESTARTS={options.max_restarts} starts processes again that this command has"
+            " started on one machine: let the launcher or the scheduler start the others again,"
+            " with output.if_exists=resume (make launch-file writes such a job)"
         )
     loaded = request.loaded
     if options.uses_tensorboard:
         loaded = add_tensorboard_tracker(loaded)
-    return replace(request, loaded=loaded, options=options, rank_info=rank_info, accelerate_config=accelerate_config)
+    return replace(
+        request,
+        loaded=loaded,
+        options=options,
+        rank_info=rank_info,
+        accelerate_config=accelerate_config,
+    )
 
 
 def setup_rank_environment(config: RunConfig, rank_info: RankInfo) -> RankInfo:
-    """Set the variables by which torch and gloo find the other ranks, whichever launcher set them; returns this
-    rank."""
-    os.environ.update(rank_variables(os.environ))  # other launchers' names as torchrun's, which torch reads
+    """Set the variables by which torch and gloo find the other ranks, whichever launcher set them;
+    returns this rank."""
+    os.environ.update(
+        rank_variables(os.environ)
+    )  # other launchers' names as torchrun's, which torch reads
     os.environ.update(rendezvous_variables(os.environ, node_count=rank_info.node_count))
     gpu_count = 0
     if rank_info.run_folder is None and rank_info.local_world_size > 1:
         gpu_count = len(restrict_to_device(config, detect_hardware()).gpus)
-    if gpu_count == 1:  # another launcher shows each rank its own GPU alone: device 0, whatever the rank's number
+    if (
+        gpu_count == 1
+    ):  # another launcher shows each rank its own GPU alone: device 0, whatever the rank's number
         os.environ["LOCAL_RANK"] = "0"  # which torch and accelerate read
         rank_info = replace(rank_info, local_rank=0)
     choose_interface(rank_info, os.environ)
@@ -308,10 +346,10 @@ def setup_rank_environment(config: RunConfig, rank_info: RankInfo) -> RankInfo:
 
 
 def choose_interface(rank_info: RankInfo, environment: MutableMapping[str, str]) -> None:
-    """Set `GLOO_SOCKET_IFNAME` of a rank among several nodes to the interface that leads to `MASTER_ADDR`, where nobody
-    has. gloo would take the address of this host's own name, which may be the loopback (Debian's /etc/hosts), and on
-    the other nodes means themselves; NCCL finds interfaces by itself. Raises ConfigError where MASTER_ADDR does not
-    resolve here."""
+    """Set `GLOO_SOCKET_IFNAME` of a rank among several nodes to the interface that leads to
+    `MASTER_ADDR`, where nobody has. gloo would take the address of this host's own name, which may
+    be the loopback (Debian's /etc/hosts), and on the other nodes means themselves; NCCL finds
+    interfaces by itself. Raises ConfigError where MASTER_ADDR does not resolve here."""
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", "")
     if rank_info.world_size <= rank_info.local_world_size or not host:
         return
@@ -319,30 +357,35 @@ def choose_interface(rank_info: RankInfo, environment: MutableMapping[str, str])
         address = route_address(host, int(port) if port.isdigit() else 0)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}; where torchrun runs with --rdzv-backend c10d it takes the name of node 0's host: give "
-            "--local-addr with this node's own address on every node"
+            f"{error}; where torchrun runs with --rdzv-backend c10d it takes the name of node 0's"
+            " host: give --local-addr with this node's own address on every node"
         ) from None
     interface = find_interface(address) if address else None
     if interface is not None and not environment.get(GLOO_VARIABLE):
         environment[GLOO_VARIABLE] = interface
-        logger.info("Network: gloo uses %s (%s), which leads to MASTER_ADDR=%s; %s= names another",
-                    interface, address, one_line(host), GLOO_VARIABLE)  # fmt: skip
+        logger.info(
+            "Network: gloo uses %s (%s), which leads to MASTER_ADDR=%s; %s= names another",
+            interface,
+            address,
+            one_line(host),
+            GLOO_VARIABLE,
+        )
 
 
 def fill_from_accelerate(
     options: LaunchOptions, accelerate_config: AccelerateConfig, mesh: Mesh | None = None
 ) -> LaunchOptions:
-    """The options with an accelerate configuration filled in wherever the command line says nothing. `mesh`: the run
-    YAML's; FSDP in the configuration means it then, and not a layout. Raises ConfigError where it is for several
-    machines and lacks the address of rank 0's."""
+    """The options with an accelerate configuration filled in wherever the command line says
+    nothing. `mesh`: the run YAML's; FSDP in the configuration means it then, and not a layout.
+    Raises ConfigError where it is for several machines and lacks the address of rank 0's."""
     nodes = options.nodes
     if nodes.count == 1 and accelerate_config.num_machines > 1:
         address = nodes.address or accelerate_config.main_process_ip
         if address is None:
             raise ConfigError(
-                f"{one_line(str(accelerate_config.path))}: num_machines: {accelerate_config.num_machines} "
-                "needs main_process_ip, the address of the machine of rank 0 that the others reach "
-                "(make setup-accelerate: MAIN_IP=)"
+                f"{one_line(str(accelerate_config.path))}: num_machines:"
+                f" {accelerate_config.num_machines} needs main_process_ip, the address of the"
+                " machine of rank 0 that the others reach (make setup-accelerate: MAIN_IP=)"
             )
         nodes = NodeSetup(
             accelerate_config.num_machines,
@@ -371,35 +414,46 @@ def fill_from_accelerate(
 
 
 def apply_mesh(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
-    """The options with as many processes as a mesh has, where no number was given; raises ConfigError where they do not
-    divide over the nodes, or there are fewer GPUs than the mesh has processes."""
+    """The options with as many processes as a mesh has, where no number was given; raises
+    ConfigError where they do not divide over the nodes, or there are fewer GPUs than the mesh has
+    processes."""
     mesh = parse_mesh(config.model.mesh_shape)
     if mesh is None or options.processes_per_node or options.gpus:
         return options
-    mesh_text, nodes = f"model.mesh_shape={format_mesh(config.model.mesh_shape)}", options.nodes.count
+    mesh_text, nodes = (
+        f"model.mesh_shape={format_mesh(config.model.mesh_shape)}",
+        options.nodes.count,
+    )
     if mesh.ranks % nodes:
-        raise ConfigError(f"{mesh_text} is a mesh of {mesh.ranks} processes, which {nodes} nodes cannot share equally")
+        raise ConfigError(
+            f"{mesh_text} is a mesh of {mesh.ranks} processes, which {nodes} nodes cannot share"
+            " equally"
+        )
     ranks_per_node, gpu_count = mesh.ranks // nodes, len(detect_hardware().gpus)
     if gpu_count and ranks_per_node > gpu_count:
         raise HardwareError(
-            f"{mesh_text} needs {ranks_per_node} processes on each node, and there are {gpu_count} GPUs: one each"
+            f"{mesh_text} needs {ranks_per_node} processes on each node, and there are {gpu_count}"
+            " GPUs: one each"
         )
     return replace(options, processes_per_node=ranks_per_node)
 
 
 def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
-    """Resolve what exported RANK and WORLD_SIZE count: ranks, where RANK can be the first one of this node, else nodes.
-    Returns the options with those nodes."""
+    """Resolve what exported RANK and WORLD_SIZE count: ranks, where RANK can be the first one of
+    this node, else nodes. Returns the options with those nodes."""
     nodes = options.nodes
-    ranks_here = options.select_hardware(restrict_to_device(config, detect_hardware()), is_one_node=True).ranks
+    ranks_here = options.select_hardware(
+        restrict_to_device(config, detect_hardware()), is_one_node=True
+    ).ranks
     if ranks_here == 1 or nodes.count % ranks_here or nodes.rank % ranks_here:
         return options
-    # as many nodes as each has ranks, or all ranks on this one, which is sure where no other machine can reach it
+    # as many nodes as each has ranks, or all ranks on this one, which is sure where no other
+    # machine can reach it
     if nodes.count == ranks_here and not is_local(str(nodes.address)):
         return options
     note = (
-        f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {ranks_here} on each node "
-        "(NNODES= and NODE_RANK= say otherwise)"
+        f"RANK and WORLD_SIZE in the environment count ranks, {nodes.count} in all and {ranks_here}"
+        " on each node (NNODES= and NODE_RANK= say otherwise)"
     )
     logger.info("Nodes: %s", note)
     node_count, node_rank = nodes.count // ranks_here, nodes.rank // ranks_here
@@ -408,24 +462,30 @@ def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchO
 
 
 def add_tensorboard_tracker(loaded: LoadedConfig) -> LoadedConfig:
-    """The config with TensorBoard among its trackers, logged where it was added: the page would stay empty without."""
+    """The config with TensorBoard among its trackers, logged where it was added: the page would
+    stay empty without."""
     trackers = loaded.config.train.report_to
     if "tensorboard" in trackers:
         return loaded
     setting = f"train.report_to={json.dumps(['tensorboard', *trackers])}"
-    logger.info("TensorBoard was asked for: %s, in place of %s", setting, json.dumps(list(trackers)))
+    logger.info(
+        "TensorBoard was asked for: %s, in place of %s", setting, json.dumps(list(trackers))
+    )
     other_overrides = [word for word in loaded.overrides if not word.startswith("train.report_to=")]
     return load_config(loaded.path, overrides=[*other_overrides, setting])
 
 
-def override_lines(accelerate_config: AccelerateConfig, plan: Plan, *, max_grad_norm: float) -> list[str]:
+def override_lines(
+    accelerate_config: AccelerateConfig, plan: Plan, *, max_grad_norm: float
+) -> list[str]:
     """Lines for the log: where the run YAML or the plan overrides accelerate's choices."""
     name, precision = accelerate_config.path.name, accelerate_config.mixed_precision
     planned_precision = MIXED_PRECISION.get(plan.precision.compute, "no")
     lines = []
     if precision not in (None, planned_precision):
         lines.append(
-            f"{name} says mixed_precision: {precision}, the run YAML asks for {planned_precision}: the run YAML wins"
+            f"{name} says mixed_precision: {precision}, the run YAML asks for {planned_precision}:"
+            " the run YAML wins"
         )
     if accelerate_config.distributed_type == "FSDP":
         fsdp_config = accelerate_config.fsdp_config
@@ -433,26 +493,33 @@ def override_lines(accelerate_config: AccelerateConfig, plan: Plan, *, max_grad_
             lines.append(f"{name} asks for FSDP's first version: FSDP2 (fully_shard) is used")
         if str(fsdp_config.get("fsdp_offload_params")).lower() in ("true", "yes", "on"):
             lines.append(
-                f"{name} says fsdp_offload_params: true, which is not supported: use zero3_offload for weights in RAM"
+                f"{name} says fsdp_offload_params: true, which is not supported: use zero3_offload"
+                " for weights in RAM"
             )
     if accelerate_config.distributed_type == "DEEPSPEED":
-        planned = {"gradient_accumulation_steps": plan.batch.grad_accum, "gradient_clipping": max_grad_norm}
+        planned = {
+            "gradient_accumulation_steps": plan.batch.grad_accum,
+            "gradient_clipping": max_grad_norm,
+        }
         for key, value in planned.items():
             file_value = accelerate_config.deepspeed_config.get(key, "auto")
             if file_value != "auto" and not are_numbers_equal(file_value, value):
-                lines.append(f"{name} says deepspeed_config.{key}: {file_value}, the plan {value:g}: the plan wins")
+                lines.append(
+                    f"{name} says deepspeed_config.{key}: {file_value}, the plan {value:g}: the"
+                    " plan wins"
+                )
     return lines
 
 
-# --- a run that was stopped, or died, and goes on: what it keeps, and how often it is started again ------------------
+# --- a run that was stopped, or died, and goes on: what it keeps, and how often it is started again
 
 
 def resume_request(
     loaded: LoadedConfig, options: LaunchOptions, *, run_name: str | None, is_trusted: CodeTrust
 ) -> LaunchRequest:
-    """Build the request that resumes a stopped run, the one named `run_name` or the newest, over as many ranks as
-    before unless another number is given. Raises RunFolderError where there is none, or its settings allow code that
-    `is_trusted` does not."""
+    """Build the request that resumes a stopped run, the one named `run_name` or the newest, over as
+    many ranks as before unless another number is given. Raises RunFolderError where there is none,
+    or its settings allow code that `is_trusted` does not."""
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run_name)
     new_config, previous = loaded, read_previous_run(folder)
     loaded = load_resumed_config(new_config, folder, is_trusted=is_trusted)
@@ -463,18 +530,25 @@ def resume_request(
             rank_count = min(rank_count, gpu_count)
         options = replace(options, processes_per_node=rank_count)
     if not _keeps_mesh(loaded.config, options, previous):
-        logger.info("Mesh: model.mesh_shape=%s is of other processes, or another layout: left out",
-                    format_mesh(loaded.config.model.mesh_shape))  # fmt: skip
+        logger.info(
+            "Mesh: model.mesh_shape=%s is of other processes, or another layout: left out",
+            format_mesh(loaded.config.model.mesh_shape),
+        )
         loaded = load_resumed_config(new_config, folder, is_trusted=is_trusted, keeps_mesh=False)
     # a single rank's too
-    has_engine = options.deepspeed or (previous is not None and previous.layout in DEEPSPEED_LAYOUTS)
+    has_engine = options.deepspeed or (
+        previous is not None and previous.layout in DEEPSPEED_LAYOUTS
+    )
     is_one_rank = options.processes_per_node == 1 and options.nodes.count == 1 and not has_engine
     launches_ranks = not (is_one_rank and options.strategy in (None, "single"))
-    return LaunchRequest(loaded, options, launches_ranks=launches_ranks, should_resume=True, folder=folder)
+    return LaunchRequest(
+        loaded, options, launches_ranks=launches_ranks, should_resume=True, folder=folder
+    )
 
 
 def _keeps_mesh(config: RunConfig, options: LaunchOptions, previous: PreviousRun | None) -> bool:
-    """Whether a resumed run keeps its mesh: over as many processes, and in the layout that the mesh is."""
+    """Whether a resumed run keeps its mesh: over as many processes, and in the layout that the mesh
+    is."""
     mesh = parse_mesh(config.model.mesh_shape)
     if mesh is None:
         return True
@@ -486,10 +560,14 @@ def _keeps_mesh(config: RunConfig, options: LaunchOptions, previous: PreviousRun
 
 
 def read_previous_run(folder: RunFolder) -> PreviousRun | None:
-    """Read a stopped run's layout, batch and number of ranks from its manifest, or from its plan if it failed before a
-    rank wrote them; None if neither has them."""
+    """Read a stopped run's layout, batch and number of ranks from its manifest, or from its plan if
+    it failed before a rank wrote them; None if neither has them."""
     manifest, plan = folder.read_manifest(), read_json(folder.path / "plan.json")
-    batch, layout, processes = manifest.get("batch"), manifest.get("layout", "single"), manifest.get("processes", 0)
+    batch, layout, processes = (
+        manifest.get("batch"),
+        manifest.get("layout", "single"),
+        manifest.get("processes", 0),
+    )
     if not isinstance(batch, dict):
         batch = {**plan, "ranks": plan.get("data_parallel_ranks")}
         layout, processes = plan.get("layout"), plan.get("ranks", 0)
@@ -497,20 +575,28 @@ def read_previous_run(folder: RunFolder) -> PreviousRun | None:
     if min(numbers) < 1:
         return None
     updates = None
-    if layout in UNSHARDED_LAYOUTS:  # elsewhere they follow from it: FSDP and DeepSpeed keep copies in float32
+    if (
+        layout in UNSHARDED_LAYOUTS
+    ):  # elsewhere they follow from it: FSDP and DeepSpeed keep copies in float32
         updates = (plan.get("precision") or {}).get("updates")
-    oom_micro_batches = [event.micro_batch for event in read_oom_events(folder) if event.again in ("step", "run")]
+    oom_micro_batches = [
+        event.micro_batch for event in read_oom_events(folder) if event.again in ("step", "run")
+    ]
     least_oom = min(oom_micro_batches, default=None)
-    return PreviousRun(layout, BatchPlan(*numbers), processes, updates, folder.has_trained, least_oom)
+    return PreviousRun(
+        layout, BatchPlan(*numbers), processes, updates, folder.has_trained, least_oom
+    )
 
 
 def resume_constraints(
     config: RunConfig, previous: PreviousRun | None, processes: int
 ) -> tuple[BatchPlan | None, WeightUpdates | None]:
-    """What a resumed run keeps over so many processes: its batch, and how updates reach its weights; None leaves it to
-    the config and the plan. Free GPU memory may have changed; the rows of a step must not. Over another number of
-    data-parallel ranks the accumulation follows, and a micro-batch that does not divide a rank's share, or ran out of
-    memory, becomes the largest that does. Raises RunFolderError where the effective batch does not split over them."""
+    """What a resumed run keeps over so many processes: its batch, and how updates reach its
+    weights; None leaves it to the config and the plan. Free GPU memory may have changed; the rows
+    of a step must not. Over another number of data-parallel ranks the accumulation follows, and a
+    micro-batch that does not divide a rank's share, or ran out of memory, becomes the largest that
+    does. Raises RunFolderError where the effective batch does not split over them.
+    """
     if previous is None or not (previous.has_trained or previous.oom_micro_batch):
         return None, None
     mesh, ranks = parse_mesh(config.model.mesh_shape), processes
@@ -524,7 +610,8 @@ def resume_constraints(
     if train.batch_size != "auto" and train.batch_size < (previous.oom_micro_batch or math.inf):
         requested_micro_batch = train.batch_size
     effective_batch = previous.batch.effective_batch
-    # another effective batch is refused by check_same_run, and a split that is given in full needs none from here
+    # another effective batch is refused by check_same_run, and a split that is given in full needs
+    # none from here
     if not train.derives_effective_batch and train.effective_batch_size != effective_batch:
         return None, updates
     grad_accum = 0 if train.grad_accum == "auto" else train.grad_accum
@@ -532,10 +619,13 @@ def resume_constraints(
         return None, updates
     rank_share, remainder = divmod(effective_batch, ranks)
     if remainder:
-        possible_ranks = ", ".join(str(number) for number in divisors(effective_batch) if number <= 2 * ranks)
+        possible_ranks = ", ".join(
+            str(number) for number in divisors(effective_batch) if number <= 2 * ranks
+        )
         raise RunFolderError(
-            f"the run cannot be resumed over {ranks} ranks: they do not divide its effective batch of "
-            f"{effective_batch} (it was stopped with {previous.batch.ranks}); numbers that do: {possible_ranks}"
+            f"the run cannot be resumed over {ranks} ranks: they do not divide its effective batch"
+            f" of {effective_batch} (it was stopped with {previous.batch.ranks}); numbers that do:"
+            f" {possible_ranks}"
         )
     micro_batch = requested_micro_batch or previous.batch.micro_batch
     if rank_share % micro_batch and train.batch_size == "auto" and not previous.oom_micro_batch:
@@ -552,7 +642,8 @@ class RestartBudget:
     used: int = 0
 
     def should_restart(self, folder: RunFolder, loaded: LoadedConfig) -> bool:
-        """Whether a run that has failed is to be started again; why is logged, and recorded in its manifest."""
+        """Whether a run that has failed is to be started again; why is logged, and recorded in its
+        manifest."""
         if event := pop_oom_note(folder):
             logger.warning("Starting again with micro-batch %d", event.now)
             return True
@@ -566,12 +657,20 @@ class RestartBudget:
                 return False
             self.used += 1
             step, resume_text = _resume_point(folder, loaded)
-            logger.warning("Restart %d of %d: %s; the run goes on from %s", self.used, self.limit, crash, resume_text)
+            logger.warning(
+                "Restart %d of %d: %s; the run goes on from %s",
+                self.used,
+                self.limit,
+                crash,
+                resume_text,
+            )
         finally:
             logging.getLogger().removeHandler(handler)
             handler.close()
         entry = {"after": crash, "from_step": step, "number": self.used, "of": self.limit}
-        folder.update_manifest(**{RESTARTS_ENTRY: [*folder.read_manifest().get(RESTARTS_ENTRY, []), entry]})
+        folder.update_manifest(
+            **{RESTARTS_ENTRY: [*folder.read_manifest().get(RESTARTS_ENTRY, []), entry]}
+        )
         return True
 
 
@@ -596,4 +695,7 @@ def _resume_point(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
     checkpoint = last_complete_checkpoint(last_folder.checkpoints_path)
     if checkpoint is None:
         return 0, f"the beginning{stage_suffix}: there is no checkpoint"
-    return checkpoint_step(checkpoint), f"the checkpoint of step {checkpoint_step(checkpoint)}{stage_suffix}"
+    return (
+        checkpoint_step(checkpoint),
+        f"the checkpoint of step {checkpoint_step(checkpoint)}{stage_suffix}",
+    )

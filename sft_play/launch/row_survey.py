@@ -1,7 +1,9 @@
-"""The lengths of a run's rows, counted before its plan is made: by tokenising them, once, as the run itself does.
+"""The lengths of a run's rows, counted before its plan is made: by tokenising them, once, as the
+run itself does.
 
-A file in the cache keeps them until the files, the tokenizer, or an option that decides a row's tokens change. A plan
-reads that file only; commands that train count the rows first, into the cache of rows that the run then reads.
+A file in the cache keeps them until the files, the tokenizer, or an option that decides a row's
+tokens change. A plan reads that file only; commands that train count the rows first, into the cache
+of rows that the run then reads.
 """
 
 import contextlib
@@ -32,7 +34,9 @@ logger = logging.getLogger(__name__)
 # Bytes of data that a plan reads to count their tokens: a few seconds.
 QUICK_BYTES = 32 * MIB
 # Options of the data section that decide neither which rows there are nor their tokens.
-_OPTIONS_WITHOUT_EFFECT = frozenset({"on_bad_row", "max_lost_fraction", "workers", "process", "documents"})
+_OPTIONS_WITHOUT_EFFECT = frozenset(
+    {"on_bad_row", "max_lost_fraction", "workers", "process", "documents"}
+)
 
 
 def has_variable_lengths(config: RunConfig) -> bool:
@@ -41,7 +45,8 @@ def has_variable_lengths(config: RunConfig) -> bool:
 
 
 def cached_row_tokens(config: RunConfig) -> RowTokens | None:
-    """The lengths of the rows where they were counted before; nothing is tokenised, and no error is raised."""
+    """The lengths of the rows where they were counted before; nothing is tokenised, and no error is
+    raised."""
     with contextlib.suppress(OSError, SftPlayError, ValueError):
         if has_variable_lengths(config):
             return TypeAdapter(RowTokens).validate_json(_cache_path(config).read_bytes())
@@ -49,8 +54,9 @@ def cached_row_tokens(config: RunConfig) -> RowTokens | None:
 
 
 def count_row_tokens(runs: Iterable[LoadedConfig]) -> None:
-    """Count the rows of a run, or of each of its stages, where that was not done before; raises SftPlayError where the
-    tokenizer cannot be loaded, or the rows cannot be used, as training would say."""
+    """Count the rows of a run, or of each of its stages, where that was not done before; raises
+    SftPlayError where the tokenizer cannot be loaded, or the rows cannot be used, as training would
+    say."""
     for stage_run in runs:
         if has_variable_lengths(stage_run.config) and cached_row_tokens(stage_run.config) is None:
             with stage_context(stage_run.stage_name):
@@ -60,14 +66,20 @@ def count_row_tokens(runs: Iterable[LoadedConfig]) -> None:
 def count_row_tokens_if_quick(
     loaded: LoadedConfig,
     *,
-    on_error: Callable[[SftPlayError], object] = lambda error: logger.warning("Rows: not counted: %s", error),
+    on_error: Callable[[SftPlayError], object] = lambda error: logger.warning(
+        "Rows: not counted: %s", error
+    ),
 ) -> list[str]:
-    """Count the rows for a plan, where tokenizer and files are here and small. Returns a line for each part whose data
-    are not here: they may be on the machine that trains. `on_error` takes why rows cannot be used."""
+    """Count the rows for a plan, where tokenizer and files are here and small. Returns a line for
+    each part whose data are not here: they may be on the machine that trains. `on_error` takes why
+    rows cannot be used.
+    """
     missing_data_lines: list[str] = []
     for stage_run in loaded.runs:
         config = stage_run.config
-        with contextlib.suppress(OSError, SftPlayError):  # what is wrong with the rows is said below
+        with contextlib.suppress(
+            OSError, SftPlayError
+        ):  # what is wrong with the rows is said below
             for line in missed_column_lines(config.data, task_mode=config.task_mode):
                 logger.warning("%s", line)
         if not has_variable_lengths(config) or cached_row_tokens(config) is not None:
@@ -76,7 +88,8 @@ def count_row_tokens_if_quick(
             data_bytes = sum(size for _, size, _ in _data_file_states(config))
         except (SftPlayError, OSError) as error:
             missing_data_lines.append(
-                f"Rows: every row is taken to have full length, because the data are not here: {error}"
+                "Rows: every row is taken to have full length, because the data are not here:"
+                f" {error}"
             )
             continue
         folder = find_model_folder(config.model.name)
@@ -102,15 +115,22 @@ def _count_tokens(config: RunConfig) -> None:
     positions = load_max_positions(config.model.name, revision=config.model.revision)
     length_limit = min(config.model.max_seq_len, positions or config.model.max_seq_len)
     splits = build_splits(
-        config, find_data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=length_limit,
-        max_positions=positions, today=date.today(),
-    )  # fmt: skip
+        config,
+        find_data_paths(config.data),
+        load_tokenizer(config).tokenizer,
+        max_seq_len=length_limit,
+        max_positions=positions,
+        today=date.today(),
+    )
     lengths, counts = np.unique(row_lengths(splits.train.rows), return_counts=True)
     held_out = [row_lengths(split.rows) for split in (splits.val, splits.test) if split is not None]
     row_tokens = summarize_row_tokens(
         dict(zip(lengths.tolist(), counts.tolist(), strict=True)),
         limit=length_limit,
-        held_out=max((int(split_lengths.max()) for split_lengths in held_out if len(split_lengths)), default=0),
+        held_out=max(
+            (int(split_lengths.max()) for split_lengths in held_out if len(split_lengths)),
+            default=0,
+        ),
     )
     assert row_tokens is not None  # a split without rows is refused as it is built
     row_tokens = dataclasses.replace(row_tokens, cut=splits.train.stats.cut_rows)
@@ -118,18 +138,22 @@ def _count_tokens(config: RunConfig) -> None:
     try:
         atomic.write(path, json.dumps(dataclasses.asdict(row_tokens)))
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}; free space there, or name another "
-                        "folder in SFT_PLAY_CACHE") from error  # fmt: skip
+        raise DataError(
+            f"{path} cannot be written: {error.strerror or error}; free space there, or name"
+            " another folder in SFT_PLAY_CACHE"
+        ) from error
 
 
 def _cache_path(config: RunConfig) -> Path:
-    """Where the lengths are kept, by everything that decides them: files by their sizes and times, options, and the
-    code, which has the templates, masks and cuts."""
+    """Where the lengths are kept, by everything that decides them: files by their sizes and times,
+    options, and the code, which has the templates, masks and cuts."""
     folder = find_model_folder(config.model.name)
     tokenizer: list[Any] = [config.model.name, config.model.revision]
     if folder is not None:
         tokenizer = sorted(
-            _file_state(path) for pattern in ("*.json", "*.jinja", "*.model", "*.txt") for path in folder.glob(pattern)
+            _file_state(path)
+            for pattern in ("*.json", "*.jinja", "*.model", "*.txt")
+            for path in folder.glob(pattern)
         )
     options = config.data.model_dump(mode="json", exclude=set(_OPTIONS_WITHOUT_EFFECT))
     code = Path(__file__).parents[1] / "data"
@@ -140,7 +164,9 @@ def _cache_path(config: RunConfig) -> Path:
         "files": sorted(_data_file_states(config)),
         "code": sorted(map(_file_state, code.rglob("*.py"))),
     }
-    key = hashlib.sha256(json.dumps(key_parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps(key_parts, sort_keys=True, default=str).encode()).hexdigest()[
+        :32
+    ]
     return cache_dir() / "row_tokens" / f"{key}.json"
 
 

@@ -1,5 +1,5 @@
-"""Every start of a run, in its steps: a request becomes a plan, and the plan a result. The run is trained here, over
-ranks that are launched, or as one of them."""
+"""Every start of a run, in its steps: a request becomes a plan, and the plan a result. The run is
+trained here, over ranks that are launched, or as one of them."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,13 @@ from sft_play.finished.report import write_final_report
 from sft_play.launch import tensorboard
 from sft_play.launch.planning import add_oom_advice, plan_launch
 from sft_play.launch.ranks import launch_ranks
-from sft_play.launch.request import LaunchPlan, LaunchRequest, RestartBudget, override_lines, resolve_launch_request
+from sft_play.launch.request import (
+    LaunchPlan,
+    LaunchRequest,
+    RestartBudget,
+    override_lines,
+    resolve_launch_request,
+)
 from sft_play.launch.run_hardware import check_rank_gpu, prepare_libraries
 from sft_play.launch.torchrun import LaunchCommand, rank_timeout_s, visible_gpu_variables
 from sft_play.log import one_line, start_log_buffer
@@ -29,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class LaunchResult:
-    """How a start ended: sft-play's exit code, and what was started. `folder` is None on several nodes, where rank 0
-    names it; `launch` is None where no launcher starts the ranks."""
+    """How a start ended: sft-play's exit code, and what was started. `folder` is None on several
+    nodes, where rank 0 names it; `launch` is None where no launcher starts the ranks."""
 
     exit_code: int
     folder: RunFolder | None
@@ -39,34 +45,44 @@ class LaunchResult:
 
 
 def start_run(request: LaunchRequest) -> LaunchResult:
-    """Start a run and wait for its end; ranks that ran out of memory are started again, with smaller micro-batches, and
-    with MAX_RESTARTS= a run of which a process died. Raises SftPlayError for what the user can fix, where possible
-    before a library is imported."""
-    signals.record_start_time(anew=request.rank_info is None)  # train.max_hours is the limit of all starts together
+    """Start a run and wait for its end; ranks that ran out of memory are started again, with
+    smaller micro-batches, and with MAX_RESTARTS= a run of which a process died. Raises SftPlayError
+    for what the user can fix, where possible before a library is imported."""
+    signals.record_start_time(
+        anew=request.rank_info is None
+    )  # train.max_hours is the limit of all starts together
     restarts = RestartBudget(request.options.max_restarts)
     if restarts.limit and request.rank_info is None and not request.launches_ranks:
         options = dataclasses.replace(request.options, processes_per_node=1)
-        request = dataclasses.replace(request, options=options, launches_ranks=True, is_supervised=True)
+        request = dataclasses.replace(
+            request, options=options, launches_ranks=True, is_supervised=True
+        )
     result = _start_once(request)
-    while result.exit_code and result.folder is not None and restarts.should_restart(result.folder, request.loaded):
+    while (
+        result.exit_code
+        and result.folder is not None
+        and restarts.should_restart(result.folder, request.loaded)
+    ):
         result = _start_once(dataclasses.replace(request, should_resume=True, folder=result.folder))
     return result
 
 
 def _start_once(request: LaunchRequest) -> LaunchResult:
-    """Start a run once; what is cheap to refuse comes first. Outside the training's steps a request to stop unwinds the
-    stack."""
+    """Start a run once; what is cheap to refuse comes first. Outside the training's steps a request
+    to stop unwinds the stack."""
     with contextlib.ExitStack() as exit_stack:
         if request.rank_info is None:  # a rank that waits for the others is ended by its launcher
             exit_stack.enter_context(signals.StopSignals(signals.raise_interrupt))
-        buffer = start_log_buffer() if request.rank_info is None or request.rank_info.is_first else None
+        buffer = (
+            start_log_buffer() if request.rank_info is None or request.rank_info.is_first else None
+        )
         if request.is_reporting_rank:
             name = request.loaded.config.model.name
             description = f"{name} ({request.loaded.path})"
             if name == BASE_NAME:
                 description = (
-                    f"{name}, the starter's two million parameters ({request.loaded.path}; a run of yours: "
-                    "CONFIG=my.yaml)"
+                    f"{name}, the starter's two million parameters ({request.loaded.path}; a run of"
+                    " yours: CONFIG=my.yaml)"
                 )
             logger.info("Base model: %s", one_line(description, limit=400))
         request = resolve_launch_request(request)
@@ -77,14 +93,20 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
             return LaunchResult(0, folder)
         if request.accelerate_config is not None and request.is_reporting_rank:
             max_grad_norm = request.loaded.config.train.max_grad_norm
-            for line in override_lines(request.accelerate_config, launch_plan.plan, max_grad_norm=max_grad_norm):
+            for line in override_lines(
+                request.accelerate_config, launch_plan.plan, max_grad_norm=max_grad_norm
+            ):
                 logger.info("%s", line)
         sidecar: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if folder is not None and request.options.uses_tensorboard and request.is_reporting_rank:
             title = folder.path.absolute().name
-            sidecar = tensorboard.sidecar(folder.tensorboard_path, environment=os.environ, title=title)
+            sidecar = tensorboard.sidecar(
+                folder.tensorboard_path, environment=os.environ, title=title
+            )
         if folder is None or not launch_plan.trains_in_process:
-            exit_code, launch = launch_ranks(request, launch_plan, sidecar=sidecar, log_buffer=buffer)
+            exit_code, launch = launch_ranks(
+                request, launch_plan, sidecar=sidecar, log_buffer=buffer
+            )
             # on several nodes rank 0 makes the folder of a new run
             known_folder = request.folder if request.options.nodes.count > 1 else folder
             return LaunchResult(exit_code, known_folder, launch_plan.plan, launch)
@@ -95,7 +117,7 @@ def _start_once(request: LaunchRequest) -> LaunchResult:
         return LaunchResult(0, folder, launch_plan.plan)
 
 
-# --- the training in this process -------------------------------------------------------------------------------------
+# --- the training in this process -----------------------------------------------------------------
 
 
 def train_in_process(
@@ -117,7 +139,9 @@ def train_in_process(
         os.environ.update(visible_gpu_variables(",".join(str(gpu) for gpu in request.options.gpus)))
     prepare_libraries(loaded.config.model.name, plan.hardware)
     if rank_info is not None:
-        check_rank_gpu(plan, rank_info)  # asks the driver, so that nothing is loaded for a GPU that is refused
+        check_rank_gpu(
+            plan, rank_info
+        )  # asks the driver, so that nothing is loaded for a GPU that is refused
     with importing():
         from sft_play.training.job import build_run_job
         from sft_play.training.run import run_training
@@ -143,5 +167,8 @@ def train_in_process(
         summary = run_training(job)
     if rank_info is None or rank_info.is_first:
         # the configs have the starter's name, as plans look it up
-        planned = [(part.config, plan) for part, (plan, _) in zip(loaded.runs, launch_plan.stage_plans, strict=True)]
+        planned = [
+            (part.config, plan)
+            for part, (plan, _) in zip(loaded.runs, launch_plan.stage_plans, strict=True)
+        ]
         record_measurements(planned, summary)

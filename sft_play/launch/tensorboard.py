@@ -1,11 +1,14 @@
-"""TensorBoard beside a run: started, found again and stopped by its process, and never a reason for training to fail.
+"""TensorBoard beside a run: started, found again and stopped by its process, and never a reason for
+training to fail.
 
-A TensorBoard is a process in a session of its own, so Ctrl-C in the terminal reaches only the training. Nothing is
-recorded on disk: a TensorBoard of this project carries `OWNER_VARIABLE` in its environment, which only its user can
-read, and the rest is in its command line. One that belongs to a run watches the process that started it, so that it
-ends after a kill -9 too. The process is `python -m sft_play.launch.tensorboard --logdir=…`: TensorBoard's own
-program, with a check of each request's Host. Flags and the route `/data/environment` are those of
-https://github.com/tensorflow/tensorboard: `tensorboard/program.py`, `tensorboard/plugins/core/core_plugin.py`.
+A TensorBoard is a process in a session of its own, so Ctrl-C in the terminal reaches only the
+training. Nothing is recorded on disk: a TensorBoard of this project carries `OWNER_VARIABLE` in its
+environment, which only its user can read, and the rest is in its command line. One that belongs to
+a run watches the process that started it, so that it ends after a kill -9 too. The process is
+`python -m sft_play.launch.tensorboard --logdir=…`: TensorBoard's own program, with a check of each
+request's Host. Flags and the route `/data/environment` are those of
+https://github.com/tensorflow/tensorboard: `tensorboard/program.py`,
+`tensorboard/plugins/core/core_plugin.py`.
 """
 
 import contextlib
@@ -42,7 +45,8 @@ logger = logging.getLogger(__name__)
 OWNER_VARIABLE = "SFT_PLAY_TENSORBOARD"
 DEFAULT_TENSORBOARD_PORT = 6006
 PORTS_TRIED = 100
-# TensorBoard answers 3 to 6 s after its start on an idle machine; imports from a cold disk take a multiple of that.
+# TensorBoard answers 3 to 6 s after its start on an idle machine; imports from a cold disk take a
+# multiple of that.
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.2
@@ -51,8 +55,10 @@ _TENSORBOARD_MODULE = "sft_play.launch.tensorboard"
 
 @dataclass(frozen=True)
 class TensorBoardServer:
-    """A TensorBoard: its process, where it listens, and the folder that it shows. `ends_with_run`: it ends with the
-    command that started it. `is_reused`: it was running already, and whoever started it stops it."""
+    """A TensorBoard: its process, where it listens, and the folder that it shows. `ends_with_run`:
+    it ends with the command that started it. `is_reused`: it was running already, and whoever
+    started it stops it.
+    """
 
     process: psutil.Process
     host: str
@@ -76,27 +82,38 @@ class TensorBoardServer:
 
     @property
     def page(self) -> str:
-        """The address to open: the page with the run's own layout. Curves are not smoothed: by the default of 0.6, a
-        held-out loss that fell to 0.05 would show 3.9 ("Time series" reads the query, the others what follows their
-        name)."""
+        """The address to open: the page with the run's own layout. Curves are not smoothed: by the
+        default of 0.6, a held-out loss that fell to 0.05 would show 3.9 ("Time series" reads the
+        query, the others what follows their name)."""
         return f"{self.url}?smoothing=0#custom_scalars&_smoothingWeight=0"
 
 
 def server_options(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Host and port that `TB_HOST` and `TB_PORT` ask for, as options of `start_server`; those not given are left out.
-    Raises ConfigError where TB_PORT is not a port."""
-    host, port = environment.get("TB_HOST", "").strip(), read_whole_number(environment, "TB_PORT", minimum=1)
+    """Host and port that `TB_HOST` and `TB_PORT` ask for, as options of `start_server`; those not
+    given are left out. Raises ConfigError where TB_PORT is not a port."""
+    host, port = (
+        environment.get("TB_HOST", "").strip(),
+        read_whole_number(environment, "TB_PORT", minimum=1),
+    )
     if port is not None and port > 65_535:
         raise ConfigError(f"TB_PORT={port} is not a port; ports go from 1 to 65535")
     return {name: value for name, value in {"host": host, "port": port}.items() if value}
 
 
 @contextlib.contextmanager
-def sidecar(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> Iterator[TensorBoardServer | None]:
-    """Run TensorBoard while the block runs; warn once if it cannot be started. It ends with the block, or with this
-    process, unless `TB_KEEP` is set or somebody else started it. `options` are those of `start_server`, before the
-    environment's."""
-    should_keep = environment.get("TB_KEEP", "").strip().lower() not in ("", "0", "no", "false", "off")
+def sidecar(
+    logdir: Path, *, environment: Mapping[str, str], **options: Any
+) -> Iterator[TensorBoardServer | None]:
+    """Run TensorBoard while the block runs; warn once if it cannot be started. It ends with the
+    block, or with this process, unless `TB_KEEP` is set or somebody else started it. `options` are
+    those of `start_server`, before the environment's."""
+    should_keep = environment.get("TB_KEEP", "").strip().lower() not in (
+        "",
+        "0",
+        "no",
+        "false",
+        "off",
+    )
     try:
         server, message = start_server(
             logdir, ends_with_caller=not should_keep, **{**server_options(environment), **options}
@@ -111,7 +128,9 @@ def sidecar(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> 
         yield server
     finally:
         if server is not None and not server.is_reused:
-            stay_message = f"TensorBoard stays at {server.page} (TB_KEEP is set; make tb-stop ends it)"
+            stay_message = (
+                f"TensorBoard stays at {server.page} (TB_KEEP is set; make tb-stop ends it)"
+            )
             logger.info("%s", stay_message if should_keep else stop_server(server))
 
 
@@ -120,13 +139,16 @@ def log_server_start(server: TensorBoardServer, message: str) -> None:
     logger.info("%s", message)
     if not is_local(server.host):
         logger.warning(
-            "TensorBoard listens on %s and has no password: anyone who reaches that address can read these logs; to "
-            "keep them to yourself, use 127.0.0.1 and an ssh tunnel (ssh -L %d:127.0.0.1:%d HOST)",
-            one_line(server.host), server.port, server.port,
-        )  # fmt: skip
+            "TensorBoard listens on %s and has no password: anyone who reaches that address can"
+            " read these logs; to keep them to yourself, use 127.0.0.1 and an ssh tunnel (ssh -L"
+            " %d:127.0.0.1:%d HOST)",
+            one_line(server.host),
+            server.port,
+            server.port,
+        )
 
 
-# --- start ------------------------------------------------------------------------------------------------------------
+# --- start ----------------------------------------------------------------------------------------
 
 
 def start_server(
@@ -139,16 +161,19 @@ def start_server(
     python: str = sys.executable,
     timeout_s: float = START_TIMEOUT_S,
 ) -> tuple[TensorBoardServer | None, str]:
-    """Start a TensorBoard over `logdir`, which need not exist yet; returns it and a line on it, or None and why not,
-    as a run is worth more than its curves. One of ours for the same folder and host is reused; else the first
-    free port from `port` on is taken (0: any). `title`: of the browser's window. `ends_with_caller`: whether it ends
-    when this process does (on Linux: the thread that called this)."""
+    """Start a TensorBoard over `logdir`, which need not exist yet; returns it and a line on it, or
+    None and why not, as a run is worth more than its curves. One of ours for the same folder and
+    host is reused; else the first free port from `port` on is taken (0: any). `title`: of the
+    browser's window. `ends_with_caller`: whether it ends when this process does (on Linux: the
+    thread that called this)."""
     folder = str(logdir.absolute().resolve())
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
-        # Two that start at once would both find the same port free, and no TensorBoard over the folder.
+        # Two that start at once would both find the same port free, and no TensorBoard over the
+        # folder.
         with hold_lock(
-            cache_dir() / "tensorboard.lock", waiting_message="Another command starts a TensorBoard; waiting for it"
+            cache_dir() / "tensorboard.lock",
+            waiting_message="Another command starts a TensorBoard; waiting for it",
         ):
             for server in running_servers():
                 if (server.logdir, server.host) == (folder, host) and is_serving(server):
@@ -157,19 +182,40 @@ def start_server(
                         message += "; it ends with its run"
                     return replace(server, is_reused=True), message
             free_port = _find_free_port(host, port)
-            flags = {"logdir": folder, "host": host, "port": free_port, "window_title": title or logdir.name}
-            argv = [python, "-m", _TENSORBOARD_MODULE, *(f"--{name}={value}" for name, value in flags.items())]
+            flags = {
+                "logdir": folder,
+                "host": host,
+                "port": free_port,
+                "window_title": title or logdir.name,
+            }
+            argv = [
+                python,
+                "-m",
+                _TENSORBOARD_MODULE,
+                *(f"--{name}={value}" for name, value in flags.items()),
+            ]
             # marked as ours, with no GPU and none of the variables that make a process a rank
-            environment = {**independent_environment(os.environ), OWNER_VARIABLE: str(cache_dir().absolute())}
+            environment = {
+                **independent_environment(os.environ),
+                OWNER_VARIABLE: str(cache_dir().absolute()),
+            }
             environment |= {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
             if ends_with_caller:
                 environment = child_environment(environment, signal_number=signal.SIGTERM)
             with tempfile.TemporaryFile() as output:
                 popen = subprocess.Popen(
-                    argv, cwd="/", env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C belongs to the training, which stops TensorBoard itself
-                )  # fmt: skip
-                server = TensorBoardServer(psutil.Process(popen.pid), host, free_port, folder, ends_with_caller)
+                    argv,
+                    cwd="/",
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    # Ctrl-C belongs to the training, which stops TensorBoard itself
+                    start_new_session=True,
+                )
+                server = TensorBoardServer(
+                    psutil.Process(popen.pid), host, free_port, folder, ends_with_caller
+                )
                 _wait_until_serving(server, popen, output, timeout_s)
             message = f"TensorBoard: {server.page}"
             if port not in (0, free_port):
@@ -186,17 +232,24 @@ def _find_free_port(host: str, first: int) -> int:
     last, reason = min(65535, first + PORTS_TRIED - 1) if first else 0, "all are taken"
     for port in range(first, last + 1):
         try:
-            with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+            with socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            ) as free:
                 return int(free.getsockname()[1])
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 reason = str(error.strerror)
                 break
-    raise ConfigError(f"{one_line(host)} cannot be listened on: {reason} (TB_HOST=, ports {first} to {last})")
+    raise ConfigError(
+        f"{one_line(host)} cannot be listened on: {reason} (TB_HOST=, ports {first} to {last})"
+    )
 
 
-def _wait_until_serving(server: TensorBoardServer, popen: Any, output: IO[bytes], timeout_s: float) -> None:
-    """Wait until a process that was just started answers. Raises ConfigError where it does not, and has ended it."""
+def _wait_until_serving(
+    server: TensorBoardServer, popen: Any, output: IO[bytes], timeout_s: float
+) -> None:
+    """Wait until a process that was just started answers. Raises ConfigError where it does not, and
+    has ended it."""
     deadline, is_answering = time.monotonic() + timeout_s, False
     try:
         while not is_answering and popen.poll() is None and time.monotonic() < deadline:
@@ -204,7 +257,9 @@ def _wait_until_serving(server: TensorBoardServer, popen: Any, output: IO[bytes]
             is_answering = is_serving(server)
     finally:
         code = popen.returncode
-        popen.returncode = code or 0  # from here on psutil waits for it: no ResourceWarning from subprocess
+        popen.returncode = (
+            code or 0
+        )  # from here on psutil waits for it: no ResourceWarning from subprocess
         if not is_answering:
             _terminate(server.process)
     if not is_answering:
@@ -216,7 +271,9 @@ def _wait_until_serving(server: TensorBoardServer, popen: Any, output: IO[bytes]
 
 def is_serving(server: TensorBoardServer) -> bool:
     """Whether it answers at its address for its folder."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # this machine's own: no proxy is asked
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # this machine's own: no proxy is asked
     try:
         with opener.open(f"{server.url}data/environment", timeout=5) as response:
             return str(json.loads(response.read(10**6)).get("data_location", "")) == server.logdir
@@ -224,25 +281,33 @@ def is_serving(server: TensorBoardServer) -> bool:
         return False
 
 
-# --- find, and stop ---------------------------------------------------------------------------------------------------
+# --- find, and stop -------------------------------------------------------------------------------
 
 
 def running_servers() -> list[TensorBoardServer]:
     """This user's TensorBoards of this project on this machine, whether they answer or not."""
     servers, owner = [], str(cache_dir().absolute())
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, KeyError):  # it has ended meanwhile, or is another user's
+        with contextlib.suppress(
+            psutil.Error, KeyError
+        ):  # it has ended meanwhile, or is another user's
             argv, environment = process.cmdline(), process.environ()
             if _TENSORBOARD_MODULE in argv and environment.get(OWNER_VARIABLE) == owner:
-                options = dict(word[2:].split("=", 1) for word in argv if word.startswith("--") and "=" in word)
+                options = dict(
+                    word[2:].split("=", 1) for word in argv if word.startswith("--") and "=" in word
+                )
                 address = options["host"], int(options["port"]), options["logdir"]
-                servers.append(TensorBoardServer(process, *address, ends_with_run=PARENT_VARIABLE in environment))
+                servers.append(
+                    TensorBoardServer(
+                        process, *address, ends_with_run=PARENT_VARIABLE in environment
+                    )
+                )
     return servers
 
 
 def stop_server(server: TensorBoardServer) -> str:
-    """End a TensorBoard with its data server, unless its pid is another program's by now; returns a line on what was
-    done, and never raises."""
+    """End a TensorBoard with its data server, unless its pid is another program's by now; returns a
+    line on what was done, and never raises."""
     outcome = "is not running any more"
     if _is_alive(server.process):
         _terminate(server.process)
@@ -271,11 +336,12 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-# --- the process ------------------------------------------------------------------------------------------------------
+# --- the process ----------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Serve the folder that TensorBoard's own flags name, until it is stopped, or the run ends that it belongs to."""
+    """Serve the folder that TensorBoard's own flags name, until it is stopped, or the run ends that
+    it belongs to."""
     watch_parent()
     from absl import app
     from tensorboard import default, main_lib, program
@@ -283,12 +349,15 @@ def main() -> None:
     def create_server(tensorboard_app: Any, flags: Any) -> Any:
         names = allowed_host_names(flags.host)
 
-        # answers 403 to requests under a name, or from a page, that is not this machine's: TensorBoard itself answers
-        # under any host name, also to pages of other origins
+        # answers 403 to requests under a name, or from a page, that is not this machine's:
+        # TensorBoard itself answers under any host name, also to pages of other origins
         def filtered_app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
             if is_local_request(names, environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN")):
                 return tensorboard_app(environ, start_response)  # type: ignore[no-any-return]
-            body = b"This TensorBoard answers this machine alone, and the request names another in Host or Origin.\n"
+            body = (
+                b"This TensorBoard answers this machine alone, and the request names another in"
+                b" Host or Origin.\n"
+            )
             headers = [("Content-Type", "text/plain"), ("X-Content-Type-Options", "nosniff")]
             start_response("403 Forbidden", [*headers, ("Content-Length", str(len(body)))])
             return [body]

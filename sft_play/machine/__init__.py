@@ -1,8 +1,8 @@
-"""The machine: its GPUs, or those of a machine that is only named; its host, network and packages. No
-torch.
+"""The machine: its GPUs, or those of a machine that is only named; its host, network and packages.
+No torch.
 
-`hardware` is the result, of GPUs that are a `gpu.Gpu` each. They are named, by a grammar of its own,
-or found (`visible_gpus`, by `nvml`), with rates from `gpu_catalog`; `host` and `network` are the
-rest of the machine, `software` its packages and `compiler` whether a kernel can be built. Tables are
-JSON files beside their modules.
+`hardware` is the result, of GPUs that are a `gpu.Gpu` each. They are named, by a grammar of its
+own, or found (`visible_gpus`, by `nvml`), with rates from `gpu_catalog`; `host` and `network` are
+the rest of the machine, `software` its packages and `compiler` whether a kernel can be built.
+Tables are JSON files beside their modules.
 """

@@ -11,11 +11,12 @@ from sft_play.machine.gpu_catalog import BF16_CAPABILITY
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: `index` as `CUDA_VISIBLE_DEVICES` counts it, memory in bytes; `free_bytes` is None when named, or where
-    the driver does not tell it. `total_bytes` is what the driver reports of a GPU that was found, and what torch could
-    use of one that is named. `bandwidth` is bytes per second; rates are dense operations per second with 32-bit
-    accumulation; None: not known, or that the GPU has no such units. `mig` is the profile of an instance (`1g.10gb`),
-    None for a whole GPU."""
+    """One GPU: `index` as `CUDA_VISIBLE_DEVICES` counts it, memory in bytes; `free_bytes` is None
+    when named, or where the driver does not tell it. `total_bytes` is what the driver reports of a
+    GPU that was found, and what torch could use of one that is named. `bandwidth` is bytes per
+    second; rates are dense operations per second with 32-bit accumulation; None: not known, or that
+    the GPU has no such units. `mig` is the profile of an instance (`1g.10gb`), None for a whole
+    GPU."""
 
     index: int
     name: str
@@ -41,8 +42,13 @@ class Gpu:
         return self.capability is None or self.capability >= BF16_CAPABILITY
 
     def flops(self, dtype: str) -> float | None:
-        """Dense operations per second of matrix products in `bfloat16`, `float16`, `float8` or `float32`."""
-        flops_by_dtype = {"bfloat16": self.bf16_flops, "float16": self.fp16_flops, "float8": self.fp8_flops}
+        """Dense operations per second of matrix products in `bfloat16`, `float16`, `float8` or
+        `float32`."""
+        flops_by_dtype = {
+            "bfloat16": self.bf16_flops,
+            "float16": self.fp16_flops,
+            "float8": self.fp8_flops,
+        }
         return flops_by_dtype.get(dtype, self.fp32_flops)
 
 
@@ -80,9 +86,10 @@ class MigInstance:
 
 @dataclass(frozen=True)
 class GpuStatus:
-    """A GPU, sizes in bytes. `reserved_bytes` is what the driver keeps for itself, counted as neither used nor free.
-    `unified`: it has no memory of its own and shares the host's. `processes` is None where the driver does not list
-    them. `trouble` is what the driver says of a GPU that does not answer."""
+    """A GPU, sizes in bytes. `reserved_bytes` is what the driver keeps for itself, counted as
+    neither used nor free. `unified`: it has no memory of its own and shares the host's. `processes`
+    is None where the driver does not list them. `trouble` is what the driver says of a GPU that
+    does not answer."""
 
     index: int
     name: str | None
@@ -119,13 +126,15 @@ class GpuStatus:
 
 @dataclass(frozen=True)
 class GpuSnapshot:
-    """All GPUs of a machine, whether or not a process can see them; `source` is who reported them."""
+    """All GPUs of a machine, whether or not a process can see them; `source` is who reported
+    them."""
 
     gpus: tuple[GpuStatus, ...] = ()
     source: str | None = None
     driver: str | None = None
     # The newest CUDA that the driver can run.
     driver_cuda: str | None = None
-    # How each pair of GPUs is connected: `links` as `nvidia-smi topo -m` names them, `peer`: whether they may read each
-    # other's memory (None: not known). Rows and columns follow `indices`.
+    # How each pair of GPUs is connected: `links` as `nvidia-smi topo -m` names them, `peer`:
+    # whether they may read each other's memory (None: not known). Rows and columns follow
+    # `indices`.
     topology: Mapping[str, tuple[Any, ...]] | None = None

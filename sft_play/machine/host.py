@@ -31,14 +31,19 @@ def is_wsl(osrelease: Path | None = None) -> bool:
 def total_and_free_ram() -> tuple[int, int]:
     """Total and available RAM in bytes, no more than the control groups of this process allow."""
     host = psutil.virtual_memory()
-    total, free = int(host.total), int(host.available)  # available: free, and cache that the kernel would drop
+    total, free = (
+        int(host.total),
+        int(host.available),
+    )  # available: free, and cache that the kernel would drop
     # the kernel kills a process at its group's limit, however much RAM the host has left
     for folder, limit_file, use_file in _cgroup_folders():
         limit = _read_number(folder / limit_file)
         if limit is not None and limit < host.total:
             # file cache that can be dropped does not count as used
             statistics = dict.fromkeys(("inactive_file", "total_inactive_file"), "0")
-            statistics |= re.findall(r"^(\w+) (\d+)$", read_text_or_empty(folder / "memory.stat"), re.MULTILINE)
+            statistics |= re.findall(
+                r"^(\w+) (\d+)$", read_text_or_empty(folder / "memory.stat"), re.MULTILINE
+            )
             cache = int(statistics["total_inactive_file"]) or int(statistics["inactive_file"])
             used = max(0, (_read_number(folder / use_file) or 0) - cache)
             total, free = min(total, limit), min(free, max(0, limit - used))
@@ -46,7 +51,8 @@ def total_and_free_ram() -> tuple[int, int]:
 
 
 def _cgroup_folders() -> list[tuple[Path, str, str]]:
-    """Folders of the memory controller from this process's group up to the root, version 2 then version 1."""
+    """Folders of the memory controller from this process's group up to the root, version 2 then
+    version 1."""
     paths = {"": "/", "memory": "/"}
     # hierarchy:controllers:path; version 2 has one line without controllers
     for line in read_text_or_empty(_PROCESS_CGROUP).splitlines():
@@ -59,9 +65,14 @@ def _cgroup_folders() -> list[tuple[Path, str, str]]:
         (_CGROUP, paths[""], ("memory.max", "memory.current")),
         (_CGROUP / "memory", paths["memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes")),
     ):
-        # a limit of any group above applies too; in a container the path may be the host's, and folders are missing
+        # a limit of any group above applies too; in a container the path may be the host's, and
+        # folders are missing
         group_folder = root / path.strip("/")
-        folders += [(folder, *names) for folder in (group_folder, *group_folder.parents) if folder.is_relative_to(root)]
+        folders += [
+            (folder, *names)
+            for folder in (group_folder, *group_folder.parents)
+            if folder.is_relative_to(root)
+        ]
     return folders
 
 

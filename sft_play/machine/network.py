@@ -49,14 +49,16 @@ def is_host_address(text: str) -> bool:
 
 
 def resolve_addresses(host: str, port: int) -> list[str]:
-    """The addresses that `MASTER_ADDR` resolves to on this machine. Raises ConfigError where it does not."""
+    """The addresses that `MASTER_ADDR` resolves to on this machine. Raises ConfigError where it
+    does not."""
     try:
         resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise ConfigError(
-            f"MASTER_ADDR={one_line(host)} does not resolve on this machine ({reason or 'it cannot be a name'}); give "
-            "the IP address of node 0, or a name that every node knows"
+            f"MASTER_ADDR={one_line(host)} does not resolve on this machine"
+            f" ({reason or 'it cannot be a name'}); give the IP address of node 0, or a name that"
+            " every node knows"
         ) from None
     return list(dict.fromkeys(str(item[4][0]) for item in resolved))
 
@@ -64,7 +66,12 @@ def resolve_addresses(host: str, port: int) -> list[str]:
 def local_addresses() -> list[str]:
     """This machine's IPv4 addresses but the loopback."""
     interfaces = psutil.net_if_addrs().values()
-    ipv4 = [item.address for addresses in interfaces for item in addresses if item.family == socket.AF_INET]
+    ipv4 = [
+        item.address
+        for addresses in interfaces
+        for item in addresses
+        if item.family == socket.AF_INET
+    ]
     return sorted(address for address in ipv4 if not is_loopback(address))
 
 
@@ -78,9 +85,13 @@ def find_interface(address: str) -> str | None:
 
 
 def route_address(host: str, port: int) -> str | None:
-    """This machine's address on the route to another (no packet is sent); None where there is no route."""
+    """This machine's address on the route to another (no packet is sent); None where there is no
+    route."""
     for address in resolve_addresses(host, port):
-        with contextlib.suppress(OSError), socket.socket(_address_family(address), socket.SOCK_DGRAM) as probe:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(_address_family(address), socket.SOCK_DGRAM) as probe,
+        ):
             probe.connect((address, port or 9))  # of UDP: it only chooses the route; any port does
             return str(probe.getsockname()[0])
     return None
@@ -108,8 +119,10 @@ def is_local(host: str) -> bool:
 
 
 def allowed_host_names(host: str) -> frozenset[str] | None:
-    """The names under which clients ask a server that only this machine can reach; None, which is any, for another. A
-    page in a browser of this machine can be made to reach it too: under its own name, pointed here (DNS rebinding)."""
+    """The names under which clients ask a server that only this machine can reach; None, which is
+    any, for another. A page in a browser of this machine can be made to reach it too: under its own
+    name, pointed here (DNS rebinding).
+    """
     return frozenset((host.lower(), "localhost", "127.0.0.1", "::1")) if is_local(host) else None
 
 
@@ -118,7 +131,11 @@ def is_local_request(allowed_names: frozenset[str] | None, host: str, origin: st
     if allowed_names is None:
         return True
     try:
-        return all(urlsplit(url).hostname in allowed_names for url in (f"//{host}", origin) if url is not None)
+        return all(
+            urlsplit(url).hostname in allowed_names
+            for url in (f"//{host}", origin)
+            if url is not None
+        )
     except ValueError:
         return False
 
@@ -129,23 +146,29 @@ def _address_family(address: str) -> socket.AddressFamily:
 
 def can_bind(address: str) -> bool:
     """Whether this machine can listen at an address."""
-    with contextlib.suppress(OSError), socket.socket(_address_family(address), socket.SOCK_STREAM) as probe:
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(_address_family(address), socket.SOCK_STREAM) as probe,
+    ):
         probe.bind((address, 0))
         return True
     return False
 
 
 def require_free_port(port: int | None) -> None:
-    """Raises HardwareError where another process listens on the port that this node needs; None needs none."""
+    """Raises HardwareError where another process listens on the port that this node needs; None
+    needs none."""
     if port is None:
         return
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # a port that was just closed counts as free
         try:
             probe.bind(("", port))
         except OSError as error:
             other_port = port + 1 if port < 65_535 else DEFAULT_PORT
             raise HardwareError(
-                f"MASTER_PORT={port} cannot be listened on: {error.strerror}; stop what listens there, or give another "
-                f"port on all nodes: MASTER_PORT={other_port}"
+                f"MASTER_PORT={port} cannot be listened on: {error.strerror}; stop what listens"
+                f" there, or give another port on all nodes: MASTER_PORT={other_port}"
             ) from None

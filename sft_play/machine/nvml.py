@@ -16,9 +16,11 @@ from sft_play.machine.gpu import GpuProcess, GpuSnapshot, GpuStatus, MigInstance
 from sft_play.machine.gpu_catalog import BF16_CAPABILITY, find_catalog_entries
 
 VENDOR = "NVIDIA"
-# CUDA compute capability from which 8-bit floating-point matrix units exist (Ada; CUDA C++ Programming Guide).
+# CUDA compute capability from which 8-bit floating-point matrix units exist (Ada; CUDA C++
+# Programming Guide).
 FP8_CAPABILITY = (8, 9)
-# `nvmlGpuTopologyLevel_t` in the words of `nvidia-smi topo -m`; two GPUs of one board (0) are `PSB` there.
+# `nvmlGpuTopologyLevel_t` in the words of `nvidia-smi topo -m`; two GPUs of one board (0) are `PSB`
+# there.
 _TOPOLOGY_LEVELS = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _SAME_BOARD = "PSB"
 _SENSOR_GPU = 0
@@ -33,12 +35,14 @@ _ABSENT_ERRORS = ("NotSupported", "NotFound", "InvalidArgument")
 
 
 class NvmlUnavailable(Exception):
-    """NVML's package or the driver is missing, or it shows no GPU at all; the text is NVML's own message."""
+    """NVML's package or the driver is missing, or it shows no GPU at all; the text is NVML's own
+    message."""
 
 
 @contextlib.contextmanager
 def open_nvml() -> Iterator[Any]:
-    """pynvml, initialised, and shut down at the end. Raises NvmlUnavailable where it does not start."""
+    """pynvml, initialised, and shut down at the end. Raises NvmlUnavailable where it does not
+    start."""
     try:
         import pynvml
 
@@ -57,7 +61,9 @@ def query(nvml: Any, name: str, *arguments: Any, **options: Any) -> Any:
     return _try_query(nvml, name, *arguments, **options)[0]
 
 
-def _try_query(nvml: Any, name: str, *arguments: Any, **options: Any) -> tuple[Any, Exception | None]:
+def _try_query(
+    nvml: Any, name: str, *arguments: Any, **options: Any
+) -> tuple[Any, Exception | None]:
     try:
         return getattr(nvml, name)(*arguments, **options), None
     # each driver and GPU lacks other functions, and pynvml raises for each in its own way
@@ -74,12 +80,15 @@ def driver_versions(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
     """The driver's version and the newest CUDA that it runs; None where it does not say."""
     newest_cuda = int(query(nvml, "nvmlSystemGetCudaDriverVersion_v2") or 0)
     version = query(nvml, "nvmlSystemGetDriverVersion")
-    return version, (newest_cuda // 1000, newest_cuda % 1000 // 10) if newest_cuda else None  # 13020 is CUDA 13.2
+    return version, (
+        (newest_cuda // 1000, newest_cuda % 1000 // 10) if newest_cuda else None
+    )  # 13020 is CUDA 13.2
 
 
 def gpu_snapshot(*, details: bool = True, topology: bool = True) -> GpuSnapshot | None:
-    """Every GPU of the machine; None where NVML is missing. A field that a driver or a GPU does not report is None.
-    `details`: power, temperature, PCIe and processes; `topology`: how the GPUs are connected."""
+    """Every GPU of the machine; None where NVML is missing. A field that a driver or a GPU does not
+    report is None. `details`: power, temperature, PCIe and processes; `topology`: how the GPUs are
+    connected."""
     try:
         with open_nvml() as nvml:
             return read_gpu_snapshot(nvml, details=details, topology=topology)
@@ -88,7 +97,8 @@ def gpu_snapshot(*, details: bool = True, topology: bool = True) -> GpuSnapshot 
 
 
 def read_gpu_snapshot(nvml: Any, *, details: bool, topology: bool) -> GpuSnapshot:
-    """Read all GPUs by an opened library. Raises NvmlUnavailable where it does not say how many there are."""
+    """Read all GPUs by an opened library. Raises NvmlUnavailable where it does not say how many
+    there are."""
     handles: dict[int, Any] = {}
     gpus: list[GpuStatus] = []
     links_by_gpu: dict[int, Counter[str]] = {}
@@ -109,7 +119,9 @@ def read_gpu_snapshot(nvml: Any, *, details: bool, topology: bool) -> GpuSnapsho
         source="NVML",
         driver=version,
         driver_cuda=cuda and f"{cuda[0]}.{cuda[1]}",
-        topology=_read_topology(nvml, handles, links_by_gpu) if topology and len(handles) > 1 else None,
+        topology=(
+            _read_topology(nvml, handles, links_by_gpu) if topology and len(handles) > 1 else None
+        ),
     )
 
 
@@ -117,21 +129,41 @@ def _error_text(error: Exception | None) -> str:
     return "no answer" if error is None else one_line(str(error)) or type(error).__name__
 
 
-def _read_gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, details: bool) -> GpuStatus:
-    queries = {"name": "nvmlDeviceGetName", "UUID": "nvmlDeviceGetUUID", "memory": "nvmlDeviceGetMemoryInfo",
-             "compute capability": "nvmlDeviceGetCudaComputeCapability"}  # fmt: skip
+def _read_gpu(
+    nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, details: bool
+) -> GpuStatus:
+    queries = {
+        "name": "nvmlDeviceGetName",
+        "UUID": "nvmlDeviceGetUUID",
+        "memory": "nvmlDeviceGetMemoryInfo",
+        "compute capability": "nvmlDeviceGetCudaComputeCapability",
+    }
     answers = {fact: _try_query(nvml, name, handle) for fact, name in queries.items()}
     errors = {fact: error for fact, (answer, error) in answers.items() if answer is None}
     name, uuid = answers["name"][0], answers["UUID"][0]
     memory = _read_memory(nvml, handle)
-    is_memory_unsupported = _is_error_kind(nvml, errors.get("memory"), "NotSupported") and len(errors) < len(queries)
-    # a GPU that the catalogue has with a memory of its own does not share the host's, whatever its driver says
-    if not memory and is_memory_unsupported and all(entry.unified for entry in find_catalog_entries(name or "")):
+    is_memory_unsupported = _is_error_kind(nvml, errors.get("memory"), "NotSupported") and len(
+        errors
+    ) < len(queries)
+    # a GPU that the catalogue has with a memory of its own does not share the host's, whatever its
+    # driver says
+    if (
+        not memory
+        and is_memory_unsupported
+        and all(entry.unified for entry in find_catalog_entries(name or ""))
+    ):
         total, free = host.total_and_free_ram()
-        memory = {"total_bytes": total, "used_bytes": total - free, "free_bytes": free, "unified": True}
+        memory = {
+            "total_bytes": total,
+            "used_bytes": total - free,
+            "free_bytes": free,
+            "unified": True,
+        }
     if memory:
         errors.pop("memory", None)
-    mig_mode = query(nvml, "nvmlDeviceGetMigMode", handle)  # not supported: most GPUs, and old drivers
+    mig_mode = query(
+        nvml, "nvmlDeviceGetMigMode", handle
+    )  # not supported: most GPUs, and old drivers
     is_mig_enabled = mig_mode and bool(mig_mode[0])
     instances: tuple[MigInstance, ...] = ()
     if is_mig_enabled is not False:
@@ -166,8 +198,11 @@ def _read_gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *,
 
 def _read_details(nvml: Any, handle: Any) -> dict[str, Any]:
     power_cap = query(nvml, "nvmlDeviceGetPowerManagementLimit", handle)
-    pcie_link = [query(nvml, f"nvmlDeviceGet{bound}PcieLink{quantity}", handle)
-            for quantity in ("Generation", "Width") for bound in ("Curr", "Max")]  # fmt: skip
+    pcie_link = [
+        query(nvml, f"nvmlDeviceGet{bound}PcieLink{quantity}", handle)
+        for quantity in ("Generation", "Width")
+        for bound in ("Curr", "Max")
+    ]
     return {
         "power_cap_watts": power_cap and power_cap / 1000,  # NVML has milliwatts
         "temperature_celsius": query(nvml, "nvmlDeviceGetTemperature", handle, _SENSOR_GPU),
@@ -177,7 +212,8 @@ def _read_details(nvml: Any, handle: Any) -> dict[str, Any]:
 
 
 def _read_memory(nvml: Any, handle: Any) -> dict[str, Any]:
-    """Memory as fields of `GpuStatus`: the second version of NVML's function reports the driver's own share apart."""
+    """Memory as fields of `GpuStatus`: the second version of NVML's function reports the driver's
+    own share apart."""
     version = getattr(nvml, "nvmlMemory_v2", None)
     memory = query(nvml, "nvmlDeviceGetMemoryInfo", handle, version=version) if version else None
     memory = memory or query(nvml, "nvmlDeviceGetMemoryInfo", handle)
@@ -186,11 +222,19 @@ def _read_memory(nvml: Any, handle: Any) -> dict[str, Any]:
     total, free = int(memory.total), int(memory.free)
     reserved = getattr(memory, "reserved", None)
     used = getattr(memory, "used", total - free - (reserved or 0))
-    return {"total_bytes": total, "used_bytes": int(used), "free_bytes": free, "reserved_bytes": reserved}
+    return {
+        "total_bytes": total,
+        "used_bytes": int(used),
+        "free_bytes": free,
+        "reserved_bytes": reserved,
+    }
 
 
 def _read_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
-    process_lists = [query(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) for kind in ("Compute", "Graphics")]
+    process_lists = [
+        query(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle)
+        for kind in ("Compute", "Graphics")
+    ]
     if all(listed is None for listed in process_lists):
         return None
     processes: dict[int, GpuProcess] = {}
@@ -217,7 +261,9 @@ def _read_instances(nvml: Any, handle: Any) -> tuple[tuple[MigInstance, ...], Ex
             sizes = {"total_bytes": None, "used_bytes": None, "free_bytes": None, **memory}
             uuid = query(nvml, "nvmlDeviceGetUUID", instance) or ""
             processes = _read_processes(nvml, instance)
-            instances.append(MigInstance(uuid, profile, **sizes, processes=processes, card=card or None))
+            instances.append(
+                MigInstance(uuid, profile, **sizes, processes=processes, card=card or None)
+            )
         elif error is not None and not _is_error_kind(nvml, error, *_ABSENT_ERRORS):
             instances_error = error
     return tuple(instances), instances_error
@@ -227,7 +273,9 @@ def _read_topology(
     nvml: Any, handles: dict[int, Any], links_by_gpu: dict[int, Counter[str]]
 ) -> dict[str, tuple[Any, ...]]:
     indices = tuple(handles)
-    buses = {index: _bus_id(query(nvml, "nvmlDeviceGetPciInfo", handles[index])) for index in indices}
+    buses = {
+        index: _bus_id(query(nvml, "nvmlDeviceGetPciInfo", handles[index])) for index in indices
+    }
 
     def link_name(first: int, second: int) -> str:
         if first == second:
@@ -254,7 +302,8 @@ def _read_topology(
 
 
 def _read_nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:
-    """Active NVLinks of a GPU by the bus of what they lead to, those to a switch together; None: not told."""
+    """Active NVLinks of a GPU by the bus of what they lead to, those to a switch together; None:
+    not told."""
     links: Counter[str] = Counter()
     if not hasattr(nvml, "NVML_NVLINK_MAX_LINKS"):
         return None
@@ -273,5 +322,6 @@ def _read_nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:
 
 
 def _bus_id(info: Any) -> str:
-    """Bus, device and function in one spelling: some drivers write eight digits of the domain, some four."""
+    """Bus, device and function in one spelling: some drivers write eight digits of the domain, some
+    four."""
     return (getattr(info, "busId", None) or "").lower()[-12:]

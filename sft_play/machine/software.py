@@ -31,12 +31,21 @@ from sft_play.process.environment import independent_environment
 # measured with them.
 
 # Packages that compute on every rank: with two versions of one, two models would be trained.
-COMPUTE_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
-# The package with kernels for gated delta rules (Qwen3-Next, Qwen3.5); transformers looks for its module `fla`.
+COMPUTE_PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "deepspeed",
+    "bitsandbytes",
+)
+# The package with kernels for gated delta rules (Qwen3-Next, Qwen3.5); transformers looks for its
+# module `fla`.
 LINEAR_ATTENTION_PACKAGE = "flash-linear-attention"
 LIGER_PACKAGE = "liger-kernel"
-# Packages whose kernels run where they are installed, and slower code where not: in transformers' classes, and Liger's
-# where `train.kernels` asks for them.
+# Packages whose kernels run where they are installed, and slower code where not: in transformers'
+# classes, and Liger's where `train.kernels` asks for them.
 KERNEL_PACKAGES = (LINEAR_ATTENTION_PACKAGE, "causal-conv1d", "mamba-ssm", LIGER_PACKAGE)
 _CUDNN_PACKAGES = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
@@ -58,26 +67,30 @@ def missing_kernel_packages() -> frozenset[str]:
 
 def kernel_package_problem(package: str, capability: tuple[int, int] | None) -> str:
     """Why not to install a package for such a GPU; empty: nothing is known against its kernels.
-    fla-org/flash-linear-attention, issues 913 (misaligned addresses with 0.5.0, NaN until 0.5.1), 999 (a backward pass
-    that hangs), 945 and 1228 (a race, until 0.5.2); the settings of kernels that 0.6.0 leaves out are in its code."""
+    fla-org/flash-linear-attention, issues 913 (misaligned addresses with 0.5.0, NaN until 0.5.1),
+    999 (a backward pass that hangs), 945 and 1228 (a race, until 0.5.2); the settings of kernels
+    that 0.6.0 leaves out are in its code.
+    """
     if package != LINEAR_ATTENTION_PACKAGE or capability is None or capability[0] not in (10, 12):
         return ""
     return (
-        "on Blackwell its releases before 0.6.0 stop with a misaligned address, hang, or compute NaN or something else "
-        "each time; 0.6.0 leaves out the settings that did, and no training with it there is known"
+        "on Blackwell its releases before 0.6.0 stop with a misaligned address, hang, or compute"
+        " NaN or something else each time; 0.6.0 leaves out the settings that did, and no training"
+        " with it there is known"
     )
 
 
 def torch_cuda_version() -> str | None:
-    """The CUDA version that the installed torch was built with, without importing it; None for a CPU build."""
+    """The CUDA version that the installed torch was built with, without importing it; None for a
+    CPU build."""
     return _torch_build_version("cuda")
 
 
 @dataclass(frozen=True)
 class CudaLibraries:
-    """The CUDA that torch is built for, and cuDNN's version as torch numbers it: 9.20.0 is 92000; 0: none is known. The
-    defaults are those of the pinned torch from PyPI (2.13.0: CUDA 13.0, nvidia-cudnn-cu13 9.20.0.48). Its build for
-    CUDA 12.6 has cuDNN 9.10.2."""
+    """The CUDA that torch is built for, and cuDNN's version as torch numbers it: 9.20.0 is 92000;
+    0: none is known. The defaults are those of the pinned torch from PyPI (2.13.0: CUDA 13.0,
+    nvidia-cudnn-cu13 9.20.0.48). Its build for CUDA 12.6 has cuDNN 9.10.2."""
 
     cuda: tuple[int, ...] = (13, 0)
     cudnn: int = 92000
@@ -87,14 +100,19 @@ PINNED_CUDA_LIBRARIES = CudaLibraries()
 
 
 def cuda_libraries() -> CudaLibraries:
-    """CUDA and cuDNN of the installed torch; of the pinned torch where it is a build without CUDA: the plan is for
-    another machine."""
+    """CUDA and cuDNN of the installed torch; of the pinned torch where it is a build without CUDA:
+    the plan is for another machine."""
     cuda_version = torch_cuda_version()
     if cuda_version is None:
         return PINNED_CUDA_LIBRARIES
-    cudnn_version = next((version for name in _CUDNN_PACKAGES if (version := installed_version(name)) is not None), "0")
+    cudnn_version = next(
+        (version for name in _CUDNN_PACKAGES if (version := installed_version(name)) is not None),
+        "0",
+    )
     major, minor, patch = (*map(int, re.findall(r"\d+", cudnn_version)[:3]), 0, 0)[:3]
-    return CudaLibraries(tuple(map(int, re.findall(r"\d+", cuda_version)[:2])), 10_000 * major + 100 * minor + patch)
+    return CudaLibraries(
+        tuple(map(int, re.findall(r"\d+", cuda_version)[:2])), 10_000 * major + 100 * minor + patch
+    )
 
 
 def torch_hip_version() -> str | None:
@@ -133,8 +151,8 @@ def load_or_measure(
     *,
     cacheable: bool = True,
 ) -> MeasuredT:
-    """Read what was measured before with the libraries' versions and this key from the cache; else measure it now.
-    `key`: all that the answer depends on; `cacheable`: whether it may be kept."""
+    """Read what was measured before with the libraries' versions and this key from the cache; else
+    measure it now. `key`: all that the answer depends on; `cacheable`: whether it may be kept."""
     if not cacheable:
         return measure()
     versions = {name: installed_version(name) or "none" for name in MEASURED_LIBRARIES} | {
@@ -162,16 +180,18 @@ UNSLOTH_VARIABLE = "UNSLOTH_VENV"
 # What `make setup-unsloth` builds.
 UNSLOTH_FOLDER = ".venv-unsloth"
 WORKER_SCRIPT = Path(__file__).resolve().parents[1] / "training" / "unsloth_worker.py"
-# Begins the line in which the worker answers `--probe`; the same as there, where nothing of this package is imported
-# before Unsloth.
+# Begins the line in which the worker answers `--probe`; the same as there, where nothing of this
+# package is imported before Unsloth.
 WORKER_ANSWER_PREFIX = "sft-play answers: "
-# Seconds for importing Unsloth; 12 s were measured on two cores of an EPYC (2026-11-22, Unsloth 2026.10.9).
+# Seconds for importing Unsloth; 12 s were measured on two cores of an EPYC (2026-11-22, Unsloth
+# 2026.10.9).
 PROBE_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class UnslothInfo:
-    """What Unsloth's environment reports: the device that Unsloth chose (cuda, hip, xpu, cpu), and versions."""
+    """What Unsloth's environment reports: the device that Unsloth chose (cuda, hip, xpu, cpu), and
+    versions."""
 
     device: str
     versions: Mapping[str, str | None]
@@ -180,11 +200,14 @@ class UnslothInfo:
     def versions_text(self) -> str:
         """The packages that compute, with their versions."""
         names = ("unsloth", "unsloth_zoo", "torch", "transformers", "peft", "bitsandbytes")
-        return ", ".join(f"{name} {self.versions.get(name)}" for name in names if self.versions.get(name))
+        return ", ".join(
+            f"{name} {self.versions.get(name)}" for name in names if self.versions.get(name)
+        )
 
 
 def find_unsloth_python(environment: Mapping[str, str]) -> Path | None:
-    """The Python of Unsloth's environment, if there is one; raises BackendError where UNSLOTH_VENV names none."""
+    """The Python of Unsloth's environment, if there is one; raises BackendError where UNSLOTH_VENV
+    names none."""
     setting = environment.get(UNSLOTH_VARIABLE, "").strip()
     folders = [Path(setting)] if setting else [Path.cwd() / UNSLOTH_FOLDER, ROOT / UNSLOTH_FOLDER]
     pythons = [(folder / "bin" / "python").absolute() for folder in folders]
@@ -196,8 +219,8 @@ def find_unsloth_python(environment: Mapping[str, str]) -> Path | None:
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables for Unsloth's Python, without those of this one's packages or a launcher's ranks; its count of
-    users is turned off, and its generated code goes into the cache."""
+    """The variables for Unsloth's Python, without those of this one's packages or a launcher's
+    ranks; its count of users is turned off, and its generated code goes into the cache."""
     defaults = {
         "UNSLOTH_DISABLE_STATISTICS": "1",
         "UNSLOTH_COMPILE_LOCATION": str(cache_dir() / "unsloth"),
@@ -212,15 +235,24 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @functools.cache
 def probe_unsloth(python: Path) -> UnslothInfo:
-    """What the environment reports after importing Unsloth, asked once; raises BackendError with its reason."""
+    """What the environment reports after importing Unsloth, asked once; raises BackendError with
+    its reason."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             process = subprocess.run(
-                [str(python), str(WORKER_SCRIPT), "--probe"], cwd=folder, env=worker_environment(os.environ),
-                capture_output=True, text=True, errors="replace", timeout=PROBE_TIMEOUT_S, check=False,
-            )  # fmt: skip
+                [str(python), str(WORKER_SCRIPT), "--probe"],
+                cwd=folder,
+                env=worker_environment(os.environ),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=PROBE_TIMEOUT_S,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
-            raise BackendError(f"{python} did not import Unsloth within {PROBE_TIMEOUT_S:.0f} s") from None
+            raise BackendError(
+                f"{python} did not import Unsloth within {PROBE_TIMEOUT_S:.0f} s"
+            ) from None
         except OSError as error:
             raise BackendError(f"{python} cannot be started: {error.strerror}") from None
     reports = [
@@ -229,9 +261,15 @@ def probe_unsloth(python: Path) -> UnslothInfo:
         if line.startswith(WORKER_ANSWER_PREFIX)
     ]
     if not reports:
-        lines = [line for line in process.stderr.splitlines() if line.strip()] or [f"exit {process.returncode}"]
-        raise BackendError(f"{python} cannot import Unsloth: {one_line(escape_control(lines[-1]), limit=400)}")
+        lines = [line for line in process.stderr.splitlines() if line.strip()] or [
+            f"exit {process.returncode}"
+        ]
+        raise BackendError(
+            f"{python} cannot import Unsloth: {one_line(escape_control(lines[-1]), limit=400)}"
+        )
     report: dict[str, Any] = json.loads(reports[-1])
     if "error" in report:
-        raise BackendError(f"{python} cannot run Unsloth: {one_line(str(report['error']), limit=400)}")
+        raise BackendError(
+            f"{python} cannot run Unsloth: {one_line(str(report['error']), limit=400)}"
+        )
     return UnslothInfo(str(report["device"]), dict(report["versions"]))

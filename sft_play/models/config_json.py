@@ -34,7 +34,13 @@ from sft_play.models.families import (
     require_causal_lm_config,
     wrapped_config,
 )
-from sft_play.models.shape import AttentionKind, LayerKind, LinearShape, ModelShape, StackedExpertWeight
+from sft_play.models.shape import (
+    AttentionKind,
+    LayerKind,
+    LinearShape,
+    ModelShape,
+    StackedExpertWeight,
+)
 from sft_play.process.waiting import report_wait
 from sft_play.spelling import did_you_mean
 from sft_play.starter import BASE, BASE_NAME
@@ -42,28 +48,40 @@ from sft_play.starter import BASE, BASE_NAME
 # From a config.json to a decoder's shape: its blocks by kind, as its model type's class lays them
 # out.
 
-# Activations that transformers computes step by step in Python, with a tensor per step (activations.py).
+# Activations that transformers computes step by step in Python, with a tensor per step
+# (activations.py).
 STEPWISE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "gelu_accurate"})
 
 
 def parse_model_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
-    """The shapes that a config.json describes, or wraps. Raises UnknownArchitecture for a type or part that the table
-    does not describe, ModelError where it is no decoder's, or a size is missing or impossible."""
+    """The shapes that a config.json describes, or wraps. Raises UnknownArchitecture for a type or
+    part that the table does not describe, ModelError where it is no decoder's, or a size is missing
+    or impossible."""
     require_causal_lm_config(config, name=name)
     fields = ConfigFields.from_config(config, name)
     family = MODEL_FAMILIES[fields.model_type]
     # dropout of what blocks add up, whose masks the estimate does not count
-    unsupported_fields = [key for key in ("resid_pdrop", "embd_pdrop") if fields.read_number(key, minimum=0, maximum=1)]
-    unsupported_fields += [key for key in ACTIVATION_FIELDS if str(fields.values.get(key)) in STEPWISE_ACTIVATIONS]
+    unsupported_fields = [
+        key
+        for key in ("resid_pdrop", "embd_pdrop")
+        if fields.read_number(key, minimum=0, maximum=1)
+    ]
+    unsupported_fields += [
+        key for key in ACTIVATION_FIELDS if str(fields.values.get(key)) in STEPWISE_ACTIVATIONS
+    ]
     if unsupported_fields:
         key = unsupported_fields[0]
         raise UnknownArchitecture(
-            f"model {one_line(name)}: config.json has {key}: {one_line(str(fields.values[key]))}, which the plan does "
-            "not know without transformers"
+            f"model {one_line(name)}: config.json has {key}: {one_line(str(fields.values[key]))},"
+            " which the plan does not know without transformers"
         )
     parts = (config, wrapped_config(config))
-    dtypes = [part.get("dtype") or part.get("torch_dtype") for part in parts]  # torch_dtype: before transformers 5
-    stored_dtype = next((dtype.removeprefix("torch.") for dtype in dtypes if isinstance(dtype, str)), None)
+    dtypes = [
+        part.get("dtype") or part.get("torch_dtype") for part in parts
+    ]  # torch_dtype: before transformers 5
+    stored_dtype = next(
+        (dtype.removeprefix("torch.") for dtype in dtypes if isinstance(dtype, str)), None
+    )
     stored_dtype = dequantisable_method(config)[0] or stored_dtype
     return replace(_ShapeBuilder(family, fields).build(), stored_dtype=stored_dtype)
 
@@ -75,7 +93,9 @@ class _ShapeBuilder:
         self.num_layers = fields.require_count("num_hidden_layers")
         self.heads = fields.require_count("num_attention_heads")
         self.kv_heads = fields.read_optional_count("num_key_value_heads") or self.heads
-        self._require_multiple("num_attention_heads", self.heads, "num_key_value_heads", self.kv_heads)
+        self._require_multiple(
+            "num_attention_heads", self.heads, "num_key_value_heads", self.kv_heads
+        )
         head_dim = fields.read_optional_count("head_dim")
         if head_dim is None:
             self._require_multiple("hidden_size", self.hidden, "num_attention_heads", self.heads)
@@ -83,7 +103,10 @@ class _ShapeBuilder:
 
     def build(self) -> ModelShape:
         family, fields = self.family, self.fields
-        blocks = [(self._attention_kind(index), self._has_experts(index)) for index in range(self.num_layers)]
+        blocks = [
+            (self._attention_kind(index), self._has_experts(index))
+            for index in range(self.num_layers)
+        ]
         kinds = list(dict.fromkeys(blocks))
         layers = tuple(self._build_block(*kind, count=blocks.count(kind)) for kind in kinds)
         commonest = max(layers, key=lambda kind: kind.count)
@@ -113,7 +136,8 @@ class _ShapeBuilder:
             layer_order=tuple(kinds.index(block) for block in blocks),
             window=window,
             num_experts=commonest.num_experts,
-            experts_per_token=commonest.num_experts and (fields.read_optional_count("num_experts_per_tok") or 0),
+            experts_per_token=commonest.num_experts
+            and (fields.read_optional_count("num_experts_per_tok") or 0),
             has_clamped_gate=family.experts is not None and family.experts.has_clamped_gate,
             routes_in_fp32=family.experts is not None and family.experts.routes_in_fp32,
             norm=family.norm,
@@ -131,8 +155,8 @@ class _ShapeBuilder:
     def _require_multiple(self, name: str, value: int, divisor_name: str, divisor: int) -> None:
         if value % divisor:
             raise ModelError(
-                f"model {one_line(self.fields.name)}: config.json has {name}: {value} and {divisor_name}: {divisor}; "
-                "the first must be a multiple of the second"
+                f"model {one_line(self.fields.name)}: config.json has {name}: {value} and"
+                f" {divisor_name}: {divisor}; the first must be a multiple of the second"
             )
 
     def _build_block(self, attention: AttentionKind, has_experts: bool, *, count: int) -> LayerKind:
@@ -143,8 +167,13 @@ class _ShapeBuilder:
         if len(family.qkv) == 1:
             widths = (q + 2 * kv,)
         bias = fields.read_flag(family.qkv_bias)
-        linears = [LinearShape(path, self.hidden, width, bias) for path, width in zip(family.qkv, widths, strict=True)]
-        linears.append(LinearShape("self_attn.o_proj", q, self.hidden, fields.read_flag(family.out_bias)))
+        linears = [
+            LinearShape(path, self.hidden, width, bias)
+            for path, width in zip(family.qkv, widths, strict=True)
+        ]
+        linears.append(
+            LinearShape("self_attn.o_proj", q, self.hidden, fields.read_flag(family.out_bias))
+        )
         norm_params = family.norms_per_block * self.hidden
         if fields.read_flag(family.qk_norm):
             norm_params += q + kv if family.qk_norm_size == "width" else 2 * self.head_dim
@@ -159,12 +188,16 @@ class _ShapeBuilder:
             width = fields.require_count(experts.width_field)
             expert_count = fields.require_count(experts.count_field)
             if experts.shared_count_field:
-                paths = tuple(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+                paths = tuple(
+                    f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")
+                )
                 linears += self._mlp_linears(
                     paths, width * fields.require_count(experts.shared_count_field), bias=False
                 )
             up_path, down_path = EXPERT_WEIGHTS
-            biases = (2 * width + self.hidden) * experts.has_expert_bias  # of gate and up, and of down
+            biases = (
+                2 * width + self.hidden
+            ) * experts.has_expert_bias  # of gate and up, and of down
             kind = replace(
                 kind,
                 num_experts=expert_count,
@@ -182,7 +215,8 @@ class _ShapeBuilder:
             kind = replace(kind, mlp_width=width)
         # an adapter would not stay on some
         adaptable_linears = (
-            replace(linear, adaptable=no_adapter_reason(fields.model_type, linear.name) is None) for linear in linears
+            replace(linear, adaptable=no_adapter_reason(fields.model_type, linear.name) is None)
+            for linear in linears
         )
         return replace(kind, linears=tuple(adaptable_linears))
 
@@ -199,37 +233,48 @@ class _ShapeBuilder:
             return index >= (fields.read_optional_count("first_k_dense_replace") or 0)
         if experts.block_rule == "sparse_step":
             dense_layers = fields.values.get("mlp_only_layers") or ()
-            return index not in dense_layers and (index + 1) % fields.require_count("decoder_sparse_step") == 0
+            return (
+                index not in dense_layers
+                and (index + 1) % fields.require_count("decoder_sparse_step") == 0
+            )
         return True
 
     def _attention_kind(self, index: int) -> AttentionKind:
         fields, rule = self.fields, self.family.window_rule
         if rule == "none":
             return "full"
-        # transformers 5 writes layer_types; older files only have the window, and the class's own rule applies
+        # transformers 5 writes layer_types; older files only have the window, and the class's own
+        # rule applies
         layer_types = fields.values.get("layer_types")
         if isinstance(layer_types, list) and rule != "all":
             if len(layer_types) != self.num_layers:
                 raise ModelError(
-                    f"model {one_line(fields.name)}: config.json has {len(layer_types)} layer_types and "
-                    f"num_hidden_layers: {self.num_layers}"
+                    f"model {one_line(fields.name)}: config.json has {len(layer_types)} layer_types"
+                    f" and num_hidden_layers: {self.num_layers}"
                 )
             if layer_types[index] not in ("full_attention", "sliding_attention"):
                 raise UnknownArchitecture(
-                    f"model {one_line(fields.name)}: config.json has a block of type "
-                    f"{one_line(str(layer_types[index]))}, which the plan does not know without transformers"
+                    f"model {one_line(fields.name)}: config.json has a block of type"
+                    f" {one_line(str(layer_types[index]))}, which the plan does not know without"
+                    " transformers"
                 )
             is_sliding = layer_types[index] == "sliding_attention"
         elif "use_sliding_window" in fields.values and not fields.read_flag("use_sliding_window"):
             is_sliding = False
         elif rule == "late":
             is_sliding = index >= (fields.read_optional_count("max_window_layers") or 0)
-        elif rule == "no_rope":  # blocks without rotary positions: no_rope_layers has 1 where there are
-            is_sliding = (index + 1) % (fields.read_optional_count("no_rope_layer_interval") or 4) == 0
+        elif (
+            rule == "no_rope"
+        ):  # blocks without rotary positions: no_rope_layers has 1 where there are
+            is_sliding = (index + 1) % (
+                fields.read_optional_count("no_rope_layer_interval") or 4
+            ) == 0
             rope_layers = fields.values.get("no_rope_layers")
             if isinstance(rope_layers, list) and index < len(rope_layers):
                 is_sliding = not rope_layers[index]
-        elif rule == "pattern" or (rule.startswith("every_") and "sliding_window_pattern" in fields.values):
+        elif rule == "pattern" or (
+            rule.startswith("every_") and "sliding_window_pattern" in fields.values
+        ):
             is_sliding = (index + 1) % fields.require_count("sliding_window_pattern") != 0
         else:
             is_sliding = rule == "all" or (index + 1) % int(rule.removeprefix("every_")) != 0
@@ -239,7 +284,8 @@ class _ShapeBuilder:
 
 
 # --------------------------------------------------------------------------------------------------
-# The config is read from a local folder, from the table of known models, or fetched alone from the hub.
+# The config is read from a local folder, from the table of known models, or fetched alone from the
+# hub.
 
 ConfigJson = dict[str, Any]
 
@@ -250,9 +296,11 @@ _RETRY_AFTER_S = 60.0
 _failure_times: dict[tuple[str, int], float] = {}
 
 
-def load_model_shape(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
-    """The shapes of a model, by its hub id or folder. Raises ModelError without a usable config.json, or for code that
-    was not allowed."""
+def load_model_shape(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> ModelShape:
+    """The shapes of a model, by its hub id or folder. Raises ModelError without a usable
+    config.json, or for code that was not allowed."""
     config = load_config_json(name, revision=revision)
     refuse_remote_code(config, name=name, allowed=trust_remote_code)
     return parse_model_shape(config, name=name)
@@ -265,36 +313,43 @@ def load_max_positions(name: str, *, revision: str | None = None) -> int | None:
         try:
             return parse_model_shape(config, name=name).max_positions
         except UnknownArchitecture:
-            max_positions = normalize_field_names(wrapped_config(config) or config).get("max_position_embeddings")
+            max_positions = normalize_field_names(wrapped_config(config) or config).get(
+                "max_position_embeddings"
+            )
             if isinstance(max_positions, int) and max_positions > 0:
                 return max_positions
     return None
 
 
 def refuse_remote_code(config: ConfigJson, *, name: str, allowed: bool) -> None:
-    """Raises ModelError where the model needs code of its own and the run YAML does not allow it; models that
-    transformers has added since still name their old code (`auto_map`)."""
-    if config.get("auto_map") and not allowed and not _is_in_transformers(str(config.get("model_type"))):
+    """Raises ModelError where the model needs code of its own and the run YAML does not allow it;
+    models that transformers has added since still name their old code (`auto_map`)."""
+    if (
+        config.get("auto_map")
+        and not allowed
+        and not _is_in_transformers(str(config.get("model_type")))
+    ):
         raise ModelError(
-            f"model {one_line(name)} has its own Python code (auto_map in its config.json), which runs only if "
-            "you have read it and set model.trust_remote_code=true"
+            f"model {one_line(name)} has its own Python code (auto_map in its config.json), which"
+            " runs only if you have read it and set model.trust_remote_code=true"
         )
 
 
 def text_only_note(config: Mapping[str, Any]) -> str:
-    """A note for a model with parts beside its language model, which alone is trained; empty for others."""
+    """A note for a model with parts beside its language model, which alone is trained; empty for
+    others."""
     if not wrapped_config(config):
         return ""
     model_type = one_line(str(config.get("model_type")))
     return (
-        f"only the language model of this {model_type} is trained; its other parts are not loaded, and stay in merged "
-        "and fully trained models as they are published"
+        f"only the language model of this {model_type} is trained; its other parts are not loaded,"
+        " and stay in merged and fully trained models as they are published"
     )
 
 
 def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None:
-    """Raises ModelError where the stored weights are quantised in a way that is not trained: all but bitsandbytes' 4
-    bits in qlora, and `DEQUANTISED_FORMATS`."""
+    """Raises ModelError where the stored weights are quantised in a way that is not trained: all
+    but bitsandbytes' 4 bits in qlora, and `DEQUANTISED_FORMATS`."""
     method, fields = quantisation_method(config)
     if method is None or method in DEQUANTISED_FORMATS:
         return
@@ -302,20 +357,21 @@ def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None
     if method != "bitsandbytes" or is_8bit or mode != "qlora":
         bits = ", 8 bits" * is_8bit
         raise ModelError(
-            f"the weights of {one_line(name)} are already quantised ({one_line(method)}{bits}); take the "
-            "unquantised model: tuning.mode=qlora quantises it while loading"
+            f"the weights of {one_line(name)} are already quantised ({one_line(method)}{bits});"
+            " take the unquantised model: tuning.mode=qlora quantises it while loading"
         )
 
 
 def quantised_storage_note(config: Mapping[str, Any], mode: str) -> str:
-    """A note for weights that are stored quantised and dequantised while they are read; empty for others."""
+    """A note for weights that are stored quantised and dequantised while they are read; empty for
+    others."""
     method, _ = dequantisable_method(config)
     if method is None:
         return ""
     treatment = {"qlora": "packed as NF4", "full": "trained so", "lora": "kept so"}[mode]
     return (
-        f"its weights are stored in {DEQUANTISED_FORMATS[method]}: dequantised tensor by tensor while loading, and "
-        f"{treatment}"
+        f"its weights are stored in {DEQUANTISED_FORMATS[method]}: dequantised tensor by tensor"
+        f" while loading, and {treatment}"
     )
 
 
@@ -325,17 +381,23 @@ def _is_in_transformers(model_type: str) -> bool:
         return False
     folder = model_type.replace("-", "_")
     names = {folder, folder.removesuffix("_text")}
-    return any((Path(spec.origin).parent / "models" / name / "__init__.py").is_file() for name in names if name)
+    return any(
+        (Path(spec.origin).parent / "models" / name / "__init__.py").is_file()
+        for name in names
+        if name
+    )
 
 
 _GGUF_DESCRIPTION = (
-    "a GGUF, weights for llama.cpp that nothing here trains: give the model that it was converted from, as a hub id or "
-    "a folder with config.json and safetensors (make export FORMAT=gguf makes a GGUF of what was trained)"
+    "a GGUF, weights for llama.cpp that nothing here trains: give the model that it was converted"
+    " from, as a hub id or a folder with config.json and safetensors (make export FORMAT=gguf makes"
+    " a GGUF of what was trained)"
 )
 
 
 def load_config_json(name: str, *, revision: str | None = None) -> ConfigJson:
-    """A model's config.json: from a folder, the table of known models, the hub's cache, or the hub."""
+    """A model's config.json: from a folder, the table of known models, the hub's cache, or the
+    hub."""
     folder = find_model_folder(name)
     if folder is not None:
         suffixes = {file.suffix.lower() for file in folder.glob("*")}
@@ -344,22 +406,26 @@ def load_config_json(name: str, *, revision: str | None = None) -> ConfigJson:
         config = _read_config(folder, str(folder))
         if (folder / "adapter_config.json").is_file():
             raise ModelError(
-                f"model path {one_line(name)} holds an adapter beside its config.json, which transformers would put on "
-                "the weights unasked: give the base model's folder (model.adapter continues an adapter), or remove "
-                "adapter_config.json"
+                f"model path {one_line(name)} holds an adapter beside its config.json, which"
+                " transformers would put on the weights unasked: give the base model's folder"
+                " (model.adapter continues an adapter), or remove adapter_config.json"
             )
         return config
     if name in KNOWN_MODELS and revision is None:  # another revision may have another shape
         return KNOWN_MODELS[name].config
-    known_name = next((known for known in KNOWN_MODELS if known.rpartition("/")[2].lower() == name.lower()), None)
+    known_name = next(
+        (known for known in KNOWN_MODELS if known.rpartition("/")[2].lower() == name.lower()), None
+    )
     if known_name is not None:
         raise ModelError(f"model {one_line(name)} lacks its owner: the hub has it as {known_name}")
     return _fetch_config(name, revision)
 
 
 def find_model_folder(name: str) -> Path | None:
-    """The folder that a model name refers to, or None for a hub id; of the starter's base that of this package. Raises
-    ModelError for a path (from `/`, `.` or `~`, or whose first part exists here) that is no folder."""
+    """The folder that a model name refers to, or None for a hub id; of the starter's base that of
+    this package. Raises ModelError for a path (from `/`, `.` or `~`, or whose first part exists
+    here) that is no folder.
+    """
     if name == BASE_NAME:
         return BASE
     # os.path has no error for ~nobody, or for a name that is too long
@@ -368,7 +434,12 @@ def find_model_folder(name: str) -> Path | None:
         return path
     # a hub id is owner/name or a bare name: anything else can only be a path
     begins_here = len(path.parts) > 1 and os.path.exists(path.parts[0])  # noqa: PTH110
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or begins_here or os.path.isfile(path)  # noqa: PTH113
+    is_path = (
+        name.startswith(("/", ".", "~"))
+        or name.count("/") > 1
+        or begins_here
+        or os.path.isfile(path)  # noqa: PTH113
+    )
     if not is_path:
         return None
     problem = f"does not exist or is no folder (looked from {Path.cwd()})"
@@ -378,8 +449,8 @@ def find_model_folder(name: str) -> Path | None:
 
 
 def base_weights_identity(name: str, hf_config: Any) -> dict[str, str | None]:
-    """What identifies the base weights: the hub's commit, or a digest of each file's size, first and last MiB: whole
-    files would take minutes, and training moves every tensor."""
+    """What identifies the base weights: the hub's commit, or a digest of each file's size, first
+    and last MiB: whole files would take minutes, and training moves every tensor."""
     folder = find_model_folder(name)
     if folder is None:
         return {"path": name, "sha256": getattr(hf_config, "_commit_hash", None)}
@@ -400,10 +471,16 @@ def _read_config(folder: Path, name: str) -> ConfigJson:
         hint = ""
         if (folder / "adapter_config.json").is_file():
             hint = "; it holds an adapter: give the folder of the base model"
-        raise ModelError(f"model path {folder} has no config.json{hint}; a model folder holds config.json and weights")
+        raise ModelError(
+            f"model path {folder} has no config.json{hint}; a model folder holds config.json and"
+            " weights"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"), object_hook=_parse_special_float)
-    except (ValueError, RecursionError) as error:  # not text, not JSON, or a number with thousands of digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not text, not JSON, or a number with thousands of digits
         raise ModelError(f"{path} is not JSON: {one_line(str(error))}") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
@@ -411,7 +488,8 @@ def _read_config(folder: Path, name: str) -> ConfigJson:
     return dict(config)
 
 
-# A number that JSON lacks, from transformers' tag for it (`_encode_special_floats`, 5.23); else the object.
+# A number that JSON lacks, from transformers' tag for it (`_encode_special_floats`, 5.23); else the
+# object.
 def _parse_special_float(value: ConfigJson) -> Any:
     tag = value.get("__float__")
     if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN"):
@@ -422,22 +500,34 @@ def _parse_special_float(value: ConfigJson) -> Any:
 def _fetch_config(name: str, revision: str | None) -> ConfigJson:
     from huggingface_hub import errors, hf_hub_download
 
-    model_text, no_config_reason = one_line(name), "has no config.json on the hub: it is not a transformers model"
+    model_text, no_config_reason = (
+        one_line(name),
+        "has no config.json on the hub: it is not a transformers model",
+    )
     if "gguf" in name.lower():
         no_config_reason = f"is {_GGUF_DESCRIPTION}"
     reasons: dict[type[Exception], str] = {
         errors.HFValidationError: "is neither a folder here nor a hub id of the form owner/name",
-        errors.GatedRepoError: "is gated: accept its licence on its hub page, then `hf auth login` or set HF_TOKEN",
-        errors.LocalEntryNotFoundError: f"is not a folder here (looked from {Path.cwd()}), is not in the local cache, "
-        f"and the hub cannot be reached; {did_you_mean(name, KNOWN_MODELS) or 'connect, or give a local folder'}",
-        errors.RepositoryNotFoundError: "is not on the hub (or it is private: `hf auth login`); check the spelling, or "
-        "give a folder",
+        errors.GatedRepoError: (
+            "is gated: accept its licence on its hub page, then `hf auth login` or set HF_TOKEN"
+        ),
+        errors.LocalEntryNotFoundError: (
+            f"is not a folder here (looked from {Path.cwd()}), is not in the local cache, and the"
+            " hub cannot be reached;"
+            f" {did_you_mean(name, KNOWN_MODELS) or 'connect, or give a local folder'}"
+        ),
+        errors.RepositoryNotFoundError: (
+            "is not on the hub (or it is private: `hf auth login`); check the spelling, or "
+            "give a folder"
+        ),
         errors.EntryNotFoundError: no_config_reason,
     }
     is_offline = not is_hub_reachable()  # then only the cache is read, at once
     try:
         with report_wait(f"Asking the hub for the config.json of {model_text}"):
-            path = hf_hub_download(name, "config.json", revision=revision, local_files_only=is_offline)
+            path = hf_hub_download(
+                name, "config.json", revision=revision, local_files_only=is_offline
+            )
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         reason = next(
             (text for error_type, text in reasons.items() if isinstance(error, error_type)),
@@ -448,21 +538,28 @@ def _fetch_config(name: str, revision: str | None) -> ConfigJson:
 
 
 def require_available_model(name: str, *, revision: str | None = None) -> None:
-    """Raises ModelError where a hub model is neither in the cache nor on a reachable hub; folders always pass."""
+    """Raises ModelError where a hub model is neither in the cache nor on a reachable hub; folders
+    always pass."""
     if find_model_folder(name) is None:
         _fetch_config(name, revision)
 
 
 def is_hub_reachable() -> bool:
-    """Whether the hub, or the proxy before it, can be reached: the library would retry for half a minute."""
+    """Whether the hub, or the proxy before it, can be reached: the library would retry for half a
+    minute."""
     from urllib.request import getproxies, proxy_bypass
 
     # as huggingface_hub reads them (constants.py, 1.x): the second only where the first is not set
-    offline_setting = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    offline_setting = (
+        os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    )
     if offline_setting.upper() in ("1", "TRUE", "YES", "ON"):
         return False
     # the proxy that the environment names for the hub, where there is one
-    address, proxies = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"), getproxies()
+    address, proxies = (
+        urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"),
+        getproxies(),
+    )
     proxy = proxies.get(address.scheme) or proxies.get("all")
     if proxy and not proxy_bypass(address.netloc):
         if "://" not in proxy:
@@ -478,12 +575,16 @@ def is_hub_reachable() -> bool:
     return True
 
 
-# In a thread: looking up a name has no limit of its own, and takes half a minute where no server of names answers.
+# In a thread: looking up a name has no limit of its own, and takes half a minute where no server of
+# names answers.
 def _can_connect(host: str, port: int) -> bool:
     connections: list[bool] = []
 
     def connect() -> None:
-        with contextlib.suppress(OSError, UnicodeError), socket.create_connection((host, port), _CONNECT_TIMEOUT_S):
+        with (
+            contextlib.suppress(OSError, UnicodeError),
+            socket.create_connection((host, port), _CONNECT_TIMEOUT_S),
+        ):
             connections.append(True)
 
     thread = threading.Thread(target=connect, name="hub", daemon=True)
@@ -494,18 +595,21 @@ def _can_connect(host: str, port: int) -> bool:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A published config (the fields that determine sizes), its source, and the published parameters if known."""
+    """A published config (the fields that determine sizes), its source, and the published
+    parameters if known."""
 
     config: ConfigJson
     source: str
     params: int | None = None
 
 
-# By hub id: the models of the shipped configs and the most used others, which can be planned without a network.
+# By hub id: the models of the shipped configs and the most used others, which can be planned
+# without a network.
 #
-# A line of `known_models.json` holds the hub ids of models of one shape (base, instruct, successors), where it was
-# read, the published parameters where they were, and the part of the published config.json that determines sizes (of
-# image-text models with the towers), with how the weights are stored.
+# A line of `known_models.json` holds the hub ids of models of one shape (base, instruct,
+# successors), where it was read, the published parameters where they were, and the part of the
+# published config.json that determines sizes (of image-text models with the towers), with how the
+# weights are stored.
 KNOWN_MODELS: dict[str, KnownModel] = {
     name: KnownModel(row["config"], row["source"], row["params"])
     for row in json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))

@@ -48,8 +48,8 @@ EXPERT_WEIGHTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """The blocks of one model type: attention, then a gated MLP or experts, each behind a norm. The defaults are
-    Llama's without its biases."""
+    """The blocks of one model type: attention, then a gated MLP or experts, each behind a norm. The
+    defaults are Llama's without its biases."""
 
     # Paths of the query, key and value projections: three, or one that holds all.
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -63,9 +63,12 @@ class ModelFamily:
     qk_norm: FlagSource = False
     # head: one weight for all heads; width: as many as the heads are wide together.
     qk_norm_size: Literal["head", "width"] = "head"
-    # Which blocks see a window where config.json has no `layer_types`: none; all (if there is a window); those from
-    # `max_window_layers` on; all but every nth; by `sliding_window_pattern`; those without rotary positions.
-    window_rule: Literal["none", "all", "late", "every_2", "every_4", "every_6", "pattern", "no_rope"] = "none"
+    # Which blocks see a window where config.json has no `layer_types`: none; all (if there is a
+    # window); those from `max_window_layers` on; all but every nth; by `sliding_window_pattern`;
+    # those without rotary positions.
+    window_rule: Literal[
+        "none", "all", "late", "every_2", "every_4", "every_6", "pattern", "no_rope"
+    ] = "none"
     has_sinks: bool = False
     experts: ExpertFields | None = None
 
@@ -75,36 +78,45 @@ _BIASED = ModelFamily(qkv_bias="attention_bias", out_bias="attention_bias")
 _GLM = ModelFamily(qkv_bias="attention_bias", mlp=_FUSED_MLP)
 _WIDE_NORMS = replace(_BIASED, qk_norm=True, qk_norm_size="width")
 
-# Model types whose blocks transformers' tensor-parallel plan splits completely, by heads and MLP columns
-# (`base_model_tp_plan` of configuration_*.py); a test splits one of each and compares its gradients.
+# Model types whose blocks transformers' tensor-parallel plan splits completely, by heads and MLP
+# columns (`base_model_tp_plan` of configuration_*.py); a test splits one of each and compares its
+# gradients.
 TENSOR_PARALLEL_TYPES = frozenset({
-    "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral", "ministral3", "mistral",
-    "qwen2", "qwen3", "smollm3",
+    "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral",
+    "ministral3", "mistral", "qwen2", "qwen3", "smollm3",
 })  # fmt: skip
 
-# Model types whose adapters PEFT moves to the routed experts where they are named as below: on the experts of
-# transformers before 5.0, as it believes (peft/utils/transformers_weight_conversion.py, `_convert_peft_config_moe`),
-# and so away from shared experts and dense blocks of the same names; a test compares the list with PEFT's.
+# Model types whose adapters PEFT moves to the routed experts where they are named as below: on the
+# experts of transformers before 5.0, as it believes (peft/utils/transformers_weight_conversion.py,
+# `_convert_peft_config_moe`), and so away from shared experts and dense blocks of the same names; a
+# test compares the list with PEFT's.
 PEFT_MOVED_TYPES = frozenset({
-    "UnlimitedOcrTextModel", "afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-    "Dots3NoteTextModel", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm4v_moe",
-    "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "minimax", "minimax_m2", "mixtral", "olmoe",
-    "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker", "solar_open",
+    "UnlimitedOcrTextModel", "afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+    "deepseek_v32", "Dots3NoteTextModel", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
+    "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash",
+    "mellum", "minimax", "minimax_m2", "mixtral", "olmoe", "qwen3_moe", "qwen3_next",
+    "qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker", "solar_open",
 })  # fmt: skip
 PEFT_MOVED_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
 def no_adapter_reason(model_type: str, name: str) -> str | None:
-    """Why linear layers of this name get no adapter; None where they take one, as far as is known without a trial."""
-    # a language model's adapter is opened on its whole class, too: that of glm4v_moe_text on glm4v_moe
-    if {model_type, model_type.removesuffix("_text")} & PEFT_MOVED_TYPES and name in PEFT_MOVED_NAMES:
+    """Why linear layers of this name get no adapter; None where they take one, as far as is known
+    without a trial."""
+    # a language model's adapter is opened on its whole class, too: that of glm4v_moe_text on
+    # glm4v_moe
+    if {
+        model_type,
+        model_type.removesuffix("_text"),
+    } & PEFT_MOVED_TYPES and name in PEFT_MOVED_NAMES:
         return "PEFT would put its adapter on this model's routed experts, which get none here"
     return None
 
 
-# Model type: its blocks. Those that people train most, which the estimate follows to within 1% of their trace, small
-# models of gpt-oss in full 2% (benchmarks/closed_form.json, registry.json); any other class is planned by its own
-# blocks, measured (`trace/confirm`), which takes seconds and transformers.
+# Model type: its blocks. Those that people train most, which the estimate follows to within 1% of
+# their trace, small models of gpt-oss in full 2% (benchmarks/closed_form.json, registry.json); any
+# other class is planned by its own blocks, measured (`trace/confirm`), which takes seconds and
+# transformers.
 MODEL_FAMILIES: dict[str, ModelFamily] = {
     "llama": _LLAMA,
     "granite": _LLAMA,
@@ -118,7 +130,9 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "qwen3": replace(_BIASED, qk_norm=True, window_rule="late"),
     "gemma": replace(_BIASED, norm="gemma"),
     "gemma2": replace(_BIASED, norm="gemma", norms_per_block=4, window_rule="every_2"),
-    "gemma3_text": replace(_BIASED, norm="gemma", norms_per_block=4, qk_norm=True, window_rule="every_6"),
+    "gemma3_text": replace(
+        _BIASED, norm="gemma", norms_per_block=4, qk_norm=True, window_rule="every_6"
+    ),
     "phi3": ModelFamily(qkv=("self_attn.qkv_proj",), mlp=_FUSED_MLP, window_rule="all"),
     "olmo2": _WIDE_NORMS,
     "olmo3": replace(_WIDE_NORMS, window_rule="every_4"),
@@ -126,21 +140,33 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "glm4": replace(_GLM, norms_per_block=4),
     "exaone4": ModelFamily(qk_norm=True, window_rule="pattern"),
     "mixtral": ModelFamily(
-        window_rule="all", experts=ExpertFields(width_field="intermediate_size", routes_in_fp32=True)
+        window_rule="all",
+        experts=ExpertFields(width_field="intermediate_size", routes_in_fp32=True),
     ),
-    "qwen3_moe": replace(_BIASED, qk_norm=True, window_rule="all", experts=ExpertFields(block_rule="sparse_step")),
+    "qwen3_moe": replace(
+        _BIASED, qk_norm=True, window_rule="all", experts=ExpertFields(block_rule="sparse_step")
+    ),
     "olmoe": replace(_WIDE_NORMS, experts=ExpertFields("num_experts", "intermediate_size")),
     "gpt_oss": replace(
-        _BIASED, norm="gemma", window_rule="every_2", has_sinks=True,
+        _BIASED,
+        norm="gemma",
+        window_rule="every_2",
+        has_sinks=True,
         experts=ExpertFields(
-            width_field="intermediate_size", has_router_bias=True, has_expert_bias=True, has_clamped_gate=True
+            width_field="intermediate_size",
+            has_router_bias=True,
+            has_expert_bias=True,
+            has_clamped_gate=True,
         ),
     ),
     "glm4_moe": ModelFamily(
-        qkv_bias="attention_bias", qk_norm="use_qk_norm",
-        experts=ExpertFields("n_routed_experts", shared_count_field="n_shared_experts", block_rule="after_dense"),
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        experts=ExpertFields(
+            "n_routed_experts", shared_count_field="n_shared_experts", block_rule="after_dense"
+        ),
     ),
-}  # fmt: skip
+}
 
 # Image-text model type: its language model's type, where `text_config` does not give it.
 WRAPPED_TYPES: dict[str, str] = {
@@ -202,27 +228,36 @@ FIELD_ALIASES = {
 ACTIVATION_FIELDS = ("hidden_activation", "activation_function", "activation", "hidden_act")
 EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TASK_HEADS = (
-    "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
-    "ForImageClassification", "ForMaskGeneration",
-)  # fmt: skip
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForImageClassification",
+    "ForMaskGeneration",
+)
 
 
 class UnknownArchitecture(ModelError):
-    """Perhaps a decoder, but of a type that the table of families does not have: only its class can tell."""
+    """Perhaps a decoder, but of a type that the table of families does not have: only its class can
+    tell."""
 
 
-# Ways to store quantised weights that are dequantised while they are read, by their names in config.json.
+# Ways to store quantised weights that are dequantised while they are read, by their names in
+# config.json.
 DEQUANTISED_FORMATS = {"mxfp4": "MXFP4", "fp8": "FP8"}
 
 
 def wrapped_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's part of an image-text model's config.json; empty where that is no mapping or not there."""
+    """The language model's part of an image-text model's config.json; empty where that is no
+    mapping or not there."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else {}
 
 
 def dequantisable_method(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """How a model's weights are stored, if that is one of `DEQUANTISED_FORMATS`, and the fields that say so."""
+    """How a model's weights are stored, if that is one of `DEQUANTISED_FORMATS`, and the fields
+    that say so."""
     method, fields = quantisation_method(config)
     if method not in DEQUANTISED_FORMATS:
         method = None
@@ -230,7 +265,8 @@ def dequantisable_method(config: Mapping[str, Any]) -> tuple[str | None, Mapping
 
 
 def dequantised_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A model's config.json as that of its dequantised weights; as it is where they are not stored so."""
+    """A model's config.json as that of its dequantised weights; as it is where they are not stored
+    so."""
     if dequantisable_method(config)[0] is not None:
         for part in (config, wrapped_config(config)):
             part.pop("quantization_config", None)
@@ -238,7 +274,8 @@ def dequantised_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantisation_method(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """The method by which a model's weights are stored quantised and its fields; None where they are not."""
+    """The method by which a model's weights are stored quantised and its fields; None where they
+    are not."""
     fields = config.get("quantization_config")
     if fields is None:  # an image-text model's config has it in either
         fields = wrapped_config(config).get("quantization_config")
@@ -247,7 +284,9 @@ def quantisation_method(config: Mapping[str, Any]) -> tuple[str | None, Mapping[
     if not isinstance(fields, Mapping):
         return "unknown method", {}
     method = fields.get("quant_method") or "unknown method"
-    is_bitsandbytes = any(fields.get(f"{prefix}load_in_{bits}bit") for prefix in ("", "_") for bits in (4, 8))
+    is_bitsandbytes = any(
+        fields.get(f"{prefix}load_in_{bits}bit") for prefix in ("", "_") for bits in (4, 8)
+    )
     if not fields.get("quant_method") and is_bitsandbytes:
         method = "bitsandbytes"
     return str(method), fields
@@ -257,28 +296,36 @@ def require_causal_lm_config(config: object, *, name: str) -> None:
     """Raises ModelError for JSON that is not the config.json of a causal language model."""
     model_text = one_line(name)
     if not isinstance(config, Mapping):
-        raise ModelError(f"model {model_text}: config.json holds a {type(config).__name__}: it has no model_type")
+        raise ModelError(
+            f"model {model_text}: config.json holds a {type(config).__name__}: it has no model_type"
+        )
     if "peft_type" in config:
         base = config.get("base_model_name_or_path")
         hint = ""
         if isinstance(base, str) and base:
             hint = f", here {one_line(base)}"
-        raise ModelError(f"model {model_text}: its config is an adapter's; name the base model{hint}")
+        raise ModelError(
+            f"model {model_text}: its config is an adapter's; name the base model{hint}"
+        )
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if not isinstance(model_type, str) or not model_type:
         raise ModelError(
-            f"model {model_text}: not a language model's config.json (a tokenizer's?): it has no model_type"
+            f"model {model_text}: not a language model's config.json (a tokenizer's?): it has no"
+            " model_type"
         )
     for class_name in architectures if isinstance(architectures, list) else []:
         if str(class_name).endswith(_TASK_HEADS):
             raise ModelError(
-                f"model {model_text} is a {one_line(str(class_name))}, not a causal language model; take the "
-                "language model"
+                f"model {model_text} is a {one_line(str(class_name))}, not a causal language model;"
+                " take the language model"
             )
     if model_type in NON_DECODER_TYPES or config.get("is_encoder_decoder") is True:
-        description = NON_DECODER_TYPES.get(model_type, "an encoder with a decoder, which this toolkit does not train")
+        description = NON_DECODER_TYPES.get(
+            model_type, "an encoder with a decoder, which this toolkit does not train"
+        )
         raise ModelError(
-            f"model {model_text} (model_type {one_line(model_type)}) is {description}; take a causal language model"
+            f"model {model_text} (model_type {one_line(model_type)}) is {description}; take a"
+            " causal language model"
         )
 
 
@@ -288,14 +335,20 @@ def refuse_absurd_sizes(config: Mapping[str, Any], *, name: str) -> None:
     for field_name in MAX_SIZES:
         for key in (field_name, *FIELD_ALIASES.get(field_name, ())):
             value = fields.values.get(key)
-            # a list: one size for each block; heads of 0: no part of them turns with the position (glm5_next)
-            if value is not None and not isinstance(value, list) and not (key == "head_dim" and value == 0):
+            # a list: one size for each block; heads of 0: no part of them turns with the position
+            # (glm5_next)
+            if (
+                value is not None
+                and not isinstance(value, list)
+                and not (key == "head_dim" and value == 0)
+            ):
                 fields.require_count(key)
 
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """The fields of one language model under their usual names, class defaults filled in; null stays None."""
+    """The fields of one language model under their usual names, class defaults filled in; null
+    stays None."""
 
     model_type: str
     values: Mapping[str, Any]
@@ -303,42 +356,58 @@ class ConfigFields:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str) -> Self:
-        """The fields of the language model that a config.json describes or wraps. Raises UnknownArchitecture for a type
-        that the table of families does not have, ModelError where the width is missing."""
+        """The fields of the language model that a config.json describes or wraps. Raises
+        UnknownArchitecture for a type that the table of families does not have, ModelError where
+        the width is missing."""
         inner = wrapped_config(config)
         if not inner and config.get("text_config") not in (None, {}):
-            raise ModelError(f"model {one_line(name)}: text_config of its config.json is not a mapping")
+            raise ModelError(
+                f"model {one_line(name)}: text_config of its config.json is not a mapping"
+            )
         text = dict(inner or config)
-        if isinstance(tied := config.get("tie_word_embeddings"), bool):  # often said of the whole class only
+        if isinstance(
+            tied := config.get("tie_word_embeddings"), bool
+        ):  # often said of the whole class only
             text.setdefault("tie_word_embeddings", tied)
-        # an image-text model's config has the language model's in text_config, which may leave out its type
+        # an image-text model's config has the language model's in text_config, which may leave out
+        # its type
         outer_type = str(config["model_type"])
         model_type = text.get("model_type") or WRAPPED_TYPES.get(outer_type)
         if model_type == outer_type or not isinstance(model_type, str):
             model_type = WRAPPED_TYPES.get(outer_type, outer_type)
         if model_type not in MODEL_FAMILIES:
             raise UnknownArchitecture(
-                f"model {one_line(name)}: model_type {one_line(model_type)} is not among the {len(MODEL_FAMILIES)} "
-                "whose blocks the plan knows without transformers"
+                f"model {one_line(name)}: model_type {one_line(model_type)} is not among the"
+                f" {len(MODEL_FAMILIES)} whose blocks the plan knows without transformers"
             )
         values = normalize_field_names(CLASS_DEFAULTS[model_type]) | normalize_field_names(text)
         # defaults are those of one model of the class: a file without sizes is not taken for it
-        if not inner and not any(key in text for key in ("hidden_size", *FIELD_ALIASES["hidden_size"])):
+        if not inner and not any(
+            key in text for key in ("hidden_size", *FIELD_ALIASES["hidden_size"])
+        ):
             cls(model_type, {}, name).require_count("hidden_size")
         return cls(model_type, values, name)
 
     def require_count(self, key: str) -> int:
-        """A whole number of one or more. Raises ModelError where it is missing, or larger than in any model."""
+        """A whole number of one or more. Raises ModelError where it is missing, or larger than in
+        any model."""
         value = self.values.get(key)
         # in Python true is an int
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            rule = f"the plan needs a whole number there, 1 or more (model_type: {one_line(self.model_type)})"
+            rule = (
+                "the plan needs a whole number there, 1 or more (model_type:"
+                f" {one_line(self.model_type)})"
+            )
             raise self._field_error(key, value, rule)
         # a limit is listed under one of a field's names
-        field_name = next((field_name for field_name, aliases in FIELD_ALIASES.items() if key in aliases), key)
+        field_name = next(
+            (field_name for field_name, aliases in FIELD_ALIASES.items() if key in aliases), key
+        )
         maximum = MAX_SIZES.get(field_name, 2**24)
         if value > maximum:
-            raise self._field_error(key, value, f"no model is that large (the limit is {maximum:,})")
+            raise self._field_error(
+                key, value, f"no model is that large (the limit is {maximum:,})"
+            )
         return value
 
     def read_optional_count(self, key: str) -> int | None:
@@ -356,19 +425,28 @@ class ConfigFields:
             raise self._field_error(source, value, "it must be true or false")
         return bool(value)
 
-    def read_number(self, key: str, *, minimum: float = 1e-30, maximum: float = math.inf) -> float | None:
-        """A number that may be absent, above 0 unless limits are given. Raises ModelError for any other value."""
+    def read_number(
+        self, key: str, *, minimum: float = 1e-30, maximum: float = math.inf
+    ) -> float | None:
+        """A number that may be absent, above 0 unless limits are given. Raises ModelError for any
+        other value."""
         value = self.values.get(key)
         if value is None or value is False:
             return None
         if type(value) not in (int, float) or not minimum <= value <= maximum:
-            rule = f"a number from {minimum} to {maximum}" if maximum < math.inf else "a number above 0"
+            rule = (
+                f"a number from {minimum} to {maximum}"
+                if maximum < math.inf
+                else "a number above 0"
+            )
             raise self._field_error(key, value, f"it must be {rule}")
         return float(value)
 
     def _field_error(self, key: str, value: object, rule: str) -> ModelError:
         value_text = one_line(json.dumps(value, default=str))
-        return ModelError(f"model {one_line(self.name)}: config.json has {key}: {value_text}; {rule}")
+        return ModelError(
+            f"model {one_line(self.name)}: config.json has {key}: {value_text}; {rule}"
+        )
 
 
 def normalize_field_names(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
-# Which keys a block's queries see: all before them, the last `window`, those of their chunk of `window`; none where
-# the block has no softmax attention (a recurrent or convolutional one).
+# Which keys a block's queries see: all before them, the last `window`, those of their chunk of
+# `window`; none where the block has no softmax attention (a recurrent or convolutional one).
 AttentionKind = Literal["full", "sliding", "chunked", "none"]
 
 # rms: RMSNorm; gemma: RMSNorm whose weight multiplies in fp32.
@@ -51,13 +51,15 @@ class LinearShape:
         return self.path.startswith(ATTENTION_PREFIXES)
 
     def matches(self, target: str) -> bool:
-        """Whether an adapter target names it: PEFT compares the end of the full name (`q_proj`, `attn.c_proj`)."""
+        """Whether an adapter target names it: PEFT compares the end of the full name (`q_proj`,
+        `attn.c_proj`)."""
         return self.path == target or self.path.endswith(f".{target}")
 
 
 @dataclass(frozen=True)
 class StackedExpertWeight:
-    """One matrix of every expert of a block, as one tensor: `path` inside the block, number of experts, widths."""
+    """One matrix of every expert of a block, as one tensor: `path` inside the block, number of
+    experts, widths."""
 
     path: str
     experts: int
@@ -88,8 +90,8 @@ class AdapterPlacement:
     untried_reason: str = ""
 
     def resolve_targets(self, targets: Literal["auto"] | tuple[str, ...]) -> list[str]:
-        """PEFT's targets for those of the YAML: where one would match a layer that is left out too, the others that it
-        matches."""
+        """PEFT's targets for those of the YAML: where one would match a layer that is left out too,
+        the others that it matches."""
         if targets == "auto":
             return list(self.targets)
         resolved: list[str] = []
@@ -105,9 +107,13 @@ class AdapterPlacement:
         """What is left out, and why."""
         reasons = dict.fromkeys(reason for _, reason in self.excluded)
         # names inside a block
-        inner_reasons = [(path.partition(".*.")[2] or path, reason) for path, reason in self.excluded]
+        inner_reasons = [
+            (path.partition(".*.")[2] or path, reason) for path, reason in self.excluded
+        ]
         lines = [
-            f"none on {', '.join(sorted({path for path, reason in inner_reasons if reason == one}))} ({one})"
+            "none on"
+            f" {', '.join(sorted({path for path, reason in inner_reasons if reason == one}))}"
+            f" ({one})"
             for one in reasons
         ]
         if self.untried_reason:
@@ -150,7 +156,8 @@ class LayerKind:
 
     @cached_property
     def packable_sizes(self) -> tuple[int, ...]:
-        """Elements of each matrix that qlora keeps in 4 bits: those of linear layers and of experts."""
+        """Elements of each matrix that qlora keeps in 4 bits: those of linear layers and of
+        experts."""
         expert_sizes = tuple(one.weights for one in self.expert_weights if one.is_packable)
         return tuple(linear.weights for linear in self.linears if linear.is_packable) + expert_sizes
 
@@ -164,9 +171,9 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's shapes: sizes in numbers of elements, `window` in tokens, None where there is none. `layers`
-    describes the blocks, and every count comes from it; the single fields above it describe the whole model, or its
-    first block of the commonest kind where blocks differ."""
+    """A decoder's shapes: sizes in numbers of elements, `window` in tokens, None where there is
+    none. `layers` describes the blocks, and every count comes from it; the single fields above it
+    describe the whole model, or its first block of the commonest kind where blocks differ."""
 
     name: str
     model_type: str
@@ -245,7 +252,12 @@ class ModelShape:
     def without_packed_experts(self) -> Self:
         """The same with experts that stay in 16 bits."""
         kinds = (
-            replace(kind, expert_weights=tuple(replace(one, is_packable=False) for one in kind.expert_weights))
+            replace(
+                kind,
+                expert_weights=tuple(
+                    replace(one, is_packable=False) for one in kind.expert_weights
+                ),
+            )
             for kind in self.layers
         )
         return replace(self, layers=tuple(kinds))
@@ -263,13 +275,18 @@ class ModelShape:
 
     @property
     def has_sdpa(self) -> bool:
-        """Whether the model's class runs PyTorch's fused attention: those with a soft cap or sinks do not."""
-        return self.has_fused_attention and self.attention_softcap is None and not self.has_attention_sinks
+        """Whether the model's class runs PyTorch's fused attention: those with a soft cap or sinks
+        do not."""
+        return (
+            self.has_fused_attention
+            and self.attention_softcap is None
+            and not self.has_attention_sinks
+        )
 
     @property
     def rows_per_token(self) -> int:
-        """Rows that experts multiply for each token. Llama 4's own code takes every expert and weighs most by zero
-        (modeling_llama4.py, Llama4TextMoe)."""
+        """Rows that experts multiply for each token. Llama 4's own code takes every expert and
+        weighs most by zero (modeling_llama4.py, Llama4TextMoe)."""
         return self.num_experts if self.uses_custom_experts else self.experts_per_token
 
     @property
@@ -310,7 +327,9 @@ class ModelShape:
     @cached_property
     def packable_sizes(self) -> tuple[tuple[int, int], ...]:
         """Elements of each matrix that qlora keeps in 4 bits, with how many of it the model has."""
-        inner = tuple((elements, kind.count) for kind in self.layers for elements in kind.packable_sizes)
+        inner = tuple(
+            (elements, kind.count) for kind in self.layers for elements in kind.packable_sizes
+        )
         return inner + tuple((linear.weights, 1) for linear in self.outer_linears)
 
     @cached_property
@@ -320,13 +339,17 @@ class ModelShape:
 
     @cached_property
     def linear_params(self) -> int:
-        """Parameters of all weight matrices between embedding and head: linear layers and every expert."""
+        """Parameters of all weight matrices between embedding and head: linear layers and every
+        expert."""
         return sum(count * linear.weights for linear, count in self.linears) + self.expert_params
 
     @cached_property
     def other_params(self) -> int:
         """Norms, biases, routers, attention sinks, and the last norm."""
-        inner = sum(kind.count * (kind.params - kind.linear_weights - kind.expert_params) for kind in self.layers)
+        inner = sum(
+            kind.count * (kind.params - kind.linear_weights - kind.expert_params)
+            for kind in self.layers
+        )
         outer = sum(linear.outputs for linear in self.outer_linears if linear.has_bias)
         return inner + outer + self.outer_params + self.vocab_size * self.has_head_bias
 

@@ -18,7 +18,12 @@ from sft_play.machine.gpu import Gpu
 from sft_play.machine.gpu_catalog import PriceList, find_catalog_entries, suggested_gpus
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.software import LIGER_PACKAGE
-from sft_play.models.config_json import KNOWN_MODELS, load_config_json, load_model_shape, refuse_quantised
+from sft_play.models.config_json import (
+    KNOWN_MODELS,
+    load_config_json,
+    load_model_shape,
+    refuse_quantised,
+)
 from sft_play.models.shape import ModelShape
 from sft_play.planner.batching import BatchPlan, effective_batch
 from sft_play.planner.candidates import (
@@ -69,9 +74,12 @@ def make_advised_plan(request: PlanRequest, **options: Any) -> Plan:
 
 
 def find_suggestions(request: PlanRequest) -> Iterator[Suggestion]:
-    """Changes that need less memory or provide more, and those that are not enough; then a smaller model."""
+    """Changes that need less memory or provide more, and those that are not enough; then a smaller
+    model."""
     has_fit = False
-    for suggestion in itertools.chain(_suggest_settings(request), _suggest_layout_or_machine(request)):
+    for suggestion in itertools.chain(
+        _suggest_settings(request), _suggest_layout_or_machine(request)
+    ):
         has_fit = has_fit or suggestion.fits
         yield suggestion
     if has_fit:
@@ -80,24 +88,31 @@ def find_suggestions(request: PlanRequest) -> Iterator[Suggestion]:
     if isinstance(name, str):
         setting = f"model.name={name}"
         config = _apply_setting(request.config, setting)
-        plan = make_plan(replace(request, config=config, shape=configured_shape(config, load_model_shape(name))))
+        plan = make_plan(
+            replace(request, config=config, shape=configured_shape(config, load_model_shape(name)))
+        )
         yield _build_suggestion(setting, plan.choice, setting=setting)
 
 
 def _request_on_machine(request: PlanRequest, machine: Hardware) -> PlanRequest:
-    """The request for another machine, in any layout: neither runs nor the mesh of this one are meant for it."""
+    """The request for another machine, in any layout: neither runs nor the mesh of this one are
+    meant for it."""
     config = request.config
     if machine.ranks != request.hardware.ranks:
         config = _apply_setting(config, NO_MESH)
-    return replace(request, config=config, hardware=machine, allowed_layouts=LAYOUT_NAMES, measured_runs=())
+    return replace(
+        request, config=config, hardware=machine, allowed_layouts=LAYOUT_NAMES, measured_runs=()
+    )
 
 
 def lowest_memory_candidate(request: PlanRequest) -> Candidate | None:
-    """The candidate that needs the least memory: far fewer are evaluated than for a plan. None where a plan would be
-    refused."""
+    """The candidate that needs the least memory: far fewer are evaluated than for a plan. None
+    where a plan would be refused."""
     with contextlib.suppress(ConfigError):
         possible, _ = find_layouts(request.config, request.shape, request.hardware)
-        layouts = [layout for layout in possible if layout.name in request.allowed_layouts] or list(possible[:1])
+        layouts = [layout for layout in possible if layout.name in request.allowed_layouts] or list(
+            possible[:1]
+        )
         if layouts:  # those that offload come last
             inputs = build_plan_inputs(request, fp32_master_weights=False)
             return first_fitting(lowest_memory_candidates(inputs, layouts))
@@ -105,10 +120,11 @@ def lowest_memory_candidate(request: PlanRequest) -> Candidate | None:
 
 
 def _planned_choice(request: PlanRequest) -> Candidate | None:
-    """What a plan would choose where something fits, else the one that needs the least memory; None where a plan is
-    refused."""
+    """What a plan would choose where something fits, else the one that needs the least memory; None
+    where a plan is refused."""
     candidate = lowest_memory_candidate(request)
-    # a plan evaluates hundreds of candidates, and says more than the smallest one only where something fits
+    # a plan evaluates hundreds of candidates, and says more than the smallest one only where
+    # something fits
     if candidate is None or not candidate.fits:
         return candidate
     with contextlib.suppress(ConfigError):
@@ -121,10 +137,17 @@ def _suggest_settings(request: PlanRequest) -> Iterator[Suggestion]:
     has_fit, combined_config, combined_settings = False, request.config, dict[str, str]()
     present_candidate = _planned_choice(request)
     for change in _memory_saving_settings(request):
-        setting, candidate = change, _planned_choice(replace(request, config=_apply_setting(request.config, change)))
-        if candidate is None and request.config.model.mesh_shape is not None:  # which may be what refuses the change
+        setting, candidate = (
+            change,
+            _planned_choice(replace(request, config=_apply_setting(request.config, change))),
+        )
+        if (
+            candidate is None and request.config.model.mesh_shape is not None
+        ):  # which may be what refuses the change
             setting = f"{change} {NO_MESH}"
-            candidate = _planned_choice(replace(request, config=_apply_setting(request.config, setting)))
+            candidate = _planned_choice(
+                replace(request, config=_apply_setting(request.config, setting))
+            )
         if candidate is None:
             continue
         if (
@@ -136,7 +159,9 @@ def _suggest_settings(request: PlanRequest) -> Iterator[Suggestion]:
         yield _build_suggestion(setting, candidate, setting=setting)
         has_fit = has_fit or candidate.fits
         combined_config = _apply_setting(combined_config, setting)
-        combined_settings |= {assignment.partition("=")[0]: assignment for assignment in setting.split()}
+        combined_settings |= {
+            assignment.partition("=")[0]: assignment for assignment in setting.split()
+        }
         # each change alone is not enough so far: all of them up to here
         if not has_fit and len(combined_settings) > 1:
             combined = _planned_choice(replace(request, config=combined_config))
@@ -150,7 +175,9 @@ def _suggest_layout_or_machine(request: PlanRequest) -> Iterator[Suggestion]:
     setting = candidate = None
     if request.config.model.mesh_shape is not None:
         setting = NO_MESH
-        candidate = _planned_choice(replace(request, config=_apply_setting(request.config, NO_MESH)))
+        candidate = _planned_choice(
+            replace(request, config=_apply_setting(request.config, NO_MESH))
+        )
     elif not set(LAYOUT_NAMES) <= set(request.allowed_layouts):
         candidate = _planned_choice(replace(request, allowed_layouts=LAYOUT_NAMES))
     if candidate is not None and candidate.fits:
@@ -169,11 +196,19 @@ def _suggest_layout_or_machine(request: PlanRequest) -> Iterator[Suggestion]:
 def _build_suggestion(
     change: str, candidate: Candidate, *, setting: str | None = None, hardware: str | None = None
 ) -> Suggestion:
-    needs = f"{candidate.memory.required / GIB:.1f} GiB per {candidate.device_word}{candidate.ram_text}"
+    needs = (
+        f"{candidate.memory.required / GIB:.1f} GiB per {candidate.device_word}{candidate.ram_text}"
+    )
     if "RAM" in candidate.insufficient_memory and candidate.step.on_gpu and not candidate.offloads:
         needs += f" and {candidate.host_required / GIB:.1f} GiB of RAM on each node"
     return Suggestion(
-        change, candidate.memory.allocated, candidate.memory.required, candidate.fits, needs, setting, hardware
+        change,
+        candidate.memory.allocated,
+        candidate.memory.required,
+        candidate.fits,
+        needs,
+        setting,
+        hardware,
     )
 
 
@@ -182,9 +217,14 @@ def _memory_saving_settings(request: PlanRequest) -> list[str]:
     config, train, tuning = request.config, request.config.train, request.config.tuning
     is_full, can_checkpoint = tuning.mode == "full", request.shape.can_checkpoint
     checkpointing = train.gradient_checkpointing
-    has_liger = LIGER_PACKAGE not in request.missing_packages and request.shape.model_type in LIGER_REPLACEMENTS
+    has_liger = (
+        LIGER_PACKAGE not in request.missing_packages
+        and request.shape.model_type in LIGER_REPLACEMENTS
+    )
     helps: dict[str, bool] = {
-        "train.gradient_checkpointing=true": can_checkpoint and checkpointing not in ("auto", True, "offload"),
+        "train.gradient_checkpointing=true": (
+            can_checkpoint and checkpointing not in ("auto", True, "offload")
+        ),
         "train.gradient_checkpointing=offload": can_checkpoint and checkpointing != "offload",
         **dict.fromkeys(_smaller_batches(train), True),
         "train.weight_updates=auto": is_full and train.weight_updates == "float32",
@@ -192,7 +232,9 @@ def _memory_saving_settings(request: PlanRequest) -> list[str]:
         "eval.batch_size=auto": config.eval.batch_size not in ("auto", 1),
         "model.attn_implementation=auto": config.model.attn_implementation == "eager",
         # auto counts the plain ones' memory
-        "train.kernels=liger": train.kernels == "auto" and has_liger and bool(request.hardware.gpus),
+        "train.kernels=liger": (
+            train.kernels == "auto" and has_liger and bool(request.hardware.gpus)
+        ),
     }
 
     def fits(length: int) -> bool:
@@ -244,7 +286,8 @@ def _apply_setting(config: RunConfig, setting: str) -> RunConfig:
 
 
 def _larger_machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
-    """More RAM, more GPUs of the same kind, then the smallest larger GPU on which the unchanged job fits."""
+    """More RAM, more GPUs of the same kind, then the smallest larger GPU on which the unchanged job
+    fits."""
 
     def lowest_on(machine: Hardware) -> Candidate | None:
         return lowest_memory_candidate(_request_on_machine(request, machine))
@@ -253,7 +296,11 @@ def _larger_machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
     if count and hardware.ram_given:
         machine = _machine_with_gpus(hardware, hardware.gpus[0], count)
         candidate = lowest_on(replace(machine, ram_given=False))
-        if candidate is not None and candidate.fits and candidate.host_required > hardware.ram_free_bytes:
+        if (
+            candidate is not None
+            and candidate.fits
+            and candidate.host_required > hardware.ram_free_bytes
+        ):
             ram_bytes = -(-candidate.host_required // RAM_STEP_BYTES) * RAM_STEP_BYTES
             larger_machine = replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes)
             yield larger_machine, f"{ram_bytes / GIB:.0f} GiB of RAM on each node"
@@ -270,8 +317,8 @@ def _larger_machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
     # each larger GPU as many times as there are now, then more of the largest
     trials = [(entry, max(1, count)) for entry in larger_gpus]
     trials += [(larger_gpus[-1], gpu_count) for gpu_count in larger_counts if larger_gpus]
-    # capability and number: the largest memory that is known to be too small. A job's need depends only on a GPU's
-    # capability, so that one that is too small rules out all that are not larger
+    # capability and number: the largest memory that is known to be too small. A job's need depends
+    # only on a GPU's capability, so that one that is too small rules out all that are not larger
     too_small_memory: dict[object, int] = {}
     for entry, gpu_count in trials:
         kind = (entry.capability, gpu_count)
@@ -297,13 +344,20 @@ def _certainly_fits(candidate: Candidate | None) -> bool:
 
 
 def _machine_with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
-    """The same machine with that many GPUs of one kind, on more nodes where its own have no room for eight or more."""
+    """The same machine with that many GPUs of one kind, on more nodes where its own have no room
+    for eight or more."""
     # free_bytes None: what other processes hold on the present GPUs is not held there
     gpus = tuple(replace(gpu, index=index, free_bytes=None) for index in range(count))
     nodes = hardware.nodes
     if count != len(hardware.gpus):
         nodes = -(-count // max(GPUS_PER_NODE, hardware.ranks_per_node))
-    return replace(hardware, gpus=gpus, nodes=nodes, named=True, ram_given=hardware.ram_given and bool(hardware.gpus))
+    return replace(
+        hardware,
+        gpus=gpus,
+        nodes=nodes,
+        named=True,
+        ram_given=hardware.ram_given and bool(hardware.gpus),
+    )
 
 
 def _hardware_name(machine: Hardware) -> str:
@@ -334,8 +388,8 @@ MAX_LISTED_MACHINES = 12
 
 @dataclass(frozen=True)
 class Offer:
-    """A machine on which the run fits: what its hours cost in US dollars, by whose price of which day (None: the
-    user's)."""
+    """A machine on which the run fits: what its hours cost in US dollars, by whose price of which
+    day (None: the user's)."""
 
     machine: str
     usd_per_gpu_hour: float
@@ -355,16 +409,17 @@ class Offer:
         if self.speed_error is not None:
             error_text = f"±{self.speed_error:.0%}"
         return (
-            f"{self.machine}{f' at {self.provider}' * bool(self.provider)}: "
-            f"{format_duration(3600 * self.hours)}, {self.cost:,.2f} USD ({self.usd_per_gpu_hour:g} a GPU-hour"
-            f"{f', price of {self.read}' * bool(self.read)}; {self.layout}, about "
-            f"{self.tokens_per_s:,.0f} tokens/s, {error_text})"
+            f"{self.machine}{f' at {self.provider}' * bool(self.provider)}:"
+            f" {format_duration(3600 * self.hours)}, {self.cost:,.2f} USD"
+            f" ({self.usd_per_gpu_hour:g} a GPU-hour{f', price of {self.read}' * bool(self.read)};"
+            f" {self.layout}, about {self.tokens_per_s:,.0f} tokens/s, {error_text})"
         )
 
 
 @dataclass(frozen=True)
 class BudgetResult:
-    """The answer to `BUDGET`: every machine that fits, the cheapest first, and those that do not."""
+    """The answer to `BUDGET`: every machine that fits, the cheapest first, and those that do
+    not."""
 
     usd: float
     offers: tuple[Offer, ...]
@@ -379,7 +434,9 @@ class BudgetResult:
     @property
     def fastest(self) -> Offer | None:
         """The fastest within the budget, of equally fast ones the cheaper."""
-        return min(self.affordable_offers, key=lambda offer: (offer.hours, offer.cost), default=None)
+        return min(
+            self.affordable_offers, key=lambda offer: (offer.hours, offer.cost), default=None
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -390,13 +447,19 @@ class BudgetResult:
             "usd": self.usd,
             "cheapest": cheapest,
             "fastest": fastest,
-            "machines": [{**asdict(offer), "within": offer.cost <= self.usd} for offer in self.offers],
+            "machines": [
+                {**asdict(offer), "within": offer.cost <= self.usd} for offer in self.offers
+            ],
             "too_small": list(self.too_small),
             "price_ages_days": [*ages[:1], *ages[-1:]] or None,
         }
 
     def _price_ages_days(self) -> list[int]:
-        return sorted((self.today - date.fromisoformat(offer.read)).days for offer in self.offers if offer.read)
+        return sorted(
+            (self.today - date.fromisoformat(offer.read)).days
+            for offer in self.offers
+            if offer.read
+        )
 
     def lines(self) -> list[str]:
         """Cheapest and fastest, the machines by cost, and the age of the prices."""
@@ -427,13 +490,15 @@ def compare_machine_prices(
     make_machine_plan: Callable[[Hardware], Plan | None],
     today: date,
 ) -> BudgetResult:
-    """Compare machines with their prices, by name (and whose list a price is from, None: the user's): those on which
-    the run fits, the cheapest first. `make_machine_plan` gives None where a run certainly does not fit. Raises
-    ConfigError: its length is not known."""
+    """Compare machines with their prices, by name (and whose list a price is from, None: the
+    user's): those on which the run fits, the cheapest first. `make_machine_plan` gives None where a
+    run certainly does not fit. Raises ConfigError: its length is not known."""
     offers, too_small = [], []
     for name, machine, price_list in machines:
         plan = None
-        with contextlib.suppress(SftPlayError):  # such as a batch that does not split over that many GPUs
+        with contextlib.suppress(
+            SftPlayError
+        ):  # such as a batch that does not split over that many GPUs
             plan = make_machine_plan(machine)
         price = None if plan is None else plan.hardware.price_per_gpu_hour
         if (
@@ -447,8 +512,9 @@ def compare_machine_prices(
             continue
         if plan.hours is None:
             raise ConfigError(
-                "BUDGET needs the length of the run, which is not known: set train.max_steps "
-                "(SET='train.max_steps=1000'), or data.train_path to one file whose rows can be counted"
+                "BUDGET needs the length of the run, which is not known: set train.max_steps"
+                " (SET='train.max_steps=1000'), or data.train_path to one file whose rows can be"
+                " counted"
             )
         cost = plan.hours * len(plan.hardware.gpus) * price
         offer = Offer(name, price, plan.hours, cost, plan.speed.tokens_per_s, None, plan.layout)
@@ -479,7 +545,9 @@ MAX_GRID_CELLS = 200
 SEQ_LEN_STEP = 64
 # Sequences longer than this many tokens, and batches of more rows, are not tried.
 MAX_TRIED_SEQ_LEN, MAX_TRIED_ROWS = 1 << 24, 1 << 16
-OFFLOAD_LEFT_OUT_NOTE = "; layouts that offload are left out, because the RAM was not given (ram=512GiB)"
+OFFLOAD_LEFT_OUT_NOTE = (
+    "; layouts that offload are left out, because the RAM was not given (ram=512GiB)"
+)
 
 
 @dataclass(frozen=True)
@@ -497,8 +565,8 @@ class LargestFit:
 
 
 def parse_grid(assignments: Sequence[str], *, variable: str = "WHATIF") -> list[tuple[str, ...]]:
-    """The overrides of each cell of `key=v1,v2 other=a,b`: every combination; `variable` names where they stand.
-    Raises ConfigError for another form, or too many."""
+    """The overrides of each cell of `key=v1,v2 other=a,b`: every combination; `variable` names
+    where they stand. Raises ConfigError for another form, or too many."""
     axes: dict[str, list[str]] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -510,7 +578,8 @@ def parse_grid(assignments: Sequence[str], *, variable: str = "WHATIF") -> list[
             )
         if key in axes:
             raise ConfigError(
-                f"{variable} names {one_line(key)} twice; give all of its values at once: {one_line(key)}=1,2"
+                f"{variable} names {one_line(key)} twice; give all of its values at once:"
+                f" {one_line(key)}=1,2"
             )
         axes[key] = [f"{key}={value}" for value in values]
     count = math.prod(map(len, axes.values()))
@@ -520,7 +589,8 @@ def parse_grid(assignments: Sequence[str], *, variable: str = "WHATIF") -> list[
 
 
 def _split_values(text: str) -> list[str]:
-    """The text split at commas outside brackets, and outside quotes where a value begins with one."""
+    """The text split at commas outside brackets, and outside quotes where a value begins with
+    one."""
     values, depth, quote = [""], 0, ""
     for character in text:
         if character == quote:
@@ -544,8 +614,8 @@ def parse_question(text: str) -> FitQuestion:
 
 
 def largest_fitting_multiple(fits: Callable[[int], bool], *, step: int, limit: int) -> int | None:
-    """The largest multiple of `step` up to `limit` for which `fits`, as all smaller ones do; None if the smallest does
-    not."""
+    """The largest multiple of `step` up to `limit` for which `fits`, as all smaller ones do; None
+    if the smallest does not."""
     if fits(limit):
         return limit
     # double until one does not fit, then search between: a question costs a plan
@@ -558,14 +628,17 @@ def largest_fitting_multiple(fits: Callable[[int], bool], *, step: int, limit: i
 
 
 def find_largest_fit(question: FitQuestion, request: PlanRequest) -> LargestFit:
-    """Find the largest that fits in any layout of `request.allowed_layouts`. What the config leaves open has the
-    value that needs least memory: every layer checkpointed, one row a micro step. Raises ConfigError where no layout
-    can run it."""
+    """Find the largest that fits in any layout of `request.allowed_layouts`. What the config leaves
+    open has the value that needs least memory: every layer checkpointed, one row a micro step.
+    Raises ConfigError where no layout can run it."""
     if question == "model":
         return _find_largest_model(request)
-    # fp32_master_weights=False: weights that train in full may be bf16 where fp32 does not fit, as a plan would take
-    # them
-    inputs, layouts = build_plan_inputs(request, fp32_master_weights=False), _layouts_with_known_ram(request)
+    # fp32_master_weights=False: weights that train in full may be bf16 where fp32 does not fit, as
+    # a plan would take them
+    inputs, layouts = (
+        build_plan_inputs(request, fp32_master_weights=False),
+        _layouts_with_known_ram(request),
+    )
     if not layouts:
         raise ConfigError(f"MAX={question}: {_no_layout_reason(request)}")
     micro_batch = _micro_batch_option(request.config)
@@ -611,8 +684,11 @@ def _micro_batch_option(config: RunConfig) -> int:
     return 1 if config.train.batch_size == "auto" else config.train.batch_size
 
 
-def _simplest_fit(inputs: PlanInputs, layouts: tuple[Layout, ...], micro_batch: int, seq_len: int) -> Candidate:
-    """The simplest layout that fits, those that offload last; if none does, the one closest to fitting."""
+def _simplest_fit(
+    inputs: PlanInputs, layouts: tuple[Layout, ...], micro_batch: int, seq_len: int
+) -> Candidate:
+    """The simplest layout that fits, those that offload last; if none does, the one closest to
+    fitting."""
     inputs, checkpointed_layers = replace(inputs, seq_len=seq_len), most_checkpointed_layers(inputs)
 
     def layout_candidates() -> Iterator[Candidate]:
@@ -626,8 +702,12 @@ def _simplest_fit(inputs: PlanInputs, layouts: tuple[Layout, ...], micro_batch: 
 
 
 def _format_candidate(candidate: Candidate) -> str:
-    leaves_out_offload = candidate.step.on_gpu and candidate.budget.host is None and not candidate.fits
-    return f"{candidate.layout.name} {candidate.verdict}{OFFLOAD_LEFT_OUT_NOTE * leaves_out_offload}"
+    leaves_out_offload = (
+        candidate.step.on_gpu and candidate.budget.host is None and not candidate.fits
+    )
+    return (
+        f"{candidate.layout.name} {candidate.verdict}{OFFLOAD_LEFT_OUT_NOTE * leaves_out_offload}"
+    )
 
 
 def _find_largest_model(request: PlanRequest) -> LargestFit:
@@ -638,14 +718,20 @@ def _find_largest_model(request: PlanRequest) -> LargestFit:
             refuse_quantised(load_config_json(name), name=name, mode=config.tuning.mode)
             check_adapter_targets(config, shape)
             choose_precision(config, request.hardware, shape)
-        except SftPlayError:  # quantised weights, targets that it does not have, values beyond fp16's range
+        except (
+            SftPlayError
+        ):  # quantised weights, targets that it does not have, values beyond fp16's range
             continue
         if (shape.max_positions or MAX_TRIED_SEQ_LEN) >= config.model.max_seq_len:
-            shapes.setdefault(shape.params, shape)  # models of the same size share a row: the first name stands
+            shapes.setdefault(
+                shape.params, shape
+            )  # models of the same size share a row: the first name stands
     outcome = "no known model allows sequences of that length"
     for params in sorted(shapes, reverse=True):
         shape = shapes[params]
-        model_request = replace(request, config=_apply_setting(config, f"model.name={shape.name}"), shape=shape)
+        model_request = replace(
+            request, config=_apply_setting(config, f"model.name={shape.name}"), shape=shape
+        )
         try:
             inputs = build_plan_inputs(model_request, fp32_master_weights=False)
             layouts = _layouts_with_known_ram(model_request)

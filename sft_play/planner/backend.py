@@ -1,6 +1,8 @@
-"""Which backend trains a run, with the reason: transformers, PEFT and bitsandbytes, or Unsloth in its own processes.
+"""Which backend trains a run, with the reason: transformers, PEFT and bitsandbytes, or Unsloth in
+its own processes.
 
-The one seam for tuning backends: only `choose_backend` decides, from the config, the model's shapes and the machine.
+The one seam for tuning backends: only `choose_backend` decides, from the config, the model's shapes
+and the machine.
 """
 
 import importlib.util
@@ -28,12 +30,19 @@ UNSLOTH_LAYOUTS = ("single", "ddp")
 # Types whose linear layers keep their weights transposed (transformers' Conv1D).
 TRANSPOSED_MODEL_TYPES = ("gpt2", "openai-gpt")
 # Prefixes of owners whose options take effect before anything is handed over.
-_PARENT_OWNERS = ("data.", "runs", "launch.torchrun", "planner.", "trace.", "training.prepare.tokenizer")
-# Prefixes of owners that Unsloth's process runs too: the loop, its trainer's arguments (`optimizer_options`), and what
-# is measured.
+_PARENT_OWNERS = (
+    "data.",
+    "runs",
+    "launch.torchrun",
+    "planner.",
+    "trace.",
+    "training.prepare.tokenizer",
+)
+# Prefixes of owners that Unsloth's process runs too: the loop, its trainer's arguments
+# (`optimizer_options`), and what is measured.
 _WORKER_OWNERS = ("training.loop.", "training.measure.", "training.run")
-# Other options that are handed over. One that is none of these, and is not at its default, is refused, so that no new
-# option is silently ignored.
+# Other options that are handed over. One that is none of these, and is not at its default, is
+# refused, so that no new option is silently ignored.
 _SUPPORTED_OPTIONS = frozenset(
     {
         "model.name", "model.revision", "model.trust_remote_code",
@@ -45,7 +54,13 @@ _SUPPORTED_OPTIONS = frozenset(
 # Options that matter during training, whoever owns them.
 _UNSUPPORTED_OPTIONS = frozenset(
     {
-        *("curriculum", "data.sources", "data.packing", "tuning.lora.dtype", "model.experts_implementation"),
+        *(
+            "curriculum",
+            "data.sources",
+            "data.packing",
+            "tuning.lora.dtype",
+            "model.experts_implementation",
+        ),
         *("distributed.profile_communication", "model.add_tokens"),
     }
 )
@@ -53,7 +68,8 @@ _UNSUPPORTED_OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class Backend:
-    """The tuning backend that runs; `fallback_from` is the one that was asked for, where that cannot run."""
+    """The tuning backend that runs; `fallback_from` is the one that was asked for, where that
+    cannot run."""
 
     name: str
     reason: str
@@ -104,42 +120,60 @@ def choose_backend(
                 "tuning.backend_fallback=bnb to fall back to it where Unsloth cannot run"
             ) from error
         return Backend(name, f"{name} instead of unsloth: {error}", fallback_from="unsloth")
-    return Backend("unsloth", f"unsloth: {info.versions_text}, in {python}", python=python, unsloth_info=info)
+    return Backend(
+        "unsloth", f"unsloth: {info.versions_text}, in {python}", python=python, unsloth_info=info
+    )
 
 
-def require_unsloth(config: RunConfig, hardware: Hardware, *, layout: str, is_rank: bool) -> tuple[Path, UnslothInfo]:
-    """Find Unsloth's environment, and what Unsloth says about it. `is_rank`: a launcher started this process as a rank.
-    Raises BackendError where it cannot run this; Unsloth, which takes seconds, is asked last."""
+def require_unsloth(
+    config: RunConfig, hardware: Hardware, *, layout: str, is_rank: bool
+) -> tuple[Path, UnslothInfo]:
+    """Find Unsloth's environment, and what Unsloth says about it. `is_rank`: a launcher started
+    this process as a rank. Raises BackendError where it cannot run this; Unsloth, which takes
+    seconds, is asked last."""
     python = find_unsloth_python(os.environ)
     if python is None:
         raise BackendError(
-            f"it needs an environment of its own (and a CUDA GPU for its kernels), and there is none: {SETUP_HINT}"
+            "it needs an environment of its own (and a CUDA GPU for its kernels), and there is"
+            f" none: {SETUP_HINT}"
         )
     unsupported = unsupported_options(config)
     if unsupported:
         raise BackendError(f"it does not support {'; '.join(unsupported)}")
     if layout not in UNSLOTH_LAYOUTS or hardware.nodes > 1:
         requested = f"{hardware.nodes} nodes" if hardware.nodes > 1 else f"STRATEGY={layout}"
-        raise BackendError(f"each of its processes holds the whole model; {requested} was asked for: STRATEGY=ddp")
+        raise BackendError(
+            f"each of its processes holds the whole model; {requested} was asked for: STRATEGY=ddp"
+        )
     if is_rank:
-        raise BackendError("a launcher started this process as a rank: use make train, or make train-distributed")
+        raise BackendError(
+            "a launcher started this process as a rank: use make train, or make train-distributed"
+        )
     info = probe_unsloth(python)
     has_gpu = bool(hardware.gpus)
     if has_gpu != (info.device != "cpu"):
         parent_gpu, worker_gpu = ("a GPU", "none") if has_gpu else ("none", "one")
-        raise BackendError(f"there is {parent_gpu} here and {worker_gpu} in {python} (Unsloth chose {info.device})")
+        raise BackendError(
+            f"there is {parent_gpu} here and {worker_gpu} in {python} (Unsloth chose {info.device})"
+        )
     return python, info
 
 
-def unsloth_model_problem(precision: Precision, *, is_text_tower: bool, is_transposed: bool) -> str | None:
-    """Why Unsloth cannot train a model in this precision; None where it can. `is_text_tower`: the model is a part of an
-    image-text model. `is_transposed`: its linear layers keep their weights transposed."""
+def unsloth_model_problem(
+    precision: Precision, *, is_text_tower: bool, is_transposed: bool
+) -> str | None:
+    """Why Unsloth cannot train a model in this precision; None where it can. `is_text_tower`: the
+    model is a part of an image-text model. `is_transposed`: its linear layers keep their weights
+    transposed."""
     if is_text_tower:
         return "the model is an image-text model, of which only the text tower is trained here"
     if is_transposed:
         return "the model's linear layers are transposed (Conv1D), which Unsloth's are not"
     if precision.load != precision.compute:
-        return f"it has one dtype, and the run loads {precision.load} and computes in {precision.compute}"
+        return (
+            f"it has one dtype, and the run loads {precision.load} and computes in"
+            f" {precision.compute}"
+        )
     return None
 
 
@@ -147,7 +181,10 @@ def check_trackers(config: RunConfig) -> None:
     """Raises ConfigError for a tracker whose package is not installed."""
     for name in config.train.report_to:
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"train.report_to: {name} is not installed here; pip install {name}, or leave it out")
+            raise ConfigError(
+                f"train.report_to: {name} is not installed here; pip install {name}, or leave"
+                " it out"
+            )
 
 
 def unsupported_options(config: RunConfig) -> list[str]:
@@ -158,14 +195,20 @@ def unsupported_options(config: RunConfig) -> list[str]:
     if config.task_mode == "cpt_mixed":
         unsupported.append("task_mode=cpt_mixed")
     if type(config.train.gradient_checkpointing) is int:  # isinstance would take true and false too
-        unsupported.append(f"train.gradient_checkpointing={config.train.gradient_checkpointing} (all layers or none)")
+        unsupported.append(
+            f"train.gradient_checkpointing={config.train.gradient_checkpointing} (all layers or"
+            " none)"
+        )
     for path, option in all_options().items():
         value: Any = config
         for name in path.split("."):
             value = getattr(value, name, None)
         value = to_jsonable_python(value)
         # an option's owner is the module that reads it: where it takes effect
-        is_handled = option.owner.startswith((*_PARENT_OWNERS, *_WORKER_OWNERS)) and path not in _UNSUPPORTED_OPTIONS
+        is_handled = (
+            option.owner.startswith((*_PARENT_OWNERS, *_WORKER_OWNERS))
+            and path not in _UNSUPPORTED_OPTIONS
+        )
         if value != option.default and path not in _SUPPORTED_OPTIONS and not is_handled:
             unsupported.append(f"{path}={one_line(json.dumps(value))}")
     return unsupported

@@ -1,5 +1,5 @@
-"""micro x accumulation x data-parallel ranks == effective batch, exactly, or an error that says what would work; and
-the rows of a step cut into micro-batches.
+"""micro x accumulation x data-parallel ranks == effective batch, exactly, or an error that says
+what would work; and the rows of a step cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from sft_play.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sequences per GPU and micro step, micro steps per optimizer step, data-parallel ranks, and their product."""
+    """Sequences per GPU and micro step, micro steps per optimizer step, data-parallel ranks, and
+    their product."""
 
     micro_batch: int
     grad_accum: int
@@ -33,16 +34,22 @@ class BatchPlan:
 
     @property
     def halved(self) -> BatchPlan | None:
-        """The same step in micro-batches of half the rows, or the next fewer that divide it; None at one row."""
+        """The same step in micro-batches of half the rows, or the next fewer that divide it; None
+        at one row."""
         smaller = [size for size in divisors(self.micro_batch) if 2 * size <= self.micro_batch]
         if not smaller:
             return None
-        return replace(self, micro_batch=smaller[-1], grad_accum=self.micro_batch * self.grad_accum // smaller[-1])
+        return replace(
+            self,
+            micro_batch=smaller[-1],
+            grad_accum=self.micro_batch * self.grad_accum // smaller[-1],
+        )
 
 
 def effective_batch(train: TrainConfig, *, ranks: int) -> int:
-    """Sequences per optimizer step: train.effective_batch_size or, where both factors were given instead, their product
-    with the data-parallel ranks, so that a config for one GPU works unchanged on more."""
+    """Sequences per optimizer step: train.effective_batch_size or, where both factors were given
+    instead, their product with the data-parallel ranks, so that a config for one GPU works
+    unchanged on more."""
     if not train.derives_effective_batch:
         return train.effective_batch_size
     return int(train.batch_size) * int(train.grad_accum) * ranks
@@ -54,15 +61,17 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-def batch_splits(train: TrainConfig, *, ranks: int, resumed_batch: BatchPlan | None = None) -> list[BatchPlan]:
-    """Every split of the effective batch over `ranks` that the config leaves open, small micro-batches first;
-    `resumed_batch` is the one that a resumed run keeps. Raises ConfigError where the numbers that were given do not
-    multiply to it."""
+def batch_splits(
+    train: TrainConfig, *, ranks: int, resumed_batch: BatchPlan | None = None
+) -> list[BatchPlan]:
+    """Every split of the effective batch over `ranks` that the config leaves open, small
+    micro-batches first; `resumed_batch` is the one that a resumed run keeps. Raises ConfigError
+    where the numbers that were given do not multiply to it."""
     if resumed_batch is not None:
         if resumed_batch.ranks != ranks:
             raise ConfigError(
-                f"the run is resumed with {_format_factors(resumed_batch)}, and in this layout {ranks} rank(s) have "
-                "rows of their own"
+                f"the run is resumed with {_format_factors(resumed_batch)}, and in this layout"
+                f" {ranks} rank(s) have rows of their own"
             )
         return [resumed_batch]
     batch_size = effective_batch(train, ranks=ranks)
@@ -71,11 +80,12 @@ def batch_splits(train: TrainConfig, *, ranks: int, resumed_batch: BatchPlan | N
         size = max(size for size in divisors(rank_batch) if size <= int(train.batch_size))
         return [BatchPlan(size, rank_batch // size, ranks)]
     if is_single_rank_batch(train):
-        fitting_ranks = ", ".join(str(rank_count) for rank_count in divisors(batch_size) if rank_count <= 2 * ranks)
+        fitting_ranks = ", ".join(
+            str(rank_count) for rank_count in divisors(batch_size) if rank_count <= 2 * ranks
+        )
         raise ConfigError(
-            f"train.effective_batch_size={batch_size} does not split over {ranks} ranks (it does over "
-            f"{fitting_ranks}); use "
-            f"train.effective_batch_size={batch_size * ranks}"
+            f"train.effective_batch_size={batch_size} does not split over {ranks} ranks (it does"
+            f" over {fitting_ranks}); use train.effective_batch_size={batch_size * ranks}"
         )
     if problem := batch_product_problem(train, ranks=ranks):
         raise ConfigError(problem)
@@ -90,7 +100,8 @@ def batch_splits(train: TrainConfig, *, ranks: int, resumed_batch: BatchPlan | N
 
 
 def is_single_rank_batch(train: TrainConfig) -> bool:
-    """Whether all three numbers are given and agree on one rank: over several the effective batch is kept."""
+    """Whether all three numbers are given and agree on one rank: over several the effective batch
+    is kept."""
     if "auto" in (train.batch_size, train.grad_accum):
         return False
     return (
@@ -103,9 +114,14 @@ def format_batch_product(train: TrainConfig, batch: BatchPlan, *, is_resumed: bo
     """The product, and which factors were given; `is_resumed`: a resumed run keeps it."""
     factors = _format_factors(batch)
     if is_resumed:
-        return f"{factors} = {batch.effective_batch}: the effective batch of the run that is resumed"
+        return (
+            f"{factors} = {batch.effective_batch}: the effective batch of the run that is resumed"
+        )
     if train.derives_effective_batch:
-        return f"effective batch {batch.effective_batch} = {factors}: train.effective_batch_size was not given"
+        return (
+            f"effective batch {batch.effective_batch} = {factors}: train.effective_batch_size was"
+            " not given"
+        )
     text = f"{factors} = {batch.effective_batch}"
     if changed := format_changed_batch(train, batch):
         return f"{text}: the effective batch that was given for one rank is kept, {changed}"
@@ -116,12 +132,17 @@ def format_batch_product(train: TrainConfig, batch: BatchPlan, *, is_resumed: bo
 
 
 def format_changed_batch(train: TrainConfig, batch: BatchPlan) -> str:
-    """Which of the numbers that were given for one rank are others over several; empty where none is."""
+    """Which of the numbers that were given for one rank are others over several; empty where none
+    is."""
     planned_values = {
         "batch_size": (train.batch_size, batch.micro_batch),
         "grad_accum": (train.grad_accum, batch.grad_accum),
     }
-    changed = [f"train.{name}={was} becomes {now}" for name, (was, now) in planned_values.items() if was != now]
+    changed = [
+        f"train.{name}={was} becomes {now}"
+        for name, (was, now) in planned_values.items()
+        if was != now
+    ]
     return " and ".join(changed) if is_single_rank_batch(train) else ""
 
 
@@ -132,8 +153,8 @@ def _format_factors(batch: BatchPlan) -> str:
 def batch_product_problem(
     train: TrainConfig, *, ranks: int, option_texts: Mapping[str, str] | None = None
 ) -> str | None:
-    """Why the numbers that are given do not multiply to the effective batch; None where they do. `option_texts`: words
-    for a number that another file gives, by its key in the section train."""
+    """Why the numbers that are given do not multiply to the effective batch; None where they do.
+    `option_texts`: words for a number that another file gives, by its key in the section train."""
     sizes = [train.batch_size, train.grad_accum]
     micro_batch, grad_accum = (1 if size == "auto" else size for size in sizes)
     # which it must be a multiple of
@@ -142,9 +163,18 @@ def batch_product_problem(
     if (effective == divisor) if both_given else effective % divisor == 0:
         return None
     texts = {name: f"train.{name}={getattr(train, name)}" for name in ("batch_size", "grad_accum")}
-    texts |= {"effective_batch_size": f"train.effective_batch_size={effective}", **(option_texts or {})}
-    given_names = [name for name, size in zip(("batch_size", "grad_accum"), sizes, strict=True) if size != "auto"]
-    product = " x ".join([*(texts[name] for name in given_names), f"{ranks} {'rank' if ranks == 1 else 'ranks'}"])
+    texts |= {
+        "effective_batch_size": f"train.effective_batch_size={effective}",
+        **(option_texts or {}),
+    }
+    given_names = [
+        name
+        for name, size in zip(("batch_size", "grad_accum"), sizes, strict=True)
+        if size != "auto"
+    ]
+    product = " x ".join(
+        [*(texts[name] for name in given_names), f"{ranks} {'rank' if ranks == 1 else 'ranks'}"]
+    )
     if both_given:
         quotient, remainder = divmod(effective, ranks * micro_batch)
         alternative = f" or train.grad_accum={quotient}" if quotient and not remainder else ""
@@ -164,9 +194,9 @@ def batch_product_problem(
 #
 # A step's rows are fixed by the order of the epoch. How they are divided over micro steps and ranks
 # changes neither loss nor gradients, but the work: a micro step costs its padded tokens (rows times
-# the longest of them where rows are padded, the sum of their lengths where they are not) and a fixed
-# part for starting kernels and reading weights. No micro-batch has more padded tokens than the plan
-# has memory for.
+# the longest of them where rows are padded, the sum of their lengths where they are not) and a
+# fixed part for starting kernels and reading weights. No micro-batch has more padded tokens than
+# the plan has memory for.
 #
 # Lengths are in tokens, sorted, the longest first. Nothing here imports torch or numpy: the plan
 # uses it too.
@@ -174,8 +204,8 @@ def batch_product_problem(
 # Positions, at most, at which the next cut of a step is tried.
 _MAX_CUT_POINTS = 512
 
-# Positions of rows by micro step and rank: `[m][r]` is the micro-batch of rank r in micro step m, empty where it has no
-# row.
+# Positions of rows by micro step and rank: `[m][r]` is the micro-batch of rank r in micro step m,
+# empty where it has no row.
 RowAssignment = list[list[list[int]]]
 
 
@@ -196,28 +226,37 @@ class MicroBatches:
     single: bool = False
 
     def resized(self, rows: int) -> MicroBatches:
-        """The same with another number of rows of full length in a micro-batch, and the tokens that follow from it."""
+        """The same with another number of rows of full length in a micro-batch, and the tokens that
+        follow from it."""
         tokens = None if self.tokens is None else self.tokens * rows // self.rows
         return dataclasses.replace(self, rows=rows, tokens=tokens, single=False)
 
     def assign_rows(self, lengths: Sequence[int], *, ranks: int = 1) -> RowAssignment:
-        """The micro-batches of a step's rows (their lengths, the longest first), the same number for each of
-        `ranks`."""
+        """The micro-batches of a step's rows (their lengths, the longest first), the same number
+        for each of `ranks`."""
         if self.tokens is None or (self.padded and self.single):
             # in their order; those of the last micro step are spread evenly over the ranks
             count, step = len(lengths), self.rows * ranks
-            return [_spread_rows(first, min(count, first + step), ranks) for first in range(0, count, step)]
+            return [
+                _spread_rows(first, min(count, first + step), ranks)
+                for first in range(0, count, step)
+            ]
         if self.padded:
-            return assign_padded(lengths, max_tokens=self.tokens, overhead_tokens=self.overhead, ranks=ranks)
+            return assign_padded(
+                lengths, max_tokens=self.tokens, overhead_tokens=self.overhead, ranks=ranks
+            )
         return assign_joined(lengths, max_tokens=self.tokens, ranks=ranks)
 
     def max_micro_steps(self, rows: int) -> int:
-        """The most micro steps that a rank needs for a step in which it has `rows` rows of full length at most."""
+        """The most micro steps that a rank needs for a step in which it has `rows` rows of full
+        length at most."""
         is_cut_by_tokens = self.tokens is not None and self.padded and not self.single
         return rows if is_cut_by_tokens else -(-rows // self.rows)
 
 
-def assign_padded(lengths: Sequence[int], *, max_tokens: int, overhead_tokens: int, ranks: int) -> RowAssignment:
+def assign_padded(
+    lengths: Sequence[int], *, max_tokens: int, overhead_tokens: int, ranks: int
+) -> RowAssignment:
     """The division of sorted rows into micro steps with the fewest padded tokens, counting
     `overhead_tokens` for each. A row longer than `max_tokens` is a micro-batch of its own. Rows of
     a micro step are neighbours, so their lengths are close. The best one of the first n rows is
@@ -272,7 +311,7 @@ def _spread_rows(first: int, last: int, ranks: int) -> list[list[int]]:
     return [list(range(begin, end)) for begin, end in zip([first, *ends[:-1]], ends, strict=True)]
 
 
-# --- the lengths of a run's rows: counted from the tokens themselves, never estimated ---------------------------------
+# --- the lengths of a run's rows: counted from the tokens themselves, never estimated -------------
 # Lengths that are kept at most, to draw steps from.
 MAX_SAMPLED_LENGTHS = 1024
 # Steps that are drawn to see what an average one takes.
@@ -283,8 +322,9 @@ _MAX_SAMPLED_ROWS = 512
 
 @dataclass(frozen=True)
 class AverageMicroSteps:
-    """What one rank computes in an average step: micro steps, padded tokens of one, and the length of the row that a
-    token is in, on average; `tokens` without padding over all ranks; `rows` of one micro step."""
+    """What one rank computes in an average step: micro steps, padded tokens of one, and the length
+    of the row that a token is in, on average; `tokens` without padding over all ranks; `rows` of
+    one micro step."""
 
     count: float
     padded_tokens: float
@@ -295,8 +335,9 @@ class AverageMicroSteps:
 
 @dataclass(frozen=True)
 class RowTokens:
-    """Tokens of the training rows: mean, 95th percentile and longest, all after `limit` (model.max_seq_len) has cut or
-    left out what is longer; `held_out` is the longest row that is evaluated, 0 without any."""
+    """Tokens of the training rows: mean, 95th percentile and longest, all after `limit`
+    (model.max_seq_len) has cut or left out what is longer; `held_out` is the longest row that is
+    evaluated, 0 without any."""
 
     mean: float
     p95: int
@@ -322,10 +363,14 @@ class RowTokens:
         sample = tuple(min(limit, length) for length in self.sample)
         mean = self.mean * sum(sample) / max(1, sum(self.sample))
         cut_rows = 0 if self.longest <= limit and self.cut == 0 else None
-        return dataclasses.replace(self, mean=mean, limit=limit, sample=sample, cut=cut_rows, **lengths)
+        return dataclasses.replace(
+            self, mean=mean, limit=limit, sample=sample, cut=cut_rows, **lengths
+        )
 
 
-def summarize_row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int = 0) -> RowTokens | None:
+def summarize_row_tokens(
+    counts: Mapping[int, int], *, limit: int, held_out: int = 0
+) -> RowTokens | None:
     """The summary of all rows' lengths, from the number of rows of each; None without rows."""
     rows = sum(counts.values())
     if not rows:
@@ -345,7 +390,10 @@ def summarize_row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int
         rows=rows,
         limit=limit,
         held_out=held_out,
-        sample=tuple(length_at((2 * index + 1) * rows // (2 * sample_size)) for index in reversed(range(sample_size))),
+        sample=tuple(
+            length_at((2 * index + 1) * rows // (2 * sample_size))
+            for index in reversed(range(sample_size))
+        ),
     )
 
 
@@ -353,8 +401,8 @@ def summarize_row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int
 def average_micro_steps(
     row_tokens: RowTokens, micro_batches: MicroBatches, *, effective_batch: int, ranks: int
 ) -> AverageMicroSteps:
-    """What a rank computes in an average step of `effective_batch` rows, by a few drawn ones; a micro step takes as
-    long as its fullest rank."""
+    """What a rank computes in an average step of `effective_batch` rows, by a few drawn ones; a
+    micro step takes as long as its fullest rank."""
     step_rows = min(effective_batch, row_tokens.rows)
     sampled_rows = min(step_rows, _MAX_SAMPLED_ROWS * ranks)
     generator = random.Random(1)  # every rank and every plan of the same rows sees the same steps
@@ -380,5 +428,9 @@ def average_micro_steps(
         tokens += sum(lengths)
     scale = step_rows / sampled_rows / _SAMPLED_STEPS  # to one whole step
     return AverageMicroSteps(
-        count * scale, padded_tokens / count, weighted_length / padded_tokens, tokens * scale, row_count / count
+        count * scale,
+        padded_tokens / count,
+        weighted_length / padded_tokens,
+        tokens * scale,
+        row_count / count,
     )

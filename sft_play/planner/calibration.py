@@ -1,10 +1,13 @@
-"""Measurements of earlier runs on this machine beside their predictions, and what later plans learn from them.
+"""Measurements of earlier runs on this machine beside their predictions, and what later plans learn
+from them.
 
-One JSON line per finished run in the cache folder. A line holds the raw prediction, before any correction: a ratio of
-measured to corrected figures would become 1 as soon as a correction was right, and so undo it.
+One JSON line per finished run in the cache folder. A line holds the raw prediction, before any
+correction: a ratio of measured to corrected figures would become 1 as soon as a correction was
+right, and so undo it.
 
-The two corrections differ. Speed is an expectation: the median ratio of the newest runs, which one outlier does not
-move. Memory is a bound: the largest ratio of all recorded runs, never below 1, so it is only corrected upwards.
+The two corrections differ. Speed is an expectation: the median ratio of the newest runs, which one
+outlier does not move. Memory is a bound: the largest ratio of all recorded runs, never below 1, so
+it is only corrected upwards.
 """
 
 from __future__ import annotations
@@ -22,28 +25,34 @@ from sft_play.planner.kernels import CountedKernels, KernelsName
 from sft_play.text import GIB
 
 RECORD_FILE = "measured.jsonl"
-# Of a line. Lines without it come from a version that recorded corrected predictions, and are ignored.
+# Of a line. Lines without it come from a version that recorded corrected predictions, and are
+# ignored.
 RECORD_VERSION = 2
 # Lines that the record keeps, the newest.
 MAX_RECORDED_RUNS = 200
 # Runs that a plan learns its speed from, the newest.
 MAX_SPEED_RUNS = 10
-# The model's name in lines of the self-test's trials. Speeds are learned from them where no run says more; memory is
-# not, because for a model of 0.5B the allocator's rounding is a larger share than for others.
+# The model's name in lines of the self-test's trials. Speeds are learned from them where no run
+# says more; memory is not, because for a model of 0.5B the allocator's rounding is a larger share
+# than for others.
 SELFTEST_MODEL = "make gpu-selftest"
-# A step that ran out of memory is planned again where this many times as much is free: other processes have ended.
+# A step that ran out of memory is planned again where this many times as much is free: other
+# processes have ended.
 RETRY_MEMORY_FACTOR = 1.25
-# A plan is corrected to at most this multiple of its prediction: anything beyond was not this run's memory.
+# A plan is corrected to at most this multiple of its prediction: anything beyond was not this run's
+# memory.
 MAX_MEMORY_FACTOR = 4.0
 # Sizes are alike within this factor: what a small run needs beyond is mostly the libraries' own.
 SIMILAR_SIZE_FACTOR = 2.0
-# Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order of magnitude.
+# Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order
+# of magnitude.
 SPEED_RANGE = (1e-4, 1e4)
 
 
 @dataclass(frozen=True)
 class UncorrectedPrediction:
-    """The prediction of a step before earlier runs correct it: reserved bytes of a rank, tokens/s over all."""
+    """The prediction of a step before earlier runs correct it: reserved bytes of a rank, tokens/s
+    over all."""
 
     reserved: int
     tokens_per_s: float
@@ -51,8 +60,8 @@ class UncorrectedPrediction:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A finished run: bytes of one rank, tokens per second over all; `device` is the GPU's name or `cpu`. Predictions
-    are raw, as if no run had been recorded before."""
+    """A finished run: bytes of one rank, tokens per second over all; `device` is the GPU's name or
+    `cpu`. Predictions are raw, as if no run had been recorded before."""
 
     device: str
     mode: str
@@ -81,18 +90,25 @@ class MeasuredRun:
     @property
     def memory_ratio(self) -> float:
         """Measured over predicted reserved bytes; 0 where one is unknown."""
-        return self.measured_reserved / self.predicted_reserved if self.predicted_reserved > 0 else 0.0
+        return (
+            self.measured_reserved / self.predicted_reserved if self.predicted_reserved > 0 else 0.0
+        )
 
     @property
     def speed_ratio(self) -> float:
         """Measured over predicted tokens per second; 0 where one is unknown."""
-        return self.measured_tokens_per_s / self.predicted_tokens_per_s if self.predicted_tokens_per_s > 0 else 0.0
+        return (
+            self.measured_tokens_per_s / self.predicted_tokens_per_s
+            if self.predicted_tokens_per_s > 0
+            else 0.0
+        )
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Corrections from earlier runs on the same device in the same mode: factors on reserved memory (>= 1) and on
-    speed. `memory_factor` is the largest of any size; `narrow_to_size` has that of a prediction."""
+    """Corrections from earlier runs on the same device in the same mode: factors on reserved memory
+    (>= 1) and on speed. `memory_factor` is the largest of any size; `narrow_to_size` has that of a
+    prediction."""
 
     run_count: int = 0
     memory_factor: float = 1.0
@@ -107,19 +123,27 @@ class Correction:
     oom_run: MeasuredRun | None = None
 
     def corrected_reserved(self, uncorrected_bytes: int, budget_bytes: int) -> int:
-        """The corrected prediction of a step's reserved bytes: more than the budget where a step that needs no more
-        ran out."""
-        corrected_bytes = int(uncorrected_bytes * self.narrow_to_size(uncorrected_bytes).memory_factor)
+        """The corrected prediction of a step's reserved bytes: more than the budget where a step
+        that needs no more ran out."""
+        corrected_bytes = int(
+            uncorrected_bytes * self.narrow_to_size(uncorrected_bytes).memory_factor
+        )
         if self.oom_run and uncorrected_bytes >= self.oom_run.predicted_reserved:
             return max(corrected_bytes, budget_bytes + 1)
         return corrected_bytes
 
     def narrow_to_size(self, predicted_bytes: int) -> Correction:
-        """The correction of a prediction of `predicted_bytes`, from the runs of like size. A run counts for larger ones
-        up to SIMILAR_SIZE_FACTOR times what it measured: what is predicted to need more never needs less."""
+        """The correction of a prediction of `predicted_bytes`, from the runs of like size. A run
+        counts for larger ones up to SIMILAR_SIZE_FACTOR times what it measured: what is predicted
+        to need more never needs less.
+        """
 
         def factor(peak: tuple[int, int]) -> float:
-            return min(peak[1] / peak[0], MAX_MEMORY_FACTOR, SIMILAR_SIZE_FACTOR * peak[1] / predicted_bytes)
+            return min(
+                peak[1] / peak[0],
+                MAX_MEMORY_FACTOR,
+                SIMILAR_SIZE_FACTOR * peak[1] / predicted_bytes,
+            )
 
         similar_peaks = [
             peak
@@ -127,7 +151,9 @@ class Correction:
             if peak[0] / SIMILAR_SIZE_FACTOR <= predicted_bytes <= SIMILAR_SIZE_FACTOR * max(peak)
         ]
         similar_peaks.sort(key=factor, reverse=True)
-        return replace(self, memory_factor=max([1.0, *map(factor, similar_peaks)]), peaks=tuple(similar_peaks))
+        return replace(
+            self, memory_factor=max([1.0, *map(factor, similar_peaks)]), peaks=tuple(similar_peaks)
+        )
 
     @property
     def warning(self) -> str | None:
@@ -136,9 +162,10 @@ class Correction:
             return None
         run, day = self.oom_run, self.oom_run.finished.partition("T")[0]
         return (
-            f"micro-batch {run.micro_batch} ran out of memory in a run of this kind on this machine ({run.layout}, "
-            f"{run.seq_len} tokens, {run.ran_out_of / GIB:.1f} GiB, {day}): nothing that is predicted to need as much "
-            "is planned, until a run that is given such a batch (train.batch_size) has fitted"
+            f"micro-batch {run.micro_batch} ran out of memory in a run of this kind on this machine"
+            f" ({run.layout}, {run.seq_len} tokens, {run.ran_out_of / GIB:.1f} GiB, {day}): nothing"
+            " that is predicted to need as much is planned, until a run that is given such a batch"
+            " (train.batch_size) has fitted"
         )
 
     @property
@@ -146,22 +173,35 @@ class Correction:
         """The correction in words; None without a run."""
         if self.uses_selftest_speed:
             return (
-                f"{SELFTEST_MODEL} measured {self.speed_factor:.2f} of the roofline's speed in this mode on this "
-                "machine, which predicts this speed until one of your runs measures it"
+                f"{SELFTEST_MODEL} measured {self.speed_factor:.2f} of the roofline's speed in this"
+                " mode on this machine, which predicts this speed until one of your runs"
+                " measures it"
             )
         if not self.run_count:
             return None
         peak_count = len(self.peaks)
-        text = f"{peak_count} earlier run{'s' if peak_count > 1 else ''} of this kind on this machine"
+        text = (
+            f"{peak_count} earlier run{'s' if peak_count > 1 else ''} of this kind on this machine"
+        )
         if self.memory_factor > 1:
-            figures = "{1:.2f} GiB, {0:.2f} predicted".format(*(size / GIB for size in self.peaks[0]))
-            text += f" used {self.memory_factor - 1:.1%} more memory than predicted ({figures}), which is added here"
+            figures = "{1:.2f} GiB, {0:.2f} predicted".format(
+                *(size / GIB for size in self.peaks[0])
+            )
+            text += (
+                f" used {self.memory_factor - 1:.1%} more memory than predicted ({figures}), which"
+                " is added here"
+            )
         elif self.peaks:
             text += " stayed within their predicted memory"
         else:
-            text = "earlier runs of this kind on this machine were of other sizes, and do not correct this one's memory"
+            text = (
+                "earlier runs of this kind on this machine were of other sizes, and do not correct"
+                " this one's memory"
+            )
         if self.has_measured_speed:
-            text += f"; their speed was {self.speed_factor:.2f} of the roofline, and so is this one's"
+            text += (
+                f"; their speed was {self.speed_factor:.2f} of the roofline, and so is this one's"
+            )
         return text
 
 
@@ -176,9 +216,13 @@ def add_measured_run(measured_run: MeasuredRun) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(
-            path.with_suffix(".lock"), waiting_message="waiting for another run that is writing its measurements"
+            path.with_suffix(".lock"),
+            waiting_message="waiting for another run that is writing its measurements",
         ):
-            lines = [json.dumps(asdict(run)) for run in [*load_measured_runs(), measured_run][-MAX_RECORDED_RUNS:]]
+            lines = [
+                json.dumps(asdict(run))
+                for run in [*load_measured_runs(), measured_run][-MAX_RECORDED_RUNS:]
+            ]
             atomic.write(path, "\n".join(lines) + "\n")  # readers hold no lock
 
 
@@ -192,7 +236,9 @@ def load_measured_runs(path: Path | None = None) -> list[MeasuredRun]:
 
 
 # annotations are strings here (from __future__ import annotations)
-_NUMERIC_FIELDS = tuple(field.name for field in fields(MeasuredRun) if field.type in ("int", "float"))
+_NUMERIC_FIELDS = tuple(
+    field.name for field in fields(MeasuredRun) if field.type in ("int", "float")
+)
 
 
 def _parse_run(line: str) -> MeasuredRun | None:
@@ -200,7 +246,10 @@ def _parse_run(line: str) -> MeasuredRun | None:
         data = json.loads(line)
         if isinstance(data, Mapping) and data.get("version") == RECORD_VERSION:
             run = MeasuredRun(**data)
-            if all(math.isfinite(getattr(run, name)) and getattr(run, name) >= 0 for name in _NUMERIC_FIELDS):
+            if all(
+                math.isfinite(getattr(run, name)) and getattr(run, name) >= 0
+                for name in _NUMERIC_FIELDS
+            ):
                 return run
     return None
 
@@ -216,30 +265,42 @@ def compute_correction(
     is_compiled: bool = False,
     budget_bytes: int = 0,
 ) -> Correction:
-    """The correction from recorded runs of the closest kind, by their raw ratios; compiled ones apart from plain ones.
-    Memory is learned from runs of this model in this layout, else from those of this layout, else from those of the
-    device and mode. Speed is learned from runs of this model in any layout, else from all, so that a measurement of one
-    layout does not make another look faster; if there is none, from the self-test's trials. Either is learned only from
-    runs with the kernels that the plan counts for it. What ran out of memory counts for this model in this layout, as
-    long as `budget_bytes` is not much larger now."""
-    same_kind = [run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, is_compiled)]
+    """The correction from recorded runs of the closest kind, by their raw ratios; compiled ones
+    apart from plain ones. Memory is learned from runs of this model in this layout, else from those
+    of this layout, else from those of the device and mode. Speed is learned from runs of this model
+    in any layout, else from all, so that a measurement of one layout does not make another look
+    faster; if there is none, from the self-test's trials. Either is learned only from runs with the
+    kernels that the plan counts for it. What ran out of memory counts for this model in this
+    layout, as long as `budget_bytes` is not much larger now."""
+    same_kind = [
+        run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, is_compiled)
+    ]
     finished_runs = [run for run in same_kind if not run.ran_out_of]
-    # what was asked for and what the plan counted can differ: a prediction that counted other kernels is recorded as 0
-    memory_runs = [run for run in finished_runs if run.kernels == kernels.memory and run.predicted_reserved]
+    # what was asked for and what the plan counted can differ: a prediction that counted other
+    # kernels is recorded as 0
+    memory_runs = [
+        run for run in finished_runs if run.kernels == kernels.memory and run.predicted_reserved
+    ]
     nearest_runs = _prefer_runs(
-        [run for run in memory_runs if run.model != SELFTEST_MODEL], lambda run: run.layout == layout
+        [run for run in memory_runs if run.model != SELFTEST_MODEL],
+        lambda run: run.layout == layout,
     )
     nearest_runs = _prefer_runs(nearest_runs, lambda run: run.model == model)
     memory_factor = max([1.0, *(run.memory_ratio for run in nearest_runs)])
-    finished_runs = [run for run in finished_runs if run.kernels == kernels.speed and run.speed_ratio > 0]
+    finished_runs = [
+        run for run in finished_runs if run.kernels == kernels.speed and run.speed_ratio > 0
+    ]
     speed_runs = _prefer_runs(
-        [run for run in finished_runs if run.model != SELFTEST_MODEL], lambda run: run.model == model
+        [run for run in finished_runs if run.model != SELFTEST_MODEL],
+        lambda run: run.model == model,
     )
     speeds = [run.speed_ratio for run in speed_runs or finished_runs]
     speed_factor = statistics.median(speeds[-MAX_SPEED_RUNS:]) if speeds else 1.0
     lowest, highest = SPEED_RANGE
     same_model_runs = [
-        run for run in same_kind if (run.layout, run.model, run.kernels) == (layout, model, kernels.memory)
+        run
+        for run in same_kind
+        if (run.layout, run.model, run.kernels) == (layout, model, kernels.memory)
     ]
     # those that ran out of about this budget, and that no later one disproves
     oom_runs: list[MeasuredRun] = []
@@ -247,15 +308,23 @@ def compute_correction(
         if run.ran_out_of:
             oom_runs += [run] * (budget_bytes <= RETRY_MEMORY_FACTOR * run.ran_out_of)
         else:
-            oom_runs = [oom_run for oom_run in oom_runs if run.predicted_reserved < oom_run.predicted_reserved]
+            oom_runs = [
+                oom_run
+                for oom_run in oom_runs
+                if run.predicted_reserved < oom_run.predicted_reserved
+            ]
     return Correction(
-        len(nearest_runs), min(MAX_MEMORY_FACTOR, memory_factor), min(highest, max(lowest, speed_factor)),
+        len(nearest_runs),
+        min(MAX_MEMORY_FACTOR, memory_factor),
+        min(highest, max(lowest, speed_factor)),
         has_measured_speed=bool(speeds),
         uses_selftest_speed=bool(speeds) and not speed_runs,
         oom_run=min(oom_runs, key=lambda run: run.predicted_reserved, default=None),
         peaks=tuple((run.predicted_reserved, run.measured_reserved) for run in nearest_runs),
-    )  # fmt: skip
+    )
 
 
-def _prefer_runs(runs: list[MeasuredRun], is_preferred: Callable[[MeasuredRun], bool]) -> list[MeasuredRun]:
+def _prefer_runs(
+    runs: list[MeasuredRun], is_preferred: Callable[[MeasuredRun], bool]
+) -> list[MeasuredRun]:
     return [run for run in runs if is_preferred(run)] or runs

@@ -17,29 +17,45 @@ from sft_play.errors import ConfigError
 from sft_play.machine.hardware import Hardware
 from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE, PINNED_CUDA_LIBRARIES, CudaLibraries
 from sft_play.models.shape import ModelShape
-from sft_play.planner.batching import BatchPlan, MicroBatches, RowTokens, average_micro_steps, batch_splits
+from sft_play.planner.batching import (
+    BatchPlan,
+    MicroBatches,
+    RowTokens,
+    average_micro_steps,
+    batch_splits,
+)
 from sft_play.planner.calibration import Correction, UncorrectedPrediction
 from sft_play.planner.kernels import AttentionName, RowAttention, prefers_cudnn, sdpa_kernel
 from sft_play.planner.layout import LAYOUT_PREFERENCE, Layout
-from sft_play.planner.memory.estimate import MemoryEstimate, estimate_from_simulation, max_evaluation_rows
+from sft_play.planner.memory.estimate import (
+    MemoryEstimate,
+    estimate_from_simulation,
+    max_evaluation_rows,
+)
 from sft_play.planner.memory.model_states import loads_by_unit
-from sft_play.planner.memory.step_memory import Step, StepMemorySimulation, create_step_simulation, is_padded
+from sft_play.planner.memory.step_memory import (
+    Step,
+    StepMemorySimulation,
+    create_step_simulation,
+    is_padded,
+)
 from sft_play.planner.memory.structure import sdpa_call
 from sft_play.planner.precision import Precision, WeightUpdates, apply_weight_updates
 from sft_play.planner.speed import Rates, Speed, micro_step_overhead_tokens, predict_speed
 from sft_play.text import GIB, format_gib
 
-# Fraction of the best predicted speed from which a candidate counts as equally fast: the roofline is no more
-# precise.
+# Fraction of the best predicted speed from which a candidate counts as equally fast: the roofline
+# is no more precise.
 EQUAL_SPEED_SHARE = 0.97
-# Larger micro-batches are not tried after this many that do not fit. A single one can be followed by one that fits,
-# because a single micro step keeps no gradients.
+# Larger micro-batches are not tried after this many that do not fit. A single one can be followed
+# by one that fits, because a single micro step keeps no gradients.
 _MAX_CONSECUTIVE_FAILURES = 2
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What a job may use: bytes of a rank's device, and of a node's RAM, which is None if unknown."""
+    """What a job may use: bytes of a rank's device, and of a node's RAM, which is None if
+    unknown."""
 
     device: int
     host: int | None
@@ -47,9 +63,9 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the job; `rejected_because` is None for the chosen one. `memory` and `speed` are corrected by
-    earlier runs, `uncorrected` is the prediction without them. `host_required` is the RAM in bytes that the ranks of
-    one node need together."""
+    """One way to run the job; `rejected_because` is None for the chosen one. `memory` and `speed`
+    are corrected by earlier runs, `uncorrected` is the prediction without them. `host_required` is
+    the RAM in bytes that the ranks of one node need together."""
 
     layout: Layout
     batch: BatchPlan
@@ -111,16 +127,24 @@ class Candidate:
         needs = {"GPU memory": device, "RAM": device}
         if self.step.on_gpu and self.budget.host is not None:
             needs["RAM"] = f"{_format_need(self.host_required, self.budget.host)} on each node"
-        lacking_text = " and ".join(f"too little {kind}: needs {needs[kind]}" for kind in self.insufficient_memory)
-        return f"does NOT fit, {lacking_text}" + f" ({device} would be enough)" * (device not in lacking_text)
+        lacking_text = " and ".join(
+            f"too little {kind}: needs {needs[kind]}" for kind in self.insufficient_memory
+        )
+        return f"does NOT fit, {lacking_text}" + f" ({device} would be enough)" * (
+            device not in lacking_text
+        )
 
     @property
     def ram_text(self) -> str:
-        """The RAM that a step with offload needs, as the end of a sentence; empty for the others."""
+        """The RAM that a step with offload needs, as the end of a sentence; empty for the
+        others."""
         if not self.offloads:
             return ""
         if self.budget.host is None:
-            return f", if each node has {format_gib(self.host_required)} GiB of RAM (not given; set it with ram=512GiB)"
+            return (
+                f", if each node has {format_gib(self.host_required)} GiB of RAM (not given; set it"
+                " with ram=512GiB)"
+            )
         return f", and {_format_need(self.host_required, self.budget.host)} of RAM on each node"
 
     @property
@@ -194,7 +218,10 @@ class PlanInputs:
     @property
     def capability(self) -> tuple[int, int] | None:
         """The lowest compute capability of the GPUs; None where none is known."""
-        return min((gpu.capability for gpu in self.hardware.gpus if gpu.capability is not None), default=None)
+        return min(
+            (gpu.capability for gpu in self.hardware.gpus if gpu.capability is not None),
+            default=None,
+        )
 
     @property
     def row_attention(self) -> RowAttention:
@@ -203,20 +230,28 @@ class PlanInputs:
         return RowAttention(self.config, self.shape, self.attention, self.capability, device)
 
     def uses_cudnn(self, precision: Precision, layout: Layout) -> bool:
-        """Whether sdpa runs cuDNN's kernel for rows of one length, which packs and blocks of text have."""
+        """Whether sdpa runs cuDNN's kernel for rows of one length, which packs and blocks of text
+        have."""
         has_full_rows = self.packed or self.config.task_mode == "cpt"
-        if not has_full_rows or layout.context_parallel > 1 or self.attention != "sdpa" or self.shape.attention_dropout:
+        if (
+            not has_full_rows
+            or layout.context_parallel > 1
+            or self.attention != "sdpa"
+            or self.shape.attention_dropout
+        ):
             return False
         is_amd = self.row_attention.device == "rocm"
-        if self.config.tuning.backend != "bnb" or not prefers_cudnn(self.capability, self.libraries, is_amd=is_amd):
+        if self.config.tuning.backend != "bnb" or not prefers_cudnn(
+            self.capability, self.libraries, is_amd=is_amd
+        ):
             return False
         call = sdpa_call(self.shape, masked=False, half_precision=precision.compute != "float32")
         return sdpa_kernel(call, self.capability, uses_cudnn=True) == "cudnn"
 
     @property
     def cuts_by_tokens(self) -> bool:
-        """Whether micro-batches are cut by tokens: the config leaves it open or asks for it, and rows differ in
-        length."""
+        """Whether micro-batches are cut by tokens: the config leaves it open or asks for it, and
+        rows differ in length."""
         train, has_full_rows = self.config.train, self.packed or self.config.task_mode == "cpt"
         is_batch_open = train.batch_size == "auto" and train.grad_accum == "auto"
         cuts_by_rows = train.batch_by == "rows" or (train.batch_by == "auto" and not is_batch_open)
@@ -229,13 +264,16 @@ class PlanInputs:
 
 
 def evaluate_candidates(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Candidate]:
-    """Evaluate every candidate of the layouts, up to the largest micro-batch that fits. Layouts whose data-parallel
-    ranks do not divide the batch are left out. Raises ConfigError where that leaves none."""
+    """Evaluate every candidate of the layouts, up to the largest micro-batch that fits. Layouts
+    whose data-parallel ranks do not divide the batch are left out. Raises ConfigError where that
+    leaves none."""
 
     def layout_candidates(layout: Layout) -> list[Candidate]:
         candidates: list[Candidate] = []
         failures = 0
-        for batch in batch_splits(inputs.config.train, ranks=layout.data_parallel, resumed_batch=inputs.resumed_batch):
+        for batch in batch_splits(
+            inputs.config.train, ranks=layout.data_parallel, resumed_batch=inputs.resumed_batch
+        ):
             batch_candidates = list(_batch_candidates(inputs, layout, batch))
             candidates += batch_candidates
             failures += 1
@@ -249,19 +287,31 @@ def evaluate_candidates(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[C
     return _collect_candidates(layouts, layout_candidates)
 
 
-def evaluate_weight_updates(inputs: PlanInputs, layouts: Sequence[Layout]) -> tuple[PlanInputs, list[Candidate]]:
-    """Evaluate the candidates with fp32 weights in full mode, with bf16 ones where nothing fits otherwise but offload.
-    Raises ConfigError as `evaluate_candidates`."""
+def evaluate_weight_updates(
+    inputs: PlanInputs, layouts: Sequence[Layout]
+) -> tuple[PlanInputs, list[Candidate]]:
+    """Evaluate the candidates with fp32 weights in full mode, with bf16 ones where nothing fits
+    otherwise but offload. Raises ConfigError as `evaluate_candidates`."""
     candidates = evaluate_candidates(inputs, layouts)
     rounding_inputs = dataclasses.replace(inputs, fp32_master_weights=False)
-    rounded_layouts = [one for one in layouts if rounding_inputs.layout_precision(one) != inputs.layout_precision(one)]
-    if not rounded_layouts or any(one.fits and not one.layout.offloads_states for one in candidates):
+    rounded_layouts = [
+        one
+        for one in layouts
+        if rounding_inputs.layout_precision(one) != inputs.layout_precision(one)
+    ]
+    if not rounded_layouts or any(
+        one.fits and not one.layout.offloads_states for one in candidates
+    ):
         return inputs, candidates
-    # rounding loses precision, offload loses more speed: bf16 is evaluated where fp32 does not fit, or only offloaded
+    # rounding loses precision, offload loses more speed: bf16 is evaluated where fp32 does not fit,
+    # or only offloaded
     rounded_candidates = evaluate_candidates(rounding_inputs, rounded_layouts)
     if not any(one.fits for one in rounded_candidates) and any(one.fits for one in candidates):
         return inputs, candidates
-    return rounding_inputs, [one for one in candidates if one.layout not in rounded_layouts] + rounded_candidates
+    return (
+        rounding_inputs,
+        [one for one in candidates if one.layout not in rounded_layouts] + rounded_candidates,
+    )
 
 
 def _collect_candidates(
@@ -273,7 +323,9 @@ def _collect_candidates(
     for layout in layouts:
         try:
             candidates += evaluate_layout(layout)
-        except ConfigError as error:  # such as a batch that this layout's data-parallel ranks do not divide
+        except (
+            ConfigError
+        ) as error:  # such as a batch that this layout's data-parallel ranks do not divide
             errors.append(error)
     if not candidates and errors:
         raise errors[0]
@@ -281,13 +333,15 @@ def _collect_candidates(
 
 
 def lowest_memory_candidates(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Candidate]:
-    """Build the candidate of each layout with the least memory: the smallest micro-batch with as much checkpointing as
-    the config allows, and the next one where it is a single micro step, which keeps no gradients. Raises ConfigError as
-    `evaluate_candidates`."""
+    """Build the candidate of each layout with the least memory: the smallest micro-batch with as
+    much checkpointing as the config allows, and the next one where it is a single micro step, which
+    keeps no gradients. Raises ConfigError as `evaluate_candidates`."""
     checkpointed_layers = most_checkpointed_layers(inputs)
 
     def layout_candidates(layout: Layout) -> list[Candidate]:
-        batches = batch_splits(inputs.config.train, ranks=layout.data_parallel, resumed_batch=inputs.resumed_batch)
+        batches = batch_splits(
+            inputs.config.train, ranks=layout.data_parallel, resumed_batch=inputs.resumed_batch
+        )
         single_micro_step = [batch for batch in batches[1:2] if batch.grad_accum == 1]
         return [
             build_candidate(inputs, layout, batch, checkpointed_layers, eval_rows=1)
@@ -303,7 +357,9 @@ def _batch_candidates(inputs: PlanInputs, layout: Layout, batch: BatchPlan) -> I
     if requested_layers is not None:
         yield build_candidate(inputs, layout, batch, requested_layers)
         return
-    uncheckpointed, checkpointed = (build_candidate(inputs, layout, batch, layers) for layers in (0, num_layers))
+    uncheckpointed, checkpointed = (
+        build_candidate(inputs, layout, batch, layers) for layers in (0, num_layers)
+    )
     yield from (uncheckpointed, checkpointed)
     if checkpointed.fits and not uncheckpointed.fits:
         # a few in between are enough: speeds within 3% count as equal
@@ -312,14 +368,15 @@ def _batch_candidates(inputs: PlanInputs, layout: Layout, batch: BatchPlan) -> I
 
 
 def requested_checkpoint_layers(config: RunConfig, shape: ModelShape) -> int | None:
-    """The number of layers that the config asks to recompute; None where the plan decides. Raises ConfigError where it
-    asks for some and the class cannot checkpoint."""
+    """The number of layers that the config asks to recompute; None where the plan decides. Raises
+    ConfigError where it asks for some and the class cannot checkpoint."""
     option, num_layers = config.train.gradient_checkpointing, shape.num_layers
     if not shape.can_checkpoint:
         if option not in ("auto", False, 0):
             raise ConfigError(
-                f"train.gradient_checkpointing={json.dumps(option)}: transformers' class for model type "
-                f"{shape.model_type} has no activation checkpointing that frees memory; set it to false or auto"
+                f"train.gradient_checkpointing={json.dumps(option)}: transformers' class for model"
+                f" type {shape.model_type} has no activation checkpointing that frees memory; set"
+                " it to false or auto"
             )
         return 0
     if option == "auto":
@@ -345,16 +402,21 @@ def build_candidate(
     eval_rows: int | None = None,
     keeps_masks: bool = False,
 ) -> Candidate:
-    """Build one candidate with its predictions. `keeps_masks`: padded rows and packs have a mask even where they need
-    none. `eval_rows`: rows of an evaluation batch where the config leaves them open; None: the most that need no more
-    memory than the step (1 has the same peak, where only fitting is asked). `loss`: another loss than the run's."""
+    """Build one candidate with its predictions. `keeps_masks`: padded rows and packs have a mask
+    even where they need none. `eval_rows`: rows of an evaluation batch where the config leaves them
+    open; None: the most that need no more memory than the step (1 has the same peak, where only
+    fitting is asked). `loss`: another loss than the run's.
+    """
     # the layout decides the weights' dtype, and all sizes below follow from it
     precision = inputs.layout_precision(layout)
     if loss is None:
         loss = inputs.shape.loss_name
-    step = _build_step(inputs, layout, batch, checkpointed_layers, loss=loss, uses_masks=keeps_masks)
+    step = _build_step(
+        inputs, layout, batch, checkpointed_layers, loss=loss, uses_masks=keeps_masks
+    )
     if step.one_by_one and inputs.cuts_by_tokens and inputs.row_tokens is not None:
-        # every call costs its start, and padding is computed like text: only the rows' own lengths say which is faster
+        # every call costs its start, and padding is computed like text: only the rows' own lengths
+        # say which is faster
         step = max(
             step,
             _build_step(inputs, layout, batch, checkpointed_layers, loss=loss, keeps_padding=True),
@@ -362,18 +424,23 @@ def build_candidate(
         )
     simulation = create_step_simulation(inputs.config, inputs.shape, precision, step)
     if inputs.has_eval:
-        # the evaluation's size follows from the training step's bytes, so the simulation comes first
-        simulation.step = dataclasses.replace(step, eval_batch=choose_eval_batch(simulation, default_rows=eval_rows))
+        # the evaluation's size follows from the training step's bytes, so the simulation comes
+        # first
+        simulation.step = dataclasses.replace(
+            step, eval_batch=choose_eval_batch(simulation, default_rows=eval_rows)
+        )
     step, memory = simulation.step, estimate_from_simulation(simulation)
-    host_required = (
-        0  # bytes of RAM that the ranks of the first node need together: to offload and to write, or to load
-    )
+    # bytes of RAM that the ranks of the first node need together: to offload and to write, or to
+    # load
+    host_required = 0
     if inputs.hardware.gpus:
         ranks = min(layout.ranks, inputs.hardware.ranks_per_node)
         reader_count = 1 if loads_by_unit(inputs.config, layout) else ranks
         # loading is over when the first checkpoint is written, so the two do not add up
         offloaded_bytes = (memory.host_bytes - memory.host_save_bytes) * ranks
-        host_required = max(offloaded_bytes + memory.host_save_bytes, memory.host_load_bytes * reader_count)
+        host_required = max(
+            offloaded_bytes + memory.host_save_bytes, memory.host_load_bytes * reader_count
+        )
     # of the step with its evaluation, because both are one run's
     speed, correction = _predict_step_speed(inputs, precision, step), inputs.find_correction(layout)
     # recorded beside the measurement when the run ends
@@ -384,9 +451,12 @@ def build_candidate(
         step=step,
         precision=precision,
         memory=dataclasses.replace(
-            memory, reserved=correction.corrected_reserved(uncorrected.reserved, inputs.device_budget)
+            memory,
+            reserved=correction.corrected_reserved(uncorrected.reserved, inputs.device_budget),
         ),
-        speed=speed.scaled(1 / correction.speed_factor),  # a duration: slower by the factor that tokens/s are lower
+        speed=speed.scaled(
+            1 / correction.speed_factor
+        ),  # a duration: slower by the factor that tokens/s are lower
         budget=MemoryBudget(inputs.device_budget, inputs.host_budget),
         host_required=host_required,
         uncorrected=uncorrected,
@@ -406,7 +476,9 @@ def _predict_step_speed(inputs: PlanInputs, precision: Precision, step: Step) ->
         micro_steps = dataclasses.replace(
             micro_steps, padded_tokens=micro_steps.padded_tokens / layout.context_parallel
         )
-    return predict_speed(inputs.config, inputs.shape, precision, step, inputs.rates, micro_steps=micro_steps)
+    return predict_speed(
+        inputs.config, inputs.shape, precision, step, inputs.rates, micro_steps=micro_steps
+    )
 
 
 def _build_step(
@@ -419,10 +491,10 @@ def _build_step(
     uses_masks: bool = False,
     keeps_padding: bool = False,
 ) -> Step:
-    """Build the step, without an evaluation. `uses_masks`, `keeps_padding`: rows have a mask, or padding, even where
-    they need none."""
-    # first how rows lie: joined with boundaries, which saves padding and a mask, wherever the attention takes them;
-    # ranks that share a row each have a part of it, and no boundaries
+    """Build the step, without an evaluation. `uses_masks`, `keeps_padding`: rows have a mask, or
+    padding, even where they need none."""
+    # first how rows lie: joined with boundaries, which saves padding and a mask, wherever the
+    # attention takes them; ranks that share a row each have a part of it, and no boundaries
     joins_rows = inputs.packed or (inputs.cuts_by_tokens and layout.context_parallel == 1)
     varlen = (
         joins_rows
@@ -433,7 +505,9 @@ def _build_step(
     # then whether what is padded keeps its mask: most attention is causal and does not need it
     uses_masks = uses_masks or inputs.row_attention.mask_reason is not None
     # a packed row needs a mask even alone; by tokens short rows share a micro-batch of one full row
-    shares_micro_batches = inputs.packed or (inputs.cuts_by_tokens and batch.micro_batch * batch.grad_accum > 1)
+    shares_micro_batches = inputs.packed or (
+        inputs.cuts_by_tokens and batch.micro_batch * batch.grad_accum > 1
+    )
     has_padding = not varlen and is_padded(
         inputs.config,
         layout,
@@ -446,13 +520,15 @@ def _build_step(
         seq_len=inputs.seq_len,
         layout=layout,
         checkpointed_layers=checkpointed_layers,
-        offloads=inputs.config.train.gradient_checkpointing == "offload" and bool(inputs.hardware.gpus),
+        offloads=inputs.config.train.gradient_checkpointing == "offload"
+        and bool(inputs.hardware.gpus),
         loss=loss,
         attention=inputs.attention,
         padded=has_padding,
         masks=uses_masks,
         varlen=varlen,
-        one_by_one=varlen and inputs.row_attention.one_by_one_reason(inputs.layout_precision(layout)) is not None,
+        one_by_one=varlen
+        and inputs.row_attention.one_by_one_reason(inputs.layout_precision(layout)) is not None,
         cudnn=not varlen and inputs.uses_cudnn(inputs.layout_precision(layout), layout),
         saves=True,
         on_gpu=bool(inputs.hardware.gpus),
@@ -465,10 +541,13 @@ def _build_step(
 
 
 def plan_micro_batches(inputs: PlanInputs, precision: Precision, step: Step) -> MicroBatches:
-    """How the rows of a step are divided: padded to the longest, or joined where the attention takes boundaries."""
+    """How the rows of a step are divided: padded to the longest, or joined where the attention
+    takes boundaries."""
     if not inputs.cuts_by_tokens:
         return MicroBatches(step.micro_batch)
-    overhead_tokens = micro_step_overhead_tokens(inputs.config, inputs.shape, precision, step, inputs.rates)
+    overhead_tokens = micro_step_overhead_tokens(
+        inputs.config, inputs.shape, precision, step, inputs.rates
+    )
     # to two digits: candidates that hardly differ share work
     return MicroBatches(
         step.micro_batch,
@@ -480,8 +559,8 @@ def plan_micro_batches(inputs: PlanInputs, precision: Precision, step: Step) -> 
 
 
 def choose_eval_batch(simulation: StepMemorySimulation, *, default_rows: int | None = None) -> int:
-    """Rows of one rank's evaluation batch: as given, else `default_rows`, else what needs no more memory than the
-    step."""
+    """Rows of one rank's evaluation batch: as given, else `default_rows`, else what needs no more
+    memory than the step."""
     option = simulation.config.eval.batch_size
     if option != "auto":
         return option
@@ -491,11 +570,14 @@ def choose_eval_batch(simulation: StepMemorySimulation, *, default_rows: int | N
 
 
 def choose_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Choose among the candidates that fit; None where none does. Offload only if nothing else fits: its speed is
-    hardly known."""
-    candidates = [one for one in candidates if one.fits and not one.layout.offloads_states] or candidates
+    """Choose among the candidates that fit; None where none does. Offload only if nothing else
+    fits: its speed is hardly known."""
+    candidates = [
+        one for one in candidates if one.fits and not one.layout.offloads_states
+    ] or candidates
     min_speed = EQUAL_SPEED_SHARE * fastest_speed(candidates)
-    # equally fast: the simplest layout, then all layers or none, then the smallest, which leaves most memory free
+    # equally fast: the simplest layout, then all layers or none, then the smallest, which leaves
+    # most memory free
     return min(
         (one for one in candidates if one.fits and one.speed.tokens_per_s >= min_speed),
         key=lambda one: (
@@ -510,16 +592,21 @@ def choose_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
 
 def fastest_speed(candidates: Sequence[Candidate]) -> float:
     """Tokens per second of the fastest candidate that fits; 0 where none does."""
-    return max((candidate.speed.tokens_per_s for candidate in candidates if candidate.fits), default=0.0)
+    return max(
+        (candidate.speed.tokens_per_s for candidate in candidates if candidate.fits), default=0.0
+    )
 
 
 def closest_to_fitting(candidates: Sequence[Candidate]) -> Candidate:
     """The candidate closest to fitting, for a plan in which nothing fits."""
-    return min(candidates, key=lambda candidate: (candidate.budget_ratio, candidate.memory.required))
+    return min(
+        candidates, key=lambda candidate: (candidate.budget_ratio, candidate.memory.required)
+    )
 
 
 def first_fitting(candidates: Iterable[Candidate]) -> Candidate:
-    """The first candidate that fits, without evaluating those after it; if none does, the closest to fitting."""
+    """The first candidate that fits, without evaluating those after it; if none does, the closest
+    to fitting."""
     too_large = []
     for candidate in candidates:
         if candidate.fits:
@@ -529,19 +616,29 @@ def first_fitting(candidates: Iterable[Candidate]) -> Candidate:
 
 
 def format_needs(candidate: Candidate, *, term_count: int) -> str:
-    """What a candidate that does not fit needs and what there is, with the largest terms of the device's memory."""
+    """What a candidate that does not fit needs and what there is, with the largest terms of the
+    device's memory."""
     needs = []
     if candidate.memory.required > candidate.budget.device:
         unit, memory = "GiB" + " of RAM" * (not candidate.step.on_gpu), candidate.memory
         terms_text = (
-            f"while loading {format_gib(memory.load_bytes)}, of which a step keeps {format_gib(memory.resident)}"
+            f"while loading {format_gib(memory.load_bytes)}, of which a step keeps"
+            f" {format_gib(memory.resident)}"
         )
         if not memory.is_limited_by_loading:
             largest_items = sorted(memory.terms.items(), key=lambda item: -item[1])[:term_count]
-            terms_text = ", ".join(f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in largest_items)
-        needs.append(f"{_format_need(candidate.memory.required, candidate.budget.device, unit)} ({terms_text})")
+            terms_text = ", ".join(
+                f"{name.replace('_', ' ')} {format_gib(size)}" for name, size in largest_items
+            )
+        needs.append(
+            f"{_format_need(candidate.memory.required, candidate.budget.device, unit)}"
+            f" ({terms_text})"
+        )
     if candidate.budget.host is not None and candidate.host_required > candidate.budget.host:
-        needs.append(f"{_format_need(candidate.host_required, candidate.budget.host, 'GiB of RAM')} on each node")
+        needs.append(
+            f"{_format_need(candidate.host_required, candidate.budget.host, 'GiB of RAM')} on each"
+            " node"
+        )
     return " and ".join(needs)
 
 
@@ -568,10 +665,13 @@ def _format_need(needed_bytes: int, budget_bytes: int, unit: str = "GiB") -> str
 _MEMORY_NAMES = {"host_bytes": "host", "load_bytes": "load"}
 # The JSON's name of each field of the layout.
 _LAYOUT_NAMES = {
-    "name": "layout", "data_parallel": "data_parallel_ranks", "shard": "shard_ranks",
-    "tensor_parallel": "tensor_parallel_ranks", "context_parallel": "context_parallel_ranks",
+    "name": "layout",
+    "data_parallel": "data_parallel_ranks",
+    "shard": "shard_ranks",
+    "tensor_parallel": "tensor_parallel_ranks",
+    "context_parallel": "context_parallel_ranks",
     "keeps_params": "keeps_params",
-}  # fmt: skip
+}
 
 
 def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]:
@@ -603,7 +703,9 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
             "allocated": memory.allocated,
             "step": memory.by_moment.get("training", (memory.allocated,))[0],
             "evaluate": memory.moments.get("evaluation"),
-            "generate": memory.allocated,  # answers are generated in batches that take no more than the peak
+            "generate": (
+                memory.allocated
+            ),  # answers are generated in batches that take no more than the peak
             "save": memory.moments.get("saving"),
             "required": memory.required,
             "budget": candidate.budget.device,
@@ -630,7 +732,9 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
 def candidate_fields(data: Mapping[str, Any]) -> dict[str, Any]:
     """What `candidate_json` wrote, by the fields of a candidate."""
     peak = data["peak_bytes"]
-    names = {field.name: _MEMORY_NAMES.get(field.name, field.name) for field in fields(MemoryEstimate)}
+    names = {
+        field.name: _MEMORY_NAMES.get(field.name, field.name) for field in fields(MemoryEstimate)
+    }
     layout = {name: data.get(key, 1) for name, key in _LAYOUT_NAMES.items()}
     return {
         **{name: data[name] for name in ("precision", "layers", "rejected_because")},

@@ -48,19 +48,25 @@ from sft_play.planner.plan import (
     device_budget_bytes,
 )
 from sft_play.planner.precision import WeightUpdates, choose_precision
-from sft_play.planner.speed import check_compile_options, estimate_compile_s, find_rates, find_speed_error
+from sft_play.planner.speed import (
+    check_compile_options,
+    estimate_compile_s,
+    find_rates,
+    find_speed_error,
+)
 from sft_play.text import GIB
 
 # Tokens of a row that a plan counts at least, as the shortest model.max_seq_len.
 MIN_ROW_TOKENS = 8
-# Relative difference between estimate and trace above which the plan says that the larger one is used.
+# Relative difference between estimate and trace above which the plan says that the larger one is
+# used.
 TRACE_TOLERANCE = 0.03
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned: a config, the shapes of its model, and a machine, all of whose GPUs are used (or its RAM).
-    `measured_runs` are those of this machine."""
+    """What is to be planned: a config, the shapes of its model, and a machine, all of whose GPUs
+    are used (or its RAM). `measured_runs` are those of this machine."""
 
     config: RunConfig
     shape: ModelShape
@@ -92,7 +98,8 @@ class PlanRequest:
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of a row at most: model.max_seq_len, or the model's positions where those are fewer."""
+        """Tokens of a row at most: model.max_seq_len, or the model's positions where those are
+        fewer."""
         option = self.config.model.max_seq_len
         return min(option, self.shape.max_positions or option)
 
@@ -103,14 +110,16 @@ def make_plan(
     trace_candidate: TraceCandidate | None = None,
     estimate_run_length: Callable[[int], RunLength | None] | None = None,
 ) -> Plan:
-    """Make the plan of a run. Where nothing fits it suggests nothing; `advice.make_advised_plan` does.
+    """Make the plan of a run. Where nothing fits it suggests nothing; `advice.make_advised_plan`
+    does.
 
     Args:
-        trace_candidate: traces the choice; the larger of prediction and trace counts, and what then does not fit is
-        given up.
+        trace_candidate: traces the choice; the larger of prediction and trace counts, and what then
+            does not fit is given up.
         estimate_run_length: the optimizer steps and tokens of the run, given the effective batch.
 
-    Raises ConfigError for batch sizes that do not divide, and for what this machine, job or model does not allow.
+    Raises ConfigError for batch sizes that do not divide, and for what this machine, job or model
+    does not allow.
     """
     config, shape, hardware = request.config, request.shape, request.hardware
     _check_settings(request)  # first, so that the message names the setting and not a layout
@@ -122,7 +131,11 @@ def make_plan(
         shape, attention=step.attention, half_precision=half_precision, capability=step.capability
     )
     kernels = plan_kernels(
-        config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=inputs.rates.missing_packages
+        config,
+        shape,
+        step.layout,
+        on_gpu=step.on_gpu,
+        missing_packages=inputs.rates.missing_packages,
     )
     simulation = create_step_simulation(config, shape, choice.precision, step)
     activations_from: ActivationsFrom = "blocks"
@@ -131,7 +144,9 @@ def make_plan(
     elif shape.block_meter is not None:
         activations_from = "measured"
     speed_error = counted_kernels = run_length = mfu = None
-    if inputs.rates.is_known:  # model FLOP utilisation: the model's own operations per second over the peak
+    if (
+        inputs.rates.is_known
+    ):  # model FLOP utilisation: the model's own operations per second over the peak
         mfu = choice.speed.model_flops / choice.speed.step_s / inputs.rates.matrix_flops_per_s
     if speed_known:
         speed_error = find_speed_error(shape, choice.precision, hardware, step)
@@ -175,7 +190,8 @@ def make_plan(
 
 
 def check_plan_request(request: PlanRequest) -> None:
-    """Run only the checks of `make_plan` that do not depend on row lengths, on a few candidates. Raises ConfigError."""
+    """Run only the checks of `make_plan` that do not depend on row lengths, on a few candidates.
+    Raises ConfigError."""
     _check_settings(request)
     lowest_memory_candidates(build_plan_inputs(request), _requested_layouts(request)[0])
 
@@ -183,7 +199,11 @@ def check_plan_request(request: PlanRequest) -> None:
 def _check_settings(request: PlanRequest) -> None:
     check_adapter_targets(request.config, request.shape)
     check_compile_options(request.config)
-    plan_experts(request.config, request.shape, choose_precision(request.config, request.hardware, request.shape))
+    plan_experts(
+        request.config,
+        request.shape,
+        choose_precision(request.config, request.hardware, request.shape),
+    )
 
 
 def _evaluate_layouts(
@@ -191,8 +211,11 @@ def _evaluate_layouts(
 ) -> tuple[PlanInputs, list[Candidate], tuple[ImpossibleLayout, ...]]:
     layouts, impossible = _requested_layouts(request)
     inputs, candidates = evaluate_weight_updates(inputs, layouts)
-    # context parallelism is slower wherever a whole row fits a GPU: evaluated only where nothing else fits
-    can_divide_rows = "fsdp_cp" in request.allowed_layouts and request.config.model.mesh_shape is None
+    # context parallelism is slower wherever a whole row fits a GPU: evaluated only where nothing
+    # else fits
+    can_divide_rows = (
+        "fsdp_cp" in request.allowed_layouts and request.config.model.mesh_shape is None
+    )
     if can_divide_rows and not any(candidate.fits for candidate in candidates):
         candidates += evaluate_candidates(
             inputs, context_parallel_layouts(request.config, request.shape, request.hardware)
@@ -202,19 +225,25 @@ def _evaluate_layouts(
 
 def _requested_layouts(request: PlanRequest) -> tuple[list[Layout], tuple[ImpossibleLayout, ...]]:
     hardware = request.hardware
-    possible, impossible = find_layouts(request.config, request.shape, hardware, named=request.named_layout)
-    layouts = [layout for layout in possible if layout.name in request.allowed_layouts] or list(possible[:1])
+    possible, impossible = find_layouts(
+        request.config, request.shape, hardware, named=request.named_layout
+    )
+    layouts = [layout for layout in possible if layout.name in request.allowed_layouts] or list(
+        possible[:1]
+    )
     if not layouts:
         reasons = "; ".join(f"{item.name}: {item.because}" for item in impossible)
         raise ConfigError(f"no layout over {hardware.ranks} ranks can run this job: {reasons}")
     if request.keeps_params:
-        layouts = [dataclasses.replace(layout, keeps_params=layout.offloads_params) for layout in layouts]
+        layouts = [
+            dataclasses.replace(layout, keeps_params=layout.offloads_params) for layout in layouts
+        ]
     return layouts, impossible
 
 
 def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True) -> PlanInputs:
-    """Build what the candidates of a plan share. `fp32_master_weights` False: weights that train are bf16 wherever that
-    is possible."""
+    """Build what the candidates of a plan share. `fp32_master_weights` False: weights that train
+    are bf16 wherever that is possible."""
     config, shape, hardware = request.config, request.shape, request.hardware
     precision = choose_precision(config, hardware, shape)
     device, host_budget = "cpu", None  # runs are recorded by this name
@@ -231,20 +260,31 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
     @functools.cache
     def find_correction(layout: Layout) -> calibration.Correction:
         kernels = plan_kernels(
-            config, shape, layout, on_gpu=bool(hardware.gpus), missing_packages=request.missing_packages
+            config,
+            shape,
+            layout,
+            on_gpu=bool(hardware.gpus),
+            missing_packages=request.missing_packages,
         )
         return calibration.compute_correction(
-            request.measured_runs, device=device, mode=config.tuning.mode, layout=layout.name, model=config.model.name,
-            kernels=kernels.counted_kernels, is_compiled=config.train.compile,
+            request.measured_runs,
+            device=device,
+            mode=config.tuning.mode,
+            layout=layout.name,
+            model=config.model.name,
+            kernels=kernels.counted_kernels,
+            is_compiled=config.train.compile,
             budget_bytes=device_budget_bytes(hardware),
-        )  # fmt: skip
+        )
 
     return PlanInputs(
         config=config,
         shape=shape,
         precision=precision,
         hardware=hardware,
-        rates=dataclasses.replace(find_rates(hardware, precision), missing_packages=request.missing_packages),
+        rates=dataclasses.replace(
+            find_rates(hardware, precision), missing_packages=request.missing_packages
+        ),
         seq_len=seq_len,
         attention=select_attention(config.model.attn_implementation, has_sdpa=shape.has_sdpa),
         has_eval=request.has_eval,
@@ -271,24 +311,33 @@ def _choose_confirmed(
             return choice, candidates, notes
         trace = trace_candidate(choice)
         if trace.unavailable_reason is not None:
-            return choice, candidates, [*notes, f"not confirmed by a trace: {trace.unavailable_reason}"]
+            return (
+                choice,
+                candidates,
+                [*notes, f"not confirmed by a trace: {trace.unavailable_reason}"],
+            )
         estimated = choice.memory.allocated
         text = (
-            f"traced: {trace.allocated / GIB:.2f} GiB allocated and {trace.reserved / GIB:.2f} reserved; the estimate "
-            f"says {estimated / GIB:.2f} and {choice.memory.reserved / GIB:.2f}"
+            f"traced: {trace.allocated / GIB:.2f} GiB allocated and {trace.reserved / GIB:.2f}"
+            f" reserved; the estimate says {estimated / GIB:.2f} and"
+            f" {choice.memory.reserved / GIB:.2f}"
         )
         difference = trace.allocated / max(1, estimated) - 1
         if abs(difference) > TRACE_TOLERANCE:
             text += f", {difference:+.1%} apart: the larger one is used"
         notes.append(text)
-        # If the traced choice no longer fits, the next round takes, and traces, the next best. This ends: a candidate
-        # is traced once, and one that fits by its trace is returned.
+        # If the traced choice no longer fits, the next round takes, and traces, the next best. This
+        # ends: a candidate is traced once, and one that fits by its trace is returned.
         candidates = [*candidates]
-        # the larger of estimate and trace, then the calibration; the excess is shown as its own term
+        # the larger of estimate and trace, then the calibration; the excess is shown as its own
+        # term
         memory, excess = choice.memory, max(0, trace.allocated - estimated)
-        # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
+        # later plans learn from raw predictions, so the trace raises the raw one and the correction
+        # is applied again
         raw_reserved = max(choice.uncorrected.reserved, trace.reserved)
-        reserved = inputs.find_correction(choice.layout).corrected_reserved(raw_reserved, inputs.device_budget)
+        reserved = inputs.find_correction(choice.layout).corrected_reserved(
+            raw_reserved, inputs.device_budget
+        )
         peak_phase, terms = RUN_PHASES.get(memory.moment, "training"), memory.terms
         if excess:
             terms = terms | {"trace_says_more": excess}
@@ -300,7 +349,9 @@ def _choose_confirmed(
                 terms=terms,
                 reserved=reserved,
                 by_moment=memory.by_moment | {peak_phase: peak_bytes},
-                margin=int(memory.margin * reserved / max(1, memory.reserved)),  # it keeps its share of the reserved
+                margin=int(
+                    memory.margin * reserved / max(1, memory.reserved)
+                ),  # it keeps its share of the reserved
             ),
             uncorrected=dataclasses.replace(choice.uncorrected, reserved=raw_reserved),
             is_traced=True,
@@ -309,13 +360,23 @@ def _choose_confirmed(
 
 def _masked_required_bytes(inputs: PlanInputs, choice: Candidate) -> int | None:
     step = choice.step
-    # by tokens, several short rows share a micro-batch of one full row; a packed row is not padded to others
+    # by tokens, several short rows share a micro-batch of one full row; a packed row is not padded
+    # to others
     batch_rows = max(1 + inputs.cuts_by_tokens, step.eval_batch)
     if not inputs.packed:
         batch_rows = max(batch_rows, step.micro_batch)
-    if not step.varlen and (step.masks or not is_padded(inputs.config, choice.layout, rows=batch_rows)):
+    if not step.varlen and (
+        step.masks or not is_padded(inputs.config, choice.layout, rows=batch_rows)
+    ):
         return None
-    masked_candidate = build_candidate(inputs, choice.layout, choice.batch, choice.checkpointed_layers, loss=step.loss,
-                         eval_rows=step.eval_batch, keeps_masks=True)  # fmt: skip
+    masked_candidate = build_candidate(
+        inputs,
+        choice.layout,
+        choice.batch,
+        choice.checkpointed_layers,
+        loss=step.loss,
+        eval_rows=step.eval_batch,
+        keeps_masks=True,
+    )
     # a trace may have raised it above its own estimate
     return max(masked_candidate.memory.required, choice.memory.required)

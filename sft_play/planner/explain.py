@@ -27,7 +27,11 @@ from sft_play.planner.kernels import PlannedKernels, plan_experts
 from sft_play.planner.layout import LAYOUT_PREFERENCE, Layout
 from sft_play.planner.memory.estimate import MAX_WHOLE_BYTES, MAX_WHOLE_SAVE_S, RUN_PHASES
 from sft_play.planner.memory.model_states import loads_by_unit
-from sft_play.planner.memory.step_memory import MeasuredStepSimulation, create_step_simulation, is_padded
+from sft_play.planner.memory.step_memory import (
+    MeasuredStepSimulation,
+    create_step_simulation,
+    is_padded,
+)
 from sft_play.planner.plan import Plan, RunLength, format_parameters
 from sft_play.planner.precision import DTYPE_SHORT_NAMES, ineffective_distributed_options
 from sft_play.planner.speed import (
@@ -44,16 +48,18 @@ from sft_play.text import GIB, format_duration, format_gib, plural, render_lines
 # at the end the candidates that it shows beside its choice, each with why it was not chosen.
 
 REPEATED_KEYS_REASON = (
-    "attention: keys and values are repeated for all heads, because flash attention, the only kernel that "
-    "takes grouped ones, does not run on this GPU in this precision"
+    "attention: keys and values are repeated for all heads, because flash attention, the only"
+    " kernel that takes grouped ones, does not run on this GPU in this precision"
 )
 
 CUDNN_REASON = (
-    "attention: cuDNN's kernel, which PyTorch prefers on this GPU and which is faster than flash attention there: all "
-    "batches have one shape, so its graph is built once"
+    "attention: cuDNN's kernel, which PyTorch prefers on this GPU and which is faster than flash"
+    " attention there: all batches have one shape, so its graph is built once"
 )
 
-CUSTOM_LOGITS_REASON = "loss: over whole logits, as the class's own are more than its head's products"
+CUSTOM_LOGITS_REASON = (
+    "loss: over whole logits, as the class's own are more than its head's products"
+)
 ACTIVATION_REASONS = {
     False: "activations: the class's own blocks were run on tensors without bytes",
     True: "activations: the class's own blocks were run on few real tokens on the CPU, carried on",
@@ -70,11 +76,15 @@ def plan_reasons(
     kernels: PlannedKernels,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run should know;
-    `max_seq_len`: tokens of a row at most; `notes`: what a trace of the choice said."""
+    """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run
+    should know; `max_seq_len`: tokens of a row at most; `notes`: what a trace of the choice
+    said."""
     config, shape = inputs.config, inputs.shape
     requested_seq_len = config.model.max_seq_len
-    length_reason = f"max_seq_len {max_seq_len} instead of {requested_seq_len}: the model has {max_seq_len} positions"
+    length_reason = (
+        f"max_seq_len {max_seq_len} instead of {requested_seq_len}: the model has {max_seq_len}"
+        " positions"
+    )
     simulation = create_step_simulation(config, shape, choice.precision, choice.step)
     activation_reason = ""
     if isinstance(simulation, MeasuredStepSimulation):
@@ -89,23 +99,28 @@ def plan_reasons(
         size_text = f"{memory.checkpoint_bytes / GIB:.1f} GiB"
         rank_size_text = f"{memory.host_save_each_bytes / GIB:.1f} GiB"
         checkpoint_reason = (
-            f"checkpoints of {size_text} are written in parts, one by each of {ranks} ranks ({rank_size_text} of RAM "
-            f"each): above {MAX_WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than "
-            f"{MAX_WHOLE_SAVE_S // 60} minutes, and hold {memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number "
-            "of ranks resumes from them"
+            f"checkpoints of {size_text} are written in parts, one by each of {ranks} ranks"
+            f" ({rank_size_text} of RAM each): above {MAX_WHOLE_BYTES / GIB:.1f} GiB the first rank"
+            f" would write for more than {MAX_WHOLE_SAVE_S // 60} minutes, and hold"
+            f" {memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from"
+            " them"
         )
         if config.train.async_save:
             checkpoint_reason = (
-                f"train.async_save: checkpoints of {size_text} are written while training goes on, in parts: each of "
-                f"{ranks} ranks keeps its part in RAM meanwhile ({rank_size_text})"
+                f"train.async_save: checkpoints of {size_text} are written while training goes on,"
+                f" in parts: each of {ranks} ranks keeps its part in RAM meanwhile"
+                f" ({rank_size_text})"
             )
     eval_rows, evaluation_reason = choice.step.eval_batch, ""
     if eval_rows:
         given_note = " (eval.batch_size is given)" * (config.eval.batch_size != "auto")
-        evaluation_bytes, step_bytes = (memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training"))
+        evaluation_bytes, step_bytes = (
+            memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training")
+        )
         evaluation_reason = (
-            f"evaluation: {plural(eval_rows, 'row')} at a time per rank{given_note}, rows of similar length together; "
-            f"{evaluation_bytes / GIB:.2f} GiB, a training step {step_bytes / GIB:.2f}"
+            f"evaluation: {plural(eval_rows, 'row')} at a time per rank{given_note}, rows of"
+            f" similar length together; {evaluation_bytes / GIB:.2f} GiB, a training step"
+            f" {step_bytes / GIB:.2f}"
         )
     correction = inputs.find_correction(choice.layout).narrow_to_size(choice.uncorrected.reserved)
     reasons = (
@@ -138,32 +153,48 @@ def _tuning_and_fit_reasons(config: RunConfig, choice: Candidate) -> Iterator[st
     if tuning.mode != "full" and tuning.lora.dtype == "bfloat16":
         effect = "adapters and their states are bf16, and small updates are lost"
         if compute != "bfloat16":
-            effect = f"adapters stay in fp32, because the run computes in {DTYPE_SHORT_NAMES[compute]}"
+            effect = (
+                f"adapters stay in fp32, because the run computes in {DTYPE_SHORT_NAMES[compute]}"
+            )
         elif layout.is_zero or (layout.is_fsdp and tuning.mode == "lora"):
             effect = f"{layout.name} still steps adapters in fp32"
         yield f"tuning.lora.dtype=bfloat16: {effect}"
     if tuning.backend == "unsloth":
-        layout_note = f"; {layout.name} would run with backend bnb" * (layout.name not in ("single", "ddp"))
-        yield f"tuning.backend=unsloth: planned as backend bnb; Unsloth itself was not measured{layout_note}"
+        layout_note = f"; {layout.name} would run with backend bnb" * (
+            layout.name not in ("single", "ddp")
+        )
+        yield (
+            "tuning.backend=unsloth: planned as backend bnb; Unsloth itself was not"
+            f" measured{layout_note}"
+        )
     ram_gib = choice.host_required / GIB
     if choice.step.pages and (choice.offloads or choice.step.offloads):
         yield (
-            f"{ram_gib:.1f} GiB of RAM are page-locked for offload, but WSL has been seen to give only 0.5 to 1 GiB: "
-            "the run may fail at the start"
+            f"{ram_gib:.1f} GiB of RAM are page-locked for offload, but WSL has been seen to give"
+            " only 0.5 to 1 GiB: the run may fail at the start"
         )
     if choice.fits and choice.needs_unknown_ram:
-        yield f"{ram_gib:.0f} GiB of RAM are needed on each node, and the machine's RAM was not given (ram=512GiB)"
+        yield (
+            f"{ram_gib:.0f} GiB of RAM are needed on each node, and the machine's RAM was not given"
+            " (ram=512GiB)"
+        )
     if not choice.fits:
         yield f"nothing fits: the closest is predicted to need {format_needs(choice, term_count=3)}"
 
 
-def _batch_reasons(inputs: PlanInputs, candidates: Sequence[Candidate], choice: Candidate) -> Iterator[str]:
+def _batch_reasons(
+    inputs: PlanInputs, candidates: Sequence[Candidate], choice: Candidate
+) -> Iterator[str]:
     batch, layout = choice.batch, choice.layout
-    text = format_batch_product(inputs.config.train, batch, is_resumed=inputs.resumed_batch is not None)
+    text = format_batch_product(
+        inputs.config.train, batch, is_resumed=inputs.resumed_batch is not None
+    )
     sizes = [
         one.batch.micro_batch
         for one in candidates
-        if one.fits and one.layout == layout and one.checkpointed_layers == choice.checkpointed_layers
+        if one.fits
+        and one.layout == layout
+        and one.checkpointed_layers == choice.checkpointed_layers
     ]
     if max(sizes, default=0) > batch.micro_batch:
         text += f"; up to {max(sizes)} would fit and be about as fast"
@@ -174,16 +205,17 @@ def _batch_reasons(inputs: PlanInputs, candidates: Sequence[Candidate], choice: 
     # a mesh is the user's own choice, and needs no explanation
     if shares_rows and inputs.config.model.mesh_shape is None:
         yield (
-            f"an effective batch of {batch.effective_batch} does not split over {layout.ranks} ranks that each read "
-            f"their own rows: {layout.name} has {layout.data_parallel}"
+            f"an effective batch of {batch.effective_batch} does not split over {layout.ranks}"
+            f" ranks that each read their own rows: {layout.name} has {layout.data_parallel}"
         )
     yield _row_reason(inputs, choice)
     is_nf4, memory = inputs.config.tuning.mode == "qlora", choice.memory
     if is_nf4 and layout.shards_params and not loads_by_unit(inputs.config, layout):
         ram_note = ", the packed ones in RAM" * layout.offloads_params
         yield (
-            f"{layout.name} shards NF4 weights after loading: until then each rank holds all of them "
-            f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{ram_note}"
+            f"{layout.name} shards NF4 weights after loading: until then each rank holds all of"
+            f" them ({memory.load_bytes / GIB:.1f} GiB), in a step"
+            f" {memory.terms['weights'] / GIB:.1f} GiB{ram_note}"
         )
 
 
@@ -191,7 +223,10 @@ def _row_reason(inputs: PlanInputs, choice: Candidate) -> str:
     padding_text, row_tokens = _padding_text(inputs, choice), inputs.row_tokens
     if row_tokens is None:
         return f"assumed: every row {inputs.seq_len} tokens{padding_text}, every token trained on"
-    text = f"longest row {row_tokens.longest:,} tokens, mean {row_tokens.mean:,.0f}, 95% up to {row_tokens.p95:,}"
+    text = (
+        f"longest row {row_tokens.longest:,} tokens, mean {row_tokens.mean:,.0f}, 95% up to"
+        f" {row_tokens.p95:,}"
+    )
     if row_tokens.held_out > row_tokens.longest:
         text += f"; longest held-out row {row_tokens.held_out:,}"
     padded_tokens = plan_micro_batches(inputs, choice.precision, choice.step).tokens
@@ -208,14 +243,21 @@ def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
         if inputs.packed:
             text = ", several chats to a row, told apart by their boundaries, without a mask"
         call_reason = inputs.row_attention.one_by_one_reason(choice.precision)
-        return text + f", each attended to by a call of its own ({call_reason})" * choice.step.one_by_one
-    if inputs.packed and choice.step.attention == "flash_attention_2":  # their position ids start anew
+        return (
+            text
+            + f", each attended to by a call of its own ({call_reason})" * choice.step.one_by_one
+        )
+    if (
+        inputs.packed and choice.step.attention == "flash_attention_2"
+    ):  # their position ids start anew
         return ", several chats to a row, told apart by their boundaries"
     if inputs.packed:
         return f", several chats to a row, with a mask between them ({mask_reason})"
     if not is_padded(inputs.config, choice.layout, rows=choice.batch.micro_batch):
         return ""
-    text = ", shorter rows padded to it, without a mask (attention is causal, and padding at the end)"
+    text = (
+        ", shorter rows padded to it, without a mask (attention is causal, and padding at the end)"
+    )
     if choice.step.padded:
         text = f", shorter rows padded to it and masked ({inputs.row_attention.mask_reason})"
     if (
@@ -224,24 +266,34 @@ def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
         and mask_reason is None
         and choice.layout.context_parallel == 1
     ):
-        text += "; without padding each chat would be a call of its own, which is predicted to be slower"
+        text += (
+            "; without padding each chat would be a call of its own, which is predicted to be"
+            " slower"
+        )
     return text
 
 
-# --- candidates that were not chosen ----------------------------------------------------------------------------------
-def candidates_to_show(inputs: PlanInputs, candidates: Sequence[Candidate], choice: Candidate) -> list[Candidate]:
-    """The candidates worth showing, each with why it was not chosen: those of the chosen layout, the best of each
-    other."""
+# --- candidates that were not chosen --------------------------------------------------------------
+def candidates_to_show(
+    inputs: PlanInputs, candidates: Sequence[Candidate], choice: Candidate
+) -> list[Candidate]:
+    """The candidates worth showing, each with why it was not chosen: those of the chosen layout,
+    the best of each other."""
     by_layout: dict[Layout, list[Candidate]] = {}
     for candidate in candidates:
         by_layout.setdefault(candidate.layout, []).append(candidate)
     selected = [
         one
         for one in by_layout[choice.layout]
-        if one.batch.micro_batch == choice.batch.micro_batch or one.checkpointed_layers == choice.checkpointed_layers
+        if one.batch.micro_batch == choice.batch.micro_batch
+        or one.checkpointed_layers == choice.checkpointed_layers
     ]
-    selected += [choose_candidate(others) or closest_to_fitting(others) for others in by_layout.values()]
-    logits_candidate = build_candidate(inputs, choice.layout, choice.batch, choice.checkpointed_layers, loss="logits")
+    selected += [
+        choose_candidate(others) or closest_to_fitting(others) for others in by_layout.values()
+    ]
+    logits_candidate = build_candidate(
+        inputs, choice.layout, choice.batch, choice.checkpointed_layers, loss="logits"
+    )
     # full logits are shown only for comparison, but where the class leaves no other way
     if choice.fits or not logits_candidate.fits:
         selected.append(logits_candidate)
@@ -250,7 +302,10 @@ def candidates_to_show(inputs: PlanInputs, candidates: Sequence[Candidate], choi
     for one in selected:
         if one.key not in by_key:
             by_key[one.key] = dataclasses.replace(
-                one, rejected_because=rejection_reason(inputs, one, choice, fastest_tokens_per_s=fastest_tokens_per_s)
+                one,
+                rejected_because=rejection_reason(
+                    inputs, one, choice, fastest_tokens_per_s=fastest_tokens_per_s
+                ),
             )
     return list(by_key.values())
 
@@ -258,15 +313,22 @@ def candidates_to_show(inputs: PlanInputs, candidates: Sequence[Candidate], choi
 def rejection_reason(
     inputs: PlanInputs, candidate: Candidate, choice: Candidate, *, fastest_tokens_per_s: float
 ) -> str:
-    """Why a candidate was not chosen, with numbers; `fastest_tokens_per_s`: of the fastest candidate that fits."""
+    """Why a candidate was not chosen, with numbers; `fastest_tokens_per_s`: of the fastest
+    candidate that fits."""
     if not candidate.fits:
         return f"needs {format_needs(candidate, term_count=1)}"
     if candidate.step.loss != choice.step.loss:
         extra_bytes = candidate.memory.allocated - choice.memory.allocated
         # less than 0.05 GiB would be printed as 0.0 GiB more
         if extra_bytes < GIB // 20:
-            full_logits, chunked = format_gib(candidate.memory.allocated), format_gib(choice.memory.allocated)
-            return f"full logits: {full_logits} GiB allocated; the chunked loss, which training uses, {chunked}"
+            full_logits, chunked = (
+                format_gib(candidate.memory.allocated),
+                format_gib(choice.memory.allocated),
+            )
+            return (
+                f"full logits: {full_logits} GiB allocated; the chunked loss, which training uses,"
+                f" {chunked}"
+            )
         return f"full logits: {format_gib(extra_bytes)} GiB more for the same loss"
     speed_ratio = candidate.speed.tokens_per_s / choice.speed.tokens_per_s
     error = find_speed_error(inputs.shape, choice.precision, inputs.hardware, choice.step)
@@ -277,10 +339,12 @@ def rejection_reason(
         )
         if candidate.layout.offloads_states and not choice.layout.offloads_states:
             return (
-                f"offload is not needed: {fit_text}; it needs {format_gib(candidate.host_required)} GiB of RAM on "
-                "each node"
+                f"offload is not needed: {fit_text}; it needs {format_gib(candidate.host_required)}"
+                " GiB of RAM on each node"
             )
-        is_less_simple = LAYOUT_PREFERENCE.index(candidate.layout.name) > LAYOUT_PREFERENCE.index(choice.layout.name)
+        is_less_simple = LAYOUT_PREFERENCE.index(candidate.layout.name) > LAYOUT_PREFERENCE.index(
+            choice.layout.name
+        )
         text = f"another is preferred: {fit_text}"
         if is_less_simple:
             text = f"not needed: {fit_text}"
@@ -296,7 +360,10 @@ def rejection_reason(
     if share_of_best < EQUAL_SPEED_SHARE:
         basis = "predicted" if inputs.rates.is_known else "with typical rates"
         if error.is_within(share_of_best):
-            return f"{basis} slower than the fastest that fits, but about as fast within ±{error.share:.0%}"
+            return (
+                f"{basis} slower than the fastest that fits, but about as fast within"
+                f" ±{error.share:.0%}"
+            )
         return f"{basis} {1 - share_of_best:.1%} slower than the fastest that fits"
     extra_bytes = candidate.memory.required - choice.memory.required
     speed_text = "about as fast" if speed_ratio >= 1.001 else "not faster"
@@ -306,7 +373,8 @@ def rejection_reason(
 
 
 def format_relative_speed(ratio: float, error: SpeedError | None = None) -> str:
-    """A speed relative to another in words: `3% slower`, `12% faster`, `as fast`; `about as fast` within the error."""
+    """A speed relative to another in words: `3% slower`, `12% faster`, `as fast`; `about as fast`
+    within the error."""
     if error is not None and error.is_within(ratio):
         return "about as fast"
     percent = f"{abs(ratio - 1):.0%}"
@@ -317,12 +385,14 @@ def format_relative_speed(ratio: float, error: SpeedError | None = None) -> str:
     return f"{percent} slower"
 
 
-# --- slower code than there is ----------------------------------------------------------------------------------------
+# --- slower code than there is --------------------------------------------------------------------
 def slow_code_reasons(
     config: RunConfig, shape: ModelShape, choice: Candidate, missing_packages: Collection[str]
 ) -> Iterator[str]:
-    """A line for the experts that do not run as grouped products of 16 bits by themselves, and one for each package of
-    `missing_packages` whose kernels the model's class would run on this GPU, with what it costs by the roofline."""
+    """A line for the experts that do not run as grouped products of 16 bits by themselves, and one
+    for each package of `missing_packages` whose kernels the model's class would run on this GPU,
+    with what it costs by the roofline.
+    """
     experts, capability = plan_experts(config, shape, choice.precision), choice.step.capability
     if experts is not None and (experts.name == "eager" or experts.casts_weights):
         yield f"experts: {experts.reason}{_format_cost(choice.speed, EXPERTS_PART)}"
@@ -343,25 +413,36 @@ def _format_cost(speed: Speed, part: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The short page, what a person reads of a plan before anything else: does it fit, the batch, how long, which rows,
-# what to watch for.
+# The short page, what a person reads of a plan before anything else: does it fit, the batch, how
+# long, which rows, what to watch for.
 #
 # Everything else is on the page below: `make plan WHY=1`, the log of a run and `plan.json`.
 
 MODE_NAMES = {"qlora": "QLoRA", "lora": "LoRA", "full": "full fine-tuning"}
-# Optimizer steps below which a run hardly moves its weights: warmup and decay of the learning rate are most of it.
+# Optimizer steps below which a run hardly moves its weights: warmup and decay of the learning rate
+# are most of it.
 FEW_STEPS = 20
 LONG_CPU_RUN_S = 3600.0
 
 
-def plan_summary_lines(plan: Plan, config: RunConfig, *, start_lines: Sequence[str], has_local_data: bool) -> list[str]:
-    """The default page of `make plan`; `start_lines`: with the command that starts the run; `has_local_data`: the
-    data are on this machine."""
+def plan_summary_lines(
+    plan: Plan, config: RunConfig, *, start_lines: Sequence[str], has_local_data: bool
+) -> list[str]:
+    """The default page of `make plan`; `start_lines`: with the command that starts the run;
+    `has_local_data`: the data are on this machine."""
     name = one_line(PurePath(config.model.name).name or config.model.name)
-    verdict = plan.choice.verdict.replace("fits", "FITS", 1).replace("does NOT fit", "DOES NOT FIT", 1)
+    verdict = plan.choice.verdict.replace("fits", "FITS", 1).replace(
+        "does NOT fit", "DOES NOT FIT", 1
+    )
     if plan.fits and not start_lines:
-        verdict = f"NOT STARTED{' on this machine' * (not plan.hardware.named)} ({plan.choice.verdict})"
-    hardware, batch, unit = plan.hardware, plan.batch, {"GPU": "GPUs", "process": "processes"}[plan.choice.device_word]
+        verdict = (
+            f"NOT STARTED{' on this machine' * (not plan.hardware.named)} ({plan.choice.verdict})"
+        )
+    hardware, batch, unit = (
+        plan.hardware,
+        plan.batch,
+        {"GPU": "GPUs", "process": "processes"}[plan.choice.device_word],
+    )
     machine = "a CPU" if hardware.named else "this CPU"
     if hardware.gpus:
         machine = f"{len(hardware.gpus)} x {hardware.gpus[0].name}"
@@ -378,7 +459,10 @@ def plan_summary_lines(plan: Plan, config: RunConfig, *, start_lines: Sequence[s
     )
     batch_text += f" x {batch.ranks} {unit}" * (batch.ranks > 1)
     return [
-        f"{name}, {_format_mode(plan, config)}, on {machine}: {verdict}; predicted peak {plan.memory.peak_text}",
+        (
+            f"{name}, {_format_mode(plan, config)}, on {machine}: {verdict}; predicted peak"
+            f" {plan.memory.peak_text}"
+        ),
         f"{batch_text}; {format_run_length(plan)}",
         _format_data(plan, config, is_local=has_local_data),
         *(f"Warning: {warning}" for warning in plan_warnings(plan, config)),
@@ -390,7 +474,10 @@ def plan_summary_lines(plan: Plan, config: RunConfig, *, start_lines: Sequence[s
 def fit_line(plan: Plan, config: RunConfig) -> str:
     """What a run says of its plan: the mode, whether it fits, how long it takes."""
     peak = f"predicted peak {plan.memory.peak_text}"
-    return f"Plan: {_format_mode(plan, config)} {plan.choice.verdict}; {format_run_length(plan)}; {peak}"
+    return (
+        f"Plan: {_format_mode(plan, config)} {plan.choice.verdict}; {format_run_length(plan)};"
+        f" {peak}"
+    )
 
 
 def format_run_length(plan: Plan) -> str:
@@ -412,7 +499,10 @@ def format_run_length(plan: Plan) -> str:
 
 def _estimate_duration(plan: Plan, run_length: RunLength) -> tuple[float, str]:
     if plan.row_tokens is None and run_length.tokens is not None:
-        return run_length.tokens / plan.speed.tokens_per_s + plan.compile_s, " by the size of the data"
+        return (
+            run_length.tokens / plan.speed.tokens_per_s + plan.compile_s,
+            " by the size of the data",
+        )
     return run_length.steps * plan.speed.step_s + plan.compile_s, _full_rows_note(plan)
 
 
@@ -423,13 +513,20 @@ def _full_rows_note(plan: Plan) -> str:
 def plan_warnings(plan: Plan, config: RunConfig) -> list[str]:
     """What a person would want to know before the first step."""
     warnings = []
-    if plan.run_length is not None and plan.run_length.steps < FEW_STEPS and not config.train.max_steps:
+    if (
+        plan.run_length is not None
+        and plan.run_length.steps < FEW_STEPS
+        and not config.train.max_steps
+    ):
         warnings.append(
-            f"{plural(plan.run_length.steps, 'optimizer step is', 'optimizer steps are')} few: more train.epochs, or a "
-            f"smaller {config.train.effective_batch_options}, makes more"
+            f"{plural(plan.run_length.steps, 'optimizer step is', 'optimizer steps are')} few: more"
+            f" train.epochs, or a smaller {config.train.effective_batch_options}, makes more"
         )
     if batch_change := format_changed_batch(config.train, plan.batch):
-        warnings.append(f"{batch_change}: the effective batch of {plan.batch.effective_batch} is kept over all ranks")
+        warnings.append(
+            f"{batch_change}: the effective batch of {plan.batch.effective_batch} is kept over all"
+            " ranks"
+        )
     return warnings + long_cpu_warnings(plan)
 
 
@@ -437,13 +534,17 @@ def long_cpu_warnings(plan: Plan) -> list[str]:
     """That a run takes an hour or more on a CPU, where it does."""
     if plan.run_length is None or plan.hardware.gpus:
         return []
-    seconds, _ = _estimate_duration(plan, plan.run_length)  # by typical rates where this CPU's are not known
+    seconds, _ = _estimate_duration(
+        plan, plan.run_length
+    )  # by typical rates where this CPU's are not known
     if seconds < LONG_CPU_RUN_S:
         return []
     duration_text = "some hours"
     if plan.speed_known:
         duration_text = f"about {format_duration(seconds)}"
-    return [f"{duration_text} on a CPU: a GPU takes minutes (make plan HARDWARE=1xRTX3060 shows one)"]
+    return [
+        f"{duration_text} on a CPU: a GPU takes minutes (make plan HARDWARE=1xRTX3060 shows one)"
+    ]
 
 
 def _format_mode(plan: Plan, config: RunConfig) -> str:
@@ -467,8 +568,8 @@ def _format_data(plan: Plan, config: RunConfig, *, is_local: bool) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The long page (`WHY=1`), and lines that a run logs: the machine, the batch, the choice, a bar of the memory, the table
-# of candidates.
+# The long page (`WHY=1`), and lines that a run logs: the machine, the batch, the choice, a bar of
+# the memory, the table of candidates.
 #
 # Memory is printed in GiB, units of 2**30 bytes.
 
@@ -478,13 +579,15 @@ TABLE_WIDTH = 150
 MAX_GPU_LINES = 16
 # One letter per term in the bar; other terms are `x`.
 TERM_LETTERS = {
-    "weights": "W", "adapters": "a", "gradients": "G", "gradient_buckets": "B", "optimizer": "O", "activations": "A",
-    "loss_head": "H", "gather_buffers": "F", "dequantised": "D", "workspaces": "w", "evaluation": "E",
+    "weights": "W", "adapters": "a", "gradients": "G", "gradient_buckets": "B", "optimizer": "O",
+    "activations": "A", "loss_head": "H", "gather_buffers": "F", "dequantised": "D",
+    "workspaces": "w", "evaluation": "E",
 }  # fmt: skip
 
 
 def hardware_lines(hardware: Hardware) -> list[str]:
-    """The lines about the machine of the plan, detected or only named: one per GPU with its memory, and their sum."""
+    """The lines about the machine of the plan, detected or only named: one per GPU with its memory,
+    and their sum."""
     gpus, host_text = hardware.gpus, _format_host(hardware)
     if not gpus:
         origin = "Detected no GPU"
@@ -497,11 +600,21 @@ def hardware_lines(hardware: Hardware) -> list[str]:
         lines = [f"Planned for {gpu_count}, named and not detected:"]
     if len(gpus) > MAX_GPU_LINES and len({(gpu.name, gpu.total_bytes) for gpu in gpus}) == 1:
         first, last = gpus[0], gpus[-1]
-        lines.append(f"  GPU {first.index}-{last.index}: {first.name} ({first.total_bytes / GIB:.1f} GiB) each")
+        lines.append(
+            f"  GPU {first.index}-{last.index}: {first.name} ({first.total_bytes / GIB:.1f} GiB)"
+            " each"
+        )
     else:
-        lines += [f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GiB)" for gpu in gpus]
+        lines += [
+            f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GiB)" for gpu in gpus
+        ]
     total_line = f"Total VRAM: {sum(gpu.total_bytes for gpu in gpus) / GIB:.1f} GiB"
-    return ["\n".join(lines), total_line, *([f"RAM of each node: {host_text}"] * hardware.named), *hardware.notes]
+    return [
+        "\n".join(lines),
+        total_line,
+        *([f"RAM of each node: {host_text}"] * hardware.named),
+        *hardware.notes,
+    ]
 
 
 def _format_host(hardware: Hardware) -> str:
@@ -522,8 +635,10 @@ def batch_size_lines(plan: Plan, config: RunConfig) -> list[str]:
     if "auto" in (config.train.batch_size, config.train.grad_accum):
         label = "Auto-calculated batch size"
     return [
-        f"{label}: {plan.batch.micro_batch} per {plan.choice.device_word}, gradient accumulation: "
-        f"{plan.batch.grad_accum}",
+        (
+            f"{label}: {plan.batch.micro_batch} per {plan.choice.device_word}, gradient"
+            f" accumulation: {plan.batch.grad_accum}"
+        ),
         f"Effective batch size: {plan.batch.effective_batch}",
     ]
 
@@ -538,28 +653,35 @@ def batch_lines(plan: Plan, config: RunConfig) -> list[str]:
 
 
 def parameter_lines(plan: Plan, config: RunConfig) -> list[str]:
-    """The line about what is quantised, adapted and trained; none for a plan of an earlier version."""
+    """The line about what is quantised, adapted and trained; none for a plan of an earlier
+    version."""
     if plan.parameters is None:
         return []
     return [format_parameters(plan.parameters, config)]
 
 
 def memory_line(plan: Plan) -> str:
-    """The predicted peak of one rank, the terms of its tensors, and what must be free for it, in GiB."""
+    """The predicted peak of one rank, the terms of its tensors, and what must be free for it, in
+    GiB."""
     memory = plan.memory
-    large_terms = {name: size for name, size in memory.terms.items() if size >= 0.005 * memory.allocated}
-    terms_text = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in large_terms.items())
+    large_terms = {
+        name: size for name, size in memory.terms.items() if size >= 0.005 * memory.allocated
+    }
+    terms_text = ", ".join(
+        f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in large_terms.items()
+    )
     outside_name = "context" if plan.hardware.gpus else "libraries"
     phase = RUN_PHASES.get(memory.moment, "a step")
     return (
-        f"Predicted peak: {memory.peak_text} (tensors of {phase} {memory.allocated / GIB:.2f}: {terms_text})"
-        f"{format_loading(plan.choice)}; with margin and {outside_name} {memory.required / GIB:.2f} of "
-        f"{plan.budget_bytes / GIB:.1f} GiB"
+        f"Predicted peak: {memory.peak_text} (tensors of {phase} {memory.allocated / GIB:.2f}:"
+        f" {terms_text}){format_loading(plan.choice)}; with margin and {outside_name}"
+        f" {memory.required / GIB:.2f} of {plan.budget_bytes / GIB:.1f} GiB"
     )
 
 
 def format_loading(candidate: Candidate) -> str:
-    """The peak of loading, as the end of a sentence, where a rank keeps only a shard or loading needs the most."""
+    """The peak of loading, as the end of a sentence, where a rank keeps only a shard or loading
+    needs the most."""
     memory = candidate.memory
     # otherwise a run loads what it keeps, and the figure would repeat the weights' term
     is_notable = candidate.layout.shards_params or memory.is_limited_by_loading
@@ -572,8 +694,9 @@ def choice_line(plan: Plan) -> str:
     choice, gpus = plan.choice, plan.hardware.gpus
     device = plural(len(gpus), "GPU") if gpus else "the CPU"
     return (
-        f"Choice: {choice.layout.name} on {device}, micro-batch {choice.batch.micro_batch} x "
-        f"{plural(choice.batch.grad_accum, 'pass', 'passes')}, {choice.checkpointing_text}: {choice.verdict}"
+        f"Choice: {choice.layout.name} on {device}, micro-batch {choice.batch.micro_batch} x"
+        f" {plural(choice.batch.grad_accum, 'pass', 'passes')}, {choice.checkpointing_text}:"
+        f" {choice.verdict}"
     )
 
 
@@ -582,7 +705,9 @@ def speed_lines(plan: Plan) -> list[str]:
     if not plan.speed_known:
         return ["Speed: not predicted (the device's rates are not known)"]
     speed, run = plan.speed, plan.run_figures()
-    parts = {name.replace("_", " "): seconds / speed.step_s for name, seconds in speed.parts.items()}
+    parts = {
+        name.replace("_", " "): seconds / speed.step_s for name, seconds in speed.parts.items()
+    }
     parts_text = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share > 0.01)
     error_text = mfu_text = ""
     if plan.speed_error is not None:
@@ -590,24 +715,33 @@ def speed_lines(plan: Plan) -> list[str]:
     if plan.mfu is not None:
         mfu_text = f", model FLOP utilisation {plan.mfu:.0%}"
     speed_line = (
-        f"Speed: about {speed.tokens_per_s:,.0f} tokens/s{error_text}, {speed.step_s:.2f} s per step{mfu_text} "
-        f"({parts_text}); a roofline, not a measurement"
+        f"Speed: about {speed.tokens_per_s:,.0f} tokens/s{error_text}, {speed.step_s:.2f} s per"
+        f" step{mfu_text} ({parts_text}); a roofline, not a measurement"
     )
     if run is None:
         return [
             speed_line,
-            "Run: hours and cost are not predicted (no train.max_steps, and data.train_path is not one file here)",
+            (
+                "Run: hours and cost are not predicted (no train.max_steps, and data.train_path is"
+                " not one file here)"
+            ),
         ]
     if run["hours"] is None:
         return [speed_line]
-    line = f"Run: {run['steps']:,} steps, {format_duration(3600 * run['hours'])}{_full_rows_note(plan)}"
+    line = (
+        f"Run: {run['steps']:,} steps,"
+        f" {format_duration(3600 * run['hours'])}{_full_rows_note(plan)}"
+    )
     if plan.compile_s:
         line += f" with {plan.compile_s:.0f} s of compiling"
     if run["gpu_hours"] is not None:
         line += f", {run['gpu_hours']:.1f} GPU-hours"
     if run["tokens"] is not None and plan.row_tokens is None:
         duration_text = format_duration(run["tokens"] / speed.tokens_per_s)
-        line += f"; about {duration_text} for the {run['tokens']:,} tokens that the file's size suggests"
+        line += (
+            f"; about {duration_text} for the {run['tokens']:,} tokens that the file's size"
+            " suggests"
+        )
     if run["energy_kwh"] is not None:
         line += f"; at most {run['energy_kwh']:.1f} kWh"
     if run["cost"] is not None:
@@ -616,18 +750,24 @@ def speed_lines(plan: Plan) -> list[str]:
 
 
 ALLOCATOR_NOTE = (
-    "Allocator: counted for fixed-size and expandable segments, whichever needs more; a run on Linux with "
-    "NVIDIA's driver sets expandable_segments unless PYTORCH_ALLOC_CONF says otherwise"
+    "Allocator: counted for fixed-size and expandable segments, whichever needs more; a run on"
+    " Linux with NVIDIA's driver sets expandable_segments unless PYTORCH_ALLOC_CONF says otherwise"
 )
 
 
 def bar_lines(plan: Plan) -> list[str]:
     """A bar of one rank's memory: what each part of the budget is for."""
     budget, memory, gpu_count = plan.budget_bytes, plan.memory, len(plan.hardware.gpus)
-    bar_bytes = max(budget, memory.required)  # a plan that does not fit is wider than its budget, and fills the bar
+    bar_bytes = max(
+        budget, memory.required
+    )  # a plan that does not fit is wider than its budget, and fills the bar
     outside_name = "context and communicators" if gpu_count else "libraries"
     parts = [
-        *((TERM_LETTERS.get(name, "x"), name, size) for name, size in memory.terms.items() if size > 0),
+        *(
+            (TERM_LETTERS.get(name, "x"), name, size)
+            for name, size in memory.terms.items()
+            if size > 0
+        ),
         ("s", "allocator slack", memory.reserved - memory.allocated),
         ("m", "margin", memory.margin),
         ("c", outside_name, memory.outside_allocator),
@@ -641,10 +781,15 @@ def bar_lines(plan: Plan) -> list[str]:
         bar += letter * (round(filled_bytes / bar_bytes * BAR_WIDTH) - len(bar))
     device = {0: "RAM", 1: "GPU 0"}.get(gpu_count, f"GPU 0-{gpu_count - 1}, each")
     legend = ", ".join(
-        f"{letter} {name.replace('_', ' ')} {size / GIB:.2f}" for letter, name, size in parts if size > 0
+        f"{letter} {name.replace('_', ' ')} {size / GIB:.2f}"
+        for letter, name, size in parts
+        if size > 0
     )
     lines = [
-        f"{device} |{bar.ljust(BAR_WIDTH, '.')}| {memory.required / GIB:.1f} of {budget / GIB:.1f} GiB",
+        (
+            f"{device} |{bar.ljust(BAR_WIDTH, '.')}| {memory.required / GIB:.1f} of"
+            f" {budget / GIB:.1f} GiB"
+        ),
         f"  {legend}",
     ]
     if memory.moment:
@@ -656,7 +801,9 @@ def bar_lines(plan: Plan) -> list[str]:
 
 def candidate_table_lines(plan: Plan) -> list[str]:
     """The table of candidates, the chosen one first, each with why it was not chosen."""
-    table = _build_table(("layout", "micro x accum", "checkpointing", "loss"), ("needs GiB", "tokens/s"))
+    table = _build_table(
+        ("layout", "micro x accum", "checkpointing", "loss"), ("needs GiB", "tokens/s")
+    )
     table.add_column("why")
     verdict = "chosen" if plan.fits else "closest to fitting, but does not fit"
     for candidate in sorted(plan.candidates, key=lambda one: one.rejected_because is not None):
@@ -691,13 +838,15 @@ def suggestion_lines(plan: Plan) -> list[str]:
         lines.insert(0, "Suggestions, the least harmful first:")
     if plan.not_enough:
         lines.append(
-            f"Not enough on their own: {'; '.join(f'{item.change} ({item.needs})' for item in plan.not_enough)}"
+            "Not enough on their own:"
+            f" {'; '.join(f'{item.change} ({item.needs})' for item in plan.not_enough)}"
         )
     return lines
 
 
 def stage_lines(stages: Sequence[tuple[str | None, RunConfig, Plan]]) -> list[str]:
-    """One line per stage of a curriculum: its length, learning rate, row length, and what its step needs."""
+    """One line per stage of a curriculum: its length, learning rate, row length, and what its step
+    needs."""
     if not stages:
         return []
     lines = [f"Stages, each with its own schedule and optimizer, all under {stages[0][2].layout}:"]
@@ -711,16 +860,19 @@ def stage_lines(stages: Sequence[tuple[str | None, RunConfig, Plan]]) -> list[st
             hours_text = f", {format_duration(3600 * plan.hours)}{_full_rows_note(plan)}"
         trained_parts = f", trains {', '.join(trainable)}" * (trainable != "all")
         lines.append(
-            f"  {number} {name}: {length_text}, learning rate {config.learning_rate:g}, rows of at most "
-            f"{plan.max_seq_len:,} tokens{trained_parts}; micro {plan.batch.micro_batch} x accum "
-            f"{plan.batch.grad_accum}, {plan.choice.checkpointing_text}: {plan.choice.verdict}{hours_text}"
+            f"  {number} {name}: {length_text}, learning rate {config.learning_rate:g}, rows of at"
+            f" most {plan.max_seq_len:,} tokens{trained_parts}; micro {plan.batch.micro_batch} x"
+            f" accum {plan.batch.grad_accum}, {plan.choice.checkpointing_text}:"
+            f" {plan.choice.verdict}{hours_text}"
         )
     return lines
 
 
-def plan_lines(plan: Plan, config: RunConfig, *, command: str | None, node_commands: Sequence[str] = ()) -> list[str]:
-    """Everything that `make plan WHY=1` prints. `command` None: no command starts it. `node_commands`: lines with the
-    command of each node."""
+def plan_lines(
+    plan: Plan, config: RunConfig, *, command: str | None, node_commands: Sequence[str] = ()
+) -> list[str]:
+    """Everything that `make plan WHY=1` prints. `command` None: no command starts it.
+    `node_commands`: lines with the command of each node."""
     lines = [
         *hardware_lines(plan.hardware),
         choice_line(plan),
@@ -749,7 +901,10 @@ def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
     for settings, plan in cells:
         verdict = f"NO: too little {' and '.join(plan.choice.insufficient_memory)}"
         if plan.fits:
-            verdict = "yes" + f", with {plan.choice.host_required / GIB:.1f} GiB of RAM" * plan.choice.offloads
+            verdict = (
+                "yes"
+                + f", with {plan.choice.host_required / GIB:.1f} GiB of RAM" * plan.choice.offloads
+            )
         table.add_row(
             " ".join(settings),
             verdict,
@@ -763,8 +918,12 @@ def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
     return ["What if:", *render_lines(table, width=TABLE_WIDTH)]
 
 
-def _build_table(text_columns: Sequence[str], number_columns: Sequence[str], *, first_column: str = "") -> Table:
-    table = Table(*filter(None, [first_column]), box=None, pad_edge=False, header_style="", show_edge=False)
+def _build_table(
+    text_columns: Sequence[str], number_columns: Sequence[str], *, first_column: str = ""
+) -> Table:
+    table = Table(
+        *filter(None, [first_column]), box=None, pad_edge=False, header_style="", show_edge=False
+    )
     for name in text_columns:
         table.add_column(name, no_wrap=True)
     for name in number_columns:

@@ -41,7 +41,8 @@ SdpaKernel = Literal["cudnn", "flash", "efficient", "math"]
 
 
 def select_attention(implementation: str, *, has_sdpa: bool) -> AttentionName:
-    """Resolve `model.attn_implementation` for a model. Kernels of the hub are flash attention 2, to the byte."""
+    """Resolve `model.attn_implementation` for a model. Kernels of the hub are flash attention 2, to
+    the byte."""
     if is_hub_kernel(implementation):
         return "flash_attention_2"
     if implementation == "auto":
@@ -55,16 +56,21 @@ def is_hub_kernel(implementation: str) -> bool:
 
 
 def require_attention_package(implementation: str) -> None:
-    """Raise ModelError where an attention that was asked for needs a package that is not installed."""
-    package = "kernels" if is_hub_kernel(implementation) else {"flash_attention_2": "flash-attn"}.get(implementation)
+    """Raise ModelError where an attention that was asked for needs a package that is not
+    installed."""
+    package = (
+        "kernels"
+        if is_hub_kernel(implementation)
+        else {"flash_attention_2": "flash-attn"}.get(implementation)
+    )
     if package is not None and importlib.util.find_spec(package.replace("-", "_")) is None:
         raise ModelError(
-            f"model.attn_implementation={implementation} needs the package {package}, which is not installed; "
-            f"pip install {package}, or use auto"
+            f"model.attn_implementation={implementation} needs the package {package}, which is not"
+            f" installed; pip install {package}, or use auto"
         )
 
 
-# --- the kernels behind sdpa ------------------------------------------------------------------------------------------
+# --- the kernels behind sdpa ----------------------------------------------------------------------
 # Compute capability from which PyTorch's flash kernel runs.
 FLASH_MIN_CAPABILITY = (8, 0)
 # Widest head that it takes.
@@ -78,8 +84,8 @@ _CUDNN_PREFERRED_ABOVE = 91500
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """What a call of scaled_dot_product_attention asks for; `has_grouped_heads`: there are fewer heads of keys
-    than of queries."""
+    """What a call of scaled_dot_product_attention asks for; `has_grouped_heads`: there are fewer
+    heads of keys than of queries."""
 
     head_dim: int
     value_head_dim: int
@@ -112,20 +118,25 @@ class _KernelLimits:
 _SDPA_KERNELS = (
     _KernelLimits("cudnn", (9, 0), (10, 9), takes_fp32=False, max_head_dim=128, head_dim_multiple=8,
                   needs_equal_head_dims=True),
-    _KernelLimits("flash", FLASH_MIN_CAPABILITY, _NEWEST_CAPABILITY, takes_fp32=False, takes_mask=False,
-                  max_head_dim=FLASH_MAX_HEAD_DIM, needs_equal_head_dims=True, untrainable_head_dims=range(193, 225)),
+    _KernelLimits("flash", FLASH_MIN_CAPABILITY, _NEWEST_CAPABILITY, takes_fp32=False,
+    takes_mask=False,
+                  max_head_dim=FLASH_MAX_HEAD_DIM, needs_equal_head_dims=True,
+                  untrainable_head_dims=range(193, 225)),
     _KernelLimits("efficient", (5, 0), _NEWEST_CAPABILITY, takes_grouped_heads=False),
     _KernelLimits("math"),
 )  # fmt: skip
 
 
-def sdpa_kernel(call: SdpaCall, capability: tuple[int, int] | None, *, uses_cudnn: bool) -> SdpaKernel:
-    """The kernel that PyTorch takes. `capability` None: unknown. `uses_cudnn`: cuDNN's is preferred there and not
-    switched off."""
+def sdpa_kernel(
+    call: SdpaCall, capability: tuple[int, int] | None, *, uses_cudnn: bool
+) -> SdpaKernel:
+    """The kernel that PyTorch takes. `capability` None: unknown. `uses_cudnn`: cuDNN's is preferred
+    there and not switched off."""
     return next(
         kernel.name
         for kernel in _SDPA_KERNELS
-        if (uses_cudnn or kernel.name != "cudnn") and _accepts(kernel, call, capability or _DEFAULT_CAPABILITY)
+        if (uses_cudnn or kernel.name != "cudnn")
+        and _accepts(kernel, call, capability or _DEFAULT_CAPABILITY)
     )
 
 
@@ -145,27 +156,43 @@ def _accepts(kernel: _KernelLimits, call: SdpaCall, capability: tuple[int, int])
         and (kernel.max_head_dim is None or max(head_dims) <= kernel.max_head_dim)
         and not any(head_dim % multiple for head_dim in head_dims)
         and (not kernel.needs_equal_head_dims or call.head_dim == call.value_head_dim)
-        and not (call.needs_gradient and has_small_shared_memory and call.head_dim in kernel.untrainable_head_dims)
+        and not (
+            call.needs_gradient
+            and has_small_shared_memory
+            and call.head_dim in kernel.untrainable_head_dims
+        )
     )
 
 
-def prefers_cudnn(capability: tuple[int, int] | None, libraries: CudaLibraries, *, is_amd: bool = False) -> bool:
-    """Whether PyTorch asks cuDNN first; not on an unknown GPU, nor on AMD's, whose architectures have such numbers."""
-    if is_amd or capability is None or libraries.cudnn <= _CUDNN_PREFERRED_ABOVE or capability[0] not in (9, 10):
+def prefers_cudnn(
+    capability: tuple[int, int] | None, libraries: CudaLibraries, *, is_amd: bool = False
+) -> bool:
+    """Whether PyTorch asks cuDNN first; not on an unknown GPU, nor on AMD's, whose architectures
+    have such numbers."""
+    if (
+        is_amd
+        or capability is None
+        or libraries.cudnn <= _CUDNN_PREFERRED_ABOVE
+        or capability[0] not in (9, 10)
+    ):
         return False
     return libraries.cuda >= (13,) or capability[1] in (0, 3)
 
 
 def can_run_flash(*, half_precision: bool, capability: tuple[int, int] | None) -> bool:
-    """Whether PyTorch's flash kernel runs for these numbers on this GPU, in heads of a usual width."""
-    return sdpa_kernel(SdpaCall(64, 64, half_precision=half_precision), capability, uses_cudnn=False) == "flash"
+    """Whether PyTorch's flash kernel runs for these numbers on this GPU, in heads of a usual
+    width."""
+    return (
+        sdpa_kernel(SdpaCall(64, 64, half_precision=half_precision), capability, uses_cudnn=False)
+        == "flash"
+    )
 
 
-# --- masks ------------------------------------------------------------------------------------------------------------
+# --- masks ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RowAttention:
-    """How a run's rows are attended to, and why not better, as the ends of sentences. `capability` None: unknown, which
-    counts as a current one; `device`: `cuda`, `rocm` or `cpu`."""
+    """How a run's rows are attended to, and why not better, as the ends of sentences. `capability`
+    None: unknown, which counts as a current one; `device`: `cuda`, `rocm` or `cpu`."""
 
     config: RunConfig
     shape: ModelShape
@@ -176,10 +203,16 @@ class RowAttention:
     @property
     def mask_reason(self) -> str | None:
         """Why padded rows keep their mask; None where they need none."""
-        is_old = self.device != "cpu" and self.capability is not None and self.capability < FLASH_MIN_CAPABILITY
+        is_old = (
+            self.device != "cpu"
+            and self.capability is not None
+            and self.capability < FLASH_MIN_CAPABILITY
+        )
         if self.attention == "eager":
             return "eager attention computes every score, with a mask or without"
-        if self.shape.num_experts:  # load_balancing_loss_func counts padding as tokens where there is no mask
+        if (
+            self.shape.num_experts
+        ):  # load_balancing_loss_func counts padding as tokens where there is no mask
             return "the balance loss of its experts leaves out padding by the mask"
         if any(kind.attention == "none" for kind in self.shape.layers):
             return "some of its layers carry a state from token to token, and read the mask"
@@ -190,7 +223,9 @@ class RowAttention:
     @property
     def _unsloth_reason(self) -> str | None:
         uses_unsloth = self.config.tuning.backend == "unsloth"
-        return "Unsloth has attention of its own, which is not measured here" if uses_unsloth else None
+        return (
+            "Unsloth has attention of its own, which is not measured here" if uses_unsloth else None
+        )
 
     def pack_mask_reason(self, precision: Precision) -> str | None:
         """Why packs keep a mask between their chats; None where their boundaries are enough."""
@@ -204,22 +239,33 @@ class RowAttention:
             return "its positions are a bias that is added to a mask"
         if self.shape.attention_dropout:
             return "attention between boundaries has no dropout"
-        if self._unsloth_reason is None and self.config.train.compile and self.one_by_one_reason(precision) is not None:
-            return "a call for each chat has its length, for which a compiled block would be compiled again"
+        if (
+            self._unsloth_reason is None
+            and self.config.train.compile
+            and self.one_by_one_reason(precision) is not None
+        ):
+            return (
+                "a call for each chat has its length, for which a compiled block would be compiled"
+                " again"
+            )
         return self._unsloth_reason
 
     def one_by_one_reason(self, precision: Precision) -> str | None:
-        """Why each chat between boundaries is a call of its own; None where one call of PyTorch's flash kernel takes
-        them all: on ROCm by AOTriton (https://github.com/huggingface/kernels/pull/401)."""
+        """Why each chat between boundaries is a call of its own; None where one call of PyTorch's
+        flash kernel takes them all: on ROCm by AOTriton
+        (https://github.com/huggingface/kernels/pull/401)."""
         half_precision = precision.compute != "float32"
         if self.device == "cpu":
             return "no kernel for boundaries runs on cpu"
-        # DeepSeek's keys and values are made from one narrow projection; flash attention takes one width for all three
+        # DeepSeek's keys and values are made from one narrow projection; flash attention takes one
+        # width for all three
         if any(linear.name == "kv_b_proj" for linear, _ in self.shape.linears):
             return "its keys and values have different widths"
         if self.shape.head_dim > FLASH_MAX_HEAD_DIM:
             return f"flash attention takes no heads wider than {FLASH_MAX_HEAD_DIM}"
-        if self.device == "cuda" and not can_run_flash(half_precision=half_precision, capability=self.capability):
+        if self.device == "cuda" and not can_run_flash(
+            half_precision=half_precision, capability=self.capability
+        ):
             return "flash attention does not run on this GPU in this precision"
         return None if half_precision else "flash attention does not run in this precision"
 
@@ -235,8 +281,8 @@ class RowAttention:
 # run was asked for by name and refuses to start without the package.
 
 LIGER_VERSION = "0.8.5"
-# Rows of fp32 sums that a trained norm's gradient is added up from, one for each multiprocessor of the GPU: the most
-# that a card of the catalogue has (RTX PRO 6000; an H100 has 132).
+# Rows of fp32 sums that a trained norm's gradient is added up from, one for each multiprocessor of
+# the GPU: the most that a card of the catalogue has (RTX PRO 6000; an H100 has 132).
 MAX_MULTIPROCESSORS = 188
 
 
@@ -255,7 +301,9 @@ class ReplacedOperations:
 
 
 _REPLACED_BY_TYPES = {
-    "gemma granite hunyuan_v1_dense llama ministral mistral phi3 qwen2 smollm3": ReplacedOperations(),
+    "gemma granite hunyuan_v1_dense llama ministral mistral phi3 qwen2 smollm3": (
+        ReplacedOperations()
+    ),
     "qwen3": ReplacedOperations(replaces_head_norms=True),
     "gpt_oss mixtral": ReplacedOperations(replaces_gate=False),
     "qwen3_moe": ReplacedOperations(replaces_head_norms=True, replaces_gate=False),
@@ -263,13 +311,14 @@ _REPLACED_BY_TYPES = {
     "gemma3_text": ReplacedOperations(replaces_head_norms=True, writes_in_place=False),
     "glm4": ReplacedOperations(replaces_rotation=False, writes_in_place=False),
 }
-# By model_type, from the package's own table and functions (liger_kernel/transformers/monkey_patch.py,
-# MODEL_TYPE_TO_APPLY_LIGER_FN and the defaults of each function), as a run asks for them: of a model that is already
-# built, without losses, and without experts, which keep their own code
-# (training/class_checks/replaced_code.py). Types that the package knows and this table does not are
-# planned with the plain code: those that no trace confirms (Qwen3-Next, Qwen3.5, Llama 4, Gemma 4,
-# towers of image models), and those whose norms only follow attention and MLP (EXAONE 4, OLMo 2
-# and 3), which the estimate of a block only approximates.
+# By model_type, from the package's own table and functions
+# (liger_kernel/transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LIGER_FN and the defaults of each
+# function), as a run asks for them: of a model that is already built, without losses, and without
+# experts, which keep their own code (training/class_checks/replaced_code.py). Types that the
+# package knows and this table does not are planned with the plain code: those that no trace
+# confirms (Qwen3-Next, Qwen3.5, Llama 4, Gemma 4, towers of image models), and those whose norms
+# only follow attention and MLP (EXAONE 4, OLMo 2 and 3), which the estimate of a block only
+# approximates.
 LIGER_REPLACEMENTS: Mapping[str, ReplacedOperations] = {
     kind: replaced for kinds, replaced in _REPLACED_BY_TYPES.items() for kind in kinds.split()
 }
@@ -279,8 +328,8 @@ KernelsName = Literal["plain", "liger"]
 
 @dataclass(frozen=True)
 class PlannedKernels:
-    """What Liger's kernels replace in the plan's bytes and in its speed (None: nothing), and why in words; no words
-    where the config leaves the plain kernels."""
+    """What Liger's kernels replace in the plan's bytes and in its speed (None: nothing), and why in
+    words; no words where the config leaves the plain kernels."""
 
     memory: ReplacedOperations | None = None
     speed: ReplacedOperations | None = None
@@ -289,7 +338,9 @@ class PlannedKernels:
     @property
     def counted_kernels(self) -> CountedKernels:
         """The same by name."""
-        return CountedKernels("liger" if self.memory else "plain", "liger" if self.speed else "plain")
+        return CountedKernels(
+            "liger" if self.memory else "plain", "liger" if self.speed else "plain"
+        )
 
 
 @dataclass(frozen=True)
@@ -301,9 +352,15 @@ class CountedKernels:
 
 
 def plan_kernels(
-    config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool, missing_packages: Collection[str] = ()
+    config: RunConfig,
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    on_gpu: bool,
+    missing_packages: Collection[str] = (),
 ) -> PlannedKernels:
-    """What is counted in a layout; `missing_packages`: not installed here, which only `auto` asks."""
+    """What is counted in a layout; `missing_packages`: not installed here, which only `auto`
+    asks."""
     option = config.train.kernels
     if option == "none":
         return PlannedKernels()
@@ -316,8 +373,12 @@ def plan_kernels(
     elif layout.tensor_parallel > 1:
         problem = "tensor-parallel ranks replace the same forwards"
     elif shape.model_type not in LIGER_REPLACEMENTS:
-        problem = f"{LIGER_PACKAGE} {LIGER_VERSION} has none for {one_line(shape.model_type)} that this plan knows"
-    # asked for by name, a missing package is refused when the run starts; the plan may be made on another machine
+        problem = (
+            f"{LIGER_PACKAGE} {LIGER_VERSION} has none for {one_line(shape.model_type)} that this"
+            " plan knows"
+        )
+    # asked for by name, a missing package is refused when the run starts; the plan may be made on
+    # another machine
     elif option == "auto" and LIGER_PACKAGE in missing_packages:
         problem = f"{LIGER_PACKAGE} is not installed here"
     if problem is not None:
@@ -325,11 +386,16 @@ def plan_kernels(
     operations = LIGER_REPLACEMENTS[shape.model_type]
     if shape.num_experts:  # experts keep their own code, and so do MLPs beside them
         operations = replace(operations, replaces_gate=False)
-    parts = ["norms"] + ["gated activations"] * operations.replaces_gate + ["rotations"] * operations.replaces_rotation
+    parts = (
+        ["norms"]
+        + ["gated activations"] * operations.replaces_gate
+        + ["rotations"] * operations.replaces_rotation
+    )
     replaced_text = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
     operations_text = f"{setting}Liger's for {replaced_text}"
     condition = (
-        f"if a measurement before the first step shows that they compute the same ({LIGER_PACKAGE} {LIGER_VERSION})"
+        f"if a measurement before the first step shows that they compute the same ({LIGER_PACKAGE}"
+        f" {LIGER_VERSION})"
     )
     if option == "liger":
         return PlannedKernels(operations, operations, f"{operations_text}, {condition}")
@@ -337,23 +403,26 @@ def plan_kernels(
     return PlannedKernels(
         None,
         operations,
-        f"{operations_text}, {condition}: the speed is theirs, the memory that of the plain ones, which take more",
+        f"{operations_text}, {condition}: the speed is theirs, the memory that of the plain ones,"
+        " which take more",
     )
 
 
-# --- experts ----------------------------------------------------------------------------------------------------------
-# Names of transformers' implementations. Its `batched_mm` copies an expert's weights for every token, which only pays
-# for single tokens of generation; `deepgemm` and `sonicmoe` load kernels from the hub.
+# --- experts --------------------------------------------------------------------------------------
+# Names of transformers' implementations. Its `batched_mm` copies an expert's weights for every
+# token, which only pays for single tokens of generation; `deepgemm` and `sonicmoe` load kernels
+# from the hub.
 ExpertsImplementationName = Literal["grouped_mm", "eager"]
 
-# Rows of a grouped product's matrices begin at a multiple of this (PyTorch's `_grouped_mm`, `check_valid_strides`).
+# Rows of a grouped product's matrices begin at a multiple of this (PyTorch's `_grouped_mm`,
+# `check_valid_strides`).
 GROUPED_MM_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
 class ExpertsImplementation:
-    """An implementation, and why it was chosen. `casts_weights`: the weights of experts are cast to the dtype of the
-    other matrix products, which autocast does not do for grouped ones."""
+    """An implementation, and why it was chosen. `casts_weights`: the weights of experts are cast to
+    the dtype of the other matrix products, which autocast does not do for grouped ones."""
 
     name: ExpertsImplementationName
     reason: str
@@ -363,43 +432,60 @@ class ExpertsImplementation:
 def select_experts_implementation(
     config: RunConfig, *, uses_custom_experts: bool, widths: Iterable[int], precision: Precision
 ) -> ExpertsImplementation:
-    """The implementation for a model with experts: grouped_mm unless its class, its widths or the config are against.
-    Raises ConfigError where it is asked for by name, and cannot run."""
+    """The implementation for a model with experts: grouped_mm unless its class, its widths or the
+    config are against. Raises ConfigError where it is asked for by name, and cannot run."""
     implementation = config.model.experts_implementation
     if implementation == "eager":
-        return ExpertsImplementation("eager", "eager, one expert after another, as model.experts_implementation says")
+        return ExpertsImplementation(
+            "eager", "eager, one expert after another, as model.experts_implementation says"
+        )
     # the narrower dtype needs the larger multiple of elements
-    multiple = GROUPED_MM_ALIGNMENT_BYTES // min(DTYPE_BYTES[precision.compute], DTYPE_BYTES[precision.load])
+    multiple = GROUPED_MM_ALIGNMENT_BYTES // min(
+        DTYPE_BYTES[precision.compute], DTYPE_BYTES[precision.load]
+    )
     misaligned_widths = [width for width in widths if width % multiple]
     problem = None
     if uses_custom_experts:
-        problem = "its class runs them by code of its own, which model.experts_implementation does not reach"
+        problem = (
+            "its class runs them by code of its own, which model.experts_implementation does not"
+            " reach"
+        )
     elif misaligned_widths:
-        problem = f"grouped products need widths that are multiples of {multiple}, and one is {misaligned_widths[0]}"
+        problem = (
+            f"grouped products need widths that are multiples of {multiple}, and one is"
+            f" {misaligned_widths[0]}"
+        )
     reason = "grouped_mm, one product for all experts of a block"
     casts_weights = precision.compute not in (precision.load, "float32")
     if casts_weights:
-        load_name, compute_name = DTYPE_SHORT_NAMES[precision.load], DTYPE_SHORT_NAMES[precision.compute]
+        load_name, compute_name = (
+            DTYPE_SHORT_NAMES[precision.load],
+            DTYPE_SHORT_NAMES[precision.compute],
+        )
         reason += (
-            f"; their {load_name} weights are cast to {compute_name} for it, as autocast casts those of other products"
+            f"; their {load_name} weights are cast to {compute_name} for it, as autocast casts"
+            " those of other products"
         )
     if problem is None:
         return ExpertsImplementation("grouped_mm", reason, casts_weights)
     if implementation == "grouped_mm":
         raise ConfigError(
-            f"model.experts_implementation=grouped_mm: {one_line(config.model.name)} cannot run it, because {problem}; "
-            "use auto"
+            f"model.experts_implementation=grouped_mm: {one_line(config.model.name)} cannot run it,"
+            f" because {problem}; use auto"
         )
     return ExpertsImplementation("eager", f"eager, not grouped_mm: {problem}")
 
 
-# Compute capability of the first GPUs with PyTorch's grouped products (transformers, integrations/moe.py).
+# Compute capability of the first GPUs with PyTorch's grouped products (transformers,
+# integrations/moe.py).
 GROUPED_MM_MIN_CAPABILITY = (8, 0)
 
 
-def plan_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> ExpertsImplementation | None:
-    """The implementation for the experts of a shape; None where there are none. Raises ConfigError where the config
-    names one that cannot run."""
+def plan_experts(
+    config: RunConfig, shape: ModelShape, precision: Precision
+) -> ExpertsImplementation | None:
+    """The implementation for the experts of a shape; None where there are none. Raises ConfigError
+    where the config names one that cannot run."""
     expert_layers = [kind for kind in shape.layers if kind.num_experts]
     if not expert_layers:
         check_experts_option(config)
@@ -408,7 +494,9 @@ def plan_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> 
     return select_experts_implementation(
         config,
         uses_custom_experts=shape.uses_custom_experts,
-        widths=sorted({shape.hidden_size, *(kind.expert_width for kind in expert_layers if kind.expert_width)}),
+        widths=sorted(
+            {shape.hidden_size, *(kind.expert_width for kind in expert_layers if kind.expert_width)}
+        ),
         precision=precision,
     )
 
@@ -418,7 +506,6 @@ def check_experts_option(config: RunConfig) -> None:
     implementation = config.model.experts_implementation
     if implementation != "auto":
         raise ConfigError(
-            f"model.experts_implementation={implementation}: {one_line(config.model.name)} has no experts that it "
-            "could reach; "
-            "leave it at auto"
+            f"model.experts_implementation={implementation}: {one_line(config.model.name)} has no"
+            " experts that it could reach; leave it at auto"
         )

@@ -49,12 +49,15 @@ class Mesh:
 
     def __str__(self) -> str:
         # axes of one process are left out, as a user would write it
-        used_axes = {name: size for name in MESH_AXES if (size := getattr(self, name)) > 1} or {"fsdp": 1}
+        used_axes = {name: size for name in MESH_AXES if (size := getattr(self, name)) > 1} or {
+            "fsdp": 1
+        }
         return f"[[{', '.join(map(str, used_axes.values()))}], [{', '.join(used_axes)}]]"
 
 
 def parse_mesh(mesh_shape: Any) -> Mesh | None:
-    """The mesh that `model.mesh_shape` gives; None where it is null. Raises ConfigError where no engine builds it."""
+    """The mesh that `model.mesh_shape` gives; None where it is null. Raises ConfigError where no
+    engine builds it."""
     if mesh_shape is None:
         return None
     parts: list[Any] = [mesh_shape] if isinstance(mesh_shape, int) else list(mesh_shape)
@@ -66,13 +69,18 @@ def parse_mesh(mesh_shape: Any) -> Mesh | None:
     else:
         sizes, names = parts, list(DEFAULT_AXES[: len(parts)])
     if not sizes or min(sizes) < 1 or len(names) != len(sizes):
-        raise _mesh_error(mesh_shape, f"{len(sizes)} sizes, which must be whole numbers from 1, and {len(names)} names")
+        raise _mesh_error(
+            mesh_shape,
+            f"{len(sizes)} sizes, which must be whole numbers from 1, and {len(names)} names",
+        )
     if set(names) - set(MESH_AXES) or len(set(names)) < len(names):
         raise _mesh_error(mesh_shape, "unknown axis, or one that is named twice")
     mesh = Mesh(**dict(zip(names, sizes, strict=True)))
     if mesh.tp > 1 and mesh.cp > 1:
         raise _mesh_error(
-            mesh_shape, "tp and cp cannot be combined", f"use {Mesh(mesh.dp, mesh.fsdp, 1, mesh.cp * mesh.tp)}"
+            mesh_shape,
+            "tp and cp cannot be combined",
+            f"use {Mesh(mesh.dp, mesh.fsdp, 1, mesh.cp * mesh.tp)}",
         )
     if mesh.dp > 1 and mesh.fsdp == 1 and mesh.tp * mesh.cp > 1:
         raise _mesh_error(
@@ -85,7 +93,10 @@ def parse_mesh(mesh_shape: Any) -> Mesh | None:
 
 def _mesh_error(mesh_shape: Any, problem: str, remedy: str = "") -> ConfigError:
     axes_text = ", ".join(f"{name} ({meaning})" for name, meaning in MESH_AXES.items())
-    remedy = remedy or f"use sizes and names, such as [[2, 4], [fsdp, tp]], of {axes_text}; null lets the plan choose"
+    remedy = remedy or (
+        f"use sizes and names, such as [[2, 4], [fsdp, tp]], of {axes_text}; null lets the plan "
+        "choose"
+    )
     return ConfigError(f"model.mesh_shape={format_mesh(mesh_shape)}: {problem}; {remedy}")
 
 
@@ -100,8 +111,8 @@ def format_mesh(mesh_shape: Any) -> str:
 # How a run is distributed over GPUs: the layouts, and what each shards, gathers and sends.
 
 LayoutName = Literal[
-    "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "tp",
-    "fsdp_tp", "fsdp_cp",
+    "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "zero2_offload",
+    "zero3_offload", "tp", "fsdp_tp", "fsdp_cp",
 ]  # fmt: skip
 
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
@@ -111,9 +122,23 @@ LAYOUT_PREFERENCE: tuple[LayoutName, ...] = (
     "zero2_offload", "zero3_offload",
 )  # fmt: skip
 # Layouts whose engine can also run with one rank.
-ONE_RANK_LAYOUTS: tuple[LayoutName, ...] = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+ONE_RANK_LAYOUTS: tuple[LayoutName, ...] = (
+    "ddp",
+    "fsdp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero2_offload",
+    "zero3_offload",
+)
 
-DEEPSPEED_LAYOUTS: tuple[LayoutName, ...] = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+DEEPSPEED_LAYOUTS: tuple[LayoutName, ...] = (
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero2_offload",
+    "zero3_offload",
+)
 
 
 def layout_choices(ranks: int) -> tuple[LayoutName, ...]:
@@ -123,10 +148,11 @@ def layout_choices(ranks: int) -> tuple[LayoutName, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to distribute a run over `data_parallel` x `tensor_parallel` x `context_parallel` ranks. `data_parallel`
-    ranks see their own rows. `shard` is the number of ranks over which a sharded layout divides its states
-    (`fsdp_hybrid`: those of one node, or `distributed.shard_ranks`); in a tensor-parallel layout, what
-    `tensor_parallel` leaves to a rank is divided."""
+    """One way to distribute a run over `data_parallel` x `tensor_parallel` x `context_parallel`
+    ranks. `data_parallel` ranks see their own rows. `shard` is the number of ranks over which a
+    sharded layout divides its states (`fsdp_hybrid`: those of one node, or
+    `distributed.shard_ranks`); in a tensor-parallel layout, what `tensor_parallel` leaves to a rank
+    is divided."""
 
     name: LayoutName
     data_parallel: int = 1
@@ -145,7 +171,8 @@ class Layout:
 
     @property
     def gradient_ranks(self) -> int:
-        """Ranks over which gradients are reduced: those with rows, or parts of rows, of their own."""
+        """Ranks over which gradients are reduced: those with rows, or parts of rows, of their
+        own."""
         return self.data_parallel * self.context_parallel
 
     @property
@@ -170,7 +197,8 @@ class Layout:
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP2 (`fully_shard`) runs it: `tp` too, with one shard, for its fp32 copies of what trains."""
+        """Whether FSDP2 (`fully_shard`) runs it: `tp` too, with one shard, for its fp32 copies of
+        what trains."""
         return self.name.startswith("fsdp") or self.name == "tp"
 
     @property
@@ -189,9 +217,9 @@ SINGLE = Layout("single")
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """How a run was distributed when it was stopped: its layout and its batch. `processes` are all of its ranks,
-    including those that share rows; `updates` is how they reached its weights, where the layout's engine does not
-    decide that."""
+    """How a run was distributed when it was stopped: its layout and its batch. `processes` are all
+    of its ranks, including those that share rows; `updates` is how they reached its weights, where
+    the layout's engine does not decide that."""
 
     layout: LayoutName
     batch: BatchPlan
@@ -207,13 +235,18 @@ class PreviousRun:
         object.__setattr__(self, "processes", self.processes or self.batch.ranks)
 
     def kept_layout(self, processes: int) -> LayoutName | None:
-        """The layout that the run keeps over this many processes; None where any may be taken: DeepSpeed's checkpoints
-        are read by the same layout only, those of the others by any, over any number of ranks."""
-        return self.layout if self.processes == processes or self.layout in DEEPSPEED_LAYOUTS else None
+        """The layout that the run keeps over this many processes; None where any may be taken:
+        DeepSpeed's checkpoints are read by the same layout only, those of the others by any, over
+        any number of ranks."""
+        return (
+            self.layout if self.processes == processes or self.layout in DEEPSPEED_LAYOUTS else None
+        )
 
     def resume_obstacle(self, layout: LayoutName) -> str | None:
-        """Why the run's checkpoint cannot be resumed in another layout; None where it can, over any number of ranks:
-        one process, DDP and FSDP read each other's checkpoints, DeepSpeed's shards are of its layout."""
+        """Why the run's checkpoint cannot be resumed in another layout; None where it can, over any
+        number of ranks: one process, DDP and FSDP read each other's checkpoints, DeepSpeed's shards
+        are of its layout.
+        """
         if not self.has_trained or self.layout == layout:
             return None
         deepspeed_layouts = [name for name in (self.layout, layout) if name in DEEPSPEED_LAYOUTS]
@@ -231,9 +264,13 @@ def mesh_layout(mesh: Mesh) -> Layout:
     if mesh.ranks == 1:
         return SINGLE
     if mesh.cp > 1:
-        return Layout("fsdp_cp", mesh.data_parallel_ranks, mesh.fsdp * mesh.cp, context_parallel=mesh.cp)
+        return Layout(
+            "fsdp_cp", mesh.data_parallel_ranks, mesh.fsdp * mesh.cp, context_parallel=mesh.cp
+        )
     if mesh.tp > 1:
-        return Layout("fsdp_tp" if mesh.fsdp > 1 else "tp", mesh.data_parallel_ranks, mesh.fsdp, mesh.tp)
+        return Layout(
+            "fsdp_tp" if mesh.fsdp > 1 else "tp", mesh.data_parallel_ranks, mesh.fsdp, mesh.tp
+        )
     if mesh.fsdp == 1:
         return Layout("ddp", mesh.dp)
     return Layout("fsdp_hybrid" if mesh.dp > 1 else "fsdp", mesh.data_parallel_ranks, mesh.fsdp)
@@ -257,24 +294,29 @@ class ImpossibleLayout:
 def find_layouts(
     config: RunConfig, shape: ModelShape, hardware: Hardware, *, named: LayoutName | None = None
 ) -> tuple[tuple[Layout, ...], tuple[ImpossibleLayout, ...]]:
-    """Every layout that could run the job on all GPUs of the machine, and those that could not, with the reason; with a
-    user's mesh, only that one. On one GPU a layout for several that is `named` is tried too. Raises ConfigError where
-    the mesh is invalid, is of another number of processes, or cannot run the job."""
+    """Every layout that could run the job on all GPUs of the machine, and those that could not,
+    with the reason; with a user's mesh, only that one. On one GPU a layout for several that is
+    `named` is tried too. Raises ConfigError where the mesh is invalid, is of another number of
+    processes, or cannot run the job."""
     mesh = parse_mesh(config.model.mesh_shape)
     if mesh is not None:
         option_text = f"model.mesh_shape={format_mesh(config.model.mesh_shape)}"
         if mesh.ranks != hardware.ranks:
-            needed, present = (f"{n} process{'es' if n > 1 else ''}" for n in (mesh.ranks, hardware.ranks))
+            needed, present = (
+                f"{n} process{'es' if n > 1 else ''}" for n in (mesh.ranks, hardware.ranks)
+            )
             raise ConfigError(
-                f"{option_text} is a mesh of {needed}, and this is a run of {present}: start {mesh.ranks}, one for "
-                f"each GPU (make train-distributed, NPROC= of each node), or give a mesh of {hardware.ranks}"
+                f"{option_text} is a mesh of {needed}, and this is a run of {present}: start"
+                f" {mesh.ranks}, one for each GPU (make train-distributed, NPROC= of each node), or"
+                f" give a mesh of {hardware.ranks}"
             )
         layout = mesh_layout(mesh)
         obstacle = _layout_obstacle(layout, config, shape, hardware)
         if obstacle is not None:
             alternative = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
             raise ConfigError(
-                f"{option_text} cannot run this job: {obstacle}; use {alternative}, or null to let the plan choose"
+                f"{option_text} cannot run this job: {obstacle}; use {alternative}, or null to let"
+                " the plan choose"
             )
         return (layout,), ()
     possible_layouts: list[Layout] = []
@@ -288,14 +330,20 @@ def find_layouts(
         obstacle = _layout_obstacle(layout, config, shape, hardware)
         if obstacle is None:
             possible_layouts.append(layout)
-        elif not any(item.name == layout.name for item in impossible):  # of several group sizes the first says why
+        elif not any(
+            item.name == layout.name for item in impossible
+        ):  # of several group sizes the first says why
             impossible.append(ImpossibleLayout(layout.name, obstacle))
     # a name that works with one group size is not impossible because it does not with another
     possible_names = {layout.name for layout in possible_layouts}
-    return tuple(possible_layouts), tuple(item for item in impossible if item.name not in possible_names)
+    return tuple(possible_layouts), tuple(
+        item for item in impossible if item.name not in possible_names
+    )
 
 
-def context_parallel_layouts(config: RunConfig, shape: ModelShape, hardware: Hardware) -> tuple[Layout, ...]:
+def context_parallel_layouts(
+    config: RunConfig, shape: ModelShape, hardware: Hardware
+) -> tuple[Layout, ...]:
     """The layouts that also divide the tokens of each row, for rows that are too long for a GPU."""
     return tuple(
         layout
@@ -307,12 +355,19 @@ def context_parallel_layouts(config: RunConfig, shape: ModelShape, hardware: Har
 def _all_context_parallel_layouts(hardware: Hardware) -> list[Layout]:
     # its all-to-alls are in every attention layer, so ranks that share a row are in one node
     ranks = hardware.ranks
-    return [Layout("fsdp_cp", ranks // size, ranks, context_parallel=size) for size in _group_sizes(hardware)]
+    return [
+        Layout("fsdp_cp", ranks // size, ranks, context_parallel=size)
+        for size in _group_sizes(hardware)
+    ]
 
 
 def _group_sizes(hardware: Hardware) -> list[int]:
     # of ranks in one node, into which all ranks divide
-    return [size for size in GROUP_SIZES if size <= hardware.ranks_per_node and hardware.ranks % size == 0]
+    return [
+        size
+        for size in GROUP_SIZES
+        if size <= hardware.ranks_per_node and hardware.ranks % size == 0
+    ]
 
 
 def _layouts_to_try(config: RunConfig, hardware: Hardware) -> list[Layout]:
@@ -323,7 +378,9 @@ def _layouts_to_try(config: RunConfig, hardware: Hardware) -> list[Layout]:
     layouts = [Layout("ddp", ranks), Layout("fsdp", ranks, ranks)]
     shard = hardware.ranks_per_node if shard_option == "auto" else shard_option
     if shard_option != "auto" and ranks % shard:
-        raise ConfigError(f"distributed.shard_ranks={shard} does not divide {ranks} ranks into equal groups")
+        raise ConfigError(
+            f"distributed.shard_ranks={shard} does not divide {ranks} ranks into equal groups"
+        )
     # one shard group would be fsdp, groups of one rank ddp
     if 1 < shard < ranks and ranks % shard == 0:
         layouts.append(Layout("fsdp_hybrid", ranks, shard))
@@ -335,35 +392,64 @@ def _layouts_to_try(config: RunConfig, hardware: Hardware) -> list[Layout]:
     return layouts + offload_layouts
 
 
-def _layout_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:
+def _layout_obstacle(
+    layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware
+) -> str | None:
     optim = config.train.optim
     if config.train.async_save and not (layout.is_fsdp and config.tuning.mode == "full"):
-        return "train.async_save: only FSDP2's ranks (fsdp), in full fine-tuning, write their parts beside the training"
-    if config.train.compile and layout.is_zero:
-        return "train.compile: ZeRO's hooks in every submodule would break a compiled block; fsdp shards the same"
-    if config.train.compile and (layout.tensor_parallel > 1 or layout.context_parallel > 1):
-        return f"train.compile: ranks of {layout.name} exchange inside each block, which was not tried compiled"
-    if config.model.add_tokens and config.tuning.mode != "full" and layout.name not in ("single", "ddp"):
         return (
-            "model.add_tokens: PEFT trains rows of whole embeddings only, and they are divided here or cast (ddp works)"
+            "train.async_save: only FSDP2's ranks (fsdp), in full fine-tuning, write their parts"
+            " beside the training"
+        )
+    if config.train.compile and layout.is_zero:
+        return (
+            "train.compile: ZeRO's hooks in every submodule would break a compiled block; fsdp"
+            " shards the same"
+        )
+    if config.train.compile and (layout.tensor_parallel > 1 or layout.context_parallel > 1):
+        return (
+            f"train.compile: ranks of {layout.name} exchange inside each block, which was not tried"
+            " compiled"
+        )
+    if (
+        config.model.add_tokens
+        and config.tuning.mode != "full"
+        and layout.name not in ("single", "ddp")
+    ):
+        return (
+            "model.add_tokens: PEFT trains rows of whole embeddings only, and they are divided here"
+            " or cast (ddp works)"
         )
     lora, init_text = config.tuning.lora, f"tuning.lora.init={config.tuning.lora.init}"
     if config.tuning.mode != "full" and lora.init != "default":
-        if layout.tensor_parallel > 1 or (lora.init == "loftq" and layout.shards_params and layout.is_zero):
-            return f"{init_text}: whole 16-bit weights are read for it, and they are divided here (fsdp works)"
+        if layout.tensor_parallel > 1 or (
+            lora.init == "loftq" and layout.shards_params and layout.is_zero
+        ):
+            return (
+                f"{init_text}: whole 16-bit weights are read for it, and they are divided here"
+                " (fsdp works)"
+            )
         if layout.is_fsdp and lora.use_dora:
             return (
-                f"{init_text}: DoRA's layers are divided only when training begins, where half of an adapter cannot be "
-                "frozen"
+                f"{init_text}: DoRA's layers are divided only when training begins, where half of"
+                " an adapter cannot be frozen"
             )
-    if layout.tensor_parallel > 1 and (obstacle := _tensor_parallel_obstacle(layout, config, shape, hardware)):
+    if layout.tensor_parallel > 1 and (
+        obstacle := _tensor_parallel_obstacle(layout, config, shape, hardware)
+    ):
         return obstacle
-    if layout.context_parallel > 1 and (obstacle := _context_parallel_obstacle(layout, config, shape)):
+    if layout.context_parallel > 1 and (
+        obstacle := _context_parallel_obstacle(layout, config, shape)
+    ):
         return obstacle
-    if optim in BITSANDBYTES_OPTIMIZERS and (layout.is_fsdp or layout.is_zero or layout.tensor_parallel > 1):
+    if optim in BITSANDBYTES_OPTIMIZERS and (
+        layout.is_fsdp or layout.is_zero or layout.tensor_parallel > 1
+    ):
         return f"bitsandbytes' optimizers do not support sharded parameters (train.optim={optim})"
     if optim == "muon" and layout.name not in ("single", "ddp"):
-        return "train.optim=muon orthogonalises whole matrices, and they are divided here (ddp works)"
+        return (
+            "train.optim=muon orthogonalises whole matrices, and they are divided here (ddp works)"
+        )
     if optim == "adafactor" and (layout.is_zero or layout.tensor_parallel > 1):
         return "Adafactor needs whole rows and columns, which a partitioned tensor lacks"
     if layout.offloads_states and optim not in ("adamw_torch_fused", "adamw_torch"):
@@ -373,26 +459,36 @@ def _layout_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardw
     )
 
 
-def _tensor_parallel_obstacle(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:
+def _tensor_parallel_obstacle(
+    layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware
+) -> str | None:
     ranks = layout.tensor_parallel
     if config.tuning.mode == "qlora":
         return "NF4 weights cannot be split over tensor-parallel ranks (tuning.mode=lora can)"
     if config.tuning.mode == "lora" and config.tuning.lora.use_dora:
         return "DoRA's magnitudes belong to whole layers"
     if shape.model_type not in TENSOR_PARALLEL_TYPES:
-        return f"transformers' plan of {shape.model_type} models does not split every layer of a block by heads"
+        return (
+            f"transformers' plan of {shape.model_type} models does not split every layer of a block"
+            " by heads"
+        )
     if shape.num_kv_heads % ranks or shape.num_heads % ranks:
-        return f"{shape.num_heads} heads and {shape.num_kv_heads} key heads do not split over {ranks} ranks"
+        return (
+            f"{shape.num_heads} heads and {shape.num_kv_heads} key heads do not split over {ranks}"
+            " ranks"
+        )
     if shape.intermediate_size % ranks:
         return f"the MLP's width of {shape.intermediate_size} does not split over {ranks} ranks"
-    # transformers' plan leaves each rank a part of the gradients, and GradScaler looks at this rank's only
+    # transformers' plan leaves each rank a part of the gradients, and GradScaler looks at this
+    # rank's only
     if choose_precision(config, hardware, shape).compute == "float16":
         return "loss scaling in fp16 does not see overflows on the other ranks"
     return None
 
 
 def _context_parallel_obstacle(layout: Layout, config: RunConfig, shape: ModelShape) -> str | None:
-    """Each rank attends with some of the heads over the whole row (Ulysses, https://arxiv.org/abs/2309.14509)."""
+    """Each rank attends with some of the heads over the whole row (Ulysses,
+    https://arxiv.org/abs/2309.14509)."""
     ranks, max_seq_len = layout.context_parallel, config.model.max_seq_len
     if shape.num_heads % ranks:
         return f"{shape.num_heads} heads do not split over {ranks} ranks"
@@ -409,6 +505,8 @@ def _context_parallel_obstacle(layout: Layout, config: RunConfig, shape: ModelSh
     if shape.uses_alibi:
         return "ALiBi's biases are a mask, and it has none"
     attention_kinds = {kind.attention for kind in shape.layers} - {"full"}
-    if attention_kinds - {"sliding"} or (attention_kinds and (shape.window or max_seq_len) < max_seq_len):
+    if attention_kinds - {"sliding"} or (
+        attention_kinds and (shape.window or max_seq_len) < max_seq_len
+    ):
         return "every layer must attend to the whole row, but some see only a window or a state"
     return None

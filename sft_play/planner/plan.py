@@ -32,7 +32,8 @@ from sft_play.text import format_count, plural
 
 @dataclass(frozen=True)
 class ExpertParameters:
-    """Of the experts whose weights are one tensor for all of a block: numbers of parameters, without biases."""
+    """Of the experts whose weights are one tensor for all of a block: numbers of parameters,
+    without biases."""
 
     total: int
     # Of the adapters, those on them.
@@ -41,8 +42,10 @@ class ExpertParameters:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of parameters of the language model and of what is added to it, as one rank without shards holds them.
-    `trained` and `frozen` are together `total`, and adapters and copies of `modules_to_save`, which the mode adds."""
+    """Numbers of parameters of the language model and of what is added to it, as one rank without
+    shards holds them. `trained` and `frozen` are together `total`, and adapters and copies of
+    `modules_to_save`, which the mode adds.
+    """
 
     # The model's own.
     total: int
@@ -60,7 +63,8 @@ class ParameterCounts:
     experts: ExpertParameters | None = None
 
     def shares(self) -> dict[str, dict[str, Any]]:
-        """`precision_of` of `plan --json`: numbers of parameters, shares of the model's own, and dtypes."""
+        """`precision_of` of `plan --json`: numbers of parameters, shares of the model's own, and
+        dtypes."""
         frozen_dtype = self.rest_dtype if self.frozen else None
         groups: dict[str, tuple[int, str | None]] = {
             "quantised": (self.quantised, self.quantised_dtype),
@@ -74,14 +78,24 @@ class ParameterCounts:
         }
 
 
-def count_parameters(config: RunConfig, shape: ModelShape, precision: Precision, layout: Layout) -> ParameterCounts:
+def count_parameters(
+    config: RunConfig, shape: ModelShape, precision: Precision, layout: Layout
+) -> ParameterCounts:
     """The parameters of a run under its layout."""
-    lora, is_full, is_nf4 = config.tuning.lora, config.tuning.mode == "full", config.tuning.mode == "qlora"
-    stacked_tensors = [(stacked, kind.count) for kind in shape.layers for stacked in kind.expert_weights]
+    lora, is_full, is_nf4 = (
+        config.tuning.lora,
+        config.tuning.mode == "full",
+        config.tuning.mode == "qlora",
+    )
+    stacked_tensors = [
+        (stacked, kind.count) for kind in shape.layers for stacked in kind.expert_weights
+    ]
     experts = None
     if stacked_tensors:
         expert_params = sum(count * stacked.weights for stacked, count in stacked_tensors)
-        on_experts = sum(count * stacked_adapter_params(stacked, lora) for stacked, count in stacked_tensors)
+        on_experts = sum(
+            count * stacked_adapter_params(stacked, lora) for stacked, count in stacked_tensors
+        )
         experts = ExpertParameters(expert_params, on_experts * (not is_full))
     counts = ParameterCounts(
         total=shape.params,
@@ -106,9 +120,11 @@ def count_parameters(config: RunConfig, shape: ModelShape, precision: Precision,
     )
 
 
-def _trained_dtype(dtype: DtypeName, config: RunConfig, precision: Precision, layout: Layout) -> DtypeName:
-    """The dtype of what trains under a layout: DeepSpeed casts it to the dtype of the computation, and accelerate to
-    fp32 for FSDP's mixed precision, except beside NF4 weights."""
+def _trained_dtype(
+    dtype: DtypeName, config: RunConfig, precision: Precision, layout: Layout
+) -> DtypeName:
+    """The dtype of what trains under a layout: DeepSpeed casts it to the dtype of the computation,
+    and accelerate to fp32 for FSDP's mixed precision, except beside NF4 weights."""
     if precision.compute == "float32":
         return dtype
     if layout.is_zero:
@@ -119,9 +135,12 @@ def _trained_dtype(dtype: DtypeName, config: RunConfig, precision: Precision, la
 
 
 def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
-    """One line: the shares of the parameters, their dtypes, and the options that would change them."""
+    """One line: the shares of the parameters, their dtypes, and the options that would change
+    them."""
     counts, lora, experts = parameters, config.tuning.lora, parameters.experts
-    selection_note = "; tuning.trainable chooses of what is trained" * (config.tuning.trainable != "all")
+    selection_note = "; tuning.trainable chooses of what is trained" * (
+        config.tuning.trainable != "all"
+    )
     if counts.adapter_dtype is None:
         share_text = "all of"
         if counts.frozen:
@@ -133,13 +152,19 @@ def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
         )
     base_text = f"all {counts.rest_dtype}, frozen"
     if counts.quantised_dtype is not None:
-        base_text = f"{counts.quantised / counts.total:.1%} in NF4, the rest {counts.rest_dtype}, all frozen"
+        base_text = (
+            f"{counts.quantised / counts.total:.1%} in NF4, the rest {counts.rest_dtype}, all"
+            " frozen"
+        )
     text = (
-        f"Parameters: {format_count(counts.total)}: {base_text}; adapters: {format_count(counts.adapters)} "
-        f"{counts.adapter_dtype} ({counts.adapters / counts.total:.2%})"
+        f"Parameters: {format_count(counts.total)}: {base_text}; adapters:"
+        f" {format_count(counts.adapters)} {counts.adapter_dtype}"
+        f" ({counts.adapters / counts.total:.2%})"
     )
     if experts is not None and experts.adapters:
-        text += f", {format_count(experts.adapters)} of them on experts (tuning.lora.target_parameters)"
+        text += (
+            f", {format_count(experts.adapters)} of them on experts (tuning.lora.target_parameters)"
+        )
     elif experts is not None:
         text += ", none on experts (tuning.lora.target_parameters=auto)"
     if copied_params := counts.trained - counts.adapters:
@@ -148,13 +173,17 @@ def format_parameters(parameters: ParameterCounts, config: RunConfig) -> str:
             parts["tuning.lora.modules_to_save"] = f"copies of {', '.join(lora.modules_to_save)}"
         if config.model.add_tokens:
             parts["model.add_tokens"] = "rows of new tokens"
-        text += f"; {' and '.join(parts.values())} that train: {format_count(copied_params)} ({', '.join(parts)})"
+        text += (
+            f"; {' and '.join(parts.values())} that train: {format_count(copied_params)}"
+            f" ({', '.join(parts)})"
+        )
     return text + selection_note
 
 
 @dataclass(frozen=True)
 class TracePrediction:
-    """What a trace of the chosen step predicts, in bytes of one rank; `unavailable_reason`: why there is no trace."""
+    """What a trace of the chosen step predicts, in bytes of one rank; `unavailable_reason`: why
+    there is no trace."""
 
     allocated: int = 0
     reserved: int = 0
@@ -168,9 +197,9 @@ TraceCandidate = Callable[[Candidate], TracePrediction]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change that would need less memory, or provide more. Bytes are those of one rank. `setting` is what to add to
-    SET, `hardware` what to name instead of the present machine; one of them is None. `needs` are those bytes in words,
-    with the RAM of a layout that offloads."""
+    """A change that would need less memory, or provide more. Bytes are those of one rank. `setting`
+    is what to add to SET, `hardware` what to name instead of the present machine; one of them is
+    None. `needs` are those bytes in words, with the RAM of a layout that offloads."""
 
     change: str
     allocated: int
@@ -183,7 +212,8 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class RunLength:
-    """The amount of training: optimizer steps, and tokens without padding as estimated from the file's size."""
+    """The amount of training: optimizer steps, and tokens without padding as estimated from the
+    file's size."""
 
     steps: int
     tokens: int | None
@@ -191,9 +221,9 @@ class RunLength:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do. Bytes are per rank; `max_seq_len` is limited to the model's positions. Where nothing fits,
-    the choice is the closest to fitting, `suggestions` say what would fit, and `not_enough` what was tried and would
-    not."""
+    """What a run will do. Bytes are per rank; `max_seq_len` is limited to the model's positions.
+    Where nothing fits, the choice is the closest to fitting, `suggestions` say what would fit, and
+    `not_enough` what was tried and would not."""
 
     choice: Candidate
     precision: Precision
@@ -250,8 +280,8 @@ class Plan:
 
     @property
     def trainer_batch(self) -> BatchPlan:
-        """The batch for a trainer that runs a fixed number of micro steps in every step: the most that a step
-        can take."""
+        """The batch for a trainer that runs a fixed number of micro steps in every step: the most
+        that a step can take."""
         rows = self.batch.effective_batch // self.batch.ranks
         micro_steps = self.micro_batches.max_micro_steps(rows)
         return BatchPlan(rows // micro_steps, micro_steps, self.batch.ranks)
@@ -273,14 +303,15 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """Hours of the whole run with its compiling, of full rows where lengths are not known; None where work or speed
-        is unknown."""
+        """Hours of the whole run with its compiling, of full rows where lengths are not known; None
+        where work or speed is unknown."""
         if self.run_length is None or not self.speed_known:
             return None
         return (self.run_length.steps * self.speed.step_s + self.compile_s) / 3600
 
     def as_json(self) -> dict[str, Any]:
-        """The one JSON object of `plan --json` and `plan.json`: bytes as integers, rates per second."""
+        """The one JSON object of `plan --json` and `plan.json`: bytes as integers, rates per
+        second."""
         own_fields = {
             plan_field.name: _plain_data(getattr(self, plan_field.name))
             for plan_field in fields(self)
@@ -295,12 +326,16 @@ class Plan:
             **own_fields,
             "run": self.run_figures(),
             "hardware": self.hardware.as_json(),
-            "candidates": [candidate_json(candidate, speed_known=self.speed_known) for candidate in self.candidates],
+            "candidates": [
+                candidate_json(candidate, speed_known=self.speed_known)
+                for candidate in self.candidates
+            ],
             "ways_out": _plain_data(self.suggestions),  # the key that scripts know
         }
 
     def run_figures(self) -> dict[str, Any] | None:
-        """`run` of the JSON: steps, tokens, hours, energy and cost; None where the length of the run is not known."""
+        """`run` of the JSON: steps, tokens, hours, energy and cost; None where the length of the
+        run is not known."""
         if self.run_length is None:
             return None
         gpus, hours, price = self.hardware.gpus, self.hours, self.hardware.price_per_gpu_hour
@@ -324,7 +359,14 @@ class Plan:
 
 
 # Fields of a plan that its JSON has in another form, or under another name.
-_OTHER_JSON_FIELDS = ("choice", "budget_bytes", "run_length", "hardware", "candidates", "suggestions")
+_OTHER_JSON_FIELDS = (
+    "choice",
+    "budget_bytes",
+    "run_length",
+    "hardware",
+    "candidates",
+    "suggestions",
+)
 
 
 def _plain_data(value: Any) -> Any:
@@ -340,7 +382,8 @@ PlanWithDeepSpeed = tuple[Plan, dict[str, Any] | None]
 
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
-    """Read the plan that `as_json` wrote, for a rank that receives it: equal in every field, without deciding again."""
+    """Read the plan that `as_json` wrote, for a rank that receives it: equal in every field,
+    without deciding again."""
     renamed_fields = {
         "choice": candidate_fields(data),
         "budget_bytes": data["peak_bytes"]["budget"],
@@ -352,12 +395,15 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
 
 
 def require_fit(plan: Plan, config: RunConfig, *, is_resumed: bool = False) -> None:
-    """Raises DoesNotFit where nothing fits; a batch that was given, or that a resumed run keeps (`is_resumed`),
-    is tried."""
+    """Raises DoesNotFit where nothing fits; a batch that was given, or that a resumed run keeps
+    (`is_resumed`), is tried."""
     train = config.train
     if plan.fits or is_resumed or train.batch_size != "auto" or train.grad_accum != "auto":
         return
-    raise DoesNotFit(f"{format_misfit(plan, config)}, or set train.batch_size=1 to start anyway", plan=plan.as_json())
+    raise DoesNotFit(
+        f"{format_misfit(plan, config)}, or set train.batch_size=1 to start anyway",
+        plan=plan.as_json(),
+    )
 
 
 def format_misfit(plan: Plan, config: RunConfig) -> str:
@@ -373,16 +419,19 @@ def format_misfit(plan: Plan, config: RunConfig) -> str:
     elif suggestions:
         advice = f"not even {changes} would be enough"
     return (
-        f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {device}: "
-        f"{plural(rows, 'sequence')} of {plan.choice.step.seq_len} tokens at a time in layout {plan.layout} "
-        f"need{'s' * (rows == 1)} {needs}; {advice}"
+        f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {device}:"
+        f" {plural(rows, 'sequence')} of {plan.choice.step.seq_len} tokens at a time in layout"
+        f" {plan.layout} need{'s' * (rows == 1)} {needs}; {advice}"
     )
 
 
 def device_budget_bytes(hardware: Hardware) -> int:
-    """Free bytes of the smallest GPU (all of it if only named), or a CPU rank's share of the free RAM."""
+    """Free bytes of the smallest GPU (all of it if only named), or a CPU rank's share of the free
+    RAM."""
     if not hardware.gpus:
-        return hardware.ram_free_bytes // hardware.ranks_per_node  # without GPUs: the CPU processes of a node
+        return (
+            hardware.ram_free_bytes // hardware.ranks_per_node
+        )  # without GPUs: the CPU processes of a node
     # all ranks run the same plan, so the GPU with the least room decides
     free_bytes = [gpu.free_bytes for gpu in hardware.gpus if gpu.free_bytes is not None]
     return min(free_bytes + [gpu.total_bytes for gpu in hardware.gpus if gpu.free_bytes is None])
@@ -398,8 +447,8 @@ MORE_SPACE_REMEDY = "free space, set output.dir to a larger disk, or train.save_
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """What a run writes: one checkpoint, the final weights, and how many checkpoints exist at once at most (None: all
-    are kept, and their number is not known)."""
+    """What a run writes: one checkpoint, the final weights, and how many checkpoints exist at once
+    at most (None: all are kept, and their number is not known)."""
 
     checkpoint_bytes: int
     weights_bytes: int
@@ -411,8 +460,8 @@ class DiskUsage:
         return (self.max_checkpoints or 1) * self.checkpoint_bytes + self.weights_bytes
 
     def min_bytes(self, existing_checkpoints: int = 0) -> int:
-        """Of `total_bytes` what weights and states take for certain beside `existing_checkpoints`; before the final
-        weights are written the oldest one goes."""
+        """Of `total_bytes` what weights and states take for certain beside `existing_checkpoints`;
+        before the final weights are written the oldest one goes."""
         new_checkpoints = max(0, (self.max_checkpoints or 1) - existing_checkpoints)
         checkpoint_bytes = self.checkpoint_bytes - OTHER_BYTES
         return max(
@@ -422,24 +471,34 @@ class DiskUsage:
 
 
 def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> DiskUsage:
-    """What the planned run writes: checkpoints of the planned size, and the final save; 0.2 to 5% below the files of a
-    small model's runs, by the small ones that are not counted (2026-11-21)."""
+    """What the planned run writes: checkpoints of the planned size, and the final save; 0.2 to 5%
+    below the files of a small model's runs, by the small ones that are not counted (2026-11-21)."""
     layout = plan.choice.layout
-    trained = create_step_simulation(config, shape, plan.precision, plan.choice.step).trained_parameters
+    trained = create_step_simulation(
+        config, shape, plan.precision, plan.choice.step
+    ).trained_parameters
     weights_bytes = trained.itemsize * trained.params
     checkpoint_bytes = plan.memory.checkpoint_bytes
-    if layout.is_zero:  # DeepSpeed's files and the trainer's each hold the weights; ZeRO-3's own only as fp32 masters
+    # DeepSpeed's files and the trainer's each hold the weights; ZeRO-3's own only as fp32 masters
+    if layout.is_zero:
         checkpoint_bytes += (2 - layout.shards_params) * weights_bytes
     train, checkpoint_counts = config.train, []
     if train.save_total_limit is not None:
-        # a new checkpoint is complete before the oldest is deleted, and the best one is kept beside the limit
+        # a new checkpoint is complete before the oldest is deleted, and the best one is kept beside
+        # the limit
         checkpoint_counts.append(train.save_total_limit + train.load_best_model_at_end + 1)
     save_interval = config.eval.steps if train.load_best_model_at_end else train.save_steps
-    if not save_interval and plan.row_tokens is not None:  # after each epoch, of which train.max_steps may be several
+    if (
+        not save_interval and plan.row_tokens is not None
+    ):  # after each epoch, of which train.max_steps may be several
         save_interval = math.ceil(plan.row_tokens.rows / plan.batch.effective_batch)
     if save_interval and plan.run_length is not None:
         checkpoint_counts.append(math.ceil(plan.run_length.steps / save_interval))
     elif not save_interval and not train.max_steps:
         checkpoint_counts.append(math.ceil(train.epochs))
     # the fewer of the two bounds: a short run writes fewer checkpoints than the limit allows
-    return DiskUsage(checkpoint_bytes + OTHER_BYTES, weights_bytes + OTHER_BYTES, min(checkpoint_counts, default=None))
+    return DiskUsage(
+        checkpoint_bytes + OTHER_BYTES,
+        weights_bytes + OTHER_BYTES,
+        min(checkpoint_counts, default=None),
+    )

@@ -1,5 +1,5 @@
-"""The precision that a run computes in, by what the device supports; and how ranks reduce gradients:
-how often, in which dtypes.
+"""The precision that a run computes in, by what the device supports; and how ranks reduce
+gradients: how often, in which dtypes.
 """
 
 import dataclasses
@@ -41,13 +41,18 @@ class Fp16Overflow:
         return f"in {self.family} models {self.what} ({self.source})"
 
 
-_FP16_ROWS = json.loads(resources.files("sft_play.models").joinpath("fp16.json").read_text(encoding="utf-8"))
+_FP16_ROWS = json.loads(
+    resources.files("sft_play.models").joinpath("fp16.json").read_text(encoding="utf-8")
+)
 
-# By model_type of config.json, text towers under their own: what was seen, and where, in other libraries' lists and
-# threads. Left out, because sources contradict each other or it was not seen in a forward pass: deepseek_v3 (vllm#14809
-# saw it in deepseek_v2 only), gpt_neo (transformers#11076 against DeepSpeed#1112), falcon_h1 (unsloth-zoo#212).
+# By model_type of config.json, text towers under their own: what was seen, and where, in other
+# libraries' lists and threads. Left out, because sources contradict each other or it was not seen
+# in a forward pass: deepseek_v3 (vllm#14809 saw it in deepseek_v2 only), gpt_neo
+# (transformers#11076 against DeepSpeed#1112), falcon_h1 (unsloth-zoo#212).
 FP16_OVERFLOWS = {
-    kind: Fp16Overflow(kind, **{name: value for name, value in row.items() if name not in ("models", "note")})
+    kind: Fp16Overflow(
+        kind, **{name: value for name, value in row.items() if name not in ("models", "note")}
+    )
     for row in _FP16_ROWS
     for kind in row["models"].split()
 }
@@ -56,7 +61,8 @@ FP16_OVERFLOWS = {
 def find_fp16_overflow(
     model_type: str, *, is_eager: bool = False, attention_dropout: float = 0.0
 ) -> Fp16Overflow | None:
-    """What is known to exceed fp16's range in a model of this type with these settings; None if nothing."""
+    """What is known to exceed fp16's range in a model of this type with these settings; None if
+    nothing."""
     overflow = FP16_OVERFLOWS.get(model_type)
     conditions = {"eager": is_eager, "attention_dropout": attention_dropout > 0, None: True}
     return overflow if overflow is not None and conditions[overflow.only_with] else None
@@ -64,11 +70,15 @@ def find_fp16_overflow(
 
 def format_fp16_overflow(model_type: str, overflow: Fp16Overflow | None) -> str:
     """What a non-finite loss or gradients mean in fp16, and what to do."""
-    evidence = f"known: {overflow.description}" if overflow else f"{model_type} is not among the families known for it"
+    evidence = (
+        f"known: {overflow.description}"
+        if overflow
+        else f"{model_type} is not among the families known for it"
+    )
     return (
-        f"activations or gradients left fp16's range, which ends at {FP16_MAX:,} ({evidence}); compute in fp32 "
-        "(train.fp16=false train.bf16=false) or, on a GPU that has it, bf16 (train.fp16=false train.bf16=true), or "
-        "lower train.learning_rate"
+        f"activations or gradients left fp16's range, which ends at {FP16_MAX:,} ({evidence});"
+        " compute in fp32 (train.fp16=false train.bf16=false) or, on a GPU that has it, bf16"
+        " (train.fp16=false train.bf16=true), or lower train.learning_rate"
     )
 
 
@@ -81,9 +91,10 @@ WeightUpdates = Literal["float32", "stochastic", "bfloat16"]
 
 @dataclass(frozen=True)
 class Precision:
-    """`compute`: dtype of matrix products; `load`: dtype of the weights as loaded. `updates`: how an optimizer step
-    reaches weights that train: in float32 (themselves, or copies of an engine's), in 16 bits by stochastic rounding, or
-    rounded to the nearest of 16 bits, where most updates are lost."""
+    """`compute`: dtype of matrix products; `load`: dtype of the weights as loaded. `updates`: how
+    an optimizer step reaches weights that train: in float32 (themselves, or copies of an engine's),
+    in 16 bits by stochastic rounding, or rounded to the nearest of 16 bits, where most updates are
+    lost."""
 
     compute: DtypeName
     load: DtypeName
@@ -91,9 +102,12 @@ class Precision:
     updates: WeightUpdates = "float32"
 
 
-def choose_precision(config: RunConfig, hardware: Hardware, shape: ModelShape | None = None) -> Precision:
-    """The precision that the run asks for, or the closest that device and model support, with the reason. Raises
-    ConfigError where fp16 is asked for by name, and the model's activations leave its range."""
+def choose_precision(
+    config: RunConfig, hardware: Hardware, shape: ModelShape | None = None
+) -> Precision:
+    """The precision that the run asks for, or the closest that device and model support, with the
+    reason. Raises ConfigError where fp16 is asked for by name, and the model's activations leave
+    its range."""
     overflow = None
     if shape is not None:
         overflow = find_fp16_overflow(
@@ -101,17 +115,20 @@ def choose_precision(config: RunConfig, hardware: Hardware, shape: ModelShape | 
             is_eager=config.model.attn_implementation == "eager",
             attention_dropout=shape.attention_dropout,
         )
-    # gradients that overflow cost skipped steps; activations that do make the loss NaN, whatever the scale
+    # gradients that overflow cost skipped steps; activations that do make the loss NaN, whatever
+    # the scale
     forward_overflow = None if overflow is None or overflow.in_backward else overflow
     compute, reason = _choose_compute_dtype(config, hardware, forward_overflow)
     if compute == "float16" and overflow is not None:
-        reason += f"; {overflow.description}, so steps are skipped until loss scaling has found its scale"
+        reason += (
+            f"; {overflow.description}, so steps are skipped until loss scaling has found its scale"
+        )
     load: DtypeName = compute if config.model.dtype == "auto" else config.model.dtype
     if compute == "float32" and load == "float16" and forward_overflow is not None:
         # without autocast nothing casts what layers pass on, so activations stay in fp16
         raise ConfigError(
-            f"model.dtype: float16, whose range ends at {FP16_MAX:,}: {forward_overflow.description}; use "
-            "model.dtype=auto"
+            f"model.dtype: float16, whose range ends at {FP16_MAX:,}:"
+            f" {forward_overflow.description}; use model.dtype=auto"
         )
     if compute == "float16" and config.tuning.mode == "full" and config.model.dtype == "auto":
         load = "float32"  # loss scaling cannot unscale gradients that are themselves fp16
@@ -120,7 +137,8 @@ def choose_precision(config: RunConfig, hardware: Hardware, shape: ModelShape | 
     return Precision(compute, load, reason)
 
 
-# Layouts whose optimizer steps the weights as loaded; FSDP2 and DeepSpeed step their own float32 copies.
+# Layouts whose optimizer steps the weights as loaded; FSDP2 and DeepSpeed step their own float32
+# copies.
 UNSHARDED_LAYOUTS = ("single", "ddp")
 
 
@@ -132,11 +150,15 @@ def apply_weight_updates(
     fp32_master_weights: bool = True,
     resumed_updates: WeightUpdates | None = None,
 ) -> Precision:
-    """The precision of a layout, with how updates reach bf16 weights that train in full. bf16 has 8 significant bits:
-    an update below 1/512 of a weight is lost when it is rounded to the nearest, and at usual learning rates nearly all
-    are. `fp32_master_weights`: they fit, and auto then takes them. `resumed_updates`: how the resumed run has done it,
-    which auto keeps."""
-    if config.tuning.mode != "full" or precision.load != "bfloat16" or layout not in UNSHARDED_LAYOUTS:
+    """The precision of a layout, with how updates reach bf16 weights that train in full. bf16 has 8
+    significant bits: an update below 1/512 of a weight is lost when it is rounded to the nearest,
+    and at usual learning rates nearly all are. `fp32_master_weights`: they fit, and auto then takes
+    them. `resumed_updates`: how the resumed run has done it, which auto keeps."""
+    if (
+        config.tuning.mode != "full"
+        or precision.load != "bfloat16"
+        or layout not in UNSHARDED_LAYOUTS
+    ):
         return precision
     option = config.train.weight_updates
     if option == "auto":
@@ -145,11 +167,19 @@ def apply_weight_updates(
         )
     if option == "float32":
         reason = "weights are held in fp32 (in bf16 nearly all updates would be lost)"
-        return dataclasses.replace(precision, load="float32", reason=f"{precision.reason}; {reason}")
+        return dataclasses.replace(
+            precision, load="float32", reason=f"{precision.reason}; {reason}"
+        )
     if option == "stochastic":
-        reason = "weights are held in bf16 and updates rounded stochastically, so small ones survive on average"
+        reason = (
+            "weights are held in bf16 and updates rounded stochastically, so small ones survive on"
+            " average"
+        )
     else:
-        reason = "train.weight_updates=bfloat16: updates are rounded to bf16, and most are lost at usual learning rates"
+        reason = (
+            "train.weight_updates=bfloat16: updates are rounded to bf16, and most are lost at usual"
+            " learning rates"
+        )
     return dataclasses.replace(precision, reason=f"{precision.reason}; {reason}", updates=option)
 
 
@@ -159,7 +189,10 @@ def _choose_compute_dtype(
     train = config.train
     if not hardware.gpus:
         if train.bf16 is True:
-            return "bfloat16", "bf16 on a CPU because train.bf16 is true (fp32 is often faster there)"
+            return (
+                "bfloat16",
+                "bf16 on a CPU because train.bf16 is true (fp32 is often faster there)",
+            )
         if train.fp16:
             return "float32", "fp32 instead of fp16: a CPU does not train in fp16"
         return "float32", "fp32: the fastest and most exact on a CPU"
@@ -167,23 +200,29 @@ def _choose_compute_dtype(
     if train.fp16 and overflow is not None:
         sdpa_hint = "use model.attn_implementation=sdpa, " if overflow.only_with == "eager" else ""
         raise ConfigError(
-            f"train.fp16: true, whose range ends at {FP16_MAX:,}: {overflow.description}, and the loss would be NaN; "
-            f"{sdpa_hint}"
-            "compute in bf16 where the GPU has it (train.fp16=false train.bf16=true), else in fp32 (train.fp16=false "
-            "train.bf16=false), or take another model"
+            f"train.fp16: true, whose range ends at {FP16_MAX:,}: {overflow.description}, and the"
+            f" loss would be NaN; {sdpa_hint}compute in bf16 where the GPU has it (train.fp16=false"
+            " train.bf16=true), else in fp32 (train.fp16=false train.bf16=false), or take another"
+            " model"
         )
     if train.fp16:
         return "float16", "fp16 because train.fp16 is true"
     if train.bf16 is False:
         return "float32", "fp32 because train.bf16 is false and train.fp16 is false"
     if gpus_without_bf16 and overflow is not None:
-        return "float32", (
-            f"fp32: {gpus_without_bf16[0]} has no bf16 units, and fp16's range ends at {FP16_MAX:,}: "
-            f"{overflow.description}"
+        return (
+            "float32",
+            (
+                f"fp32: {gpus_without_bf16[0]} has no bf16 units, and fp16's range ends at"
+                f" {FP16_MAX:,}: {overflow.description}"
+            ),
         )
     if gpus_without_bf16:
         return "float16", f"fp16 instead of bf16: {gpus_without_bf16[0]} has no bf16 units"
-    return "bfloat16", "bf16: the GPU has it" if train.bf16 == "auto" else "bf16 because train.bf16 is true"
+    return (
+        "bfloat16",
+        "bf16: the GPU has it" if train.bf16 == "auto" else "bf16 because train.bf16 is true",
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,7 +231,8 @@ def _choose_compute_dtype(
 
 SyncInterval = Literal["step", "micro_batch"] | int
 
-# Layouts in which DeepSpeed partitions the gradients of every micro-batch at once, so that reducing cannot wait.
+# Layouts in which DeepSpeed partitions the gradients of every micro-batch at once, so that reducing
+# cannot wait.
 GRADIENT_SHARDING_LAYOUTS = ("zero2", "zero3", "zero2_offload", "zero3_offload")
 
 
@@ -235,9 +275,15 @@ def gradient_sync(config: RunConfig, precision: Precision, layout: str) -> Gradi
         "micro_batch" if _is_fsdp(layout) or layout in GRADIENT_SHARDING_LAYOUTS else "step"
     )
     return GradientSync(
-        interval=default_interval if requested_interval is None or layout == "single" else requested_interval,
+        interval=(
+            default_interval
+            if requested_interval is None or layout == "single"
+            else requested_interval
+        ),
         computed_dtype=computed_dtype,
-        reduced_dtype=computed_dtype if mixed.reduce == "auto" or layout == "single" else mixed.reduce,
+        reduced_dtype=(
+            computed_dtype if mixed.reduce == "auto" or layout == "single" else mixed.reduce
+        ),
         gathered_dtype=gathered_dtype,
         buffer_dtype=mixed.buffer if mixed.buffer != "auto" and _is_zero(layout) else None,
     )
@@ -248,9 +294,11 @@ def adapter_dtype(config: RunConfig, precision: Precision) -> DtypeName:
     return "bfloat16" if config.tuning.lora.dtype == precision.compute == "bfloat16" else "float32"
 
 
-def _gradient_dtype(config: RunConfig, precision: Precision, layout: str, gathered_dtype: DtypeName) -> DtypeName:
-    """FSDP2's gradients have the dtype that it gathers in, DeepSpeed's the compute dtype, to which it casts the model;
-    otherwise a gradient has its parameter's dtype."""
+def _gradient_dtype(
+    config: RunConfig, precision: Precision, layout: str, gathered_dtype: DtypeName
+) -> DtypeName:
+    """FSDP2's gradients have the dtype that it gathers in, DeepSpeed's the compute dtype, to which
+    it casts the model; otherwise a gradient has its parameter's dtype."""
     if _is_fsdp(layout):  # MixedPrecisionPolicy(param_dtype=...)
         return gathered_dtype
     if _is_zero(layout):
@@ -267,8 +315,8 @@ def _is_zero(layout: str) -> bool:
 
 
 def _requested_interval(config: RunConfig) -> SyncInterval | None:
-    """What the run asks for; None where nothing is, or a step has one micro-batch. As many micro-batches as a step has,
-    or more, are a step."""
+    """What the run asks for; None where nothing is, or a step has one micro-batch. As many
+    micro-batches as a step has, or more, are a step."""
     interval, grad_accum = config.distributed.sync_gradients_every, config.train.grad_accum
     if interval == "auto" or grad_accum == 1:
         return None
@@ -279,14 +327,20 @@ def _requested_interval(config: RunConfig) -> SyncInterval | None:
     return interval if grad_accum == "auto" or interval < grad_accum else "step"
 
 
-def gradient_sync_obstacle(config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool = True) -> str | None:
-    """The run's settings that a layout does not support, and what to write instead; None where it supports all."""
+def gradient_sync_obstacle(
+    config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool = True
+) -> str | None:
+    """The run's settings that a layout does not support, and what to write instead; None where it
+    supports all."""
     interval = _requested_interval(config)
     if layout == "single":
         return None  # nothing is sent; the same file must stay usable on more GPUs
     key, problems = f"distributed.sync_gradients_every={interval}", []
     if interval not in (None, "micro_batch") and layout in GRADIENT_SHARDING_LAYOUTS:
-        problems.append(f"{key}: ZeRO-2 and -3 shard gradients after each micro-batch; auto, or ddp, fsdp, zero1")
+        problems.append(
+            f"{key}: ZeRO-2 and -3 shard gradients after each micro-batch; auto, or ddp, fsdp,"
+            " zero1"
+        )
     if interval not in (None, "step") and layout == "zero1":
         alternatives = "zero2" if interval == "micro_batch" else "ddp, fsdp"
         problems.append(f"{key}: ZeRO-1 reduces gradients once per step; auto, or {alternatives}")
@@ -294,7 +348,9 @@ def gradient_sync_obstacle(config: RunConfig, precision: Precision, layout: str,
     return "; ".join(problems) or None
 
 
-def _dtype_obstacles(config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool) -> Iterator[str]:
+def _dtype_obstacles(
+    config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool
+) -> Iterator[str]:
     mixed, compute = config.distributed.mixed_precision, precision.compute
     param_setting, reduce_setting, buffer_setting = (
         f"distributed.mixed_precision.{name}={value}" for name, value in mixed
@@ -302,22 +358,30 @@ def _dtype_obstacles(config: RunConfig, precision: Precision, layout: str, *, on
     if mixed.param not in ("auto", compute) and not (_is_fsdp(layout) and mixed.param == "float32"):
         yield (
             f"{param_setting}: the run computes in {compute}, "
-            f"and only FSDP2 gathers weights in another dtype, fp32; auto"
+            "and only FSDP2 gathers weights in another dtype, fp32; auto"
         )
     elif mixed.param not in ("auto", compute) and config.tuning.mode == "qlora":
-        yield f"{param_setting}: packed NF4 weights are sent as {compute} and use all its bits; auto"
+        yield (
+            f"{param_setting}: packed NF4 weights are sent as {compute} and use all its bits; auto"
+        )
     if mixed.reduce != "auto" and not (_is_fsdp(layout) or _is_zero(layout)):
         gradient_dtype = _gradient_dtype(config, precision, layout, compute)
-        narrows = DTYPE_BYTES[mixed.reduce] < DTYPE_BYTES[gradient_dtype] or mixed.reduce == gradient_dtype
+        narrows = (
+            DTYPE_BYTES[mixed.reduce] < DTYPE_BYTES[gradient_dtype]
+            or mixed.reduce == gradient_dtype
+        )
         if layout != "ddp" or not narrows:
             yield (
-                f"{reduce_setting}: gradients are {gradient_dtype}, and only DDP's hooks narrow them; auto, "
-                f"or fsdp, zero2"
+                f"{reduce_setting}: gradients are {gradient_dtype}, and only DDP's hooks narrow"
+                " them; auto, or fsdp, zero2"
             )
         elif mixed.reduce == "bfloat16" != gradient_dtype and not on_gpu:
             yield f"{reduce_setting}: torch's hook for it needs GPUs; auto, float16, or fsdp, zero2"
     if mixed.buffer != "auto" and (not _is_zero(layout) or compute == "float32"):
-        yield f"{buffer_setting}: only DeepSpeed casts the model's buffers, in 16-bit runs; auto, or zero2, zero3"
+        yield (
+            f"{buffer_setting}: only DeepSpeed casts the model's buffers, in 16-bit runs; auto, or"
+            " zero2, zero3"
+        )
 
 
 def ineffective_distributed_options(config: RunConfig, layout: str) -> list[str]:
@@ -332,6 +396,8 @@ def ineffective_distributed_options(config: RunConfig, layout: str) -> list[str]
         settings |= {f"mixed_precision.{part}": value for part, value in options.mixed_precision}
         settings |= {"profile_communication": options.profile_communication}
         circumstance = "on one process, which sends nothing"
-    set_options = {name: str(value).lower() for name, value in settings.items() if value not in ("auto", False)}
+    set_options = {
+        name: str(value).lower() for name, value in settings.items() if value not in ("auto", False)
+    }
     options_text = ", ".join(f"distributed.{name}={value}" for name, value in set_options.items())
     return [f"{options_text}: no effect {circumstance}"] * bool(options_text)

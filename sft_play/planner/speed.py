@@ -1,5 +1,5 @@
-"""Predicted speed of a step: a roofline from the catalogue's rates, the communication, the code that
-runs, and how far the prediction may be off (`find_speed_error`).
+"""Predicted speed of a step: a roofline from the catalogue's rates, the communication, the code
+that runs, and how far the prediction may be off (`find_speed_error`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from sft_play.text import MIB
 # included.
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
-# How often a rank sends its (W-1)/W of a whole message (ring algorithms, https://arxiv.org/abs/1910.02054 section 7):
-# an all-reduce is a reduce-scatter and an all-gather.
+# How often a rank sends its (W-1)/W of a whole message (ring algorithms,
+# https://arxiv.org/abs/1910.02054 section 7): an all-reduce is a reduce-scatter and an all-gather.
 SENT_SHARES: dict[str, float] = {
     "all_reduce": 2.0,
     "reduce": 1.0,
@@ -50,8 +50,8 @@ ZERO_REUSE_PARAMS = 1_000_000_000
 
 @dataclass(frozen=True)
 class Collective:
-    """The collectives of one kind over one group of `ranks`: `message_bytes` of full messages (what all ranks have
-    together before, or after), in `calls` calls."""
+    """The collectives of one kind over one group of `ranks`: `message_bytes` of full messages (what
+    all ranks have together before, or after), in `calls` calls."""
 
     kind: CollectiveKind
     message_bytes: float
@@ -73,8 +73,8 @@ def sent_bytes(kind: str, message_bytes: float, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of a step: in each micro-batch, additionally where gradients are reduced (`reductions_per_step`
-    of so many micro-batches), and after the optimizer's update."""
+    """The collectives of a step: in each micro-batch, additionally where gradients are reduced
+    (`reductions_per_step` of so many micro-batches), and after the optimizer's update."""
 
     per_micro_batch: tuple[Collective, ...] = ()
     per_reduction: tuple[Collective, ...] = ()
@@ -84,36 +84,46 @@ class Traffic:
     def step_collectives(self, grad_accum: int) -> Iterator[tuple[Collective, int]]:
         """Each collective with how often it runs in a step."""
         yield from ((collective, grad_accum) for collective in self.per_micro_batch)
-        yield from ((collective, self.reductions_per_step(grad_accum)) for collective in self.per_reduction)
+        yield from (
+            (collective, self.reductions_per_step(grad_accum)) for collective in self.per_reduction
+        )
         yield from ((collective, 1) for collective in self.after_update)
 
     def sent_bytes(self, grad_accum: int) -> float:
         """Bytes that one rank sends in a step."""
-        return sum(collective.sent_bytes * times for collective, times in self.step_collectives(grad_accum))
+        return sum(
+            collective.sent_bytes * times for collective, times in self.step_collectives(grad_accum)
+        )
 
     def bytes_by_kind(self, grad_accum: int) -> dict[str, int]:
         """Bytes of the full messages of a step, by kind."""
         totals: dict[str, float] = {}
         for collective, times in self.step_collectives(grad_accum):
-            totals[collective.kind] = totals.get(collective.kind, 0.0) + collective.message_bytes * times
+            totals[collective.kind] = (
+                totals.get(collective.kind, 0.0) + collective.message_bytes * times
+            )
         return {kind: int(size) for kind, size in totals.items() if size}
 
 
 def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> Traffic:
-    """The communication of data-parallel ranks, and among those that share rows. DDP and ZeRO-1 reduce gradients once
-    per step, unless the run says otherwise, and ZeRO-2 in each micro-batch: both stages with all-reduces of full
-    buckets (`use_multi_rank_bucket_allreduce`), of which a rank keeps its shard, and an all-gather of the updated
-    weights. FSDP2 gathers every unit for the forward and for the backward pass, the last one once; ZeRO-3 keeps what it
-    needs again soon."""
+    """The communication of data-parallel ranks, and among those that share rows. DDP and ZeRO-1
+    reduce gradients once per step, unless the run says otherwise, and ZeRO-2 in each micro-batch:
+    both stages with all-reduces of full buckets (`use_multi_rank_bucket_allreduce`), of which a
+    rank keeps its shard, and an all-gather of the updated weights. FSDP2 gathers every unit for the
+    forward and for the backward pass, the last one once; ZeRO-3 keeps what it needs again soon."""
     layout, sync = step.layout, gradient_sync(config, precision, step.layout.name)
     # neighbours are of one tensor-parallel group
     ranks, neighbour_ranks = layout.gradient_ranks, layout.tensor_parallel
     if ranks == 1:
         return Traffic()
-    trained_params = trained_parameters(config, shape, ElementBytes()).params / layout.tensor_parallel
+    trained_params = (
+        trained_parameters(config, shape, ElementBytes()).params / layout.tensor_parallel
+    )
     gradient_bytes = trained_params * DTYPE_BYTES[sync.reduced_dtype]
     if not layout.shards_params:
-        reduction = Collective("all_reduce", gradient_bytes, ranks, math.ceil(gradient_bytes / DDP_BUCKET_BYTES))
+        reduction = Collective(
+            "all_reduce", gradient_bytes, ranks, math.ceil(gradient_bytes / DDP_BUCKET_BYTES)
+        )
         gathers: tuple[Collective, ...] = ()
         if layout.is_zero:
             updated_bytes = trained_params * DTYPE_BYTES[precision.compute]
@@ -122,17 +132,22 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
         return Traffic((), (reduction,), gathers, sync.reductions_per_step)
     calls = shape.num_layers + 1  # a unit per block, and the tail
     if layout.is_fsdp:
-        # all units twice: the first block's backward pass prefetches the embedding, trained or not. Only the tail (last
-        # norm and head, with the embedding where it is tied) stays gathered from the forward to the backward pass
+        # all units twice: the first block's backward pass prefetches the embedding, trained or not.
+        # Only the tail (last norm and head, with the embedding where it is tied) stays gathered
+        # from the forward to the backward pass
         gathered_itemsize = DTYPE_BYTES[sync.gathered_dtype]
         gathered_bytes = (
-            2 * _weight_bytes(config, shape, gathered_itemsize) - gathered_itemsize * shape.embedding_table_params
+            2 * _weight_bytes(config, shape, gathered_itemsize)
+            - gathered_itemsize * shape.embedding_table_params
         )
     else:
-        # all weights, and again for the backward pass those behind which more than ZERO_REUSE_PARAMS lie until then; a
-        # checkpointed block larger than half of that releases its first layers before its backward pass. For packed
-        # weights DeepSpeed counts bytes
-        layers, packed_params = shape.num_layers, shape.linear_params * (config.tuning.mode == "qlora")
+        # all weights, and again for the backward pass those behind which more than
+        # ZERO_REUSE_PARAMS lie until then; a checkpointed block larger than half of that releases
+        # its first layers before its backward pass. For packed weights DeepSpeed counts bytes
+        layers, packed_params = (
+            shape.num_layers,
+            shape.linear_params * (config.tuning.mode == "qlora"),
+        )
         recomputed_share = step.recomputed_layers(layers) / layers
         counted_params = shape.params - 0.5 * packed_params
         kept_share = min(1.0, ZERO_REUSE_PARAMS / (2 + recomputed_share) / counted_params)
@@ -141,16 +156,22 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
         gathered_bytes = _weight_bytes(config, shape, DTYPE_BYTES[precision.compute])
         gathered_bytes *= 2 - kept_share + recomputed_share * regathered_share
     span, parts = layout.shard * neighbour_ranks, ranks // layout.shard
-    weights = Collective("all_gather", gathered_bytes / layout.tensor_parallel, layout.shard, 2 * calls, span)
+    weights = Collective(
+        "all_gather", gathered_bytes / layout.tensor_parallel, layout.shard, 2 * calls, span
+    )
     reductions = [Collective("reduce_scatter", gradient_bytes, layout.shard, calls, span)]
     if parts > 1:  # HSDP: each part is reduced once more, over the groups that hold a copy of it
         reductions.append(
-            Collective("all_reduce", gradient_bytes / layout.shard, parts, calls, ranks * neighbour_ranks)
+            Collective(
+                "all_reduce", gradient_bytes / layout.shard, parts, calls, ranks * neighbour_ranks
+            )
         )
     return Traffic((weights,), tuple(reductions), (), sync.reductions_per_step)
 
 
-def _weight_bytes(config: RunConfig, shape: ModelShape, itemsize: int, *, with_adapters: bool = True) -> float:
+def _weight_bytes(
+    config: RunConfig, shape: ModelShape, itemsize: int, *, with_adapters: bool = True
+) -> float:
     # as they are sent: 4-bit ones packed
     weight_bytes = float(shape.params * itemsize)
     if config.tuning.mode == "qlora":
@@ -177,18 +198,22 @@ def _weight_bytes(config: RunConfig, shape: ModelShape, itemsize: int, *, with_a
 # PyTorch's derivatives.yaml and liger-kernel's own kernels. Half precision is cast to fp32 in a
 # norm, and back. Against published pairs of runs: benchmarks/LOG.md.
 
-# Share of the bytes of norms, activations, rotations and adapters that a compiled block still moves: each group of
-# elementwise operations reads its inputs and writes its result, without what lies between. By the same counts as the
-# plain code's, of widths h and f: two norms with their sums 8h of 14h, rotations 2 of 4, a gated activation 3f of 7f.
+# Share of the bytes of norms, activations, rotations and adapters that a compiled block still
+# moves: each group of elementwise operations reads its inputs and writes its result, without what
+# lies between. By the same counts as the plain code's, of widths h and f: two norms with their sums
+# 8h of 14h, rotations 2 of 4, a gated activation 3f of 7f.
 COMPILED_TRAFFIC_SHARE = 0.5
-# Share of the kernels that a compiled block still starts: of about 25 in a Llama's plain forward pass 9 are matrix
-# products and attention, and about 4 are what is fused. With both constants published runs gain 5 to 7% by the
-# roofline, and 16 to 27% as published (torchtitan and torchtune above; benchmarks/LOG.md has the ratios).
+# Share of the kernels that a compiled block still starts: of about 25 in a Llama's plain forward
+# pass 9 are matrix products and attention, and about 4 are what is fused. With both constants
+# published runs gain 5 to 7% by the roofline, and 16 to 27% as published (torchtitan and torchtune
+# above; benchmarks/LOG.md has the ratios).
 COMPILED_STARTS_SHARE = 0.5
-# Seconds of compiling one kind of block: 20 to 29 in full, 47 to 83 with adapters (8B and its loss on an A100,
-# https://github.com/meta-pytorch/torchtune/pull/1445, the slower of what was published).
+# Seconds of compiling one kind of block: 20 to 29 in full, 47 to 83 with adapters (8B and its loss
+# on an A100, https://github.com/meta-pytorch/torchtune/pull/1445, the slower of what was
+# published).
 COMPILE_S = {"full": 29.0, "lora": 83.0, "qlora": 83.0}
-# Seconds of the measurement before it, which compiles two narrow blocks: not published, as two in full.
+# Seconds of the measurement before it, which compiles two narrow blocks: not published, as two in
+# full.
 COMPILE_CHECK_S = 20.0
 
 
@@ -199,17 +224,25 @@ def check_compile_options(config: RunConfig) -> None:
     if train.kernels != "none":
         conflicts.append(f"train.kernels={train.kernels} (none: the compiler writes such kernels)")
     if train.gradient_checkpointing == "offload":
-        conflicts.append("train.gradient_checkpointing=offload (true: a compiled block moves nothing to RAM)")
+        conflicts.append(
+            "train.gradient_checkpointing=offload (true: a compiled block moves nothing to RAM)"
+        )
     if train.compile and conflicts:
         raise ConfigError(
-            f"train.compile: true does not go together with {' and '.join(conflicts)}; or train.compile=false"
+            f"train.compile: true does not go together with {' and '.join(conflicts)}; or"
+            " train.compile=false"
         )
 
 
 def estimate_compile_s(config: RunConfig, shape: ModelShape) -> float:
-    """Seconds at the start of a run in which blocks are compiled and measured; 0 where they are not."""
+    """Seconds at the start of a run in which blocks are compiled and measured; 0 where they are
+    not."""
     # blocks of one kind share their compiled code
-    return COMPILE_S[config.tuning.mode] * len(shape.layers) + COMPILE_CHECK_S if config.train.compile else 0.0
+    return (
+        COMPILE_S[config.tuning.mode] * len(shape.layers) + COMPILE_CHECK_S
+        if config.train.compile
+        else 0.0
+    )
 
 
 def compile_reasons(config: RunConfig, shape: ModelShape) -> list[str]:
@@ -217,28 +250,31 @@ def compile_reasons(config: RunConfig, shape: ModelShape) -> list[str]:
     if not config.train.compile:
         return []
     return [
-        f"train.compile: elementwise operations move {COMPILED_TRAFFIC_SHARE:.0%} of the plain code's bytes; memory is "
-        "counted as the "
-        f"plain code's, which takes more; compiling is estimated at {estimate_compile_s(config, shape):.0f} s of each "
-        "start"
+        f"train.compile: elementwise operations move {COMPILED_TRAFFIC_SHARE:.0%} of the plain"
+        " code's bytes; memory is counted as the plain code's, which takes more; compiling is"
+        f" estimated at {estimate_compile_s(config, shape):.0f} s of each start"
     ]
 
 
-# Seconds, forward and backward together, that a norm and a rotation of both queries and keys take less to start: the
-# package's own benchmark (A100, 0.2.1) where rows are so short that starting is all of it: a norm of width 1,024 0.286
-# against 0.318 ms, a rotation of width 512 0.274 against 0.516 ms (Liger-Kernel ead96b618e5c,
-# benchmark/data/all_benchmark_data.csv). A gated activation is only given with its matrix products; nothing is taken.
+# Seconds, forward and backward together, that a norm and a rotation of both queries and keys take
+# less to start: the package's own benchmark (A100, 0.2.1) where rows are so short that starting is
+# all of it: a norm of width 1,024 0.286 against 0.318 ms, a rotation of width 512 0.274 against
+# 0.516 ms (Liger-Kernel ead96b618e5c, benchmark/data/all_benchmark_data.csv). A gated activation is
+# only given with its matrix products; nothing is taken.
 NORM_START_S, ROTATION_START_S = 32e-6, 242e-6
 
-# Share of the counted traffic of norms, activations and rotations that remains at least: what the fused kernels and the
-# sums of residuals move, 0.53 of Llama-3.1-8B's. Plain code moves more than the roofline below counts; the
-# rest is in the share of the peak that matrix products reach, which was fitted to whole steps, and it stays there.
+# Share of the counted traffic of norms, activations and rotations that remains at least: what the
+# fused kernels and the sums of residuals move, 0.53 of Llama-3.1-8B's. Plain code moves more than
+# the roofline below counts; the rest is in the share of the peak that matrix products reach, which
+# was fitted to whole steps, and it stays there.
 MIN_TRAFFIC_SHARE = 0.5
 
 
-def liger_saved_bytes(shape: ModelShape, operations: ReplacedOperations, *, e: int, recomputed_share: float) -> float:
-    """Bytes that Liger's kernels save of a token's forward and backward pass through all blocks, `recomputed_share` of
-    which run forward twice."""
+def liger_saved_bytes(
+    shape: ModelShape, operations: ReplacedOperations, *, e: int, recomputed_share: float
+) -> float:
+    """Bytes that Liger's kernels save of a token's forward and backward pass through all blocks,
+    `recomputed_share` of which run forward twice."""
     forward_bytes, backward_bytes = 0.0, 0.0
     cast_bytes = 0 if e == 4 else 2 * (e + 4)
     # square, mean, product; that with the weight moves 2 e, as Liger's kernel does
@@ -251,18 +287,26 @@ def liger_saved_bytes(shape: ModelShape, operations: ReplacedOperations, *, e: i
         normed_width = shape.norms_per_layer * shape.hidden_size
         # norms of heads are replaced only where the package's function for the class does so
         normed_width += head_width * (shape.has_qk_norm and operations.replaces_head_norms)
-        rotated_width = head_width * shape.rotary_dim // max(1, shape.head_dim) * operations.replaces_rotation
+        rotated_width = (
+            head_width * shape.rotary_dim // max(1, shape.head_dim) * operations.replaces_rotation
+        )
         gated_width = kind.mlp_width * operations.replaces_gate
-        # rotation: times cos, half negated, put together, times sin, added: 10 e, and 15 e back, against 2 e
-        forward_bytes += kind.count * (normed_width * norm_forward_bytes + rotated_width * 8 * e + gated_width * 2 * e)
+        # rotation: times cos, half negated, put together, times sin, added: 10 e, and 15 e back,
+        # against 2 e
+        forward_bytes += kind.count * (
+            normed_width * norm_forward_bytes + rotated_width * 8 * e + gated_width * 2 * e
+        )
         backward_bytes += kind.count * (
             normed_width * norm_backward_bytes + rotated_width * 13 * e + gated_width * 4 * e
         )
     return forward_bytes * (1 + recomputed_share) + backward_bytes
 
 
-def liger_saved_starts_s(shape: ModelShape, operations: ReplacedOperations, *, recomputed_share: float) -> float:
-    """Seconds of kernel starts that Liger's kernels save, forward and backward; a second forward pass counts half."""
+def liger_saved_starts_s(
+    shape: ModelShape, operations: ReplacedOperations, *, recomputed_share: float
+) -> float:
+    """Seconds of kernel starts that Liger's kernels save, forward and backward; a second forward
+    pass counts half."""
     seconds = 0.0
     for kind in shape.layers:
         has_attention = kind.attention != "none"
@@ -284,60 +328,68 @@ def liger_saved_starts_s(shape: ModelShape, operations: ReplacedOperations, *, r
 # few, named, and the same for every model and GPU of a generation; `make benchmark-speed` compares
 # them with published speeds, and with how published runs scale from one GPU to several.
 
-# Share of the dense peak that large matrix products reach, by the major compute capability, so that published speeds
-# come out: fine-tuning on A100s (fms-acceleration, torchtune), fp16 on a T4 (FitCheck), 8B on H200s (torchtitan).
-# benchmarks/speed.json has the ratios.
+# Share of the dense peak that large matrix products reach, by the major compute capability, so that
+# published speeds come out: fine-tuning on A100s (fms-acceleration, torchtune), fp16 on a T4
+# (FitCheck), 8B on H200s (torchtitan). benchmarks/speed.json has the ratios.
 MATRIX_SHARE = {7: 0.32, 8: 0.79, 9: 0.62, 10: 0.60, 12: 0.76}
 OTHER_MATRIX_SHARE = 0.60
 ATTENTION_SHARE = {8: 0.65}
-# Share of that rate that attention's products reach, from runs where they are nearly all there is: rows of a million
-# tokens and more on H100s (https://github.com/huggingface/trl/pull/6846, 6845); on A100s, whose products of weights
-# come nearer to the peak, from rows of 8,192 tokens (Qwen-1.8B and 7B). benchmarks/speed.json has the ratios.
+# Share of that rate that attention's products reach, from runs where they are nearly all there is:
+# rows of a million tokens and more on H100s (https://github.com/huggingface/trl/pull/6846, 6845);
+# on A100s, whose products of weights come nearer to the peak, from rows of 8,192 tokens (Qwen-1.8B
+# and 7B). benchmarks/speed.json has the ratios.
 OTHER_ATTENTION_SHARE = 0.88
 # Fraction of the memory bandwidth that elementwise kernels reach.
 BANDWIDTH_SHARE = 0.80
-# Seconds per layer and pass in which Python and the driver start kernels: rows of 256 and 512 tokens of Qwen-1.8B on
-# an A100 take 125 ms whatever their length, 24 layers and four passes of LoRA, which has half as many kernels again.
+# Seconds per layer and pass in which Python and the driver start kernels: rows of 256 and 512
+# tokens of Qwen-1.8B on an A100 take 125 ms whatever their length, 24 layers and four passes of
+# LoRA, which has half as many kernels again.
 LAYER_OVERHEAD_S = 0.0007
-# Share of a block's starts that attention to one more chat takes where each is a call of its own: Python and the
-# dispatcher need 113 us forwards and backwards, and 848 for a block of Llama (with LoRA 99 and 1,506). On a CPU with
-# two tokens a chat, where nothing but starting takes time (torch 2.13, one thread, 2026-11-23); by number of kernels it
-# is 3 of 119. Not measured on a GPU.
+# Share of a block's starts that attention to one more chat takes where each is a call of its own:
+# Python and the dispatcher need 113 us forwards and backwards, and 848 for a block of Llama (with
+# LoRA 99 and 1,506). On a CPU with two tokens a chat, where nothing but starting takes time (torch
+# 2.13, one thread, 2026-11-23); by number of kernels it is 3 of 119. Not measured on a GPU.
 CHAT_START_SHARE = 0.13
-# Share of starting kernels that shows although the GPU is busy for longer: launches run ahead of it, but not across
-# what waits for its results. Fitted with the two above to Qwen-1.8B and 7B (LoRA, 256 to 8,192 tokens) and to
-# fms-acceleration's rows; 0 is the larger of both, 1 their sum. benchmarks/LOG.md has the errors of either.
+# Share of starting kernels that shows although the GPU is busy for longer: launches run ahead of
+# it, but not across what waits for its results. Fitted with the two above to Qwen-1.8B and 7B
+# (LoRA, 256 to 8,192 tokens) and to fms-acceleration's rows; 0 is the larger of both, 1 their sum.
+# benchmarks/LOG.md has the errors of either.
 VISIBLE_START_SHARE = 0.5
-# Seconds that an expert of a block takes more in each pass when experts run one after another than when they are one
-# grouped product: 0.22 to 0.31 ms. Forward passes of Qwen1.5-MoE-A2.7B on an A100, 24 blocks of 60 experts, 1 x 16 to
-# 4 x 128 tokens: 270 to 523 ms against 64 to 80 (https://github.com/huggingface/transformers/pull/42697). The backward
-# pass is not published, and counted like a forward pass.
+# Seconds that an expert of a block takes more in each pass when experts run one after another than
+# when they are one grouped product: 0.22 to 0.31 ms. Forward passes of Qwen1.5-MoE-A2.7B on an
+# A100, 24 blocks of 60 experts, 1 x 16 to 4 x 128 tokens: 270 to 523 ms against 64 to 80
+# (https://github.com/huggingface/transformers/pull/42697). The backward pass is not published, and
+# counted like a forward pass.
 EXPERT_OVERHEAD_S = 0.0003
-# How often a block's stacked experts are read or written for the gradient of each expert that runs by itself: its
-# gradient is put into zeros of the whole tensor, which are then added to the others' sum (autograd's select_backward).
+# How often a block's stacked experts are read or written for the gradient of each expert that runs
+# by itself: its gradient is put into zeros of the whole tensor, which are then added to the others'
+# sum (autograd's select_backward).
 EXPERT_GRADIENT_ACCESSES = 4
-# Bytes of traffic per value channel, token and pass that a gated delta rule takes more by transformers' own code than
-# by flash-linear-attention. Qwen3.5-9B in full on 8 B200, 24 such blocks with 4,096 value channels, 8 x 1,024 tokens a
-# card: 1.22 s a step against 0.70 (https://github.com/huggingface/transformers/issues/48718), so 1.3 us a token, block
-# and pass. One run; on other cards it is scaled by memory bandwidth, since the code works on fp32 chunks.
+# Bytes of traffic per value channel, token and pass that a gated delta rule takes more by
+# transformers' own code than by flash-linear-attention. Qwen3.5-9B in full on 8 B200, 24 such
+# blocks with 4,096 value channels, 8 x 1,024 tokens a card: 1.22 s a step against 0.70
+# (https://github.com/huggingface/transformers/issues/48718), so 1.3 us a token, block and pass. One
+# run; on other cards it is scaled by memory bandwidth, since the code works on fp32 chunks.
 LINEAR_ATTENTION_BYTES = 2000
 # Names of the two among a step's parts.
 EXPERTS_PART, LINEAR_ATTENTION_PART = "experts_in_turn", "linear_attention"
-# Share of the rate of NVLink and of a network that collectives reach (nccl-tests' bus bandwidth against the data
-# sheet's).
+# Share of the rate of NVLink and of a network that collectives reach (nccl-tests' bus bandwidth
+# against the data sheet's).
 LINK_SHARE = 0.75
-# The same of PCIe, where traffic between cards crosses the host, and its memory where they have no peer access: 35
-# GB/s on 4 and 28 on 8 RTX 5090 at PCIe 5 x16, 64 GB/s (https://github.com/NVIDIA/nccl/issues/1639).
+# The same of PCIe, where traffic between cards crosses the host, and its memory where they have no
+# peer access: 35 GB/s on 4 and 28 on 8 RTX 5090 at PCIe 5 x16, 64 GB/s
+# (https://github.com/NVIDIA/nccl/issues/1639).
 PCIE_SHARE = 0.50
 # Fraction of the backward pass behind which gathering and reducing can hide.
 HIDDEN_SHARE = 0.80
-# Share of a collective's time that hides at most. The first gather and the last bucket have nothing to hide behind,
-# and kernels beside a collective are slower: it takes multiprocessors and memory bandwidth. Together with WAIT_SPREAD
-# from published scaling, few GPUs against more: benchmarks/scaling.py has the addresses, benchmarks/speed.json the
-# ratios: 3% of median error over 33 points on NVLink, on PCIe, through the host's memory, and over nodes.
+# Share of a collective's time that hides at most. The first gather and the last bucket have nothing
+# to hide behind, and kernels beside a collective are slower: it takes multiprocessors and memory
+# bandwidth. Together with WAIT_SPREAD from published scaling, few GPUs against more:
+# benchmarks/scaling.py has the addresses, benchmarks/speed.json the ratios: 3% of median error over
+# 33 points on NVLink, on PCIe, through the host's memory, and over nodes.
 OVERLAP_SHARE = 0.50
-# Standard deviation of a step's duration over ranks, which all wait for the slowest. LoRA, whose gradients are small,
-# still loses 3.5% from one card to four (Exxact, Llama-3.1-8B under DDP).
+# Standard deviation of a step's duration over ranks, which all wait for the slowest. LoRA, whose
+# gradients are small, still loses 3.5% from one card to four (Exxact, Llama-3.1-8B under DDP).
 WAIT_SPREAD = 0.02
 # Seconds to start a collective, times log2 of its ranks: 42 us for 8 bytes over 8 cards
 # (https://github.com/NVIDIA/nccl/issues/1530).
@@ -356,7 +408,8 @@ CPU_CORE_RATE, CPU_BANDWIDTH = 30e9, 20e9
 
 @dataclass(frozen=True)
 class Rates:
-    """What a rank computes and moves per second; `is_known` if every rate is from the catalogue or the user."""
+    """What a rank computes and moves per second; `is_known` if every rate is from the catalogue or
+    the user."""
 
     matrix_flops_per_s: float
     memory_bytes_per_s: float
@@ -374,8 +427,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of one optimizer step and their parts; tokens are those of its rows over all ranks, without padding: of
-    the run's own rows where their lengths are known, else of rows of full length."""
+    """Seconds of one optimizer step and their parts; tokens are those of its rows over all ranks,
+    without padding: of the run's own rows where their lengths are known, else of rows of full
+    length."""
 
     step_s: float
     tokens: int
@@ -396,22 +450,30 @@ class Speed:
     def scaled(self, factor: float) -> Speed:
         """The same with every duration multiplied."""
         return dataclasses.replace(
-            self, step_s=self.step_s * factor, parts={name: seconds * factor for name, seconds in self.parts.items()}
+            self,
+            step_s=self.step_s * factor,
+            parts={name: seconds * factor for name, seconds in self.parts.items()},
         )
 
 
 def find_rates(hardware: Hardware, precision: Precision) -> Rates:
-    """The rates of the slowest GPU (or of the CPU) at the precision of the run's matrix products."""
+    """The rates of the slowest GPU (or of the CPU) at the precision of the run's matrix
+    products."""
     if not hardware.gpus:
         rate = CPU_CORE_RATE * hardware.cpu_cores
-        return Rates(rate, CPU_BANDWIDTH, NOMINAL_LINK, NOMINAL_LINK, 1, is_known=False, matrix_share=1.0)
+        return Rates(
+            rate, CPU_BANDWIDTH, NOMINAL_LINK, NOMINAL_LINK, 1, is_known=False, matrix_share=1.0
+        )
     gpus = hardware.gpus
     peak_rates = [gpu.flops(precision.compute) for gpu in gpus]
     bandwidths = [gpu.bandwidth for gpu in gpus]
     matrix_rate = min((rate for rate in peak_rates if rate), default=0.0)
     bandwidth = min((value for value in bandwidths if value), default=0.0)
     majors = {gpu.capability[0] for gpu in gpus if gpu.capability}
-    matrix_share = min((MATRIX_SHARE.get(major, OTHER_MATRIX_SHARE) for major in majors), default=OTHER_MATRIX_SHARE)
+    matrix_share = min(
+        (MATRIX_SHARE.get(major, OTHER_MATRIX_SHARE) for major in majors),
+        default=OTHER_MATRIX_SHARE,
+    )
     attention_shares = (ATTENTION_SHARE.get(major, OTHER_ATTENTION_SHARE) for major in majors)
     # GPUs whose known link is no faster than the card's own slot communicate over PCIe
     link = hardware.link_bytes_per_s
@@ -439,8 +501,8 @@ def predict_speed(
     *,
     micro_steps: AverageMicroSteps | None = None,
 ) -> Speed:
-    """The predicted duration of one optimizer step of one rank; `micro_steps`: what an average step of the run's own
-    rows takes, None for rows of full length."""
+    """The predicted duration of one optimizer step of one rank; `micro_steps`: what an average step
+    of the run's own rows takes, None for rows of full length."""
     roofline = _Roofline(config, shape, precision, step, rates)
     return roofline.predict(micro_steps or roofline.full_rows)
 
@@ -448,13 +510,18 @@ def predict_speed(
 def micro_step_overhead_tokens(
     config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates
 ) -> int:
-    """What one more micro step over the same tokens costs, in tokens: starting kernels, reading and dequantising
-    weights."""
-    # one over half the tokens takes more than half the time: what two of them take beyond one is what it costs
+    """What one more micro step over the same tokens costs, in tokens: starting kernels, reading and
+    dequantising weights."""
+    # one over half the tokens takes more than half the time: what two of them take beyond one is
+    # what it costs
     roofline = _Roofline(config, shape, precision, step, rates)
     full_rows = roofline.full_rows
-    half_rows = dataclasses.replace(full_rows, padded_tokens=full_rows.padded_tokens / 2, rows=full_rows.rows / 2)
-    whole_s, half_s = (sum(roofline.micro_step_seconds(rows).values()) for rows in (full_rows, half_rows))
+    half_rows = dataclasses.replace(
+        full_rows, padded_tokens=full_rows.padded_tokens / 2, rows=full_rows.rows / 2
+    )
+    whole_s, half_s = (
+        sum(roofline.micro_step_seconds(rows).values()) for rows in (full_rows, half_rows)
+    )
     overhead_s = max(0.0, 2 * half_s - whole_s)
     return round(overhead_s / max(1e-12, whole_s - overhead_s) * full_rows.padded_tokens)
 
@@ -498,15 +565,20 @@ class _Roofline:
         slow_code = self._slow_code_seconds(micro_steps.padded_tokens)
         micro_s = sum(seconds_by_part.values()) + sum(slow_code.values())
         is_full = self.config.tuning.mode == "full"
-        params = self.shape.params if is_full else adapter_params(self.shape, self.config.tuning.lora)
+        params = (
+            self.shape.params if is_full else adapter_params(self.shape, self.config.tuning.lora)
+        )
         stepped_params = params / (layout.shard if layout.shards_states else 1)
         stepped_params /= layout.tensor_parallel
         optimizer_s = host_s = 0.0
         if layout.offloads_states:
-            # seven accesses in fp32 on the host; 16-bit gradients go there, and 16-bit weights come back
+            # seven accesses in fp32 on the host; 16-bit gradients go there, and 16-bit weights come
+            # back
             host_s = 28.0 * stepped_params / HOST_BANDWIDTH + 4.0 * stepped_params / NOMINAL_LINK
         else:
-            steps_loaded_weights = is_full and not layout.shards_states and self.precision.updates != "stochastic"
+            steps_loaded_weights = (
+                is_full and not layout.shards_states and self.precision.updates != "stochastic"
+            )
             itemsize = DTYPE_BYTES[self.precision.load] if steps_loaded_weights else 4
             # AdamW reads weight, gradient and two states, and writes all but the gradient
             optimizer_s = self._memory_seconds(7.0 * itemsize * stepped_params)
@@ -529,15 +601,30 @@ class _Roofline:
             "waiting": micro_s * count * straggler_wait_share(layout.ranks),
         }
         ranks = layout.data_parallel * layout.context_parallel
-        token_share = micro_steps.tokens / (count * micro_steps.padded_tokens * ranks)  # what is not padding
+        token_share = micro_steps.tokens / (
+            count * micro_steps.padded_tokens * ranks
+        )  # what is not padding
         model_flops = (
-            sum(self._micro_step_flops(micro_steps, 0.0).values()) * token_share * count / layout.tensor_parallel
+            sum(self._micro_step_flops(micro_steps, 0.0).values())
+            * token_share
+            * count
+            / layout.tensor_parallel
         )
-        bytes_by_kind = step_traffic(self.config, self.shape, self.precision, step).bytes_by_kind(max(1, round(count)))
-        return Speed(sum(parts.values()), round(micro_steps.tokens), parts, moved_bytes, bytes_by_kind, model_flops)
+        bytes_by_kind = step_traffic(self.config, self.shape, self.precision, step).bytes_by_kind(
+            max(1, round(count))
+        )
+        return Speed(
+            sum(parts.values()),
+            round(micro_steps.tokens),
+            parts,
+            moved_bytes,
+            bytes_by_kind,
+            model_flops,
+        )
 
     def micro_step_seconds(self, micro_steps: AverageMicroSteps) -> dict[str, float]:
-        """Seconds of one micro step: matrix products, moving memory, dequantising weights, starting kernels."""
+        """Seconds of one micro step: matrix products, moving memory, dequantising weights, starting
+        kernels."""
         config, shape, step, rates = self.config, self.shape, self.step, self.rates
         recomputed_share = self.recomputed_share
         mode, tensor_parallel = config.tuning.mode, step.layout.tensor_parallel
@@ -546,7 +633,9 @@ class _Roofline:
         matrix_s = matrix_flops / tensor_parallel / (rates.matrix_flops_per_s * rates.matrix_share)
         # each forward or backward pass reads them once, whatever the number of tokens
         weight_bytes = 2 * active_params(shape) / tensor_parallel
-        pass_count = 2.0 + recomputed_share  # forward, backward, and what checkpointing computes again
+        pass_count = (
+            2.0 + recomputed_share
+        )  # forward, backward, and what checkpointing computes again
         liger_operations = plan_kernels(
             config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=rates.missing_packages
         ).speed
@@ -555,48 +644,78 @@ class _Roofline:
             saved_bytes = liger_saved_bytes(
                 shape, liger_operations, e=self._compute_itemsize, recomputed_share=recomputed_share
             ) / (pass_count * shape.num_layers)
-        # norms, activations, rotations and adapters, in one pass over all layers: each intermediate is written once and
-        # read about twice: two norms with their residual sums, the rotation of queries and keys, a gated activation
+        # norms, activations, rotations and adapters, in one pass over all layers: each intermediate
+        # is written once and read about twice: two norms with their residual sums, the rotation of
+        # queries and keys, a gated activation
         e, lora = self._compute_itemsize, config.tuning.lora
         width = shape.intermediate_size * max(1, shape.rows_per_token)
-        per_token: float = 14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
+        per_token: float = (
+            14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
+        )
         # fused kernels move less, in each layer
         per_token = max(MIN_TRAFFIC_SHARE * per_token, per_token - saved_bytes)
         if mode != "full":
             inputs = sum(linear.inputs + linear.outputs for linear in shape.commonest_kind.linears)
             shares_cast = not (step.casts_inputs or lora.use_dora or lora.dropout or e == 4)
-            # twice as much where PEFT casts the input of each adapter to fp32 (training/model/adapters.py)
+            # twice as much where PEFT casts the input of each adapter to fp32
+            # (training/model/adapters.py)
             per_token += inputs * (8 if mode == "lora" and not shares_cast else 4)
-        elementwise_bytes = per_token * micro_steps.padded_tokens * shape.num_layers * pass_count / tensor_parallel
+        elementwise_bytes = (
+            per_token * micro_steps.padded_tokens * shape.num_layers * pass_count / tensor_parallel
+        )
         moving_s = self._memory_seconds(
-            elementwise_bytes * (COMPILED_TRAFFIC_SHARE if config.train.compile else 1.0) + weight_bytes * pass_count
+            elementwise_bytes * (COMPILED_TRAFFIC_SHARE if config.train.compile else 1.0)
+            + weight_bytes * pass_count
         )
         # half a byte read and two written per weight
-        dequantise_s = self._memory_seconds(2.5 * active_params(shape) * pass_count) if mode == "qlora" else 0.0
+        dequantise_s = (
+            self._memory_seconds(2.5 * active_params(shape) * pass_count)
+            if mode == "qlora"
+            else 0.0
+        )
         layer_start_share = 1.0 if mode == "full" else 1.5
         layer_start_share *= COMPILED_STARTS_SHARE if config.train.compile else 1.0
         layer_start_share += CHAT_START_SHARE * micro_steps.rows * step.one_by_one
         starting_s = LAYER_OVERHEAD_S * shape.num_layers * (pass_count + 1) * layer_start_share
         if liger_operations is not None:
             starting_s = max(
-                0.0, starting_s - liger_saved_starts_s(shape, liger_operations, recomputed_share=recomputed_share)
+                0.0,
+                starting_s
+                - liger_saved_starts_s(shape, liger_operations, recomputed_share=recomputed_share),
             )
         busy_s = matrix_s + moving_s + dequantise_s
-        # launches run ahead of a busy GPU, so a micro step takes the longer of the two, and some of the shorter
-        visible_starts_s = max(0.0, starting_s - busy_s) + VISIBLE_START_SHARE * min(starting_s, busy_s)
-        return {"matrix": matrix_s, "memory": moving_s, "dequantise": dequantise_s, "kernel_starts": visible_starts_s}
+        # launches run ahead of a busy GPU, so a micro step takes the longer of the two, and some of
+        # the shorter
+        visible_starts_s = max(0.0, starting_s - busy_s) + VISIBLE_START_SHARE * min(
+            starting_s, busy_s
+        )
+        return {
+            "matrix": matrix_s,
+            "memory": moving_s,
+            "dequantise": dequantise_s,
+            "kernel_starts": visible_starts_s,
+        }
 
     def _slow_code_seconds(self, padded_tokens: float) -> dict[str, float]:
-        """Seconds of a micro step that faster code would save; a CPU runs linear attention in one way only."""
+        """Seconds of a micro step that faster code would save; a CPU runs linear attention in one
+        way only."""
         shape, pass_count, seconds = self.shape, 2.0 + self.recomputed_share, {}
         experts = plan_experts(self.config, shape, self.precision)
         if experts is not None and experts.name == "eager" and not shape.uses_custom_experts:
-            start_s = sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_OVERHEAD_S * pass_count
-            expert_params = sum(kind.count * kind.num_experts * kind.expert_params for kind in shape.layers)
+            start_s = (
+                sum(kind.count * kind.num_experts for kind in shape.layers)
+                * EXPERT_OVERHEAD_S
+                * pass_count
+            )
+            expert_params = sum(
+                kind.count * kind.num_experts * kind.expert_params for kind in shape.layers
+            )
             gradient_s = self._memory_seconds(
                 EXPERT_GRADIENT_ACCESSES * DTYPE_BYTES[self.precision.load] * expert_params
             )
-            seconds[EXPERTS_PART] = start_s + (gradient_s if self.config.tuning.mode == "full" else 0.0)
+            seconds[EXPERTS_PART] = start_s + (
+                gradient_s if self.config.tuning.mode == "full" else 0.0
+            )
         lacks_linear_attention = (
             LINEAR_ATTENTION_PACKAGE in self.rates.missing_packages
             and LINEAR_ATTENTION_PACKAGE in shape.kernel_packages
@@ -608,41 +727,80 @@ class _Roofline:
             )
         return seconds
 
-    def _micro_step_flops(self, micro_steps: AverageMicroSteps, recomputed_share: float) -> dict[str, float]:
-        """Operations of one micro-step: matrix products of the blocks, attention, head. A
-        product of T x k by k x n is 2Tkn; the gradient of its input costs the same, that of its weight the same again
-        and only where the weight trains. Attention costs 4q per token and seen key forward (two products) and 2.5 times
-        as much backward (FlashAttention-2, https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice."""
-        shape, padded_tokens, is_full = self.shape, micro_steps.padded_tokens, self.config.tuning.mode == "full"
+    def _micro_step_flops(
+        self, micro_steps: AverageMicroSteps, recomputed_share: float
+    ) -> dict[str, float]:
+        """Operations of one micro-step: matrix products of the blocks, attention, head. A product
+        of T x k by k x n is 2Tkn; the gradient of its input costs the same, that of its weight the
+        same again and only where the weight trains. Attention costs 4q per token and seen key
+        forward (two products) and 2.5 times as much backward (FlashAttention-2,
+        https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice.
+        """
+        shape, padded_tokens, is_full = (
+            self.shape,
+            micro_steps.padded_tokens,
+            self.config.tuning.mode == "full",
+        )
         weight_gradient_share = 1.0 if is_full else 0.0
         adapter_flops = 0.0 if is_full else 2.0 * adapter_params(shape, self.config.tuning.lora)
-        # keys that a query of a row sees on average, summed over the layers; eager attention computes all of them
+        # keys that a query of a row sees on average, summed over the layers; eager attention
+        # computes all of them
         length, attended_keys = micro_steps.row_length, 0.0
         for kind in shape.layers:
             has_window = kind.attention in ("sliding", "chunked")
             window = min(length, shape.window or length) if has_window else length
-            # causal: position i sees min(i, window) keys; the mean over a row, from the triangle and the band below it
-            seen_keys = length if self.step.attention == "eager" else window - window * window / (2 * length)
+            # causal: position i sees min(i, window) keys; the mean over a row, from the triangle
+            # and the band below it
+            seen_keys = (
+                length
+                if self.step.attention == "eager"
+                else window - window * window / (2 * length)
+            )
             attended_keys += 0.0 if kind.attention == "none" else kind.count * seen_keys
         return {
-            "blocks": 2.0 * active_params(shape) * padded_tokens * (2.0 + recomputed_share + weight_gradient_share),
+            "blocks": (
+                2.0
+                * active_params(shape)
+                * padded_tokens
+                * (2.0 + recomputed_share + weight_gradient_share)
+            ),
             "adapters": adapter_flops * padded_tokens * (3.0 + recomputed_share),
-            "attention": 4.0 * attended_keys * shape.q_width * padded_tokens * (3.5 + recomputed_share),
-            "head": 2.0 * shape.vocab_size * shape.hidden_size * padded_tokens * (3.0 + weight_gradient_share),
+            "attention": (
+                4.0 * attended_keys * shape.q_width * padded_tokens * (3.5 + recomputed_share)
+            ),
+            "head": (
+                2.0
+                * shape.vocab_size
+                * shape.hidden_size
+                * padded_tokens
+                * (3.0 + weight_gradient_share)
+            ),
         }
 
-    def _communication_cost(self, micro_s: float, micro_steps: AverageMicroSteps) -> tuple[int, float]:
-        """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a collective hides behind the
-        backward pass of its micro-batch, those after the optimizer's update hide behind nothing."""
-        shape, rates, layout, grad_accum = self.shape, self.rates, self.step.layout, max(1, round(micro_steps.count))
-        hidden_s = HIDDEN_SHARE * micro_s * 2 / 3  # the backward pass takes two thirds of a micro-step
+    def _communication_cost(
+        self, micro_s: float, micro_steps: AverageMicroSteps
+    ) -> tuple[int, float]:
+        """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a
+        collective hides behind the backward pass of its micro-batch, those after the optimizer's
+        update hide behind nothing."""
+        shape, rates, layout, grad_accum = (
+            self.shape,
+            self.rates,
+            self.step.layout,
+            max(1, round(micro_steps.count)),
+        )
+        hidden_s = (
+            HIDDEN_SHARE * micro_s * 2 / 3
+        )  # the backward pass takes two thirds of a micro-step
         traffic = step_traffic(self.config, shape, self.precision, self.step)
         moved_bytes, exposed_s = traffic.sent_bytes(grad_accum), 0.0
         if layout.gradient_ranks > 1:
-            micro_batch_s, reduction_s, update_s = (sum(_collective_seconds(collective, rates) for collective in part)
-                                    for part in (traffic.per_micro_batch, traffic.per_reduction,
-                                                 traffic.after_update))  # fmt: skip
-            # a micro-batch hides its own collectives and those that are put off until then, as DDP's in the last one
+            micro_batch_s, reduction_s, update_s = (
+                sum(_collective_seconds(collective, rates) for collective in part)
+                for part in (traffic.per_micro_batch, traffic.per_reduction, traffic.after_update)
+            )
+            # a micro-batch hides its own collectives and those that are put off until then, as
+            # DDP's in the last one
             reductions = traffic.reductions_per_step(grad_accum)
             exposed_s = (
                 (grad_accum - reductions) * _exposed_seconds(micro_batch_s, hidden_s)
@@ -651,26 +809,40 @@ class _Roofline:
             )
             if not layout.shards_states:  # DDP
                 message_bytes = sum(
-                    collective.message_bytes * count for collective, count in traffic.step_collectives(grad_accum)
+                    collective.message_bytes * count
+                    for collective, count in traffic.step_collectives(grad_accum)
                 )
                 exposed_s += self._memory_seconds(BUCKET_COPIES * message_bytes)
         if layout.offloads_params:
             # weights come from RAM for the forward and for the backward pass
-            weight_bytes = _weight_bytes(self.config, shape, self._compute_itemsize, with_adapters=False)
-            exposed_s += grad_accum * max(0.0, 2 * weight_bytes / layout.tensor_parallel / NOMINAL_LINK - hidden_s)
+            weight_bytes = _weight_bytes(
+                self.config, shape, self._compute_itemsize, with_adapters=False
+            )
+            exposed_s += grad_accum * max(
+                0.0, 2 * weight_bytes / layout.tensor_parallel / NOMINAL_LINK - hidden_s
+            )
         recomputes = self.step.checkpointed_layers != 0
-        key_width = max(shape.kv_width, layout.context_parallel * shape.head_dim)  # repeated for more ranks than heads
-        # ranks that share a block's products or a row's tokens exchange in every block, and nothing hides that: the
-        # next product needs it
+        key_width = max(
+            shape.kv_width, layout.context_parallel * shape.head_dim
+        )  # repeated for more ranks than heads
+        # ranks that share a block's products or a row's tokens exchange in every block, and nothing
+        # hides that: the next product needs it
         for ranks, block_calls, width, starts, per_node in (
             # two all-reduces forward and two backward, each a reduction and a gather
             (layout.tensor_parallel, 4 + 2 * recomputes, 2 * shape.hidden_size, 1, None),
-            # query, key, value and output, and back; each with each: no ring, so over nodes a GPU has its share of the
-            # network
+            # query, key, value and output, and back; each with each: no ring, so over nodes a GPU
+            # has its share of the network
             (layout.context_parallel, 2 + recomputes, 2 * shape.q_width + 2 * key_width, 4, 1),
         ):
             calls = shape.num_layers * block_calls * grad_accum
-            sent_bytes = (ranks - 1) / ranks * micro_steps.padded_tokens * width * self._compute_itemsize * calls
+            sent_bytes = (
+                (ranks - 1)
+                / ranks
+                * micro_steps.padded_tokens
+                * width
+                * self._compute_itemsize
+                * calls
+            )
             link_rate = _link_bytes_per_s(ranks, rates, per_node=per_node)
             moved_bytes += sent_bytes
             exposed_s += sent_bytes / link_rate + starts * _start_seconds(ranks, calls)
@@ -678,7 +850,8 @@ class _Roofline:
 
 
 def active_params(shape: ModelShape) -> float:
-    """Weights of the blocks that multiply a token: only those experts that it is routed to, if the class does so."""
+    """Weights of the blocks that multiply a token: only those experts that it is routed to, if the
+    class does so."""
     total = 0.0
     for kind in shape.layers:
         active_experts_share = shape.rows_per_token / kind.num_experts if kind.num_experts else 0.0
@@ -689,7 +862,9 @@ def active_params(shape: ModelShape) -> float:
 def _collective_seconds(collective: Collective, rates: Rates) -> float:
     span = collective.spanned_ranks or collective.ranks
     # of a group whose ranks are spread over `span` others, a node has a part
-    link_rate = _link_bytes_per_s(span, rates, per_node=max(1, rates.gpus_per_node * collective.ranks // span))
+    link_rate = _link_bytes_per_s(
+        span, rates, per_node=max(1, rates.gpus_per_node * collective.ranks // span)
+    )
     return collective.sent_bytes / link_rate + _start_seconds(collective.ranks, collective.calls)
 
 
@@ -702,15 +877,18 @@ def _exposed_seconds(collective_s: float, hidden_s: float) -> float:
 
 
 def straggler_wait_share(ranks: int) -> float:
-    """Share of a step that the mean rank waits for the slowest: the expected largest of `ranks` normal durations
-    (Blom's approximation, Statistical Estimates and Transformed Beta-Variables, 1958)."""
-    return WAIT_SPREAD * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+    """Share of a step that the mean rank waits for the slowest: the expected largest of `ranks`
+    normal durations (Blom's approximation, Statistical Estimates and Transformed Beta-Variables,
+    1958)."""
+    return (
+        WAIT_SPREAD * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+    )
 
 
 def _link_bytes_per_s(ranks: int, rates: Rates, *, per_node: int | None = None) -> float:
-    """Bytes per second that a collective over `ranks` moves per rank: inside a node the link's, over nodes no more than
-    the node's network, which a ring enters and leaves once. `per_node`: ranks of a node in the group, where its other
-    GPUs are in groups that share the network."""
+    """Bytes per second that a collective over `ranks` moves per rank: inside a node the link's,
+    over nodes no more than the node's network, which a ring enters and leaves once. `per_node`:
+    ranks of a node in the group, where its other GPUs are in groups that share the network."""
     node_link = rates.link_bytes_per_s * rates.link_share
     if ranks <= rates.gpus_per_node:
         return node_link
@@ -718,7 +896,7 @@ def _link_bytes_per_s(ranks: int, rates: Rates, *, per_node: int | None = None) 
     return min(node_link, rates.network_bytes_per_s * LINK_SHARE * node_ranks / rates.gpus_per_node)
 
 
-# --- how far it may be off: published speeds that nothing was fitted to (benchmarks/speed.json) ----------------------
+# --- how far it may be off: published speeds that nothing was fitted to (benchmarks/speed.json) ---
 # Compute capabilities of A100 and H100 with their kin, on which most published runs were made.
 DATA_CENTRE_CAPABILITIES = {(8, 0), (9, 0)}
 # Those of workstation and gaming cards.
@@ -729,8 +907,8 @@ LONG_ROW_TOKENS = 8192
 
 @dataclass(frozen=True)
 class SpeedError:
-    """The share of a predicted speed within which four of five comparable published runs lie; None where none of its
-    kind was compared."""
+    """The share of a predicted speed within which four of five comparable published runs lie; None
+    where none of its kind was compared."""
 
     share: float | None
     of: str
@@ -753,7 +931,9 @@ SMALL_MODEL_ERROR = SpeedError(0.60, "models below 5B, or cards without bf16")
 SPEED_ERROR_CLASSES = (DATA_CENTRE_ERROR, LONG_ROW_ERROR, WORKSTATION_ERROR, SMALL_MODEL_ERROR)
 
 
-def find_speed_error(shape: ModelShape, precision: Precision, hardware: Hardware, step: Step) -> SpeedError:
+def find_speed_error(
+    shape: ModelShape, precision: Precision, hardware: Hardware, step: Step
+) -> SpeedError:
     """The class of a run's predicted speed."""
     capabilities = {gpu.capability for gpu in hardware.gpus}
     uncompared = {
@@ -762,9 +942,16 @@ def find_speed_error(shape: ModelShape, precision: Precision, hardware: Hardware
         "that offloads": step.layout.offloads_states or step.offloads,
         "of mixtures of experts": any(kind.num_experts for kind in shape.layers),
         # V100 and T4 have no bf16, and fall into SMALL_MODEL_ERROR below
-        "on these cards": not capabilities <= DATA_CENTRE_CAPABILITIES | WORKSTATION_CAPABILITIES | {(7, 0), (7, 5)},
+        "on these cards": (
+            not capabilities
+            <= DATA_CENTRE_CAPABILITIES | WORKSTATION_CAPABILITIES | {(7, 0), (7, 5)}
+        ),
     }
-    if (reason := next((description for description, applies in uncompared.items() if applies), None)) is not None:
+    if (
+        reason := next(
+            (description for description, applies in uncompared.items() if applies), None
+        )
+    ) is not None:
         return SpeedError(None, f"no published run {reason} was compared")
     if shape.params < SMALL_MODEL_PARAMS or precision.compute != "bfloat16":
         return SMALL_MODEL_ERROR

@@ -1,9 +1,10 @@
-"""How a rank of several ends: recorded by the rank itself, so that the agent that started it reports it once.
+"""How a rank of several ends: recorded by the rank itself, so that the agent that started it
+reports it once.
 
-A rank writes into the file that torch's launcher names in TORCHELASTIC_ERROR_FILE, in the form that the launcher reads
-(`message`, `extraInfo`), with our own part beside it. Under our agent (`sft_play.launch.agent`) the
-rank does not print it, so that a mistake that eight ranks find is reported once. Under another launcher it prints as a
-single process does.
+A rank writes into the file that torch's launcher names in TORCHELASTIC_ERROR_FILE, in the form that
+the launcher reads (`message`, `extraInfo`), with our own part beside it. Under our agent
+(`sft_play.launch.agent`) the rank does not print it, so that a mistake that eight ranks find is
+reported once. Under another launcher it prints as a single process does.
 """
 
 import contextlib
@@ -39,22 +40,26 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 HEARTBEAT_NAME = "beat.txt"
 # Beside the error file: the stacks of a rank that crashed in native code (SIGSEGV, SIGABRT).
 FAULT_NAME = "fault.txt"
-# How long a rank may keep saving after its agent is gone. Half a minute is short for a checkpoint of 10 GiB; but as
-# long as this lasts, a rank that hangs keeps a GPU busy.
+# How long a rank may keep saving after its agent is gone. Half a minute is short for a checkpoint
+# of 10 GiB; but as long as this lasts, a rank that hangs keeps a GPU busy.
 ORPHAN_GRACE_S = 120.0
 
-# The user can fix it; stopped by the user; a bug of ours or of a library; another rank is gone; one hangs.
+# The user can fix it; stopped by the user; a bug of ours or of a library; another rank is gone; one
+# hangs.
 FailureKind = Literal["user", "stopped", "fault", "peer", "hung"]
 
 # Texts of gloo, NCCL and torch's TCPStore: torch raises one RuntimeError for all of them.
 _PEER_GONE = re.compile(
-    r"gloo/transport\S*\] .*(clos|reset|refused|broken pipe|read error|write error|no route|unreachable)"
+    r"gloo/transport\S*\] .*(clos|reset|refused|broken pipe|read error|write error|no"
+    r" route|unreachable)"
     r"|Connection (closed|reset|refused) by (peer|remote)|Connection was likely closed|Broken pipe"
-    r"|NCCL .*(aborted|remote process exited)|ncclRemoteError|DistNetworkError|recvValue failed|sendBytes failed",
+    r"|NCCL .*(aborted|remote process exited)|ncclRemoteError|DistNetworkError|recvValue"
+    r" failed|sendBytes failed",
     re.IGNORECASE | re.DOTALL,
 )
 _TIMED_OUT = re.compile(
-    r"Timed out waiting \d+ ?ms|collective operation timeout|Socket Timeout|wait timeout after|store.* timed? ?out"
+    r"Timed out waiting \d+ ?ms|collective operation timeout|Socket Timeout|wait timeout"
+    r" after|store.* timed? ?out"
     r"|Application timeout",
     re.IGNORECASE | re.DOTALL,
 )
@@ -86,7 +91,9 @@ def failure_kind(error: BaseException) -> FailureKind:
         return "stopped"
     if isinstance(error, SftPlayError):
         return "user"
-    if not isinstance(error, (RuntimeError, ConnectionError)):  # torch.distributed raises RuntimeErrors
+    if not isinstance(
+        error, (RuntimeError, ConnectionError)
+    ):  # torch.distributed raises RuntimeErrors
         return "fault"
     text = f"{type(error).__name__}: {error}"
     if _TIMED_OUT.search(text):
@@ -95,15 +102,17 @@ def failure_kind(error: BaseException) -> FailureKind:
 
 
 def report_to_agent(error: BaseException) -> bool:
-    """Record how this rank ends. True if its agent reports it, so that this process need not; never where this is no
-    rank."""
+    """Record how this rank ends. True if its agent reports it, so that this process need not; never
+    where this is no rank."""
     record_failure(failure_kind(error), str(error), error=error)
     return is_under_agent()
 
 
 def record_failure(kind: FailureKind, message: str, *, error: BaseException | None = None) -> None:
-    """Write a failure into the launcher's file, if there is one. The first failure stays: what follows, such as
-    connections that break, only hides it. It is replaced only by a message of ours about the same exception."""
+    """Write a failure into the launcher's file, if there is one. The first failure stays: what
+    follows, such as connections that break, only hides it. It is replaced only by a message of ours
+    about the same exception.
+    """
     global _recorded
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
@@ -120,7 +129,11 @@ def record_failure(kind: FailureKind, message: str, *, error: BaseException | No
         if _recorded is not None:
             first_error, failed_at = _recorded
             # one of our errors may rephrase an earlier exception that it was raised from
-            if not isinstance(error, SftPlayError) or error.__cause__ is None or error.__cause__ is not first_error:
+            if (
+                not isinstance(error, SftPlayError)
+                or error.__cause__ is None
+                or error.__cause__ is not first_error
+            ):
                 return
         if is_under_agent() and threading.current_thread() is threading.main_thread():
             # The agent ends the other ranks at the first failure, but they finish writing theirs.
@@ -128,11 +141,24 @@ def record_failure(kind: FailureKind, message: str, *, error: BaseException | No
                 signal.signal(signal_number, signal.SIG_IGN)
         message, stack = redact(escape_control(message)), redact(escape_control(stack))
         rank = int(os.environ.get("RANK", "0"))
-        failure = Failure(kind, exit_code, name, message, stack, failed_at, rank, socket.gethostname(), os.getpid())
+        failure = Failure(
+            kind,
+            exit_code,
+            name,
+            message,
+            stack,
+            failed_at,
+            rank,
+            socket.gethostname(),
+            os.getpid(),
+        )
         _recorded = error, failed_at
         error_text = f"{name}: {message}" if name else message
         extra = {"py_callstack": stack or error_text, "timestamp": str(int(failed_at))}
-        record = {"message": {"message": error_text, "extraInfo": extra}, "sft_play": asdict(failure)}
+        record = {
+            "message": {"message": error_text, "extraInfo": extra},
+            "sft_play": asdict(failure),
+        }
         with contextlib.suppress(OSError):  # a full disk must not hide the error being reported
             atomic.write(Path(path), json.dumps(record))
 
@@ -151,7 +177,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {rank_list}"
 
 
-# --- parents and children ---------------------------------------------------------------------------------------------
+# --- parents and children -------------------------------------------------------------------------
 
 
 def is_under_agent() -> bool:
@@ -166,8 +192,8 @@ def rank_file_path(name: str) -> Path | None:
 
 
 def install_process_guards() -> None:
-    """Set up what ends this process: its starter and, for a rank, its launcher. A rank that is told to stop before the
-    training handles signals closes what is open, and records its end."""
+    """Set up what ends this process: its starter and, for a rank, its launcher. A rank that is told
+    to stop before the training handles signals closes what is open, and records its end."""
     signals.watch_parent()
     agent_pid = os.environ.get(AGENT_VARIABLE)
     if is_under_agent():
@@ -181,9 +207,13 @@ def install_process_guards() -> None:
         signals.die_with_parent(os.getppid(), signal.SIGTERM)
         threading.Thread(target=_exit_after_agent, daemon=True, name="sft_play agent watch").start()
     elif "RANK" in os.environ:
-        if agent_pid is not None and not psutil.pid_exists(int(agent_pid)):  # it ended before this rank watched it
+        if agent_pid is not None and not psutil.pid_exists(
+            int(agent_pid)
+        ):  # it ended before this rank watched it
             os.kill(os.getpid(), signal.SIGTERM)
-        if "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_SIZE" in os.environ:  # torch's launcher, or DeepSpeed's
+        if (
+            "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_SIZE" in os.environ
+        ):  # torch's launcher, or DeepSpeed's
             signals.die_with_parent(os.getppid(), signal.SIGTERM)
 
 
@@ -197,11 +227,13 @@ def _exit_after_agent() -> None:
     while is_under_agent():
         time.sleep(1)
     time.sleep(ORPHAN_GRACE_S)
-    os._exit(1)  # not sys.exit: the main thread may hang in a collective, and nothing of Python's would end it
+    # not sys.exit: the main thread may hang in a collective, and nothing of Python's would end it
+    os._exit(1)
 
 
 def find_agent_processes(agent_pid: int) -> Iterator[psutil.Process]:
-    """Every living process among an agent's ranks and what they started, by the variable that they inherited."""
+    """Every living process among an agent's ranks and what they started, by the variable that they
+    inherited."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid in (agent_pid, os.getpid()) or process.status() == psutil.STATUS_ZOMBIE:
@@ -233,8 +265,8 @@ def kill_process_tree(agent_pid: int) -> None:
 
 
 def kill_compilers() -> None:
-    """SIGKILL for what programs that this process runs have started in its session: ninja leaves its compilers behind
-    where it is killed, as Python does when a signal ends its wait for it."""
+    """SIGKILL for what programs that this process runs have started in its session: ninja leaves
+    its compilers behind where it is killed, as Python does when a signal ends its wait for it."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if process.ppid() != os.getpid() and os.getsid(process.pid) == os.getsid(0):

@@ -1,4 +1,5 @@
-"""How a process ends: on a stop request, when its terminal closes, and with the process that started it.
+"""How a process ends: on a stop request, when its terminal closes, and with the process that
+started it.
 
 Standard library only, so that the smallest child process can use it.
 """
@@ -22,25 +23,32 @@ from typing import Any, NamedTuple
 PARENT_VARIABLE = "SFT_PLAY_PARENT"
 # In a command run by make: `MAKE:PID`, make's process id and the command's own.
 MAKE_VARIABLE = "SFT_PLAY_MAKE"
-# When the start that a process belongs to began, on this machine's monotonic clock, which no change of time moves.
+# When the start that a process belongs to began, on this machine's monotonic clock, which no change
+# of time moves.
 START_TIME_VARIABLE = "SFT_PLAY_BEGAN"
-# Two signals this close together are one request: a batch system signals every process, then the launcher does too.
+# Two signals this close together are one request: a batch system signals every process, then the
+# launcher does too.
 ECHO_S = 1.0
 _CHECK_INTERVAL_S = 0.5
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
-# --- with the process that started it ---------------------------------------------------------------------------------
+# --- with the process that started it -------------------------------------------------------------
 
 
 def die_with_parent(parent_pid: int, signal_number: signal.Signals) -> None:
-    """Get a signal when the parent of this process ends, however it ends: from the kernel on Linux, when the thread
-    that started this process ends; elsewhere a thread checks twice a second."""
+    """Get a signal when the parent of this process ends, however it ends: from the kernel on Linux,
+    when the thread that started this process ends; elsewhere a thread checks twice a second."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal_number), 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(
+            _SET_PARENT_DEATH_SIGNAL, int(signal_number), 0, 0, 0
+        )
     else:
         threading.Thread(
-            target=_signal_when_orphaned, args=(parent_pid, signal_number), daemon=True, name="sft_play parent watch"
+            target=_signal_when_orphaned,
+            args=(parent_pid, signal_number),
+            daemon=True,
+            name="sft_play parent watch",
         ).start()
     if os.getppid() != parent_pid:  # the parent ended before it could be watched
         os.kill(os.getpid(), signal_number)
@@ -55,14 +63,14 @@ def _signal_when_orphaned(parent_pid: int, signal_number: signal.Signals) -> Non
 def child_environment(
     environment: Mapping[str, str], *, signal_number: signal.Signals = signal.SIGKILL
 ) -> dict[str, str]:
-    """The environment of a child that calls `watch_parent` first. By default it is killed, without saving
-    anything; SIGTERM as `signal_number` lets it save."""
+    """The environment of a child that calls `watch_parent` first. By default it is killed, without
+    saving anything; SIGTERM as `signal_number` lets it save."""
     return {**environment, PARENT_VARIABLE: f"{os.getpid()}:{signal_number.name}"}
 
 
 def watch_parent() -> None:
-    """End with the process that started this one as its helper, or with make; without their variables do nothing. The
-    children of this process do not inherit the variables."""
+    """End with the process that started this one as its helper, or with make; without their
+    variables do nothing. The children of this process do not inherit the variables."""
     parent_pid, _, signal_name = os.environ.pop(PARENT_VARIABLE, "").partition(":")
     make_pid, _, child_pid = os.environ.pop(MAKE_VARIABLE, "").partition(":")
     if parent_pid:
@@ -72,8 +80,10 @@ def watch_parent() -> None:
 
 
 def main() -> None:
-    """`python -m sft_play.process.signals MODULE WORDS...`: a third-party module that ends with the process that
-    started it. A program's path in the place of the module runs that program; it ends so on Linux only."""
+    """`python -m sft_play.process.signals MODULE WORDS...`: a third-party module that ends with the
+    process that started it. A program's path in the place of the module runs that program; it ends
+    so on Linux only.
+    """
     watch_parent()
     del sys.argv[0]
     if os.sep in sys.argv[0]:
@@ -81,7 +91,7 @@ def main() -> None:
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
-# --- on a stop request ------------------------------------------------------------------------------------------------
+# --- on a stop request ----------------------------------------------------------------------------
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # When this process was first asked to stop (monotonic seconds); shared by all open StopSignals.
@@ -96,8 +106,9 @@ training_begun = threading.Event()
 
 
 def end_when_unresponsive(end_process: Callable[[], object]) -> None:
-    """Call `end_process`, in a thread, for a request to stop that the main thread does not hear before the first step:
-    it waits in native code for others, which may be gone, and Python calls no handler meanwhile."""
+    """Call `end_process`, in a thread, for a request to stop that the main thread does not hear
+    before the first step: it waits in native code for others, which may be gone, and Python calls
+    no handler meanwhile."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -125,11 +136,15 @@ def elapsed_s() -> float:
 
 
 class StopSignals:
-    """While open, Ctrl-C, SIGTERM, SIGHUP (a terminal that closes) and SIGUSR1 (a batch system's warning) are requests
-    to stop. The first calls `on_first` with its number, another `on_repeat`, unless it echoes the first: from another
-    process within a second, a second SIGHUP, the SIGTERM of a parent's death. SIGHUP stays ignored under nohup."""
+    """While open, Ctrl-C, SIGTERM, SIGHUP (a terminal that closes) and SIGUSR1 (a batch system's
+    warning) are requests to stop. The first calls `on_first` with its number, another `on_repeat`,
+    unless it echoes the first: from another process within a second, a second SIGHUP, the SIGTERM
+    of a parent's death. SIGHUP stays ignored under nohup.
+    """
 
-    def __init__(self, on_first: Callable[[int], None], on_repeat: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, on_first: Callable[[int], None], on_repeat: Callable[[int], None] | None = None
+    ) -> None:
         self._on_first, self._on_repeat = on_first, on_repeat or raise_interrupt
         self._previous_handlers: dict[int, Any] = {}
         self._pid, self._parent_pid = os.getpid(), os.getppid()
@@ -141,7 +156,9 @@ class StopSignals:
         _open_count += 1
         for signal_number in STOP_SIGNALS:
             if signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN:
-                self._previous_handlers[signal_number] = signal.signal(signal_number, self._on_signal)
+                self._previous_handlers[signal_number] = signal.signal(
+                    signal_number, self._on_signal
+                )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,8 +173,8 @@ class StopSignals:
         if os.getpid() != self._pid:  # a fork, such as a data loader's worker: its parent ends it
             return
         if signal_number == signal.SIGHUP:
-            # Standard output and error go to the null device once their terminal is closed: writing to it fails (EIO),
-            # also in the middle of the save that the signal asked for.
+            # Standard output and error go to the null device once their terminal is closed: writing
+            # to it fails (EIO), also in the middle of the save that the signal asked for.
             for descriptor in (1, 2):
                 try:
                     os.write(descriptor, b"")
@@ -173,11 +190,16 @@ class StopSignals:
 
     def _is_echo(self, signal_number: int) -> bool:
         is_orphan = signal_number == signal.SIGTERM and os.getppid() != self._parent_pid
-        return signal_number == signal.SIGHUP or is_orphan or time.monotonic() - (_stop_requested_at or 0.0) < ECHO_S
+        return (
+            signal_number == signal.SIGHUP
+            or is_orphan
+            or time.monotonic() - (_stop_requested_at or 0.0) < ECHO_S
+        )
 
 
 def raise_interrupt(signal_number: int) -> None:
-    """Handle a stop request where there is nothing to save: raise KeyboardInterrupt, as Ctrl-C does."""
+    """Handle a stop request where there is nothing to save: raise KeyboardInterrupt, as Ctrl-C
+    does."""
     raise KeyboardInterrupt
 
 
@@ -188,9 +210,9 @@ def start_child(
     death_signal: signal.Signals = signal.SIGTERM,
     **popen_options: Any,
 ) -> subprocess.Popen[Any]:
-    """Start a program of this package, which calls `watch_parent` first: it ends with this process, by `death_signal`.
-    It has a session of its own, so that a terminal's Ctrl-C reaches this process alone, and the child hears of it once.
-    `popen_options`: further arguments of Popen."""
+    """Start a program of this package, which calls `watch_parent` first: it ends with this process,
+    by `death_signal`. It has a session of its own, so that a terminal's Ctrl-C reaches this process
+    alone, and the child hears of it once. `popen_options`: further arguments of Popen."""
     child_variables = child_environment(environment, signal_number=death_signal)
     return subprocess.Popen(argv, env=child_variables, start_new_session=True, **popen_options)
 
@@ -202,12 +224,13 @@ def supervise(
     on_stop: Callable[[int], object] = lambda signal_number: None,
     kill: Callable[[subprocess.Popen[Any]], object] = subprocess.Popen.kill,
 ) -> Iterator[list[int]]:
-    """While open, pass a request to stop on to these processes as SIGTERM, so that they can save; another request kills
-    them. Those that still run when the block ends are killed.
+    """While open, pass a request to stop on to these processes as SIGTERM, so that they can save;
+    another request kills them. Those that still run when the block ends are killed.
 
     Args:
         processes: read anew at each request, so that the block may start more.
-        on_stop: called with the first signal's number, after it was passed on. What it raises ends the block.
+        on_stop: called with the first signal's number, after it was passed on. What it raises ends
+            the block.
         kill: ends one of the processes at once, with what it has started.
 
     Yields the list of the signals that have come.
@@ -248,11 +271,16 @@ class ChildResult(NamedTuple):
 def run_child(
     module: str, arguments: Sequence[str], *, environment: Mapping[str, str], **popen_options: Any
 ) -> ChildResult:
-    """Run `python -m MODULE WORDS...` until it ends, supervised. `popen_options`: further arguments of Popen."""
-    # safe path: `-m` would put the working folder first, whose package of that name may be another one
+    """Run `python -m MODULE WORDS...` until it ends, supervised. `popen_options`: further arguments
+    of Popen."""
+    # safe path: `-m` would put the working folder first, whose package of that name may be another
+    # one
     environment = {**environment, "PYTHONSAFEPATH": "1"}
     process = start_child(
-        [sys.executable, "-m", module, *arguments], environment=environment, text=True, **popen_options
+        [sys.executable, "-m", module, *arguments],
+        environment=environment,
+        text=True,
+        **popen_options,
     )
     with supervise([process]) as received_signals:
         stdout, _ = process.communicate()

@@ -1,5 +1,5 @@
-"""What takes long says so, also while libraries are imported; and memory that is freed is given back
-to the system.
+"""What takes long says so, also while libraries are imported; and memory that is freed is given
+back to the system.
 """
 
 import contextlib
@@ -34,9 +34,11 @@ class WaitProgress:
         self._done_count += count
 
     def line(self) -> str:
-        """What is said now. The total is looked up for the first line, and never where all is done before it."""
+        """What is said now. The total is looked up for the first line, and never where all is done
+        before it."""
         total = self._total()
-        # a total that was counted by lines is too small where a row takes none, and says nothing then
+        # a total that was counted by lines is too small where a row takes none, and says nothing
+        # then
         total_text = f" of {total:,}" if total and total >= self._done_count else ""
         done_text = f"{self._done_count:,}{total_text} {self._unit}, " if self._unit else ""
         return f"{self._task}: {done_text}{time.monotonic() - self._started_at:.0f} s so far"
@@ -50,9 +52,9 @@ _open_waits: list[WaitProgress] = []
 def report_wait(
     task: str, *, unit: str = "", count_total: Callable[[], int | None] = lambda: None
 ) -> Iterator[WaitProgress]:
-    """Say what is being done where it takes longer than three seconds; a part that is opened inside speaks first.
-    `unit`: of what `add` counts. `count_total`: how many there will be, called in another thread when there is
-    something to say."""
+    """Say what is being done where it takes longer than three seconds; a part that is opened inside
+    speaks first. `unit`: of what `add` counts. `count_total`: how many there will be, called in
+    another thread when there is something to say."""
     progress, is_finished = WaitProgress(task, unit, count_total), threading.Event()
 
     def report_lines() -> None:
@@ -77,13 +79,17 @@ def report_wait(
 # What keeps the heap small and quick: freed memory given back to the system, imports left out of
 # collections.
 
-# Characters of one text whose tokens leave holes in the heap that no later text fills: 25 bytes for each byte read.
+# Characters of one text whose tokens leave holes in the heap that no later text fills: 25 bytes for
+# each byte read.
 LONG_TEXT_CHARS = 1 << 18
 
 
 def release_free_memory() -> None:
-    """Give all freed memory back; nothing where the C library is not glibc. Takes milliseconds for every GiB kept."""
-    with contextlib.suppress(OSError, TypeError, AttributeError):  # Windows opens none, others have no malloc_trim
+    """Give all freed memory back; nothing where the C library is not glibc. Takes milliseconds for
+    every GiB kept."""
+    with contextlib.suppress(
+        OSError, TypeError, AttributeError
+    ):  # Windows opens none, others have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -95,10 +101,12 @@ def release_after_long_text(longest_chars: int) -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import torch and what is built on it inside the block: log it (if it takes long, on the terminal too), collect no
-    garbage meanwhile, and freeze the million objects that the imports make: every later collection would walk through
-    them for a quarter of a second (benchmarks/LOG.md, 2026-11-23). It happens once in a
-    process, at the first import of torch, after a collection: no garbage of the program's own is kept."""
+    """Import torch and what is built on it inside the block: log it (if it takes long, on the
+    terminal too), collect no garbage meanwhile, and freeze the million objects that the imports
+    make: every later collection would walk through them for a quarter of a second
+    (benchmarks/LOG.md, 2026-11-23). It happens once in a process, at the first import of torch,
+    after a collection: no garbage of the program's own is kept.
+    """
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return

@@ -1,8 +1,9 @@
-"""Files of a run folder: read, written redacted, aside and renamed; the lines of metrics.jsonl; and a
-disk that takes no more, recognised in whatever a library makes of it, with one message in its place.
+"""Files of a run folder: read, written redacted, aside and renamed; the lines of metrics.jsonl; and
+a disk that takes no more, recognised in whatever a library makes of it, with one message in its
+place.
 
-No token, key or credential of the environment, of a config or of a git remote reaches a file, and a kill never leaves
-half of one.
+No token, key or credential of the environment, of a config or of a git remote reaches a file, and a
+kill never leaves half of one.
 """
 
 import contextlib
@@ -25,7 +26,9 @@ _WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # The number of an error in those of safetensors, which are no OSError, and in texts that quote one.
 _ERRNO_IN_TEXT = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 # What torch.save raises where a write fails; it does not say why.
-_TORCH_WRITE_ERROR = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+|basic_ios::clear|iostream error")
+_TORCH_WRITE_ERROR = re.compile(
+    r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+|basic_ios::clear|iostream error"
+)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -44,7 +47,9 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """A JSON file, redacted, written aside and renamed."""
-    text = json.dumps(redact_values(value), indent=2, ensure_ascii=False, default=str, allow_nan=True)
+    text = json.dumps(
+        redact_values(value), indent=2, ensure_ascii=False, default=str, allow_nan=True
+    )
     write_text(path, text + "\n")
 
 
@@ -54,13 +59,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def redact_values(value: Any, secrets: Sequence[str] | None = None) -> Any:
-    """The value with its texts redacted before JSON escapes them; `secrets` None: those of the environment."""
+    """The value with its texts redacted before JSON escapes them; `secrets` None: those of the
+    environment."""
     if secrets is None:
         secrets = secret_values(os.environ.items())
     if isinstance(value, str):
         return redact(value, secrets=secrets)
     if isinstance(value, Mapping):
-        return {redact(str(key), secrets=secrets): redact_values(item, secrets) for key, item in value.items()}
+        return {
+            redact(str(key), secrets=secrets): redact_values(item, secrets)
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [redact_values(item, secrets) for item in value]
     return value
@@ -75,24 +84,31 @@ def sync_folder(folder: Path, *, is_recursive: bool = True) -> None:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if path.is_file() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some disks know it for files only
+            if path.is_file() or error.errno not in (
+                errno.EINVAL,
+                errno.ENOTSUP,
+            ):  # some disks know it for files only
                 raise
         finally:
             os.close(descriptor)
 
 
 def truncate_metrics(path: Path, step: int, *, stage_name: str | None = None) -> None:
-    """Drop the lines of metrics after `step` (in a run with stages, this stage's): a resumed run writes those steps
-    again."""
+    """Drop the lines of metrics after `step` (in a run with stages, this stage's): a resumed run
+    writes those steps again."""
     if path.exists():
         lines = read_metric_lines(path)
-        kept_lines = [line for line, entry in lines if entry["step"] <= step or entry.get("stage") != stage_name]
+        kept_lines = [
+            line
+            for line, entry in lines
+            if entry["step"] <= step or entry.get("stage") != stage_name
+        ]
         write_text(path, "".join(f"{line}\n" for line in kept_lines))
 
 
 def read_evaluations(path: Path, *, stage_name: str | None = None) -> list[dict[str, Any]]:
-    """The metrics of the validation rows by step, including before training: `step`, `loss`, `exact_match`, and the
-    `generated_rows` that it is of.
+    """The metrics of the validation rows by step, including before training: `step`, `loss`,
+    `exact_match`, and the `generated_rows` that it is of.
 
     A resumed run has those of its earlier starts too.
     """
@@ -119,18 +135,23 @@ def read_metric_lines(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
             yield line, entry
 
 
-# --- a disk that takes no more ----------------------------------------------------------------------------------------
+# --- a disk that takes no more --------------------------------------------------------------------
 
 
 def disk_refusal_reason(error: BaseException | None) -> str | None:
-    """The reason why the disk refused to write, in the operating system's words; None for any other error."""
+    """The reason why the disk refused to write, in the operating system's words; None for any other
+    error."""
     checked_errors: list[BaseException] = []
     while error is not None and error not in checked_errors:
         checked_errors.append(error)
         text = str(error)
-        if isinstance(rank_errors := getattr(error, "failures", None), dict):  # of torch's distributed checkpoint
+        if isinstance(
+            rank_errors := getattr(error, "failures", None), dict
+        ):  # of torch's distributed checkpoint
             text = "\n".join(map(str, [text, *rank_errors.values()]))
-        error_numbers = {int(os_error or errno_text) for os_error, errno_text in _ERRNO_IN_TEXT.findall(text)}
+        error_numbers = {
+            int(os_error or errno_text) for os_error, errno_text in _ERRNO_IN_TEXT.findall(text)
+        }
         error_numbers.add(getattr(error, "errno", 0))
         for error_number in error_numbers.intersection(_WRITE_ERRNOS):
             return os.strerror(error_number)
@@ -142,8 +163,8 @@ def disk_refusal_reason(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def explain_disk_refusals() -> Iterator[None]:
-    """Replace errors of a full or read-only disk inside the block by one RunFolderError, which names the file if the
-    error does."""
+    """Replace errors of a full or read-only disk inside the block by one RunFolderError, which
+    names the file if the error does."""
     try:
         yield
     except SftPlayError:
@@ -162,14 +183,22 @@ def explain_disk_refusals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def require_disk_space(folder: Path, needed_bytes: int, subject: str, *, available_bytes: int | None) -> Iterator[None]:
+def require_disk_space(
+    folder: Path, needed_bytes: int, subject: str, *, available_bytes: int | None
+) -> Iterator[None]:
     """Within it, at least `needed_bytes` are written into a folder.
 
-    `subject`: begins the message, such as "the checkpoint of step 6". `available_bytes`: free there; None where that
-    is not known. Raises RunFolderError where fewer bytes are free, or the disk refuses.
+    `subject`: begins the message, such as "the checkpoint of step 6". `available_bytes`: free
+    there; None where that is not known. Raises RunFolderError where fewer bytes are free, or the
+    disk refuses.
     """
-    message = f"{subject} cannot be written into {one_line(str(folder))}: {{}}; about {needed_bytes:,} bytes "
-    message += f"({format_size(needed_bytes)}) are needed, and {{}}. Free space there, then resume the run"
+    message = (
+        f"{subject} cannot be written into {one_line(str(folder))}: {{}}; about {needed_bytes:,}"
+        " bytes "
+    )
+    message += (
+        f"({format_size(needed_bytes)}) are needed, and {{}}. Free space there, then resume the run"
+    )
     if available_bytes is not None and available_bytes < needed_bytes:
         raise RunFolderError(message.format(os.strerror(errno.ENOSPC), format_free_space(folder)))
     try:

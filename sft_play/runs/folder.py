@@ -34,7 +34,8 @@ from sft_play.log import one_line
 from sft_play.machine.software import installed_version
 from sft_play.runs.files import read_json, read_metric_lines, redact_values, write_json
 
-# True if the user allows the value that a model's settings have for a key by which code of others would run.
+# True if the user allows the value that a model's settings have for a key by which code of others
+# would run.
 CodeTrust = Callable[[ModelConfig, str], bool]
 
 
@@ -44,7 +45,8 @@ def trust_none(_: ModelConfig, __: str) -> bool:
 
 
 def remote_code_keys(model: ModelConfig) -> dict[str, str]:
-    """The keys of a model's settings by which code of others would run, each with what that code is."""
+    """The keys of a model's settings by which code of others would run, each with what that code
+    is."""
     keys = {}
     if model.trust_remote_code:
         keys["trust_remote_code"] = f"code that comes with {one_line(model.name)}"
@@ -54,26 +56,29 @@ def remote_code_keys(model: ModelConfig) -> dict[str, str]:
 
 
 def check_remote_code(path: Path, *models: ModelConfig, is_trusted: CodeTrust) -> None:
-    """Raise RunFolderError where models' settings, read from a run folder, would run code that is not trusted."""
+    """Raise RunFolderError where models' settings, read from a run folder, would run code that is
+    not trusted."""
     for model in models:
         for key, code_description in remote_code_keys(model).items():
             if not is_trusted(model, key):
                 setting = f"model.{key}={json.dumps(getattr(model, key)).strip(chr(34))}"
                 raise RunFolderError(
-                    f"{path} says {setting}: {code_description} would run, and a run folder does not decide that. If "
-                    f"you have read the code, give the setting with this command: SET={setting}"
+                    f"{path} says {setting}: {code_description} would run, and a run folder does"
+                    " not decide that. If you have read the code, give the setting with this"
+                    f" command: SET={setting}"
                 )
 
 
 MANIFEST_FILE = "manifest.json"
 STAGES_FOLDER = "stages"
 DEEPSPEED_FILE = "deepspeed.json"
-# The value of `format` in the manifest: only a folder that has it is ours to resume, replace or discard.
+# The value of `format` in the manifest: only a folder that has it is ours to resume, replace or
+# discard.
 MANIFEST_FORMAT = "sft_play run 1"
 # Entry of the manifest: how a process of the run died, where starting it again may help.
 CRASH_ENTRY = "died"
-# Entry of the manifest: every restart by the command itself, with how a process had died and the step from which the
-# run went on.
+# Entry of the manifest: every restart by the command itself, with how a process had died and the
+# step from which the run went on.
 RESTARTS_ENTRY = "restarts"
 # Entries of the manifest that a resumed run writes anew.
 END_ENTRIES = ("error", "ended", CRASH_ENTRY)
@@ -81,7 +86,8 @@ END_ENTRIES = ("error", "ended", CRASH_ENTRY)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder and the names in it, or that of one of its stages (then `parent_run` is set)."""
+    """A run's folder and the names in it, or that of one of its stages (then `parent_run` is
+    set)."""
 
     path: Path
     # The run that this is a stage of: log, metrics and curves are there.
@@ -89,7 +95,8 @@ class RunFolder:
     is_last_stage: bool = False
 
     def __post_init__(self) -> None:
-        # named in one way however it was given: ranks, `RUN=` and `output.dir` may say the whole path
+        # named in one way however it was given: ranks, `RUN=` and `output.dir` may say the whole
+        # path
         object.__setattr__(self, "path", relative_to_cwd(self.path))
 
     def stage_folder(self, name: str, *, is_last_stage: bool = False) -> "RunFolder":
@@ -133,7 +140,8 @@ class RunFolder:
 
     @property
     def tensorboard_path(self) -> Path:
-        """Folder of TensorBoard's event files; a stage's is inside the run's, which shows all of them."""
+        """Folder of TensorBoard's event files; a stage's is inside the run's, which shows all of
+        them."""
         if self.parent_run is not None:
             return self.parent_run.tensorboard_path / self.path.name
         return self.path / "tb"
@@ -143,11 +151,18 @@ class RunFolder:
         folder = self.whole_run if self.is_last_stage else self
         return folder.path / ("adapter" if is_adapter else "model")
 
-    def begin_stage(self, manifest: Mapping[str, Any], *, plan: Mapping[str, Any], config: RunConfig) -> None:
+    def begin_stage(
+        self, manifest: Mapping[str, Any], *, plan: Mapping[str, Any], config: RunConfig
+    ) -> None:
         """Create the folder of a stage, or continue the existing one."""
         write_json(self.path / "plan.json", plan)
-        write_json(self.path / "resolved.json", resolved_config(config, effective_batch=plan.get("effective_batch")))
-        earlier_entries = read_json(self.manifest_path).items()  # what the first start recorded stays
+        write_json(
+            self.path / "resolved.json",
+            resolved_config(config, effective_batch=plan.get("effective_batch")),
+        )
+        earlier_entries = read_json(
+            self.manifest_path
+        ).items()  # what the first start recorded stays
         kept_entries = {name: value for name, value in earlier_entries if name not in END_ENTRIES}
         own_entries = {"format": MANIFEST_FORMAT, "stage": self.stage_name, "status": "running"}
         write_json(self.manifest_path, kept_entries | own_entries | dict(manifest))
@@ -167,8 +182,8 @@ class RunFolder:
 
     @property
     def has_trained(self) -> bool:
-        """True if a step left something, be it a damaged checkpoint or a line of metrics. A run without any starts from
-        the beginning."""
+        """True if a step left something, be it a damaged checkpoint or a line of metrics. A run
+        without any starts from the beginning."""
         run = self.whole_run
         for folders in ("checkpoints", f"{STAGES_FOLDER}/*/checkpoints"):
             if any(run.path.glob(f"{folders}/checkpoint-*")):
@@ -179,13 +194,16 @@ class RunFolder:
         """The manifest; raises RunFolderError where the folder is not a run of this toolkit."""
         manifest = read_json(self.manifest_path)
         if manifest.get("format") != MANIFEST_FORMAT:
-            raise RunFolderError(f"{self.path} has no manifest of this toolkit, so it is not a run folder")
+            raise RunFolderError(
+                f"{self.path} has no manifest of this toolkit, so it is not a run folder"
+            )
         return manifest
 
     def read_config(self, *, is_trusted: CodeTrust) -> RunConfig:
-        """The settings that the run was trained with. The folder may be somebody else's: `is_trusted` says if the user
-        allows code that comes with a model. Raises RunFolderError where they cannot be read, or allow code that the
-        user does not; ConfigError where they are not valid."""
+        """The settings that the run was trained with. The folder may be somebody else's:
+        `is_trusted` says if the user allows code that comes with a model. Raises RunFolderError
+        where they cannot be read, or allow code that the user does not; ConfigError where they are
+        not valid."""
         path = self.path / "resolved.json"
         try:
             config = config_from_text(path.read_text(encoding="utf-8"), name=str(path))
@@ -198,7 +216,10 @@ class RunFolder:
         """Rewrite the manifest with some entries changed; None removes one."""
         entries = {**self.read_manifest(), **changes}
         removed_names = [name for name, value in changes.items() if value is None]
-        write_json(self.manifest_path, {name: value for name, value in entries.items() if name not in removed_names})
+        write_json(
+            self.manifest_path,
+            {name: value for name, value in entries.items() if name not in removed_names},
+        )
 
     def write_json(self, name: str, value: Any) -> None:
         """Write one of the folder's JSON files."""
@@ -211,21 +232,24 @@ class RunFolder:
 
 # Packages whose versions can change what a run computes.
 MANIFEST_PACKAGES = (
-    "torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "deepspeed", "datasets", "tokenizers",
-    "safetensors", "tensorboard", "numpy", "pydantic", "PyYAML",
+    "torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "deepspeed", "datasets",
+    "tokenizers", "safetensors", "tensorboard", "numpy", "pydantic", "PyYAML",
 )  # fmt: skip
-# Keys that may differ when a run is resumed: they do not change the training's numbers. The effective batch is compared
-# apart.
+# Keys that may differ when a run is resumed: they do not change the training's numbers. The
+# effective batch is compared apart.
 FREE_TO_CHANGE_OPTIONS = frozenset({
     "output.dir", "output.name", "output.if_exists", "train.batch_size", "train.grad_accum",
-    "train.gradient_checkpointing", "train.stop_after_steps", "train.max_hours", "train.logging_steps",
-    "train.on_nan", "train.save_total_limit", "train.async_save", "train.report_to", "train.profile_steps",
-    "train.dataloader_pin_memory", "tuning.backend_fallback", "model.mesh_shape",
-    "distributed.profile_communication", "distributed.timeout_s", "distributed.shard_ranks",
+    "train.gradient_checkpointing", "train.stop_after_steps", "train.max_hours",
+    "train.logging_steps", "train.on_nan", "train.save_total_limit", "train.async_save",
+    "train.report_to", "train.profile_steps", "train.dataloader_pin_memory",
+    "tuning.backend_fallback", "model.mesh_shape", "distributed.profile_communication",
+    "distributed.timeout_s", "distributed.shard_ranks",
 })  # fmt: skip
 
 
-def new_manifest(loaded: LoadedConfig, *, hardware: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+def new_manifest(
+    loaded: LoadedConfig, *, hardware: dict[str, Any], data: dict[str, Any]
+) -> dict[str, Any]:
     """What makes a run reproducible: versions, git state, hardware, data hashes, seeds, command."""
     return {
         "format": MANIFEST_FORMAT,
@@ -245,10 +269,13 @@ def new_manifest(loaded: LoadedConfig, *, hardware: dict[str, Any], data: dict[s
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Versions of this package, Python and what can change a run's numbers; None where not installed."""
+    """Versions of this package, Python and what can change a run's numbers; None where not
+    installed."""
     own_versions = {"sft_play": __version__, "python": platform.python_version()}
     package_versions = {package: installed_version(package) for package in MANIFEST_PACKAGES}
-    return own_versions | package_versions | {"platform": f"{platform.system()} {platform.machine()}"}
+    return (
+        own_versions | package_versions | {"platform": f"{platform.system()} {platform.machine()}"}
+    )
 
 
 PACKAGE_FOLDER = ROOT / "sft_play"
@@ -261,20 +288,24 @@ def own_code_state() -> dict[str, Any]:
 
 
 def code_state(package: Path) -> dict[str, Any]:
-    """A digest of the program's own files, and the git state of its checkout: None where it is installed, or not
-    tracked."""
+    """A digest of the program's own files, and the git state of its checkout: None where it is
+    installed, or not tracked."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*")):
         if file.suffix in (".py", ".yaml") and file.is_file():
             # with ends marked, so that no byte can move between a name and a content unseen
-            digest.update(f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes() + b"\0")
-    # A package in site-packages may lie inside a repository of the user's, which says nothing about its code.
+            digest.update(
+                f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes() + b"\0"
+            )
+    # A package in site-packages may lie inside a repository of the user's, which says nothing about
+    # its code.
     is_tracked = run_git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
     return {"sha256": digest.hexdigest(), "git": git_state(package) if is_tracked else None}
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch and whether the working tree differs; None outside a repository. Remotes are not read."""
+    """Commit, branch and whether the working tree differs; None outside a repository. Remotes are
+    not read."""
     commit = run_git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -288,18 +319,25 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 def run_git(folder: Path, *arguments: str) -> str | None:
     """What git prints; None where there is no git, or it refuses."""
     try:
-        result = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-# --- a resumed run ----------------------------------------------------------------------------------------------------
+# --- a resumed run --------------------------------------------------------------------------------
 def check_same_run(
-    folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, Any], batch: dict[str, Any], backend: str = "bnb"
+    folder: RunFolder,
+    loaded: LoadedConfig,
+    *,
+    data: dict[str, Any],
+    batch: dict[str, Any],
+    backend: str = "bnb",
 ) -> None:
-    """Raises RunFolderError, listing every difference, if a run was started with settings that change its numbers; of
-    the batch only the effective one counts."""
+    """Raises RunFolderError, listing every difference, if a run was started with settings that
+    change its numbers; of the batch only the effective one counts."""
     differing = changed_settings(folder, loaded.config, effective_batch=math.prod(batch.values()))
     lines = list(differing.values())
     manifest = folder.read_manifest()
@@ -308,10 +346,17 @@ def check_same_run(
         if recorded_facts is None:
             lines.append(f"data {name}: the run's manifest does not record what it was")
         elif recorded_facts.get("sha256") != facts.get("sha256"):
-            lines.append(f"data {name}: the content of {facts.get('path')} has changed since the run started")
-    recorded_backend = manifest.get("backend", "bnb")  # the only backend before the manifest named it
+            lines.append(
+                f"data {name}: the content of {facts.get('path')} has changed since the run started"
+            )
+    recorded_backend = manifest.get(
+        "backend", "bnb"
+    )  # the only backend before the manifest named it
     if recorded_backend != backend and "tuning.backend" not in differing:
-        lines.append(f"tuning backend: the run was trained by {recorded_backend}, and {backend} would continue it here")
+        lines.append(
+            f"tuning backend: the run was trained by {recorded_backend}, and {backend} would"
+            " continue it here"
+        )
     recorded_batch = manifest.get("batch")
     if recorded_batch and math.prod(recorded_batch.values()) != math.prod(batch.values()):
         lines.append(f"batch: the run has {json.dumps(recorded_batch)}, now {json.dumps(batch)}")
@@ -330,50 +375,73 @@ def kept_overrides(overrides: Sequence[str]) -> list[str]:
 def load_resumed_config(
     loaded: LoadedConfig, folder: RunFolder, *, is_trusted: CodeTrust, keeps_mesh: bool = True
 ) -> LoadedConfig:
-    """Load the config of a resumed run: the settings that its first start was given beside its config, and over them
-    those that are given now. `keeps_mesh` False: without the mesh of its first start, unless one is given now. Raises
-    ConfigError where they cannot be read, RunFolderError where they allow code that the user does not."""
+    """Load the config of a resumed run: the settings that its first start was given beside its
+    config, and over them those that are given now. `keeps_mesh` False: without the mesh of its
+    first start, unless one is given now. Raises ConfigError where they cannot be read,
+    RunFolderError where they allow code that the user does not.
+    """
     given_keys = {override.partition("=")[0] for override in loaded.overrides}
     recorded_overrides = kept_overrides(folder.read_manifest().get("overrides", ()))
-    overrides = [override for override in recorded_overrides if override.partition("=")[0] not in given_keys]
+    overrides = [
+        override for override in recorded_overrides if override.partition("=")[0] not in given_keys
+    ]
     if not keeps_mesh:
         overrides.append("model.mesh_shape=null")
     adapter = read_json(folder.path / "resolved.json").get("model", {}).get("adapter")
     if adapter:  # by its path: `last` may be another one by now
         overrides.append(f"model.adapter={json.dumps(adapter)}")
     resumed = load_config(loaded.path, overrides=(*overrides, *loaded.overrides))
-    check_remote_code(folder.path, *(run.config.model for run in resumed.runs), is_trusted=is_trusted)
+    check_remote_code(
+        folder.path, *(run.config.model for run in resumed.runs), is_trusted=is_trusted
+    )
     return resumed
 
 
-def changed_settings(folder: RunFolder, config: RunConfig, *, effective_batch: int | None = None) -> dict[str, str]:
-    """The settings that change a run's numbers and are not those it was started with, each in words; raises
-    RunFolderError where the run's own cannot be read. `effective_batch` None: before there is a plan."""
+def changed_settings(
+    folder: RunFolder, config: RunConfig, *, effective_batch: int | None = None
+) -> dict[str, str]:
+    """The settings that change a run's numbers and are not those it was started with, each in
+    words; raises RunFolderError where the run's own cannot be read. `effective_batch` None: before
+    there is a plan.
+    """
     try:
         recorded_settings = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json cannot be read ({error})") from None
-    if not isinstance(recorded_settings, dict) or not isinstance(recorded_settings.get("train"), dict):
+        raise RunFolderError(
+            f"{folder.path} cannot be resumed: its resolved.json cannot be read ({error})"
+        ) from None
+    if not isinstance(recorded_settings, dict) or not isinstance(
+        recorded_settings.get("train"), dict
+    ):
         raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json is damaged")
     effective_batch = effective_batch or recorded_settings["train"].get("effective_batch_size")
-    # Through JSON and redacted, as the old one was written: tuples are lists there, and secrets are stars.
-    current_settings = json.loads(json.dumps(redact_values(resolved_config(config, effective_batch=effective_batch))))
+    # Through JSON and redacted, as the old one was written: tuples are lists there, and secrets are
+    # stars.
+    current_settings = json.loads(
+        json.dumps(redact_values(resolved_config(config, effective_batch=effective_batch)))
+    )
     return {
         key: f"{key}: the run has {json.dumps(recorded)}, now {json.dumps(current)}"
-        for key, (recorded, current) in differing_options(recorded_settings, current_settings).items()
+        for key, (recorded, current) in differing_options(
+            recorded_settings, current_settings
+        ).items()
         if key not in FREE_TO_CHANGE_OPTIONS
         and not _is_newer_option(recorded_settings, key, current)
-        and not (is_derived_default(config, key) and recorded == functools.reduce(getattr, key.split("."), config))
+        and not (
+            is_derived_default(config, key)
+            and recorded == functools.reduce(getattr, key.split("."), config)
+        )
     }
 
 
 def check_no_differences(folder: RunFolder, differences: Sequence[str]) -> None:
-    """Raise RunFolderError if there are `differences` from the settings that a run was started with."""
+    """Raise RunFolderError if there are `differences` from the settings that a run was started
+    with."""
     if differences:
         listed_lines = "\n".join(f"  {one_line(line, limit=300)}" for line in differences)
         raise RunFolderError(
-            f"{folder.path} was started with other settings, and continuing would mix two runs:\n{listed_lines}\n"
-            "set these back, or start a new run"
+            f"{folder.path} was started with other settings, and continuing would mix two"
+            f" runs:\n{listed_lines}\nset these back, or start a new run"
         )
 
 
@@ -387,9 +455,14 @@ def _is_newer_option(recorded_settings: Mapping[str, Any], key: str, value: Any)
 
 
 def requested_deepspeed(folder: RunFolder) -> dict[str, Any] | None:
-    """DeepSpeed's config as the run was given it, its "auto" left open; None where another engine runs it. The file in
-    the folder, which has the plan's numbers, counts where an older version wrote the plan."""
-    return read_json(folder.path / "plan.json").get("deepspeed") or read_json(folder.path / DEEPSPEED_FILE) or None
+    """DeepSpeed's config as the run was given it, its "auto" left open; None where another engine
+    runs it. The file in the folder, which has the plan's numbers, counts where an older version
+    wrote the plan."""
+    return (
+        read_json(folder.path / "plan.json").get("deepspeed")
+        or read_json(folder.path / DEEPSPEED_FILE)
+        or None
+    )
 
 
 def first_start_date(folder: RunFolder) -> date:
@@ -404,7 +477,8 @@ def first_start_date(folder: RunFolder) -> date:
 # Memory that ran out in a run, as its folder remembers it.
 
 OOM_ENTRY = "out_of_memory"
-# In the folder of a run or a stage: that a rank ran out of memory, until the next start has read it.
+# In the folder of a run or a stage: that a rank ran out of memory, until the next start has read
+# it.
 OOM_NOTE_FILE = "out_of_memory.json"
 _REPEAT_DESCRIPTIONS = {
     "step": "the step is repeated from its start with {now}, and so are all later ones",
@@ -416,7 +490,8 @@ _REPEAT_DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class OomEvent:
-    """Where memory ran out, and what is done: `micro_batch` rows were too many, and `now` are tried."""
+    """Where memory ran out, and what is done: `micro_batch` rows were too many, and `now` are
+    tried."""
 
     step: int
     doing: str
@@ -430,8 +505,9 @@ class OomEvent:
     def description(self) -> str:
         """The event in words, for the log."""
         return (
-            f"step {self.step}: rank {self.rank} ran out of memory ({self.doing}, {self.micro_batch} rows at a time): "
-            f"{_REPEAT_DESCRIPTIONS[self.again].format(now=self.now)}; {self.error}"
+            f"step {self.step}: rank {self.rank} ran out of memory ({self.doing},"
+            f" {self.micro_batch} rows at a time):"
+            f" {_REPEAT_DESCRIPTIONS[self.again].format(now=self.now)}; {self.error}"
         )
 
 
@@ -445,7 +521,8 @@ def read_oom_events(folder: RunFolder) -> list[OomEvent]:
 
 
 def record_oom_event(folder: RunFolder, event: OomEvent) -> None:
-    """Add an event to the manifest, with the batch that the run goes on with, and a resumed run too."""
+    """Add an event to the manifest, with the batch that the run goes on with, and a resumed run
+    too."""
     batch = folder.read_manifest().get("batch")
     if event.again in ("step", "run") and batch and batch["micro_batch"] == event.micro_batch:
         rows = batch["micro_batch"] * batch["grad_accum"]
@@ -460,8 +537,12 @@ def write_oom_note(folder: RunFolder, event: OomEvent) -> None:
 
 
 def pop_oom_note(folder: RunFolder) -> OomEvent | None:
-    """Move the note of a run that ended so into its manifest, or that of its stage; None where there is none."""
-    for note_path in (*folder.path.glob(OOM_NOTE_FILE), *folder.path.glob(f"{STAGES_FOLDER}/*/{OOM_NOTE_FILE}")):
+    """Move the note of a run that ended so into its manifest, or that of its stage; None where
+    there is none."""
+    for note_path in (
+        *folder.path.glob(OOM_NOTE_FILE),
+        *folder.path.glob(f"{STAGES_FOLDER}/*/{OOM_NOTE_FILE}"),
+    ):
         event = OomEvent(**json.loads(note_path.read_text(encoding="utf-8")))
         record_oom_event(RunFolder(note_path.parent), event)
         note_path.unlink()

@@ -36,12 +36,15 @@ logger = logging.getLogger(__name__)
 
 # The lock on a run folder: who writes it, so that nobody else does.
 
-# In a run folder while a process writes it: which process. The lock is on the file, not its existence.
+# In a run folder while a process writes it: which process. The lock is on the file, not its
+# existence.
 LOCK_FILE = "run.lock"
 
-# Who locks only a part of a run: the command that started its ranks, and the rank (or their agent) that writes.
+# Who locks only a part of a run: the command that started its ranks, and the rank (or their agent)
+# that writes.
 LAUNCHER, WRITER = 0, 1
-# What this process has locked, by device and inode: opening and closing such a file again would release the lock.
+# What this process has locked, by device and inode: opening and closing such a file again would
+# release the lock.
 _OPEN_LOCKS: weakref.WeakValueDictionary[tuple[int, int], "RunLock"] = weakref.WeakValueDictionary()
 
 
@@ -53,7 +56,8 @@ def _close_all() -> None:
 
 
 class RunLock:
-    """Marks a run folder as being written until it is closed or the process ends, however it ends."""
+    """Marks a run folder as being written until it is closed or the process ends, however it
+    ends."""
 
     def __init__(self, folder: RunFolder, descriptor: int, role: int | None) -> None:
         # Where the folder is; code that moves it updates this.
@@ -79,7 +83,9 @@ class RunLock:
         path = self.folder.path / LOCK_FILE
         with contextlib.suppress(OSError):
             if self._role is not None:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the other part is still locked
+                fcntl.lockf(
+                    descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
+                )  # fails while the other part is still locked
             if _is_same_file(descriptor, path):
                 path.unlink()
         os.close(descriptor)
@@ -88,12 +94,13 @@ class RunLock:
 def lock_run(folder: RunFolder, *, role: int | None = None) -> RunLock:
     """Mark a run folder as being written; called by whatever moves, resumes or writes one.
 
-    Locks are fcntl's: the kernel releases them when the process ends, data loaders do not inherit them, and those of
-    other nodes are visible through NFS. On a file system without locks the note of who writes is trusted.
+    Locks are fcntl's: the kernel releases them when the process ends, data loaders do not inherit
+    them, and those of other nodes are visible through NFS. On a file system without locks the note
+    of who writes is trusted.
 
-    `role`: None locks the whole run. LAUNCHER and WRITER, two processes of one run, lock a part each: they do not
-    exclude each other, and each excludes everybody else. Raises RunFolderError where another process is writing the
-    run, or the folder cannot be written.
+    `role`: None locks the whole run. LAUNCHER and WRITER, two processes of one run, lock a part
+    each: they do not exclude each other, and each excludes everybody else. Raises RunFolderError
+    where another process is writing the run, or the folder cannot be written.
     """
     path = folder.path / LOCK_FILE
     for _ in range(100):
@@ -127,7 +134,9 @@ def lock_run(folder: RunFolder, *, role: int | None = None) -> RunLock:
             raise
         run_lock = _OPEN_LOCKS[status.st_dev, status.st_ino] = RunLock(folder, descriptor, role)
         return run_lock
-    raise RunFolderError(f"{path} is created and removed repeatedly by other processes; start again")
+    raise RunFolderError(
+        f"{path} is created and removed repeatedly by other processes; start again"
+    )
 
 
 # To the kernel, a second lock by the same process is the same lock.
@@ -138,7 +147,9 @@ def _check_not_locked_here(folder: RunFolder, path: Path) -> None:
         return
     own_lock = _OPEN_LOCKS.get((status.st_dev, status.st_ino))
     if own_lock is not None and own_lock._descriptor is not None:
-        raise RunFolderError(f"{folder.path} is already being written by this process (pid {os.getpid()})")
+        raise RunFolderError(
+            f"{folder.path} is already being written by this process (pid {os.getpid()})"
+        )
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:
@@ -149,7 +160,9 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
 
 
 def _acquire(folder: RunFolder, descriptor: int, role: int | None) -> None:
-    length, start = (0, 0) if role is None else (1, role)  # one byte for each part; length 0 is the whole file
+    length, start = (
+        (0, 0) if role is None else (1, role)
+    )  # one byte for each part; length 0 is the whole file
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
         return
@@ -158,12 +171,22 @@ def _acquire(folder: RunFolder, descriptor: int, role: int | None) -> None:
     note = read_json(folder.path / LOCK_FILE)
     is_noted = isinstance(note.get("pid"), int) and role != WRITER
     advice = f"; if that process is gone, remove {folder.path / LOCK_FILE}"
-    if lock_error.errno in (errno.EACCES, errno.EAGAIN):  # another process holds it: POSIX allows either
+    if lock_error.errno in (
+        errno.EACCES,
+        errno.EAGAIN,
+    ):  # another process holds it: POSIX allows either
         advice = ""
-    elif not is_noted or (note["host"] == socket.gethostname() and not psutil.pid_exists(note["pid"])):
-        logger.warning("%s: the file system does not support locks (%s); a run in progress in this folder is known "
-                       "only by its note in %s, and two that start at the same moment do not see each other",
-                       folder.path, lock_error.strerror, LOCK_FILE)  # fmt: skip
+    elif not is_noted or (
+        note["host"] == socket.gethostname() and not psutil.pid_exists(note["pid"])
+    ):
+        logger.warning(
+            "%s: the file system does not support locks (%s); a run in progress in this folder is"
+            " known only by its note in %s, and two that start at the same moment do not see each"
+            " other",
+            folder.path,
+            lock_error.strerror,
+            LOCK_FILE,
+        )
         return
     holder, stop_advice = "", "stop it"
     if note:
@@ -171,27 +194,28 @@ def _acquire(folder: RunFolder, descriptor: int, role: int | None) -> None:
         holder = f" (pid {note.get('pid')} on {host}, since {one_line(str(note.get('since')))})"
         stop_advice = f"stop it (kill {note.get('pid')} on {host}, which saves its state)"
     raise RunFolderError(
-        f"{folder.path} is being written by another process{holder}; wait until it ends, {stop_advice}, or give "
-        f"another output.name{advice}"
+        f"{folder.path} is being written by another process{holder}; wait until it ends,"
+        f" {stop_advice}, or give another output.name{advice}"
     )
 
 
-# --- who holds it ----------------------------------------------------------------------------------------------------
+# --- who holds it ---------------------------------------------------------------------------------
 
-# `struct flock` of 64-bit Linux (type, whence, start, length, pid) and of macOS (start, length, pid, type, whence).
+# `struct flock` of 64-bit Linux (type, whence, start, length, pid) and of macOS (start, length,
+# pid, type, whence).
 _LOCK_LINUX, _LOCK_BSD = "hhqqi4x", "qqihh"
 
 
 def lock_holder_pid(folder: RunFolder) -> int | None:
-    """Return the pid of the process that writes a run, the rank's before its command's; 0 for a process of another
-    machine or container, None if nothing writes it."""
+    """Return the pid of the process that writes a run, the rank's before its command's; 0 for a
+    process of another machine or container, None if nothing writes it."""
     pid = next(iter(lock_holder_pids(folder)), None)
     return pid if pid is None or (pid > 0 and psutil.pid_exists(pid)) else 0
 
 
 def lock_holder_pids(folder: RunFolder) -> tuple[int, ...]:
-    """The processes that have a run locked, the writer first; -1 is one of another machine. The lock is only asked
-    about: a run that starts at this moment must not find it held."""
+    """The processes that have a run locked, the writer first; -1 is one of another machine. The
+    lock is only asked about: a run that starts at this moment must not find it held."""
     try:
         with (folder.path / LOCK_FILE).open("rb") as file:
             # a run alone locks all of the file, and holds both parts
@@ -205,16 +229,23 @@ def lock_holder_pids(folder: RunFolder) -> tuple[int, ...]:
 def _byte_lock_holder_pid(file: IO[bytes], offset: int) -> int:
     if sys.platform == "darwin":
         request = struct.pack(_LOCK_BSD, offset, 1, 0, fcntl.F_WRLCK, os.SEEK_SET)
-        _, _, pid, lock_type, _ = struct.unpack(_LOCK_BSD, fcntl.fcntl(file, fcntl.F_GETLK, request))
+        _, _, pid, lock_type, _ = struct.unpack(
+            _LOCK_BSD, fcntl.fcntl(file, fcntl.F_GETLK, request)
+        )
     else:
         request = struct.pack(_LOCK_LINUX, fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
-        lock_type, _, _, _, pid = struct.unpack(_LOCK_LINUX, fcntl.fcntl(file, fcntl.F_GETLK, request))
+        lock_type, _, _, _, pid = struct.unpack(
+            _LOCK_LINUX, fcntl.fcntl(file, fcntl.F_GETLK, request)
+        )
     return 0 if lock_type == fcntl.F_UNLCK else int(pid) or -1
 
 
-def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None = None) -> RunFolder:
-    """The run to resume: the named one, or the newest unfinished run of this config, of those that have trained if any
-    has; raises RunFolderError where there is none, or the named one is finished or not ours."""
+def find_resumable(
+    output: OutputConfig, *, config_path: Path, name: str | None = None
+) -> RunFolder:
+    """The run to resume: the named one, or the newest unfinished run of this config, of those that
+    have trained if any has; raises RunFolderError where there is none, or the named one is finished
+    or not ours."""
     output_root, folder = output_dir(output), None
     if name:
         with error_prefix(f"RUN={one_line(name)}"):
@@ -223,39 +254,50 @@ def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None 
         folder = open_run(output_root, check_run_name(output.name, key="output.name"))
     if folder is not None:
         if folder.read_manifest().get("status") == "finished":
-            raise RunFolderError(f"the run {folder.path} is finished; start a new one with make train")
+            raise RunFolderError(
+                f"the run {folder.path} is finished; start a new one with make train"
+            )
         return folder
     config = str(config_path.absolute())
     manifests = {folder: folder.read_manifest() for folder in iter_runs(output_root)}
-    config_runs = [folder for folder, manifest in manifests.items() if manifest.get("config_path") == config]
+    config_runs = [
+        folder for folder, manifest in manifests.items() if manifest.get("config_path") == config
+    ]
     unfinished = [folder for folder in config_runs if manifests[folder].get("status") != "finished"]
     if not unfinished:
         raise RunFolderError(
-            f"no unfinished run of {config_path} in {output_root} ({len(config_runs)} finished); start one with make "
-            f"train CONFIG={config_path}"
+            f"no unfinished run of {config_path} in {output_root} ({len(config_runs)} finished);"
+            f" start one with make train CONFIG={config_path}"
         )
-    unfinished.sort(key=lambda folder: (str(manifests[folder].get("started")), str(folder.path)), reverse=True)
+    unfinished.sort(
+        key=lambda folder: (str(manifests[folder].get("started")), str(folder.path)), reverse=True
+    )
     chosen = next((folder for folder in unfinished if folder.has_trained), unfinished[0])
     for skipped in unfinished[: unfinished.index(chosen)]:
         logger.info(
-            "%s is newer, but no step was trained in it: RUN=%s starts it again", skipped.path, skipped.path.name
+            "%s is newer, but no step was trained in it: RUN=%s starts it again",
+            skipped.path,
+            skipped.path.name,
         )
     return chosen
 
 
 def open_run(output_root: Path, name: str) -> RunFolder:
-    """The run of that name in an output folder; raises RunFolderError where there is none, or it is not one of ours."""
+    """The run of that name in an output folder; raises RunFolderError where there is none, or it is
+    not one of ours."""
     folder = RunFolder(output_root / name)
     if not folder.path.is_dir():
         run_names = ", ".join(run.path.name for run in list(iter_runs(output_root))[-8:]) or "none"
-        raise RunFolderError(f"there is no run {one_line(name)} in {output_root}; the runs there: {run_names}")
+        raise RunFolderError(
+            f"there is no run {one_line(name)} in {output_root}; the runs there: {run_names}"
+        )
     folder.read_manifest()
     return folder
 
 
 def resolve_run(output_root: Path, name_or_path: str) -> RunFolder:
-    """Resolve RUN: the name of a run in an output folder, or its own path; raises RunFolderError where there is
-    none, or it is not one of ours."""
+    """Resolve RUN: the name of a run in an output folder, or its own path; raises RunFolderError
+    where there is none, or it is not one of ours."""
     path = Path(name_or_path).expanduser()
     if path.name != name_or_path or (path / MANIFEST_FILE).is_file():
         return open_run(path.parent, path.name)
@@ -263,7 +305,8 @@ def resolve_run(output_root: Path, name_or_path: str) -> RunFolder:
 
 
 def iter_runs(output_root: Path, *, include_replaced: bool = False) -> Iterator[RunFolder]:
-    """Yield the runs directly below an output folder, by name; with `include_replaced` those moved aside too."""
+    """Yield the runs directly below an output folder, by name; with `include_replaced` those moved
+    aside too."""
     for path in sorted(output_root.iterdir()) if output_root.is_dir() else []:
         # a leading dot: a folder that another start is building (create_run)
         if include_replaced or not (path.name.startswith(".") or ".replaced-" in path.name):
@@ -285,8 +328,8 @@ def output_dir(output: OutputConfig) -> Path:
 
 
 def run_name(output: OutputConfig, *, config_path: Path, now: datetime) -> str:
-    """The folder's name: as given, or the config's stem with the UTC time; raises RunFolderError where the name could
-    leave `output.dir`."""
+    """The folder's name: as given, or the config's stem with the UTC time; raises RunFolderError
+    where the name could leave `output.dir`."""
     if output.name is None:
         return f"{config_run_name(config_path)}-{now.strftime('%Y%m%dT%H%M%SZ')}"
     return check_run_name(output.name, key="output.name")
@@ -298,22 +341,32 @@ def config_run_name(path: Path) -> str:
 
 
 def check_run_name(name: str, *, key: str) -> str:
-    """The name, if it can only mean a folder directly below `output.dir`; raises RunFolderError otherwise."""
-    # "-" would read as a flag where the name is typed, ":" as a drive; 200 bytes leave room for ".replaced-TIME".
-    is_invalid = name != name.strip() or name.startswith((".", "~", "-")) or re.search(r"[/\\\x00-\x1f:]", name)
+    """The name, if it can only mean a folder directly below `output.dir`; raises RunFolderError
+    otherwise."""
+    # "-" would read as a flag where the name is typed, ":" as a drive; 200 bytes leave room for
+    # ".replaced-TIME".
+    is_invalid = (
+        name != name.strip()
+        or name.startswith((".", "~", "-"))
+        or re.search(r"[/\\\x00-\x1f:]", name)
+    )
     if is_invalid or ".." in name or not name or len(name.encode()) > 200:
         raise RunFolderError(
-            f"{key}={one_line(json.dumps(name, ensure_ascii=False))} is refused: a run's name is one word "
-            "without separators, `..` or a leading dot, such as output.name=gsm8k-r16"
+            f"{key}={one_line(json.dumps(name, ensure_ascii=False))} is refused: a run's name is"
+            " one word without separators, `..` or a leading dot, such as output.name=gsm8k-r16"
         )
     return name
 
 
-# --- created, and moved aside -----------------------------------------------------------------------------------------
-def new_run_folder(output: OutputConfig, *, config_path: Path, now: datetime | None = None) -> RunFolder:
-    """The folder that a new run will have; nothing is written yet. Raises RunFolderError where the name is refused, or
-    the folder exists and `output.if_exists` is fail."""
-    path = output_dir(output) / run_name(output, config_path=config_path, now=now or datetime.now(UTC))
+# --- created, and moved aside ---------------------------------------------------------------------
+def new_run_folder(
+    output: OutputConfig, *, config_path: Path, now: datetime | None = None
+) -> RunFolder:
+    """The folder that a new run will have; nothing is written yet. Raises RunFolderError where the
+    name is refused, or the folder exists and `output.if_exists` is fail."""
+    path = output_dir(output) / run_name(
+        output, config_path=config_path, now=now or datetime.now(UTC)
+    )
     if output.name is None:
         path = _unused_path(path)
     if not path.exists():
@@ -331,7 +384,8 @@ def new_run_folder(output: OutputConfig, *, config_path: Path, now: datetime | N
 
 
 def require_writable_output_dir(folder: RunFolder) -> None:
-    """Raises RunFolderError where a new run's folder could not be created; nothing is left behind."""
+    """Raises RunFolderError where a new run's folder could not be created; nothing is left
+    behind."""
     _make_temporary_folder(folder, makes_parents=False).rmdir()
 
 
@@ -344,7 +398,9 @@ def _make_temporary_folder(folder: RunFolder, *, makes_parents: bool) -> Path:
             parent = parent.parent
         return Path(tempfile.mkdtemp(dir=parent, prefix=f".{folder.path.name}."))
     except OSError as error:
-        raise RunFolderError(f"output.dir={folder.path.parent} cannot be written: {error.strerror}") from None
+        raise RunFolderError(
+            f"output.dir={folder.path.parent} cannot be written: {error.strerror}"
+        ) from None
 
 
 def is_resume(folder: RunFolder, output: OutputConfig) -> bool:
@@ -368,10 +424,12 @@ def create_run(
     plan: dict[str, Any],
     lock_role: int | None = None,
 ) -> RunLock:
-    """Create the folder, locked, with config, plan and manifest, or nothing; one to be replaced is moved aside.
-    `lock_role`: see `lock_run`. Raises RunFolderError where it exists (another start may have created it), is being
-    written, or cannot be created."""
-    taken_message = f"the run folder {folder.path} was created by another process in the meantime; start again"
+    """Create the folder, locked, with config, plan and manifest, or nothing; one to be replaced is
+    moved aside. `lock_role`: see `lock_run`. Raises RunFolderError where it exists (another start
+    may have created it), is being written, or cannot be created."""
+    taken_message = (
+        f"the run folder {folder.path} was created by another process in the meantime; start again"
+    )
     if folder.path.exists() and loaded.config.output.if_exists != "replace":
         raise RunFolderError(taken_message)
     temporary_path = _make_temporary_folder(folder, makes_parents=True)
@@ -387,14 +445,21 @@ def create_run(
                 folder.read_manifest()
                 with lock_run(folder) as old_lock:
                     timestamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-                    replaced_path = _unused_path(folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}"))
+                    replaced_path = _unused_path(
+                        folder.path.with_name(f"{folder.path.name}.replaced-{timestamp}")
+                    )
                     folder.path.rename(replaced_path)
                     old_lock.folder = RunFolder(replaced_path)
             temporary_path.rename(folder.path)
         except BaseException as error:
             run_lock.close()
-            # rename(2) onto a folder that is not empty, or of one to be replaced that another start has moved away
-            if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            # rename(2) onto a folder that is not empty, or of one to be replaced that another start
+            # has moved away
+            if isinstance(error, OSError) and error.errno in (
+                errno.ENOTEMPTY,
+                errno.EEXIST,
+                errno.ENOENT,
+            ):
                 raise RunFolderError(taken_message) from None
             raise
     except BaseException:
@@ -410,7 +475,8 @@ def write_initial_files(
     """Write what a run begins with: config, settings, plan and manifest."""
     write_text(folder.path / "config.yaml", loaded.text)
     write_json(
-        folder.path / "resolved.json", resolved_config(loaded.config, effective_batch=plan.get("effective_batch"))
+        folder.path / "resolved.json",
+        resolved_config(loaded.config, effective_batch=plan.get("effective_batch")),
     )
     write_json(folder.path / "plan.json", plan)
     write_json(folder.path / MANIFEST_FILE, manifest)

@@ -1,12 +1,12 @@
-"""The plan's second opinion: the real step on fake tensors, replayed through a simulated CUDA caching
-allocator.
+"""The plan's second opinion: the real step on fake tensors, replayed through a simulated CUDA
+caching allocator.
 
 `confirm` turns a plan's candidate into `settings`, or answers from the cache. `step` runs it, alone
 or as one of several ranks: `build` makes the model, with stand-ins for what needs a GPU, `patches`
 puts others into the libraries, and `kernels` adds what CUDA's kernels allocate. `storages` logs
 every allocation, and plays the log through the allocator.
 
-For models that the table of families does not know `meta_shape` measures their shapes, and a step of
-a few blocks what those need, where load_run_model_shape, by which every plan gets its shape, asks for
-it.
+For models that the table of families does not know `meta_shape` measures their shapes, and a step
+of a few blocks what those need, where load_run_model_shape, by which every plan gets its shape,
+asks for it.
 """

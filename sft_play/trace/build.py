@@ -31,9 +31,10 @@ from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import trainable_rows
 
 
-# --- NF4 --------------------------------------------------------------------------------------------------------------
+# --- NF4 ------------------------------------------------------------------------------------------
 class _FakeNF4Product(torch.autograd.Function):
-    """`MatMul4Bit` of bitsandbytes 0.50 beyond its fused kernel's range (1536 rows): dequantise, multiply, free."""
+    """`MatMul4Bit` of bitsandbytes 0.50 beyond its fused kernel's range (1536 rows): dequantise,
+    multiply, free."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Any, layer: Any, bias: Any) -> Any:
@@ -52,7 +53,8 @@ def fake_nf4_class() -> Any:
     linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
 
     class NF4Linear(linear_4bit):  # type: ignore[misc, valid-type]
-        """Packed weight and scales as buffers; not a Params4bit, which cannot wrap a fake tensor."""
+        """Packed weight and scales as buffers; not a Params4bit, which cannot wrap a fake
+        tensor."""
 
         def __init__(self) -> None:
             # not Linear4bit's own, which would create a Params4bit
@@ -85,11 +87,17 @@ def fake_nf4(layer: Any, settings: StepSettings) -> Any:
     weights = fake.in_features * fake.out_features
     rows = math.ceil(weights / 2) // storage.itemsize
     weight = nn.Parameter(torch.empty((rows, 1), dtype=storage, device="meta"), requires_grad=False)
-    weight.compress_statistics, weight.quant_type, weight.quant_state = settings.double_quant, "nf4", None
+    weight.compress_statistics, weight.quant_type, weight.quant_state = (
+        settings.double_quant,
+        "nf4",
+        None,
+    )
     weight.blocksize, weight.quant_storage, weight.bnb_quantized = NF4_BLOCK, storage, True
     fake.weight = weight
     fake.bias = None
-    if layer.bias is not None:  # bitsandbytes creates it in fp32; loading casts it to the dtype of the other weights
+    if (
+        layer.bias is not None
+    ):  # bitsandbytes creates it in fp32; loading casts it to the dtype of the other weights
         fake.bias = nn.Parameter(layer.bias.detach().to(fake.quantised_from), requires_grad=False)
 
     _register_scales(fake, "", weights, double_quant=settings.double_quant)
@@ -130,11 +138,20 @@ def _register_scales(module: nn.Module, prefix: str, weights: int, *, double_qua
             "offset": ((), torch.float32),
         }
     for name, (shape, dtype) in buffers.items():
-        module.register_buffer(prefix + name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
+        module.register_buffer(
+            prefix + name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False
+        )
 
 
 # What PEFT and bitsandbytes read off a Params4bit.
-PARAMETER_FIELDS = ("compress_statistics", "quant_type", "quant_state", "blocksize", "quant_storage", "bnb_quantized")
+PARAMETER_FIELDS = (
+    "compress_statistics",
+    "quant_type",
+    "quant_state",
+    "blocksize",
+    "quant_storage",
+    "bnb_quantized",
+)
 
 
 def wrap_dequantize(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -148,9 +165,10 @@ def wrap_dequantize(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return dequantize
 
 
-# --- optimizers -------------------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 class FakeStateOptimizer:
-    """bitsandbytes' optimizers, whose states are created in C++: their bytes at the first step, no values."""
+    """bitsandbytes' optimizers, whose states are created in C++: their bytes at the first step, no
+    values."""
 
     def __init__(
         self,
@@ -170,7 +188,9 @@ class FakeStateOptimizer:
             for parameter in self._parameters:
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
                 elements, count = int(local.numel()), self._fp32_state_counts.get(id(parameter))
-                for nbytes in self._state_sizes(elements) if count is None else (4 * elements,) * count:
+                for nbytes in (
+                    self._state_sizes(elements) if count is None else (4 * elements,) * count
+                ):
                     self._log.record_alloc(nbytes)
             self._has_states = True
 
@@ -181,7 +201,8 @@ class FakeStateOptimizer:
 
 
 def adam_8bit_state_sizes(elements: int) -> tuple[int, ...]:
-    """A byte for each of two states, an fp32 scale per 256; fp32 below 4096 elements (bitsandbytes optimizer.py)."""
+    """A byte for each of two states, an fp32 scale per 256; fp32 below 4096 elements (bitsandbytes
+    optimizer.py)."""
     if elements < 4096:
         return (4 * elements, 4 * elements)
     scales = 4 * math.ceil(elements / 256)
@@ -189,7 +210,8 @@ def adam_8bit_state_sizes(elements: int) -> tuple[int, ...]:
 
 
 def paged_adam_8bit_state_sizes(elements: int) -> tuple[int, ...]:
-    """States from 1e5 elements on are managed memory, outside the allocator; their scales are not."""
+    """States from 1e5 elements on are managed memory, outside the allocator; their scales are
+    not."""
     states = adam_8bit_state_sizes(elements)
     return states[2:] if elements >= 100_000 else states
 
@@ -199,9 +221,9 @@ def paged_adam_8bit_state_sizes(elements: int) -> tuple[int, ...]:
 
 
 def build_skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
-    """The model on the meta device, quantised where the mode says so, with LoRA's adapters, or its first `depth`
-    blocks; called outside a FakeTensorMode. Raises TraceUnavailable: the libraries know no such class; ModelError: PEFT
-    refuses the adapters."""
+    """The model on the meta device, quantised where the mode says so, with LoRA's adapters, or its
+    first `depth` blocks; called outside a FakeTensorMode. Raises TraceUnavailable: the libraries
+    know no such class; ModelError: PEFT refuses the adapters."""
     from transformers import AttentionInterface, AutoModelForCausalLM, masking_utils
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.integrations.flash_attention import flash_attention_forward
@@ -209,22 +231,32 @@ def build_skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
 
     config, attention = language_model_config(settings), str(settings.attention)
     if settings.code is not None:
-        model_class = get_class_from_dynamic_module(config.auto_map["AutoModelForCausalLM"], settings.code)
+        model_class = get_class_from_dynamic_module(
+            config.auto_map["AutoModelForCausalLM"], settings.code
+        )
     elif type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     else:
-        raise TraceUnavailable(f"transformers has no causal language model for {type(config).__name__}")
+        raise TraceUnavailable(
+            f"transformers has no causal language model for {type(config).__name__}"
+        )
     supports_attention, missing = True, attention
     if attention in ("sdpa", *VARLEN_ATTENTIONS):
         supports_attention, missing = getattr(model_class, "_supports_sdpa", False), "sdpa"
     if attention == "flash_attention_2":
         compatible = getattr(model_class, "_compatible_flash_implementations", None) or [attention]
-        supports_attention = getattr(model_class, "_supports_flash_attn", False) and attention in compatible
+        supports_attention = (
+            getattr(model_class, "_supports_flash_attn", False) and attention in compatible
+        )
     if not supports_attention:  # no run with it starts either
-        raise TraceUnavailable(f"{model_class.__name__} has no {missing}: take eager or auto, as a run must")
+        raise TraceUnavailable(
+            f"{model_class.__name__} has no {missing}: take eager or auto, as a run must"
+        )
     if attention in VARLEN_ATTENTIONS:
         attention = attention_functions.VARLEN_ATTENTION
-    if attention == "flash_attention_2":  # transformers' own path to it, under a name that requires no package
+    if (
+        attention == "flash_attention_2"
+    ):  # transformers' own path to it, under a name that requires no package
         attention = kernels.FLASH_NAME
         AttentionInterface.register(attention, flash_attention_forward)
         masking_utils.AttentionMaskInterface.register(attention, masking_utils.flash_attention_mask)
@@ -238,9 +270,11 @@ def build_skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
             config._experts_implementation = EXPERT_LOOP
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, settings.weights), attn_implementation=attention,
+            config,
+            dtype=getattr(torch, settings.weights),
+            attn_implementation=attention,
             trust_remote_code=settings.code is not None,
-        )  # fmt: skip
+        )
     if depth is not None:
         del find_block_list(model)[1][depth:]
     for change in META_MODEL_CHANGES:
@@ -254,7 +288,8 @@ def build_skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
 
 
 def load_skeleton(model: Any, settings: StepSettings) -> Any:
-    """The skeleton as the trainer would step it: loaded in module order, ties kept, in training mode."""
+    """The skeleton as the trainer would step it: loaded in module order, ties kept, in training
+    mode."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     _materialise(model, replaced, adapters=False)
     for change in LOADED_MODEL_CHANGES:
@@ -271,26 +306,38 @@ def load_skeleton(model: Any, settings: StepSettings) -> Any:
         if settings.checkpointed_layers is not None:
             layers = require_blocks(base)
             if not hasattr(layers[0], "gradient_checkpointing"):
-                raise TraceUnavailable(f"{type(layers[0]).__name__} has no switch for its own checkpointing")
+                raise TraceUnavailable(
+                    f"{type(layers[0]).__name__} has no switch for its own checkpointing"
+                )
             for layer in layers[settings.checkpointed_layers :]:
                 layer.gradient_checkpointing = False
         if settings.peft is not None:
-            base.enable_input_require_grads()  # as TRL does (1.16); reentrant checkpointing needs such an input
+            # as TRL does (1.16); reentrant checkpointing needs such an input
+            base.enable_input_require_grads()
     LOSS_SETUPS[settings.loss](base)
     return model.train()
 
 
 def find_block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of a model's blocks and its path: of the outermost lists of modules that beside the token embedding, or
-    the one with the most parameters; empty where there is none."""
-    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    """The list of a model's blocks and its path: of the outermost lists of modules that beside the
+    token embedding, or the one with the most parameters; empty where there is none."""
+    lists = {
+        path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    }
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    parent = next((path.rpartition(".")[0] for path, module in model.named_modules() if module is embedding), "")
+    parent = next(
+        (path.rpartition(".")[0] for path, module in model.named_modules() if module is embedding),
+        "",
+    )
 
     def rank(path: str) -> tuple[bool, int]:
         return path.rpartition(".")[0] == parent, count_module_parameters(lists[path])
 
-    outermost = [path for path in lists if rank(path)[1] and not any(path.startswith(f"{other}.") for other in lists)]
+    outermost = [
+        path
+        for path in lists
+        if rank(path)[1] and not any(path.startswith(f"{other}.") for other in lists)
+    ]
     path = max(outermost, key=rank, default="")
     return path, lists[path] if outermost else nn.ModuleList()
 
@@ -303,12 +350,15 @@ def count_module_parameters(module: nn.Module) -> int:
 # How a modeling file of transformers names the package whose function replaces its own, and its own
 # (integrations/hub_kernels.py).
 _REPLACEABLE_FUNCTION = re.compile(
-    r"""^@use_kernel_func_from_hub_with_fallback\(\s*["']\w+["'],\s*["']([\w-]+)["'][^)]*\)\s*def (\w+)""", re.MULTILINE
+    r"""^@use_kernel_func_from_hub_with_fallback\(\s*["']\w+["'],\s*["']([\w-]+)["'][^)]*\)\s*"""
+    r"def (\w+)",
+    re.MULTILINE,
 )
 
 
 def replaceable_functions(model: nn.Module) -> list[tuple[str, str]]:
-    """Packages, and the functions of the class's own file that theirs replace where they are installed."""
+    """Packages, and the functions of the class's own file that theirs replace where they are
+    installed."""
     class_module = sys.modules.get(type(model).__module__)
     try:
         text = inspect.getsource(class_module) if class_module is not None else ""
@@ -319,12 +369,17 @@ def replaceable_functions(model: nn.Module) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def use_class_functions(model: nn.Module, settings: StepSettings) -> Iterator[None]:
-    """The class's own functions in place of packages', or what allocates as flash-linear-attention does."""
+    """The class's own functions in place of packages', or what allocates as flash-linear-attention
+    does."""
     class_module = sys.modules[type(model).__module__]
     replaced = {name: getattr(class_module, name) for _, name in replaceable_functions(model)}
     for name, function in replaced.items():
         uses_traced_rule = settings.delta_rule == "fla" and name == "torch_chunk_gated_delta_rule"
-        setattr(class_module, name, kernels.chunk_gated_delta_rule if uses_traced_rule else inspect.unwrap(function))
+        setattr(
+            class_module,
+            name,
+            kernels.chunk_gated_delta_rule if uses_traced_rule else inspect.unwrap(function),
+        )
     try:
         yield
     finally:
@@ -333,7 +388,10 @@ def use_class_functions(model: nn.Module, settings: StepSettings) -> Iterator[No
 
 
 def _uses_lora(settings: StepSettings) -> bool:
-    return settings.peft is not None and str(settings.peft.get("peft_type", "LORA")).upper() in ("LORA", "DORA")
+    return settings.peft is not None and str(settings.peft.get("peft_type", "LORA")).upper() in (
+        "LORA",
+        "DORA",
+    )
 
 
 def base_model(model: Any) -> Any:
@@ -341,9 +399,10 @@ def base_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-# --- the bare model ---------------------------------------------------------------------------------------------------
+# --- the bare model -------------------------------------------------------------------------------
 def language_model_config(settings: StepSettings) -> Any:
-    """The language model's config of transformers. Raises TraceUnavailable: it does not know the model type."""
+    """The language model's config of transformers. Raises TraceUnavailable: it does not know the
+    model type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     if settings.code is not None:
@@ -354,11 +413,14 @@ def language_model_config(settings: StepSettings) -> Any:
         fields = json.loads(json.dumps(dict(settings.model)))
         model_type = fields.get("model_type")
         if model_type not in CONFIG_MAPPING:
-            raise TraceUnavailable(f"this version of transformers does not know model type {model_type!r}")
+            raise TraceUnavailable(
+                f"this version of transformers does not know model type {model_type!r}"
+            )
         fields.pop("quantization_config", None)
         config = prepare_text_config(CONFIG_MAPPING[model_type].from_dict(fields), fields)
         config.vocab_size += settings.new_tokens
-    # a cache would keep the keys and values of every layer; a balance loss of no routers ends in an IndexError
+    # a cache would keep the keys and values of every layer; a balance loss of no routers ends in an
+    # IndexError
     config.update({"use_cache": False, "output_router_logits": False})
     return config
 
@@ -383,7 +445,10 @@ def _quantise(model: Any, settings: StepSettings) -> None:
     if settings.quant_experts:
         nf4_experts.register_expert_quantizer()  # PEFT's part
         for _, module, name in list(experts.stacked_experts(model)):
-            storage, fake_weight = getattr(torch, settings.quant_storage), _FakeNF4Experts(module, name, settings)
+            storage, fake_weight = (
+                getattr(torch, settings.quant_storage),
+                _FakeNF4Experts(module, name, settings),
+            )
             rows = math.ceil(getattr(module, name).numel() / 2) // storage.itemsize
             packed = torch.empty((rows, 1), dtype=storage, device="meta")
             setattr(module, name, nn.Parameter(packed, requires_grad=False))
@@ -392,8 +457,11 @@ def _quantise(model: Any, settings: StepSettings) -> None:
     model.quantization_method = "bitsandbytes"
 
 
-def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *, adapters: bool) -> None:
-    """Storages for what is on the meta device, in module order, ties kept: the base's, or those that PEFT added."""
+def _materialise(
+    model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *, adapters: bool
+) -> None:
+    """Storages for what is on the meta device, in module order, ties kept: the base's, or those
+    that PEFT added."""
     for path, module in model.named_modules():
         # PEFT adds what is called so
         is_adapter = re.search(r"(^|\.)(lora_|modules_to_save|trainable_tokens_)", path) is not None
@@ -403,8 +471,12 @@ def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *
             if old is None:
                 continue
             if old not in replaced:
-                new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype), requires_grad=old.requires_grad)
-                new.__dict__.update({key: old.__dict__[key] for key in PARAMETER_FIELDS if key in old.__dict__})
+                new = nn.Parameter(
+                    torch.empty(old.shape, dtype=old.dtype), requires_grad=old.requires_grad
+                )
+                new.__dict__.update(
+                    {key: old.__dict__[key] for key in PARAMETER_FIELDS if key in old.__dict__}
+                )
                 replaced[old] = new
             module._parameters[name] = replaced[old]
         for name, buffer in list(module._buffers.items()):
@@ -412,7 +484,7 @@ def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-# --- adapters ---------------------------------------------------------------------------------------------------------
+# --- adapters -------------------------------------------------------------------------------------
 def parse_peft_config(fields: Mapping[str, Any]) -> Any:
     """PEFT's config of plain data. Raises TraceUnavailable: no such method."""
     method = str(fields.get("peft_type", "LORA")).upper()
@@ -425,7 +497,11 @@ def parse_peft_config(fields: Mapping[str, Any]) -> Any:
 
 # PEFT's configs by method; benchmarks add those of other scripts.
 PEFT_CONFIGS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "LORA": lambda fields: importlib.import_module("peft").LoraConfig(**{"task_type": "CAUSAL_LM", **fields})
+    "LORA": (
+        lambda fields: importlib.import_module("peft").LoraConfig(
+            **{"task_type": "CAUSAL_LM", **fields}
+        )
+    )
 }
 
 
@@ -444,8 +520,8 @@ def _add_adapters(model: Any, settings: StepSettings) -> Any:
         raise ModelError(f"PEFT refuses the adapters: {one_line(str(error), limit=300)}") from error
     if not settings.casts_inputs:
         importlib.import_module("sft_play.training.model.adapters").cast_outside_autocast(model)
-    # PEFT creates them in fp32 beside plain weights; TRL casts those of a quantised model to bf16, DoRA's magnitudes
-    # aside, and this toolkit to fp32 where the run computes in another type
+    # PEFT creates them in fp32 beside plain weights; TRL casts those of a quantised model to bf16,
+    # DoRA's magnitudes aside, and this toolkit to fp32 where the run computes in another type
     dtype = None
     if settings.adapters is not None:
         dtype = getattr(torch, settings.adapters)
@@ -459,21 +535,26 @@ def _add_adapters(model: Any, settings: StepSettings) -> Any:
     return model
 
 
-# --- experts ----------------------------------------------------------------------------------------------------------
+# --- experts --------------------------------------------------------------------------------------
 # The name under which `_run_expert_loop` is registered in transformers.
 EXPERT_LOOP = "sft_play_traced_loop"
 
 
 def _run_expert_loop(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    """The eager experts of transformers 5: tokens x hidden in and out, the other two tokens x experts per token. The
-    classes' own loops find each expert's tokens by value, which fake tensors do not have."""
+    """The eager experts of transformers 5: tokens x hidden in and out, the other two tokens x
+    experts per token. The classes' own loops find each expert's tokens by value, which fake tensors
+    do not have."""
     output = torch.zeros_like(hidden_states)
     with torch.no_grad():
-        one_hot = nn.functional.one_hot(top_k_index, num_classes=self.num_experts + 1).permute(2, 1, 0)
+        one_hot = nn.functional.one_hot(top_k_index, num_classes=self.num_experts + 1).permute(
+            2, 1, 0
+        )
     share = math.ceil(top_k_index.numel() / self.num_experts)
     for expert in range(self.num_experts):
         slot, token = (torch.zeros(share, dtype=torch.int64) for _ in range(2))
-        projected = _expert_product(self, hidden_states[token], "gate_up_proj" if self.has_gate else "up_proj", expert)
+        projected = _expert_product(
+            self, hidden_states[token], "gate_up_proj" if self.has_gate else "up_proj", expert
+        )
         inner = self._apply_gate(projected) if self.has_gate else self.act_fn(projected)
         out = _expert_product(self, inner, "down_proj", expert)
         out = out * top_k_weights[token, slot, None]
@@ -491,24 +572,35 @@ def _expert_product(module: Any, rows: Any, name: str, expert: int) -> Any:
     return out if bias is None else out + bias
 
 
-# --- what the trainer sets --------------------------------------------------------------------------------------------
+# --- what the trainer sets ------------------------------------------------------------------------
 def _fuse_head(base: Any) -> None:
     importlib.import_module("sft_play.training.model.fused_head").set_backbone_prefix(base)
     # the outputs that TRL's SFTTrainer asks for (its metrics)
-    importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    importlib.import_module("trl.trainer.utils").add_fused_lm_head(
+        base, outputs=("log_probs", "entropy", "is_top1")
+    )
 
 
 # What gives a model the loss of this name; benchmarks add those of older versions of transformers.
 LOSS_SETUPS: dict[str, Callable[[Any], object]] = {
     "chunked": _fuse_head,
-    "logits": lambda base: importlib.import_module("sft_play.training.model.fused_head").use_class_logits(base),
+    "logits": (
+        lambda base: importlib.import_module("sft_play.training.model.fused_head").use_class_logits(
+            base
+        )
+    ),
     "model": lambda base: None,
 }
-# What lets a model run kernels of this name; benchmarks add functions that allocate what Liger's do.
-KERNEL_CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {"plain": contextlib.nullcontext}
-# What changes a model on the meta device into that of an older version of transformers; benchmarks fill it.
+# What lets a model run kernels of this name; benchmarks add functions that allocate what Liger's
+# do.
+KERNEL_CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
+    "plain": contextlib.nullcontext
+}
+# What changes a model on the meta device into that of an older version of transformers; benchmarks
+# fill it.
 META_MODEL_CHANGES: list[Callable[[Any, StepSettings], None]] = []
-# What other scripts did to a model that was loaded, before its adapters were made; benchmarks fill it.
+# What other scripts did to a model that was loaded, before its adapters were made; benchmarks fill
+# it.
 LOADED_MODEL_CHANGES: list[Callable[[Any, StepSettings], None]] = []
 
 

@@ -34,23 +34,46 @@ from sft_play.models.shape import ModelShape
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.kernels import plan_experts, plan_kernels
 from sft_play.planner.layout import SINGLE
-from sft_play.planner.memory.step_memory import BlockMode, MeasuredBlocks, Step, interpolate, is_padded
-from sft_play.planner.memory.structure import ElementBytes, configured_shape, needs_repeated_kv, stacked_adapter_params
+from sft_play.planner.memory.step_memory import (
+    BlockMode,
+    MeasuredBlocks,
+    Step,
+    interpolate,
+    is_padded,
+)
+from sft_play.planner.memory.structure import (
+    ElementBytes,
+    configured_shape,
+    needs_repeated_kv,
+    stacked_adapter_params,
+)
 from sft_play.planner.plan import TracePrediction
 from sft_play.planner.precision import DtypeName, Precision, adapter_dtype, gradient_sync
 from sft_play.process.waiting import importing
 from sft_play.text import GIB
-from sft_play.trace.settings import CudnnUse, RowMask, StepSettings, TracedAttention, TracedPeak, TraceUnavailable
+from sft_play.trace.settings import (
+    CudnnUse,
+    RowMask,
+    StepSettings,
+    TracedAttention,
+    TracedPeak,
+    TraceUnavailable,
+)
 
 logger = logging.getLogger(__name__)
 
-# Part of the key of traces: raised whenever this package would give another number for the same settings.
+# Part of the key of traces: raised whenever this package would give another number for the same
+# settings.
 TRACE_VERSION = 20
 # The same for shapes.
 SHAPE_VERSION = 17
 _PEAK_ADAPTER, _SHAPE_ADAPTER = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
 # The layouts that a trace can run, by their names there.
-TRACED_STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", "ddp": "ddp", "fsdp": "fsdp2"}
+TRACED_STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {
+    "single": "single",
+    "ddp": "ddp",
+    "fsdp": "fsdp2",
+}
 TRACED_OPTIMIZERS = {
     "adamw_torch_fused": "adamw_fused",
     "adamw_torch": "adamw_foreach",
@@ -64,15 +87,24 @@ TRACED_OPTIMIZERS = {
 
 
 def trace_candidate(
-    config: RunConfig, config_json: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
+    config: RunConfig,
+    config_json: Mapping[str, Any],
+    shape: ModelShape,
+    precision: Precision,
+    candidate: Candidate,
 ) -> TracePrediction:
-    """What a trace of the candidate's step measures, or why there is none; raises ModelError as PEFT would."""
+    """What a trace of the candidate's step measures, or why there is none; raises ModelError as
+    PEFT would."""
     name = candidate.layout.name
     obstacles = {
         "plan.trace is false": not config.plan.trace,
         "a trace simulates a GPU, and this run is on the CPU": not candidate.step.on_gpu,
-        f"the trace runs one GPU, DDP and FSDP2; {name} rests on formulas": name not in TRACED_STRATEGIES,
-        "the trace keeps what is recomputed on the GPU, and it is offloaded here": candidate.step.offloads,
+        f"the trace runs one GPU, DDP and FSDP2; {name} rests on formulas": (
+            name not in TRACED_STRATEGIES
+        ),
+        "the trace keeps what is recomputed on the GPU, and it is offloaded here": (
+            candidate.step.offloads
+        ),
         "the trace does not step by stochastic rounding": precision.updates == "stochastic",
     }
     if reason := next((reason for reason, applies in obstacles.items() if applies), None):
@@ -86,7 +118,11 @@ def trace_candidate(
 
 
 def step_settings(
-    config: RunConfig, config_json: Mapping[str, Any], shape: ModelShape, precision: Precision, step: Step
+    config: RunConfig,
+    config_json: Mapping[str, Any],
+    shape: ModelShape,
+    precision: Precision,
+    step: Step,
 ) -> StepSettings:
     """The step as the trainer would run it, in a layout that a trace can run."""
     layout, recomputed_layers = step.layout, step.recomputed_layers(shape.num_layers)
@@ -100,7 +136,9 @@ def step_settings(
     if step.cudnn:
         cudnn = "always" if config.task_mode == "cpt" else "training"
     mask: RowMask = row_mask(has_padding=step.padded, uses_masks=step.masks)
-    if step.varlen or (config.data.packing != "none" and config.task_mode != "cpt"):  # full blocks are never packed
+    if step.varlen or (
+        config.data.packing != "none" and config.task_mode != "cpt"
+    ):  # full blocks are never packed
         mask = "packed"
     return StepSettings(
         model=config_json,
@@ -121,7 +159,10 @@ def step_settings(
         loss=step.loss,
         attention=attention,
         repeats_kv=needs_repeated_kv(
-            shape, attention=step.attention, half_precision=half_dtype is not None, capability=step.capability
+            shape,
+            attention=step.attention,
+            half_precision=half_dtype is not None,
+            capability=step.capability,
         ),
         cudnn=cudnn,
         mask=mask,
@@ -139,7 +180,9 @@ def step_settings(
         world=layout.ranks,
         sync_each_batch=is_fsdp and sync.interval == "micro_batch",
         mixed_precision=half_dtype,
-        gathers_in=sync.gathered_dtype if is_fsdp and sync.gathered_dtype != precision.compute else None,
+        gathers_in=(
+            sync.gathered_dtype if is_fsdp and sync.gathered_dtype != precision.compute else None
+        ),
         reduces_in=sync.reduced_dtype if is_fsdp and sync.is_compressed else None,
         on_gpu=step.on_gpu,
         capability=step.capability or (9, 0),
@@ -180,16 +223,19 @@ def _peft_config(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
         "lora_alpha": lora.stored_alpha,
         "lora_dropout": lora.dropout,
         "target_modules": targets,
-        "target_parameters": sorted({one.path for one in stacked if stacked_adapter_params(one, lora)}) or None,
+        "target_parameters": (
+            sorted({one.path for one in stacked if stacked_adapter_params(one, lora)}) or None
+        ),
         "modules_to_save": list(lora.modules_to_save) or None,
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,
     }
 
 
-# --- remembered -------------------------------------------------------------------------------------------------------
+# --- remembered -----------------------------------------------------------------------------------
 def _import_module(name: str) -> ModuleType:
-    # a module of this folder that brings torch and transformers: it is loaded where something is measured
+    # a module of this folder that brings torch and transformers: it is loaded where something is
+    # measured
     with importing():
         return importlib.import_module(f"sft_play.trace.{name}")
 
@@ -197,11 +243,16 @@ def _import_module(name: str) -> ModuleType:
 def cached_trace(settings: StepSettings) -> TracedPeak:
     """`step.trace_step`, remembered; raises as that does."""
     key_fields = {"settings": settings.canonical_text(), "trace": TRACE_VERSION}
-    return load_or_measure("traces", key_fields, _PEAK_ADAPTER, lambda: _import_module("step").trace_step(settings))
+    return load_or_measure(
+        "traces", key_fields, _PEAK_ADAPTER, lambda: _import_module("step").trace_step(settings)
+    )
 
 
-def cached_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
-    """`meta_shape.measure_shape_on_meta`, remembered, but not with remote code; raises as that does."""
+def cached_shape(
+    config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False
+) -> ModelShape:
+    """`meta_shape.measure_shape_on_meta`, remembered, but not with remote code; raises as that
+    does."""
     shape = load_or_measure(
         "shapes",
         {"config": config, "shape": SHAPE_VERSION},
@@ -222,27 +273,39 @@ def cached_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: boo
 # operators grow with the length takes as many tokens in short rows, twice; one that cannot run on
 # tensors without bytes, few real tokens on the CPU: both would take minutes at full length.
 
-# Part of the key of what is remembered: raised whenever this package would give other bytes for the same settings.
+# Part of the key of what is remembered: raised whenever this package would give other bytes for the
+# same settings.
 BLOCKS_VERSION = 8
 # Tokens that states are computed by at once, at least.
 MIN_CHUNK_TOKENS = 64
 # Names of the same in configs.
 _CHUNK_FIELDS = ("chunk_size", "mamba_chunk_size", "block_size")
-# Rows that are run together: what a plan asks for first. Sizes cost nothing, so that many rows take no longer.
-MEASURED_BATCHES: dict[BlockMode, tuple[int, ...]] = {"kept": (1, 2, 8, 32), "recomputed": (1, 2, 8, 32),
-                                       "evaluated": (1, 8, 64)}  # fmt: skip
+# Rows that are run together: what a plan asks for first. Sizes cost nothing, so that many rows take
+# no longer.
+MEASURED_BATCHES: dict[BlockMode, tuple[int, ...]] = {
+    "kept": (1, 2, 8, 32),
+    "recomputed": (1, 2, 8, 32),
+    "evaluated": (1, 8, 64),
+}
 # Tokens of a row at least.
 MIN_METERED_TOKENS = 64
 # Tokens of the two rows that run on the CPU.
 CPU_ROW_TOKENS = (64, 128)
 _BLOCKS_ADAPTER = TypeAdapter(list[MeasuredBlocks])
-_MODE_TEXTS: dict[BlockMode, str] = {"kept": "forwards and backwards", "recomputed": "with checkpointing",
-                         "evaluated": "without gradients"}  # fmt: skip
+_MODE_TEXTS: dict[BlockMode, str] = {
+    "kept": "forwards and backwards",
+    "recomputed": "with checkpointing",
+    "evaluated": "without gradients",
+}
 
 
-def load_planned_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
-    """The shapes of a config.json's language model, for a plan: of a class that the tables lack they, and its blocks,
-    are measured. Raises ModelError: it is no causal language model, or its class refuses the config."""
+def load_planned_shape(
+    config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False
+) -> ModelShape:
+    """The shapes of a config.json's language model, for a plan: of a class that the tables lack
+    they, and its blocks, are measured. Raises ModelError: it is no causal language model, or its
+    class refuses the config.
+    """
     try:
         return parse_model_shape(config, name=name)
     except UnknownArchitecture as error:
@@ -273,22 +336,32 @@ class BlockMeter:
         *,
         is_accumulating: bool = False,
     ) -> MeasuredBlocks:
-        """Measure a micro step of `batch` rows; raises ModelError where its blocks cannot be run here."""
-        # a run plans before it has counted its rows and after: short ones need not be measured twice
-        step = replace(step, seq_len=max(step.seq_len, MIN_METERED_TOKENS * step.layout.context_parallel))
+        """Measure a micro step of `batch` rows; raises ModelError where its blocks cannot be run
+        here."""
+        # a run plans before it has counted its rows and after: short ones need not be measured
+        # twice
+        step = replace(
+            step, seq_len=max(step.seq_len, MIN_METERED_TOKENS * step.layout.context_parallel)
+        )
         kind_indices = leading_blocks(shape.layer_order)
         settings = self._step_settings(config, shape, precision, step, element_bytes, block_mode)
         padded_step = replace(step, varlen=False, one_by_one=False, padded=True, masks=True)
         return BlockMeasurement(
             settings,
-            self._step_settings(config, shape, precision, padded_step, element_bytes, block_mode)
-            if step.varlen
-            else settings,
+            (
+                self._step_settings(
+                    config, shape, precision, padded_step, element_bytes, block_mode
+                )
+                if step.varlen
+                else settings
+            ),
             block_mode,
             kind_indices,
             # adapters' gradients are too small to tell whether they are added to older ones
             is_accumulating and block_mode != "evaluated" and config.tuning.mode == "full",
-            sum(shape.layers[place].params for place in kind_indices) + shape.embedding_params + shape.head_params,
+            sum(shape.layers[place].params for place in kind_indices)
+            + shape.embedding_params
+            + shape.head_params,
         ).load_measured_blocks(batch, step.length)
 
     def _step_settings(
@@ -302,10 +375,18 @@ class BlockMeter:
     ) -> StepSettings:
         # DeepSpeed's adapters of half the width would be measured apart, and hardly differ
         single_step = replace(
-            step, layout=SINGLE, offloads=False, seq_len=step.length, micro_batch=1, grad_accum=1, eval_batch=0,
+            step,
+            layout=SINGLE,
+            offloads=False,
+            seq_len=step.length,
+            micro_batch=1,
+            grad_accum=1,
+            eval_batch=0,
             checkpointed_layers=None if block_mode == "recomputed" else 0,
-        )  # fmt: skip
-        settings = step_settings(config, json.loads(self.config_json), shape, precision, single_step)
+        )
+        settings = step_settings(
+            config, json.loads(self.config_json), shape, precision, single_step
+        )
         is_eval_padded = is_padded(config, step.layout, rows=2, uses_masks=step.masks)
         half_dtype: DtypeName = precision.compute if precision.compute != "float32" else "bfloat16"
         dtypes_by_size: dict[int, DtypeName] = {4: "float32", 2: half_dtype}
@@ -315,22 +396,27 @@ class BlockMeter:
             loss=shape.loss_name,
             kernels="plain",
             weights=dtypes_by_size[element_bytes.weights],
-            eval_mask=row_mask(has_padding=is_eval_padded, uses_masks=step.masks)
-            if block_mode == "evaluated"
-            else None,
+            eval_mask=(
+                row_mask(has_padding=is_eval_padded, uses_masks=step.masks)
+                if block_mode == "evaluated"
+                else None
+            ),
         )
 
 
 def leading_blocks(order: Sequence[int]) -> tuple[int, ...]:
-    """The kinds' indices of as many of the first blocks as show every kind, each behind another block where there is
-    one, and of several kinds each before another."""
-    needed = max((order.index(kind_index, 1) if kind_index in order[1:] else 0) for kind_index in set(order))
+    """The kinds' indices of as many of the first blocks as show every kind, each behind another
+    block where there is one, and of several kinds each before another."""
+    needed = max(
+        (order.index(kind_index, 1) if kind_index in order[1:] else 0) for kind_index in set(order)
+    )
     return tuple(order[: needed + (2 if len(set(order)) > 1 else 1)])
 
 
 @dataclass(frozen=True)
 class BlockMeasurement:
-    """What is run: a model's first blocks, by their indices in `ModelShape.layers`, in this mode of a block."""
+    """What is run: a model's first blocks, by their indices in `ModelShape.layers`, in this mode of
+    a block."""
 
     settings: StepSettings
     # For a class that does not take the boundaries of rows one behind the other: a run pads them
@@ -343,15 +429,21 @@ class BlockMeasurement:
     params: int
 
     def load_measured_blocks(self, rows: int, length: int) -> MeasuredBlocks:
-        """Measure a micro step, or interpolate it between two. Raises ModelError: the blocks cannot be run."""
+        """Measure a micro step, or interpolate it between two. Raises ModelError: the blocks cannot
+        be run."""
         batches = MEASURED_BATCHES[self.block_mode]
         if rows > batches[-1]:  # the next power of two, and the one before
             upper = 1 << (rows - 1).bit_length()
             batches = (upper // 2, upper)
         key_fields = {
-            "settings": self.settings.canonical_text(), "way": self.block_mode, "places": self.kind_indices,
-            "accumulates": self.is_accumulating, "batches": batches, "length": length, "blocks": BLOCKS_VERSION,
-        }  # fmt: skip
+            "settings": self.settings.canonical_text(),
+            "way": self.block_mode,
+            "places": self.kind_indices,
+            "accumulates": self.is_accumulating,
+            "batches": batches,
+            "length": length,
+            "blocks": BLOCKS_VERSION,
+        }
         key = json.dumps(key_fields)
         if key not in _blocks_by_key:
             _blocks_by_key[key] = load_or_measure(
@@ -365,10 +457,13 @@ class BlockMeasurement:
         next_measured = next(one for one in measured_batches if one.batch >= rows)
         if next_measured.batch == rows:
             return next_measured
-        return interpolate(measured_batches[measured_batches.index(next_measured) - 1], next_measured, rows)
+        return interpolate(
+            measured_batches[measured_batches.index(next_measured) - 1], next_measured, rows
+        )
 
     def measure(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
-        """Measure steps, on tensors without bytes or on a few real ones. Raises ModelError: neither is possible."""
+        """Measure steps, on tensors without bytes or on a few real ones. Raises ModelError: neither
+        is possible."""
         logger.debug(
             "Measuring the blocks of the model's class, once: rows of %d tokens, %s",
             length,
@@ -388,8 +483,8 @@ class BlockMeasurement:
         except TraceUnavailable as error:
             kind = one_line(str(self.settings.model.get("model_type")))
             raise ModelError(
-                f"no plan can be made for the class {kind}: what its blocks need cannot be measured ({problem}; on the "
-                f"CPU: {one_line(str(error), limit=200)})"
+                f"no plan can be made for the class {kind}: what its blocks need cannot be measured"
+                f" ({problem}; on the CPU: {one_line(str(error), limit=200)})"
             ) from None
 
     def _measure_fake(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
@@ -402,8 +497,13 @@ class BlockMeasurement:
             )
         if long <= short:
             return self._run_blocks([(rows, length) for rows in batches])
-        # operators grow with the length: as many tokens in short rows of two lengths, extrapolated to rows of `length`
-        measured = iter(self._run_blocks([(-(-rows * length // size), size) for rows in batches for size in sizes]))
+        # operators grow with the length: as many tokens in short rows of two lengths, extrapolated
+        # to rows of `length`
+        measured = iter(
+            self._run_blocks(
+                [(-(-rows * length // size), size) for rows in batches for size in sizes]
+            )
+        )
         return [
             replace(interpolate(few, many, rows), ends=())
             for rows, few, many in zip(batches, measured, measured, strict=True)
@@ -419,7 +519,10 @@ class BlockMeasurement:
     @property
     def _is_linear_in_tokens(self) -> bool:
         # bytes grow with tokens, and not with the square of a row's
-        return self.settings.attention != "eager" and "padded" not in (self.settings.mask, self.settings.eval_mask)
+        return self.settings.attention != "eager" and "padded" not in (
+            self.settings.mask,
+            self.settings.eval_mask,
+        )
 
     def _run_blocks(
         self, batch_shapes: Sequence[tuple[int, int]], *, uses_real_tensors: bool = False
@@ -444,7 +547,8 @@ class BlockMeasurement:
         needed_bytes, (_, free_bytes) = 4 * self.params, total_and_free_ram()
         if needed_bytes > free_bytes // 2:
             raise TraceUnavailable(
-                f"its weights take {needed_bytes / GIB:.1f} GiB, and {free_bytes / GIB:.1f} GiB are free"
+                f"its weights take {needed_bytes / GIB:.1f} GiB, and {free_bytes / GIB:.1f} GiB are"
+                " free"
             )
         short, longer = (
             replace(one, batch=size)
@@ -456,28 +560,43 @@ class BlockMeasurement:
         )
         mask_bytes = 0 if self._is_linear_in_tokens else length * length
         return [
-            _add_mask_bytes(replace(interpolate(short, longer, rows * length), batch=rows, ends=()), rows * mask_bytes)
+            _add_mask_bytes(
+                replace(interpolate(short, longer, rows * length), batch=rows, ends=()),
+                rows * mask_bytes,
+            )
             for rows in batches
         ]
 
 
 def _add_mask_bytes(measured: MeasuredBlocks, mask_bytes: int) -> MeasuredBlocks:
-    """Add a mask to a micro step from the CPU, and each block's copy of it that is added to scores: an upper bound."""
+    """Add a mask to a micro step from the CPU, and each block's copy of it that is added to scores:
+    an upper bound."""
     bias = 2 * mask_bytes
     layers = (
-        replace(one, forward=one.forward + bias, saved=one.saved + bias * (one.saved > 0), backward=one.backward + bias)
+        replace(
+            one,
+            forward=one.forward + bias,
+            saved=one.saved + bias * (one.saved > 0),
+            backward=one.backward + bias,
+        )
         for one in (measured.first, *measured.layers)
     )
     first, *later_layers = layers
-    return replace(measured, before=measured.before + mask_bytes, first=first, layers=tuple(later_layers), on_cpu=True)
+    return replace(
+        measured,
+        before=measured.before + mask_bytes,
+        first=first,
+        layers=tuple(later_layers),
+        on_cpu=True,
+    )
 
 
 _blocks_by_key: dict[str, list[MeasuredBlocks]] = {}
 
 
 def load_run_model_shape(config: RunConfig) -> ModelShape:
-    """The model's shapes; for a class that the tables lack they are measured on the meta device. Raises ModelError
-    where it is no model that a run with this config trains."""
+    """The model's shapes; for a class that the tables lack they are measured on the meta device.
+    Raises ModelError where it is no model that a run with this config trains."""
     model = config.model
     fields = load_config_json(model.name, revision=model.revision)
     refuse_quantised(fields, name=model.name, mode=config.tuning.mode)

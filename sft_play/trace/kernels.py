@@ -17,10 +17,12 @@ from sft_play.trace.settings import TraceUnavailable
 aten = torch.ops.aten
 
 
-# --- buffers inside kernels -------------------------------------------------------------------------------------------
-def workspace_sizes(func: Any, args: Any, kwargs: Any, out: Any, *, on_gpu: bool = True) -> tuple[int, ...]:
-    """Bytes of each buffer that this operator's CUDA kernel takes from the allocator and frees before it returns; a
-    CPU's, of the one that is known."""
+# --- buffers inside kernels -----------------------------------------------------------------------
+def workspace_sizes(
+    func: Any, args: Any, kwargs: Any, out: Any, *, on_gpu: bool = True
+) -> tuple[int, ...]:
+    """Bytes of each buffer that this operator's CUDA kernel takes from the allocator and frees
+    before it returns; a CPU's, of the one that is known."""
     return (
         _WORKSPACE_SIZES[func](args)
         if func in _WORKSPACE_SIZES and (on_gpu or func is aten._log_softmax.default)
@@ -29,7 +31,8 @@ def workspace_sizes(func: Any, args: Any, kwargs: Any, out: Any, *, on_gpu: bool
 
 
 def _flash_backward(args: Any) -> tuple[int, ...]:
-    """softmax_d and dq_accum in fp32, dk and dv for all heads (native/transformers/cuda/flash_attn/flash_api.cpp)."""
+    """softmax_d and dq_accum in fp32, dk and dv for all heads
+    (native/transformers/cuda/flash_attn/flash_api.cpp)."""
     query, key = args[1], args[2]
     batch, heads, tokens, size = query.shape
     rows, width = round_up(tokens, 128), round_up(size, 32)
@@ -40,7 +43,8 @@ def _flash_backward(args: Any) -> tuple[int, ...]:
 
 
 def _flash_varlen_backward(args: Any) -> tuple[int, ...]:
-    """The same with 128 more positions a row (mha_varlen_bwd); the seventh argument holds the rows' borders."""
+    """The same with 128 more positions a row (mha_varlen_bwd); the seventh argument holds the rows'
+    borders."""
     query, key = args[1], args[2]
     tokens, heads, size = query.shape
     padded_tokens = tokens + 128 * (args[6].shape[0] - 1)
@@ -51,7 +55,8 @@ def _flash_varlen_backward(args: Any) -> tuple[int, ...]:
 
 
 def _cudnn_backward(args: Any) -> tuple[int, ...]:
-    """Sums of dO * O and dq in fp32, dk and dv (cudnn-frontend, node/scaled_dot_product_flash_attention.h)."""
+    """Sums of dO * O and dq in fp32, dk and dv (cudnn-frontend,
+    node/scaled_dot_product_flash_attention.h)."""
     query, key, value = args[1:4]
     batch, heads, tokens, size = query.shape
     total = 4 * batch * heads * tokens * (1 + size)
@@ -61,7 +66,8 @@ def _cudnn_backward(args: Any) -> tuple[int, ...]:
 
 
 def _efficient_backward(args: Any) -> tuple[int, ...]:
-    """delta, and fp32 sums of dk and dv for half inputs wider than 64 (transformers/cuda/attention_backward.cu)."""
+    """delta, and fp32 sums of dk and dv for half inputs wider than 64
+    (transformers/cuda/attention_backward.cu)."""
     query, key = args[1], args[2]
     batch, heads, tokens, size = query.shape
     sizes = [4 * batch * heads * tokens]
@@ -77,9 +83,13 @@ _WORKSPACE_SIZES: dict[Any, Callable[[Any], tuple[int, ...]]] = {
     aten._flash_attention_backward.default: _flash_varlen_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
-    # a contiguous copy of the input (SoftMax.cu, host_softmax; a CPU's log_softmax_cpu_out copies too)
-    aten._log_softmax.default: lambda args: () if args[0].is_contiguous() else (args[0].numel() * args[0].itemsize,),
-    # sorted indices and their segments, int64 each (native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu)
+    # a contiguous copy of the input (SoftMax.cu, host_softmax; a CPU's log_softmax_cpu_out copies
+    # too)
+    aten._log_softmax.default: lambda args: (
+        () if args[0].is_contiguous() else (args[0].numel() * args[0].itemsize,)
+    ),
+    # sorted indices and their segments, int64 each (native/cuda/Embedding.cu,
+    # EmbeddingBackwardKernel.cu)
     aten.embedding_dense_backward.default: lambda args: (8 * args[1].numel(),) * 4,
     # accumulating: linear, sorted and original positions, int64 each (native/cuda/Indexing.cu)
     aten._index_put_impl_.default: lambda args: (
@@ -88,10 +98,10 @@ _WORKSPACE_SIZES: dict[Any, Callable[[Any], tuple[int, ...]]] = {
 }
 
 
-# --- scaled_dot_product_attention by CUDA's choice --------------------------------------------------------------------
+# --- scaled_dot_product_attention by CUDA's choice ------------------------------------------------
 class CudaAttention:
-    """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.kernels`): [batch, heads, tokens, size], and the
-    output has the value's head size."""
+    """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.kernels`): [batch, heads,
+    tokens, size], and the output has the value's head size."""
 
     def __init__(self, capability: tuple[int, int], is_cudnn_enabled: Callable[[], bool]) -> None:
         # whether cuDNN's kernel is switched on at the moment
@@ -110,12 +120,18 @@ class CudaAttention:
     ) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu"):
             autocast_dtype = torch.get_autocast_dtype("cpu")
-            query, key, value = query.to(autocast_dtype), key.to(autocast_dtype), value.to(autocast_dtype)
+            query, key, value = (
+                query.to(autocast_dtype),
+                key.to(autocast_dtype),
+                value.to(autocast_dtype),
+            )
         kernel = self.choose_kernel(query, key, value, attn_mask, enable_gqa)
         if kernel == "flash":
             return traced_flash_attention(query, key, value, dropout_p, is_causal, scale)
         if kernel == "math":
-            raise TraceUnavailable("PyTorch would run its math kernel, which no run of this toolkit meets")
+            raise TraceUnavailable(
+                "PyTorch would run its math kernel, which no run of this toolkit meets"
+            )
         mask, needs_gradient = attn_mask, _needs_gradient(query, key, value)
         if mask is not None and mask.dtype == torch.bool:  # what is added to scores (attention.cpp)
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
@@ -133,14 +149,18 @@ class CudaAttention:
             query, key, value, mask, needs_gradient, dropout_p, is_causal, scale=scale
         )[0]
 
-    def choose_kernel(self, query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> SdpaKernel:
+    def choose_kernel(
+        self, query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool
+    ) -> SdpaKernel:
         """CUDA's choice for these tensors."""
         call = SdpaCall(
-            query.shape[-1], value.shape[-1], masked=mask is not None, needs_gradient=_needs_gradient(query, key,
-            value),
+            query.shape[-1],
+            value.shape[-1],
+            masked=mask is not None,
+            needs_gradient=_needs_gradient(query, key, value),
             has_grouped_heads=enable_gqa and key.shape[1] != query.shape[1],
             half_precision=query.dtype in (torch.float16, torch.bfloat16),
-        )  # fmt: skip
+        )
         return sdpa_kernel(call, self._capability, uses_cudnn=self._is_cudnn_enabled())
 
 
@@ -158,29 +178,48 @@ def traced_flash_attention(
 ) -> Any:
     """The flash kernel; head sizes are padded to a multiple of 8 first."""
     size, (query, key, value) = query.shape[-1], _pad_head_size(query, key, value)
-    return aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, scale=scale)[0][..., :size]
+    return aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout, is_causal, scale=scale
+    )[0][..., :size]
 
 
-# --- the package flash-attn, under transformers' own interface --------------------------------------------------------
-# The name under which transformers' own flash attention is registered, with the functions below as its package, which
-# `flash_attention_2` requires; model classes check for "flash".
+# --- the package flash-attn, under transformers' own interface ------------------------------------
+# The name under which transformers' own flash attention is registered, with the functions below as
+# its package, which `flash_attention_2` requires; model classes check for "flash".
 FLASH_NAME = "sft_play_flash_attention_2"
 
 
 def flash_attn_func(
-    q: Any, k: Any, v: Any, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, **_: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    **_: Any,
 ) -> Any:
     """flash-attn 2's function for rows of one length. Shapes: batch, tokens, heads, head size."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return traced_flash_attention(query, key, value, dropout_p, causal, softmax_scale).transpose(1, 2)
+    return traced_flash_attention(query, key, value, dropout_p, causal, softmax_scale).transpose(
+        1, 2
+    )
 
 
 def flash_attn_varlen_func(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, **_: Any,
-) -> Any:  # fmt: skip
-    """The same for rows of many lengths, one after the other: [all tokens, heads, head size]. PyTorch's operator is
-    built from the same kernel, and holds what flash-attn holds."""
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    **_: Any,
+) -> Any:
+    """The same for rows of many lengths, one after the other: [all tokens, heads, head size].
+    PyTorch's operator is built from the same kernel, and holds what flash-attn holds."""
     size, (q, k, v) = q.shape[-1], _pad_head_size(q, k, v)
     longest = (max_seqlen_q, max_seqlen_k)
     return aten._flash_attention_forward(
@@ -191,8 +230,11 @@ def flash_attn_varlen_func(
 def traced_varlen_attention(
     query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, **_: Any
 ) -> Any:
-    """`attention_functions.packed_attention` on CUDA: [all tokens, heads, head size]; a window changes no size."""
-    return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True)
+    """`attention_functions.packed_attention` on CUDA: [all tokens, heads, head size]; a window
+    changes no size."""
+    return flash_attn_varlen_func(
+        query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -205,7 +247,8 @@ def traced_varlen_attention(
 
 # Tokens that are computed at once.
 CHUNK = 64
-# Columns of a key that a program of the backward pass works on, at least: each has its own gradient of the decay.
+# Columns of a key that a program of the backward pass works on, at least: each has its own gradient
+# of the decay.
 _TILE = 64
 
 
@@ -213,14 +256,26 @@ _TILE = 64
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BTHK: Any, k_BTHK: Any, v_BTVD: Any, g_BTV: Any, beta_BTV: Any, is_normalised: bool, rows: int
+        ctx: Any,
+        q_BTHK: Any,
+        k_BTHK: Any,
+        v_BTVD: Any,
+        g_BTV: Any,
+        beta_BTV: Any,
+        is_normalised: bool,
+        rows: int,
     ) -> Any:
         """The output, B x T x V x D; `rows`: sequences in a row of the batch."""
-        inputs = [one.contiguous() for one in (q_BTHK, k_BTHK, v_BTVD, beta_BTV)]  # they live until the end
+        inputs = [
+            one.contiguous() for one in (q_BTHK, k_BTHK, v_BTVD, beta_BTV)
+        ]  # they live until the end
         q, k, v, beta = inputs
         norms = (None, None)
         if is_normalised:
-            (q, k), norms = (torch.empty_like(q), torch.empty_like(k)), (_norm_statistics(q), _norm_statistics(k))
+            (q, k), norms = (
+                (torch.empty_like(q), torch.empty_like(k)),
+                (_norm_statistics(q), _norm_statistics(k)),
+            )
         decay = torch.empty_like(g_BTV, dtype=torch.float32)
         inverse = k.new_zeros(*beta.shape, CHUNK)
         states = _forward_states(k, v, rows)
@@ -259,10 +314,20 @@ class _DeltaRule(torch.autograd.Function):
 
 
 def chunk_gated_delta_rule(
-    query: Any, key: Any, value: Any, g: Any, beta: Any, *, initial_state: Any = None, output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, **_: Any,
-) -> tuple[Any, Any]:  # fmt: skip
-    """What takes the place of the function of that name of transformers' classes, with its arguments and results."""
+    query: Any,
+    key: Any,
+    value: Any,
+    g: Any,
+    beta: Any,
+    *,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Any = None,
+    **_: Any,
+) -> tuple[Any, Any]:
+    """What takes the place of the function of that name of transformers' classes, with its
+    arguments and results."""
     rows = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     out = _DeltaRule.apply(query, key, value, g, beta, use_qk_l2norm_in_kernel, rows)
     if not output_final_state:
@@ -286,8 +351,14 @@ def _empty_chunk_states(k: Any, v: Any, rows: int) -> Any:
 
 
 def _forward_states(k: Any, v: Any, rows: int) -> tuple[Any, Any, Any, Any]:
-    """w and u of the WY representation, the state before each chunk, and the values that are written to it."""
-    return _empty_by_value_head(k, v), torch.empty_like(v), _empty_chunk_states(k, v, rows), torch.empty_like(v)
+    """w and u of the WY representation, the state before each chunk, and the values that are
+    written to it."""
+    return (
+        _empty_by_value_head(k, v),
+        torch.empty_like(v),
+        _empty_chunk_states(k, v, rows),
+        torch.empty_like(v),
+    )
 
 
 def _sum_over_groups(gradient: Any, key: Any) -> Any:

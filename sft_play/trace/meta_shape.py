@@ -1,7 +1,8 @@
-"""The shapes of a model that the table of families does not know: its class, built on the meta device and measured.
+"""The shapes of a model that the table of families does not know: its class, built on the meta
+device and measured.
 
-Parameter counts are exact. What a step keeps for the backward pass is measured where a plan needs it
-(`confirm.BlockMeter`).
+Parameter counts are exact. What a step keeps for the backward pass is measured where a plan needs
+it (`confirm.BlockMeter`).
 """
 
 import hashlib
@@ -22,8 +23,19 @@ from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.machine.software import LINEAR_ATTENTION_PACKAGE
 from sft_play.models.config_json import refuse_remote_code
-from sft_play.models.families import FIELD_ALIASES, MODEL_FAMILIES, refuse_absurd_sizes, require_causal_lm_config
-from sft_play.models.shape import AttentionKind, LayerKind, LinearShape, ModelShape, StackedExpertWeight
+from sft_play.models.families import (
+    FIELD_ALIASES,
+    MODEL_FAMILIES,
+    refuse_absurd_sizes,
+    require_causal_lm_config,
+)
+from sft_play.models.shape import (
+    AttentionKind,
+    LayerKind,
+    LinearShape,
+    ModelShape,
+    StackedExpertWeight,
+)
 from sft_play.trace.build import count_module_parameters, find_block_list, replaceable_functions
 from sft_play.training.class_checks.adapter_trial import (
     find_adapter_placement,
@@ -41,8 +53,8 @@ _LINEAR_CLASSES = (nn.Linear, Conv1D)
 # The dtype of weights in a model that is measured.
 _WEIGHT_DTYPE = torch.bfloat16
 
-# transformers' `layer_types`; others that are not attention (mamba, conv) or a linear one have no softmax
-# attention.
+# transformers' `layer_types`; others that are not attention (mamba, conv) or a linear one have no
+# softmax attention.
 _ATTENTION_KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",
     "attention": "full",
@@ -74,25 +86,36 @@ _ATTENTION_DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs
 _DOWN_PROJECTIONS = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2", "output_linear")
 
 
-def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
-    """The shapes of the language model that a config.json describes, measured on its class without weights, in seconds.
-    Raises ModelError: transformers has no causal language model of this type, or its class refuses the config."""
+def measure_shape_on_meta(
+    config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False
+) -> ModelShape:
+    """The shapes of the language model that a config.json describes, measured on its class without
+    weights, in seconds. Raises ModelError: transformers has no causal language model of this type,
+    or its class refuses the config.
+    """
     require_causal_lm_config(config, name=name)
     refuse_absurd_sizes(config, name=name)
     refuse_remote_code(dict(config), name=name, allowed=trust_remote_code)
     try:
         if trust_remote_code and config.get("auto_map"):
-            hf_config = drop_kernel_choices(AutoConfig.from_pretrained(name, trust_remote_code=True)).get_text_config()
+            hf_config = drop_kernel_choices(
+                AutoConfig.from_pretrained(name, trust_remote_code=True)
+            ).get_text_config()
         else:
             fields = {key: value for key, value in config.items() if key != "model_type"}
-            hf_config = prepare_text_config(AutoConfig.for_model(str(config["model_type"]), **fields), config)
-        if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (trust_remote_code and config.get("auto_map")):
+            hf_config = prepare_text_config(
+                AutoConfig.for_model(str(config["model_type"]), **fields), config
+            )
+        if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (
+            trust_remote_code and config.get("auto_map")
+        ):
             raise ModelError(
-                f"model {one_line(name)} is a {type(hf_config).__name__}, which transformers does not know as a causal "
-                "language model; this toolkit trains causal language models"
+                f"model {one_line(name)} is a {type(hf_config).__name__}, which transformers does"
+                " not know as a causal language model; this toolkit trains causal language models"
             )
         with torch.device("meta"):
-            # not fp32, so that buffers which stay in fp32 are told from those that follow the weights
+            # not fp32, so that buffers which stay in fp32 are told from those that follow the
+            # weights
             model = AutoModelForCausalLM.from_config(
                 hf_config, dtype=_WEIGHT_DTYPE, trust_remote_code=trust_remote_code
             )
@@ -100,8 +123,9 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
         raise
     except Exception as error:  # each model class checks its config in its own way
         raise ModelError(
-            f"model {one_line(name)}: transformers cannot build its class from config.json (model_type "
-            f"{one_line(str(config.get('model_type')))}): {type(error).__name__}: {one_line(str(error))}"
+            f"model {one_line(name)}: transformers cannot build its class from config.json"
+            f" (model_type {one_line(str(config.get('model_type')))}): {type(error).__name__}:"
+            f" {one_line(str(error))}"
         ) from None
     placement, without_adapter = find_adapter_placement(model, trust_remote_code=trust_remote_code)
     shape = measure_shape(model, hf_config, name=name, without_adapter=without_adapter)
@@ -112,23 +136,35 @@ def measure_shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_
         shape,
         adapter_placement=placement,
         untrained_params=sum(
-            one.numel() for name, one in model.named_parameters() if wildcard_name(name) in untrained_names
+            one.numel()
+            for name, one in model.named_parameters()
+            if wildcard_name(name) in untrained_names
         ),
         has_custom_logits=has_custom_logits(hf_config, trust_remote_code=trust_remote_code),
-        can_checkpoint=shape.can_checkpoint and not keeps_graphs(hf_config, trust_remote_code=trust_remote_code),
+        can_checkpoint=shape.can_checkpoint
+        and not keeps_graphs(hf_config, trust_remote_code=trust_remote_code),
     )
 
 
 def measure_shape(
     model: nn.Module, hf_config: Any, *, name: str, without_adapter: Container[str] = frozenset()
 ) -> ModelShape:
-    """The shapes of a model, by its modules; raises ModelError without a token embedding or repeated blocks."""
-    embedding, head = _call_getter(model, "get_input_embeddings"), _call_getter(model, "get_output_embeddings")
+    """The shapes of a model, by its modules; raises ModelError without a token embedding or
+    repeated blocks."""
+    embedding, head = (
+        _call_getter(model, "get_input_embeddings"),
+        _call_getter(model, "get_output_embeddings"),
+    )
     path, blocks = find_block_list(model)
     if not isinstance(getattr(embedding, "weight", None), torch.Tensor) or not len(blocks):
-        raise ModelError(f"model {one_line(name)}: {type(model).__name__} has no token embedding or no list of blocks")
+        raise ModelError(
+            f"model {one_line(name)}: {type(model).__name__} has no token embedding or no list of"
+            " blocks"
+        )
     attention_kinds = _layer_attention_kinds(hf_config, len(blocks))
-    package_names = (_DISTRIBUTIONS.get(one, one.replace("_", "-")) for one, _ in replaceable_functions(model))
+    package_names = (
+        _DISTRIBUTIONS.get(one, one.replace("_", "-")) for one, _ in replaceable_functions(model)
+    )
     packages = tuple(dict.fromkeys(package_names))
     block_kinds = _measure_blocks(model, hf_config, attention_kinds, packages, without_adapter)
     kinds = list(dict.fromkeys(block_kinds))
@@ -137,9 +173,14 @@ def measure_shape(
     width = embedding.weight.shape[1]
     hidden = _config_number(hf_config, "hidden_size") or width
     outer_linears = tuple(
-        replace(_linear_shape(module_path.rpartition(".")[2], module), adaptable=module_path not in without_adapter)
+        replace(
+            _linear_shape(module_path.rpartition(".")[2], module),
+            adaptable=module_path not in without_adapter,
+        )
         for module_path, module in model.named_modules()
-        if isinstance(module, _LINEAR_CLASSES) and module is not head and not module_path.startswith(f"{path}.")
+        if isinstance(module, _LINEAR_CLASSES)
+        and module is not head
+        and not module_path.startswith(f"{path}.")
     )
     shape = ModelShape(
         name=name,
@@ -163,7 +204,12 @@ def measure_shape(
         window=_window_tokens(hf_config, attention_kinds),
         num_experts=max(kind.num_experts for kind in kinds),
         experts_per_token=next(
-            (value for name in _EXPERTS_PER_TOKEN_FIELDS if (value := _config_number(hf_config, name))), 0
+            (
+                value
+                for name in _EXPERTS_PER_TOKEN_FIELDS
+                if (value := _config_number(hf_config, name))
+            ),
+            0,
         ),
         # `experts_implementation` reaches experts of transformers' own kind alone
         uses_custom_experts=any(kind.num_experts for kind in kinds)
@@ -176,10 +222,16 @@ def measure_shape(
             if _is_norm(part)
         ),
         embedding_width=0 if width == hidden else width,
-        uses_alibi=bool(_config_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt"),
+        uses_alibi=bool(_config_field(hf_config, "alibi"))
+        or hf_config.model_type in ("bloom", "mpt"),
         caps_logits=_config_field(hf_config, "final_logit_softcapping") is not None,
         attention_dropout=next(
-            (float(rate) for name in _ATTENTION_DROPOUT_FIELDS if (rate := _config_field(hf_config, name))), 0.0
+            (
+                float(rate)
+                for name in _ATTENTION_DROPOUT_FIELDS
+                if (rate := _config_field(hf_config, name))
+            ),
+            0.0,
         ),
         position_rows=sum(
             module.weight.shape[0]
@@ -209,10 +261,14 @@ def _measure_blocks(
     without_adapter: Container[str],
 ) -> list[LayerKind]:
     path, blocks = find_block_list(model)
-    unpacked = frozenset(ExpertQuantizer.get_modules_to_not_convert(model))  # weights that blocks share, too
+    unpacked = frozenset(
+        ExpertQuantizer.get_modules_to_not_convert(model)
+    )  # weights that blocks share, too
     # a class whose file names the package may have linear attention in place of softmax attention
     layer_types = (
-        _per_layer_field(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION_PACKAGE in packages else None
+        _per_layer_field(hf_config, "layer_types", len(blocks))
+        if LINEAR_ATTENTION_PACKAGE in packages
+        else None
     )
     measured, boundaries = [], 0
     for index, (block, attention, layer) in enumerate(
@@ -225,8 +281,12 @@ def _measure_blocks(
         linears = []
         for linear in kind.linears:
             name = f"{path}.{index}.{linear.path}"
-            is_packable = linear.is_packable and name not in unpacked and wildcard_name(name) not in unpacked
-            linears.append(replace(linear, adaptable=name not in without_adapter, is_packable=is_packable))
+            is_packable = (
+                linear.is_packable and name not in unpacked and wildcard_name(name) not in unpacked
+            )
+            linears.append(
+                replace(linear, adaptable=name not in without_adapter, is_packable=is_packable)
+            )
         measured.append(replace(kind, linears=tuple(linears)))
     return measured
 
@@ -260,13 +320,17 @@ def _window_tokens(hf_config: Any, attention_kinds: list[AttentionKind]) -> int 
     if not {"sliding", "chunked"} & set(attention_kinds):
         return None
     names = ("sliding_window", "attention_chunk_size", "window_size")
-    return next((value for value in (_config_number(hf_config, name) for name in names) if value), None)
+    return next(
+        (value for value in (_config_number(hf_config, name) for name in names) if value), None
+    )
 
 
 def _config_field(hf_config: Any, name: str) -> Any:
     try:
         return getattr(hf_config, name, None)
-    except Exception:  # a field that differs by layer cannot be read as one: take what the file says
+    except (
+        Exception
+    ):  # a field that differs by layer cannot be read as one: take what the file says
         return hf_config.to_dict().get(name)
 
 
@@ -279,18 +343,24 @@ def _config_number(hf_config: Any, name: str) -> int | None:
 def _linear_shape(path: str, module: nn.Module) -> LinearShape:
     rows, columns = module.weight.shape
     inputs, outputs = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
-    # transformers replaces these by bitsandbytes' layers, and none of their subclasses, such as Falcon's
+    # transformers replaces these by bitsandbytes' layers, and none of their subclasses, such as
+    # Falcon's
     is_packable = isinstance(module, Conv1D) or type(module) is nn.Linear
     return LinearShape(path, inputs, outputs, module.bias is not None, is_packable=is_packable)
 
 
-def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: bool = False) -> LayerKind:
+def _measure_block(
+    block: nn.Module, attention: AttentionKind, *, is_linear: bool = False
+) -> LayerKind:
     """One block as its own kind (count 0, so that equal blocks compare equal)."""
     modules = dict(block.named_modules())
     linears = tuple(
-        _linear_shape(path, module) for path, module in modules.items() if isinstance(module, _LINEAR_CLASSES)
+        _linear_shape(path, module)
+        for path, module in modules.items()
+        if isinstance(module, _LINEAR_CLASSES)
     )
-    # weights and biases of routed experts with their paths: one tensor per projection holds all experts
+    # weights and biases of routed experts with their paths: one tensor per projection holds all
+    # experts
     experts = [
         (f"{path}.{name}", tensor)
         for path, module in modules.items()
@@ -303,9 +373,18 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         (path, name, value)
         for path, module in modules.items()
         for name, value in sorted(vars(module).items())
-        if isinstance(value, bool | int | str) and not name.startswith("_") and not _POSITION_ATTRIBUTES.search(name)
+        if isinstance(value, bool | int | str)
+        and not name.startswith("_")
+        and not _POSITION_ATTRIBUTES.search(name)
     ]
-    mlp = next((linear.inputs for linear in linears if linear.name in _DOWN_PROJECTIONS and not linear.is_attention), 0)
+    mlp = next(
+        (
+            linear.inputs
+            for linear in linears
+            if linear.name in _DOWN_PROJECTIONS and not linear.is_attention
+        ),
+        0,
+    )
     kind = LayerKind(
         count=0,
         settings=hashlib.sha256(repr(settings).encode()).hexdigest()[:8],
@@ -315,28 +394,38 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         num_experts=experts[0][1].shape[0] if experts else 0,
         expert_width=_expert_width([tensor for _, tensor in experts if tensor.dim() == 3]),
         expert_params=sum(tensor.numel() for _, tensor in experts),
-        expert_weights=tuple(StackedExpertWeight(path, *tensor.shape) for path, tensor in experts if tensor.dim() == 3),
+        expert_weights=tuple(
+            StackedExpertWeight(path, *tensor.shape)
+            for path, tensor in experts
+            if tensor.dim() == 3
+        ),
         router_params=sum(
             count_module_parameters(module)
             for path, module in modules.items()
             if path.endswith((".gate", ".router"))
             and not any(isinstance(part, _LINEAR_CLASSES) for part in module.modules())
         ),
-        norm_params=sum(count_module_parameters(module) for module in modules.values() if _is_norm(module)),
+        norm_params=sum(
+            count_module_parameters(module) for module in modules.values() if _is_norm(module)
+        ),
         # what linear attention's last projection reads are its value heads
-        linear_attention_width=next((one.inputs for one in linears if one.name in ("out_proj", "o_proj")), 0)
-        if is_linear
-        else 0,
+        linear_attention_width=(
+            next((one.inputs for one in linears if one.name in ("out_proj", "o_proj")), 0)
+            if is_linear
+            else 0
+        ),
     )
     return replace(kind, other_params=count_module_parameters(block) - kind.params)
 
 
 def _expert_width(matrices: Sequence[torch.Tensor]) -> int:
-    """Inner width of one expert; 0 where no two matrices lead to the inner width, or to twice as much, and back."""
+    """Inner width of one expert; 0 where no two matrices lead to the inner width, or to twice as
+    much, and back."""
     pairs = list(itertools.pairwise(tuple(matrix.shape[1:]) for matrix in matrices))
     if not pairs:
         return 0
-    # the largest, and of equal ones the last: gates come first, and JetMoE's attention has small experts too
+    # the largest, and of equal ones the last: gates come first, and JetMoE's attention has small
+    # experts too
     up, down = max(reversed(pairs), key=lambda pair: sum(map(math.prod, pair)))
     doubled = next((size for size in down if sorted(up) == sorted((2 * size, sum(down) - size))), 0)
     # the same two sides: outputs come first, as in a linear layer

@@ -1,4 +1,5 @@
-"""What a trace runs: a frozen description of one training step. Benchmarks add what other scripts did.
+"""What a trace runs: a frozen description of one training step. Benchmarks add what other scripts
+did.
 
 Torch-free, hashable by its JSON, and the key of the cache. Dtypes are torch's names (`bfloat16`).
 """
@@ -12,7 +13,8 @@ from sft_play.planner.precision import DtypeName
 
 
 class TraceUnavailable(Exception):
-    """These settings cannot be traced with these libraries; the text says why. The plan then does without a trace."""
+    """These settings cannot be traced with these libraries; the text says why. The plan then does
+    without a trace."""
 
 
 # The two ways of this toolkit's own attention.
@@ -24,7 +26,8 @@ RowMask = Literal["none", "ones", "padded", "packed", "positions"]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """One rank's training step. Sizes in tokens and sequences; defaults are what this toolkit's trainer does."""
+    """One rank's training step. Sizes in tokens and sequences; defaults are what this toolkit's
+    trainer does."""
 
     # The model's config.json as plain data.
     model: Mapping[str, Any]
@@ -39,7 +42,7 @@ class StepSettings:
     seq_len: int = 2048
     grad_accum: int = 1
     optimizer_steps: int = 2
-    # --- dtypes -----------------------------------------------------------------------------------------------------
+    # --- dtypes -----------------------------------------------------------------------------------
     weights: DtypeName = "bfloat16"
     # None: the script runs without autocast.
     autocast: DtypeName | None = "bfloat16"
@@ -53,7 +56,7 @@ class StepSettings:
     quant_storage: str = "uint8"
     # NF4 for stacked experts too, as this toolkit loads them (training/model/nf4_experts.py).
     quant_experts: bool = False
-    # --- the step ---------------------------------------------------------------------------------------------------
+    # --- the step ---------------------------------------------------------------------------------
     checkpointing: bool = True
     # None: all of them; a number: the first this many layers, the rest keep their activations.
     checkpointed_layers: int | None = None
@@ -62,8 +65,14 @@ class StepSettings:
     # class's own loss over them; the others those of older versions of transformers: shifted,
     # before 4.50, copied, float replaced the half logits, half stayed in their dtype.
     loss: Literal[
-        "chunked", "logits", "model", "logits_float", "logits_shifted", "logits_shifted_float", "logits_shifted_half"
-    ] = "chunked"  # fmt: skip
+        "chunked",
+        "logits",
+        "model",
+        "logits_float",
+        "logits_shifted",
+        "logits_shifted_float",
+        "logits_shifted_half",
+    ] = "chunked"
     # varlen: this toolkit's own, by the boundaries of packs
     # (training/model/attention_functions.py); one_by_one: the same by a call for each chat.
     attention: TracedAttention = "sdpa"
@@ -76,8 +85,8 @@ class StepSettings:
     # When sdpa may run cuDNN's kernel, which PyTorch prefers on some GPUs (`planner.kernels`);
     # training: not in an evaluation.
     cudnn: CudnnUse = "never"
-    # A name that `TracedLoop.create_optimizer` knows. 8-bit ones with `_wide_embeddings` keep embeddings'
-    # states in fp32.
+    # A name that `TracedLoop.create_optimizer` knows. 8-bit ones with `_wide_embeddings` keep
+    # embeddings' states in fp32.
     optimizer: str = "adamw_fused"
     clip: bool = True
     # stacked: transformers' grouped products; cast: the same in autocast's dtype
@@ -93,12 +102,12 @@ class StepSettings:
     # Sharded gradients are reduced after every micro-batch (accelerate's `sync_each_batch`); else
     # full ones are kept until the last.
     sync_each_batch: bool = False
-    # --- other phases ------------------------------------------------------------------------------------------------
+    # --- other phases -----------------------------------------------------------------------------
     # Rows of an evaluation batch after the steps; None: no evaluation.
     eval_batch: int | None = None
     # The evaluation's mask, where it differs from the training's.
     eval_mask: RowMask | None = None
-    # --- ranks ------------------------------------------------------------------------------------------------------
+    # --- ranks ------------------------------------------------------------------------------------
     # fsdp1: with flat parameters, which older scripts ran; zero1 to zero3: DeepSpeed, which is
     # never traced.
     strategy: Literal["single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"] = "single"
@@ -122,7 +131,8 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class TracedPeak:
-    """What a trace measured: highest bytes of one rank, in tensors' blocks and in the allocator's segments."""
+    """What a trace measured: highest bytes of one rank, in tensors' blocks and in the allocator's
+    segments."""
 
     allocated: int
     reserved: int

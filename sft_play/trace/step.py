@@ -1,5 +1,5 @@
-"""One training step, as the real libraries run it, on tensors without bytes: what it needs at its peak, by the replay
-of every storage's allocation and freeing through the simulated allocator."""
+"""One training step, as the real libraries run it, on tensors without bytes: what it needs at its
+peak, by the replay of every storage's allocation and freeing through the simulated allocator."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from sft_play.training.model import attention_functions
 
 
 def trace_step(settings: StepSettings) -> TracedPeak:
-    """The highest bytes of one rank's step; seconds of work, no GPU, no weights. Raises TraceUnavailable: the libraries
-    cannot run it on fake tensors."""
+    """The highest bytes of one rank's step; seconds of work, no GPU, no weights. Raises
+    TraceUnavailable: the libraries cannot run it on fake tensors."""
     start = time.perf_counter()
     with trace_context(settings) as (loop, skeleton):
         loop.run(skeleton)
@@ -45,26 +45,40 @@ def trace_step(settings: StepSettings) -> TracedPeak:
     )
 
 
-def record_step(settings: StepSettings, *, uses_real_tensors: bool = False, mesh: Any = None) -> StorageLog:
-    """The events of the step. For comparison, `uses_real_tensors` runs it on real CPU tensors instead,
-    a sharded step in the real group of `mesh`. Raises TraceUnavailable: as `trace_step`."""
-    with trace_context(settings, uses_real_tensors=uses_real_tensors, mesh=mesh) as (loop, skeleton):
+def record_step(
+    settings: StepSettings, *, uses_real_tensors: bool = False, mesh: Any = None
+) -> StorageLog:
+    """The events of the step. For comparison, `uses_real_tensors` runs it on real CPU tensors
+    instead, a sharded step in the real group of `mesh`. Raises TraceUnavailable: as
+    `trace_step`."""
+    with trace_context(settings, uses_real_tensors=uses_real_tensors, mesh=mesh) as (
+        loop,
+        skeleton,
+    ):
         loop.run(skeleton)
     return loop.log
 
 
 @contextlib.contextmanager
 def trace_context(
-    settings: StepSettings, *, uses_real_tensors: bool = False, mesh: Any = None, depth: int | None = None
+    settings: StepSettings,
+    *,
+    uses_real_tensors: bool = False,
+    mesh: Any = None,
+    depth: int | None = None,
 ) -> Iterator[tuple[TracedLoop, Any]]:
-    """A training loop and the skeleton of its model, where the step's tensors are logged: fake ones, or real ones in
-    the group of `mesh`. `depth`: only the first this many blocks. Raises TraceUnavailable: as `trace_step`."""
+    """A training loop and the skeleton of its model, where the step's tensors are logged: fake
+    ones, or real ones in the group of `mesh`. `depth`: only the first this many blocks. Raises
+    TraceUnavailable: as `trace_step`.
+    """
     if settings.strategy.startswith("zero"):
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")
     if settings.kernels not in build.KERNEL_CONTEXTS:
         raise TraceUnavailable("Liger's kernels run on a GPU alone")
     loop_class = LOOP_CLASSES[type(settings)]
-    log = loop_class.log_class(workspace_sizes=functools.partial(kernels.workspace_sizes, on_gpu=settings.on_gpu))
+    log = loop_class.log_class(
+        workspace_sizes=functools.partial(kernels.workspace_sizes, on_gpu=settings.on_gpu)
+    )
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet_process())
         stack.enter_context(_convert_library_errors())
@@ -123,17 +137,22 @@ class TracedLoop:
         log.start_phase("end", settings.optimizer_steps - 1)
 
     def load_model(self, skeleton: Any) -> Any:
-        """The model on this rank's GPU; a sharded one is loaded on the host, and only its shards arrive."""
+        """The model on this rank's GPU; a sharded one is loaded on the host, and only its shards
+        arrive."""
         if not _is_sharded(self.settings):
             model = build.load_skeleton(skeleton, self.settings)
             base = build.base_model(model)
-            # what a class computes its buffers to be, where tensors are real: some look up rows of tables by them
+            # what a class computes its buffers to be, where tensors are real: some look up rows of
+            # tables by them
             with self.log.hide_allocations():
                 for module in base.modules():
                     is_real = any(
-                        one is not None and not isinstance(one, FakeTensor) for one in module._buffers.values()
+                        one is not None and not isinstance(one, FakeTensor)
+                        for one in module._buffers.values()
                     )
-                    is_plain = all(one.is_floating_point() for one in module.parameters(recurse=False))  # not in 4 bits
+                    is_plain = all(
+                        one.is_floating_point() for one in module.parameters(recurse=False)
+                    )  # not in 4 bits
                     if is_real and is_plain:
                         base._init_weights(module)
             return model
@@ -142,11 +161,16 @@ class TracedLoop:
             model = build.load_skeleton(skeleton, self.settings)
             # each unit passes through the GPU in full once, before it is sharded (`fully_shard`)
             base = build.base_model(model)
-            units = [*build.require_blocks(base), base.get_input_embeddings(), base.get_output_embeddings()]
+            units = [
+                *build.require_blocks(base),
+                base.get_input_embeddings(),
+                base.get_output_embeddings(),
+            ]
             upcasts = self.settings.mixed_precision is not None and self.settings.mode != "qlora"
             largest = max(
                 sum(
-                    int(one.numel()) * (4 if upcasts and one.requires_grad else int(one.element_size()))
+                    int(one.numel())
+                    * (4 if upcasts and one.requires_grad else int(one.element_size()))
                     for one in unit.parameters()
                 )
                 for unit in units
@@ -159,19 +183,25 @@ class TracedLoop:
         return model
 
     def make_after_backward_hook(self, model: Any) -> Callable[[], None]:
-        """Make what DDP runs after each backward pass: a second copy of all gradients, in buckets; its reducer is C++
-        and reads data, so they are made here."""
+        """Make what DDP runs after each backward pass: a second copy of all gradients, in buckets;
+        its reducer is C++ and reads data, so they are made here."""
         if self.settings.strategy != "ddp":
             return lambda: None
 
         log = self.log
         trained = [(str(one.dtype), one.nbytes) for one in model.parameters() if one.requires_grad]
-        log.record_temporary((min(BROADCAST_BUCKET_BYTES, sum(one.nbytes for one in model.parameters())),))
-        # the order of gradients is unknown before the first backward pass: one bucket per dtype, without a limit
-        buckets = [(log.record_alloc(nbytes), nbytes) for nbytes in bucket_sizes(trained, [1 << 62])]
+        log.record_temporary(
+            (min(BROADCAST_BUCKET_BYTES, sum(one.nbytes for one in model.parameters())),)
+        )
+        # the order of gradients is unknown before the first backward pass: one bucket per dtype,
+        # without a limit
+        buckets = [
+            (log.record_alloc(nbytes), nbytes) for nbytes in bucket_sizes(trained, [1 << 62])
+        ]
 
         def rebuild_buckets() -> None:
-            # cut anew once, in the order of the first backward pass: last layers first, 1 MiB and then 25 MiB
+            # cut anew once, in the order of the first backward pass: last layers first, 1 MiB and
+            # then 25 MiB
             if not buckets:
                 return
             for key, nbytes in buckets:
@@ -183,7 +213,8 @@ class TracedLoop:
         return rebuild_buckets
 
     def create_optimizer(self, model: Any) -> Any:
-        """The optimizer of that name, or a fake with bitsandbytes' states; TraceUnavailable for an unknown one."""
+        """The optimizer of that name, or a fake with bitsandbytes' states; TraceUnavailable for an
+        unknown one."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         state_sizes: dict[str, Callable[[int], tuple[int, ...]]] = {
             "adamw_8bit": build.adam_8bit_state_sizes,
@@ -192,13 +223,21 @@ class TracedLoop:
             "lion_8bit": lambda elements: build.adam_8bit_state_sizes(elements)[::2],
             "none": lambda elements: (),
         }
-        name, fp32_weights = self.settings.optimizer.removesuffix(_WIDE_EMBEDDINGS_SUFFIX), list[Any]()
+        name, fp32_weights = (
+            self.settings.optimizer.removesuffix(_WIDE_EMBEDDINGS_SUFFIX),
+            list[Any](),
+        )
         if name != self.settings.optimizer:
-            fp32_weights = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
+            fp32_weights = [
+                one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)
+            ]
         if name in state_sizes:
             count = {"paged": 0, "lion": 1}.get(name.partition("_")[0], 2)  # in the allocator
             return build.FakeStateOptimizer(
-                trained, state_sizes[name], self.log, fp32_state_counts={id(one): count for one in fp32_weights}
+                trained,
+                state_sizes[name],
+                self.log,
+                fp32_state_counts={id(one): count for one in fp32_weights},
             )
         if name == "muon":
             from sft_play.training.loop.optimizers import MuonWithAdamW, muon_matrices
@@ -215,11 +254,14 @@ class TracedLoop:
         raise TraceUnavailable(f"no optimizer {self.settings.optimizer!r} is known to the trace")
 
     def make_batch(self, rows: int, length: int) -> dict[str, Any]:
-        """The collator's tensors: packs without a mask, for flash attention in one row with their boundaries."""
+        """The collator's tensors: packs without a mask, for flash attention in one row with their
+        boundaries."""
         is_packed = self.state.active_mask == "packed"
         is_flat = is_packed and self.settings.attention in ("flash_attention_2", *VARLEN_ATTENTIONS)
         shape = (1, rows * length) if is_flat else (rows, length)
-        batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
+        batch: dict[str, Any] = {
+            name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")
+        }
         if is_packed:
             batch["position_ids"] = torch.zeros(shape, dtype=torch.long)
         elif self.state.active_mask == "positions":
@@ -228,7 +270,12 @@ class TracedLoop:
             batch["attention_mask"] = torch.ones(shape, dtype=torch.long)
         if is_flat:
             ends = torch.zeros(rows + 1, dtype=torch.int32)
-            batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": length, "max_length_k": length}
+            batch |= {
+                "cu_seq_lens_q": ends,
+                "cu_seq_lens_k": ends,
+                "max_length_q": length,
+                "max_length_k": length,
+            }
             if self.settings.attention in VARLEN_ATTENTIONS:
                 batch["chat_lengths"] = (length,) * rows
         return batch
@@ -236,7 +283,11 @@ class TracedLoop:
     def compute_loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
         """The loss of a batch."""
         dtype = self.settings.autocast
-        with torch.autocast("cpu", dtype=getattr(torch, dtype)) if dtype else contextlib.nullcontext():
+        with (
+            torch.autocast("cpu", dtype=getattr(torch, dtype))
+            if dtype
+            else contextlib.nullcontext()
+        ):
             if self.settings.loss in ("chunked", "logits"):
                 out = model(**batch, use_cache=False, fused_lm_head=True)
                 return (-out.log_probs).sum() / out.label_mask.sum().clamp(min=1)
@@ -244,7 +295,8 @@ class TracedLoop:
 
     @contextlib.contextmanager
     def gradient_sync(self, model: Any, is_last: bool) -> Iterator[None]:
-        """accelerate's `no_sync` around all micro-batches but the last: sharded models keep whole gradients there."""
+        """accelerate's `no_sync` around all micro-batches but the last: sharded models keep whole
+        gradients there."""
         if is_last or self.settings.sync_each_batch or not _is_sharded(self.settings):
             yield
         else:
@@ -263,7 +315,9 @@ class TracedLoop:
     def optimizer_step(self, model: Any, optimizer: Any) -> None:
         """Clip, update, and free the gradients."""
         if self.settings.clip:
-            torch.nn.utils.clip_grad_norm_([one for one in model.parameters() if one.requires_grad], 1.0, foreach=True)
+            torch.nn.utils.clip_grad_norm_(
+                [one for one in model.parameters() if one.requires_grad], 1.0, foreach=True
+            )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -289,16 +343,19 @@ def _is_sharded(settings: StepSettings) -> bool:
     return settings.strategy.startswith("fsdp")
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _convert_library_errors() -> Iterator[None]:
-    """Turn an exception from inside a library into TraceUnavailable; our own keep their traceback."""
+    """Turn an exception from inside a library into TraceUnavailable; our own keep their
+    traceback."""
     try:
         yield
     except (TraceUnavailable, MemoryError, KeyboardInterrupt):
         raise
     except ImportError as error:
-        raise TraceUnavailable(f"a library, or a part of it that the trace uses, is missing: {error}") from error
+        raise TraceUnavailable(
+            f"a library, or a part of it that the trace uses, is missing: {error}"
+        ) from error
     except Exception as error:
         innermost = traceback.extract_tb(error.__traceback__)[-1].filename
         if Path(innermost).resolve().parent == Path(__file__).resolve().parent:
@@ -311,8 +368,8 @@ def _convert_library_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_process() -> Iterator[None]:
-    """No messages of libraries, and no garbage collection in between: its timing depends on what this process did
-    before, and so would peaks."""
+    """No messages of libraries, and no garbage collection in between: its timing depends on what
+    this process did before, and so would peaks."""
     gc.collect()
     was_enabled, previous_level = gc.isenabled(), logging.root.manager.disable
     gc.disable()
@@ -328,16 +385,20 @@ def _quiet_process() -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Several GPUs seen from one of them: DDP's gradient buckets, and the real FSDP2 in a group of one real rank.
+# Several GPUs seen from one of them: DDP's gradient buckets, and the real FSDP2 in a group of one
+# real rank.
 
-# DDP sends its parameters to the other ranks in flat copies of at most this size (`_sync_module_states`).
+# DDP sends its parameters to the other ranks in flat copies of at most this size
+# (`_sync_module_states`).
 BROADCAST_BUCKET_BYTES = 250 << 20
 
 
-# --- DDP --------------------------------------------------------------------------------------------------------------
+# --- DDP ------------------------------------------------------------------------------------------
 def bucket_sizes(tensors: list[tuple[str, int]], limits: list[int]) -> list[int]:
-    """Bytes of each bucket for tensors (dtype, bytes) in this order (reducer.cpp, `compute_bucket_assignment_by_size`):
-    each dtype fills its own and closes it at the limit, the first one at the first, the others at the last."""
+    """Bytes of each bucket for tensors (dtype, bytes) in this order (reducer.cpp,
+    `compute_bucket_assignment_by_size`): each dtype fills its own and closes it at the limit, the
+    first one at the first, the others at the last.
+    """
     open_buckets: dict[str, int] = {}
     limit_indices: dict[str, int] = {}
     closed = []
@@ -350,17 +411,20 @@ def bucket_sizes(tensors: list[tuple[str, int]], limits: list[int]) -> list[int]
     return closed + list(open_buckets.values())
 
 
-# --- FSDP2 ------------------------------------------------------------------------------------------------------------
+# --- FSDP2 ----------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def fake_device_mesh(world_size: int) -> Iterator[Any]:
-    """A device mesh over `world_size` ranks, this process the first; its collectives do nothing. Enter it outside a
-    FakeTensorMode. Raises TraceUnavailable: this process already belongs to a group."""
+    """A device mesh over `world_size` ranks, this process the first; its collectives do nothing.
+    Enter it outside a FakeTensorMode. Raises TraceUnavailable: this process already belongs to a
+    group."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise TraceUnavailable("a sharded step is traced in a process without a process group of its own")
+        raise TraceUnavailable(
+            "a sharded step is traced in a process without a process group of its own"
+        )
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
@@ -369,8 +433,10 @@ def fake_device_mesh(world_size: int) -> Iterator[Any]:
 
 
 def apply_fsdp2(model: Any, settings: StepSettings, mesh: Any) -> Any:
-    """The model in the units that accelerate's `fsdp2_prepare_model` makes of it. 4-bit weights packed as uint8 stay
-    whole on every rank, and nothing is upcast beside them, as for a Params4bit (which a fake is not)."""
+    """The model in the units that accelerate's `fsdp2_prepare_model` makes of it. 4-bit weights
+    packed as uint8 stay whole on every rank, and nothing is upcast beside them, as for a Params4bit
+    (which a fake is not).
+    """
     from accelerate.utils import fsdp_utils
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -385,7 +451,9 @@ def apply_fsdp2(model: Any, settings: StepSettings, mesh: Any) -> Any:
     plugin = SimpleNamespace(
         set_auto_wrap_policy=lambda model: None,
         auto_wrap_policy=transformer_auto_wrap_policy,
-        transformer_cls_names_to_wrap=[type(build.require_blocks(build.base_model(model))[0]).__name__],
+        transformer_cls_names_to_wrap=[
+            type(build.require_blocks(build.base_model(model))[0]).__name__
+        ],
         reshard_after_forward=True,
         cpu_offload=OffloadPolicy(),
         mixed_precision_policy=MixedPrecisionPolicy(
@@ -406,7 +474,8 @@ def apply_fsdp2(model: Any, settings: StepSettings, mesh: Any) -> Any:
     return fsdp_utils.fsdp2_prepare_model(accelerator, model)
 
 
-# What divides a model over the ranks of a mesh, by the strategy's name; benchmarks add what only older scripts ran.
+# What divides a model over the ranks of a mesh, by the strategy's name; benchmarks add what only
+# older scripts ran.
 SHARDING_FUNCTIONS: dict[str, Callable[[Any, StepSettings, Any], Any]] = {"fsdp2": apply_fsdp2}
 
 
@@ -426,11 +495,15 @@ def run_blocks(
     is_accumulating: bool = False,
     uses_real_tensors: bool = False,
 ) -> list[MeasuredBlocks]:
-    """Measure micro steps of (rows, tokens of a row). `kind_indices`: each first block's index in `ModelShape.layers`;
-    `is_accumulating`: gradients are added to those of an earlier one; `uses_real_tensors`: on real CPU tensors. Raises
-    TraceUnavailable: the libraries cannot run them."""
+    """Measure micro steps of (rows, tokens of a row). `kind_indices`: each first block's index in
+    `ModelShape.layers`; `is_accumulating`: gradients are added to those of an earlier one;
+    `uses_real_tensors`: on real CPU tensors. Raises TraceUnavailable: the libraries cannot run
+    them."""
     measured_batches = []
-    with trace_context(settings, uses_real_tensors=uses_real_tensors, depth=len(kind_indices)) as (loop, skeleton):
+    with trace_context(settings, uses_real_tensors=uses_real_tensors, depth=len(kind_indices)) as (
+        loop,
+        skeleton,
+    ):
         model = loop.load_model(skeleton)
         blocks = list(build.find_block_list(build.base_model(model))[1])
         for rows, length in batch_shapes:
@@ -447,22 +520,32 @@ def run_blocks(
 
 
 class _BlockRecorder:
-    """Reads one step. Lists have an entry for each block; bytes are live ones, not rounded to the allocator's units."""
+    """Reads one step. Lists have an entry for each block; bytes are live ones, not rounded to the
+    allocator's units."""
 
-    def __init__(self, loop: TracedLoop, model: Any, blocks: Sequence[nn.Module], block_mode: BlockMode) -> None:
+    def __init__(
+        self, loop: TracedLoop, model: Any, blocks: Sequence[nn.Module], block_mode: BlockMode
+    ) -> None:
         self._loop, self._model, self._blocks, self._block_mode = loop, model, blocks, block_mode
         self._log: StorageLog = loop.log
         self.handles: list[Any] = []
         for layer, block in enumerate(blocks):
-            self.handles.append(block.register_forward_pre_hook(self._forward_start_hook(layer), with_kwargs=True))
+            self.handles.append(
+                block.register_forward_pre_hook(self._forward_start_hook(layer), with_kwargs=True)
+            )
             self.handles.append(block.register_forward_hook(self._forward_end_hook(layer)))
 
-    # --- the pass -----------------------------------------------------------------------------------------------------
+    # --- the pass ---------------------------------------------------------------------------------
     def run_micro_step(self, rows: int, length: int) -> bool:
-        """Run a micro step, backwards too in training; True if the first block's input outlives the forward pass."""
+        """Run a micro step, backwards too in training; True if the first block's input outlives the
+        forward pass."""
         count = len(self._blocks)
         self._is_forward, self._open_layer = True, -1
-        self._start_bytes, self._input_bytes, self._peak_bytes = [0] * count, [0] * count, [0] * count
+        self._start_bytes, self._input_bytes, self._peak_bytes = (
+            [0] * count,
+            [0] * count,
+            [0] * count,
+        )
         # When a block's backward pass begins: live bytes, those of the gradient, and those of all
         # parameters' gradients; None where nothing trains up to it.
         self._backward_starts: list[tuple[int, int, int] | None] = [None] * count
@@ -485,18 +568,24 @@ class _BlockRecorder:
         self._close_block(self._backward_peaks)
         return is_kept
 
-    def measure_micro_step(self, rows: int, length: int, kind_indices: Sequence[int]) -> MeasuredBlocks:
+    def measure_micro_step(
+        self, rows: int, length: int, kind_indices: Sequence[int]
+    ) -> MeasuredBlocks:
         is_kept = self.run_micro_step(rows, length)
         if not all(self._start_bytes):
             raise TraceUnavailable("the model does not call each of its first blocks")
         embedding_bytes = 0 if is_kept or self._block_mode == "evaluated" else self._input_bytes[0]
         held_bytes = self._held_bytes(embedding_bytes)
-        # such as states that a class keeps on its modules, and replaces when it runs again; behind the first block what
-        # the model's own code held before it may be gone
+        # such as states that a class keeps on its modules, and replaces when it runs again; behind
+        # the first block what the model's own code held before it may be gone
         if held_bytes[-1] < held_bytes[1]:
             raise TraceUnavailable("less is held behind its blocks than before them")
-        layers = [self._layer_bytes(layer, held_bytes, embedding_bytes) for layer in range(len(self._blocks))]
-        # a later block of a kind is like all but the first, and but the last, where there is another
+        layers = [
+            self._layer_bytes(layer, held_bytes, embedding_bytes)
+            for layer in range(len(self._blocks))
+        ]
+        # a later block of a kind is like all but the first, and but the last, where there is
+        # another
         last_kind = kind_indices[-1]
         by_kind = {kind_index: layers[layer] for layer, kind_index in enumerate(kind_indices[:-1])}
         if last_kind not in kind_indices[1:-1]:
@@ -504,11 +593,21 @@ class _BlockRecorder:
         kinds = tuple(by_kind[one] for one in range(len(by_kind)))
         last_extra = layers[-1].saved - by_kind[last_kind].saved
         return MeasuredBlocks(
-            rows, held_bytes[0], embedding_bytes, layers[0], kinds, self._tail_bytes(held_bytes[-1]), last_extra
+            rows,
+            held_bytes[0],
+            embedding_bytes,
+            layers[0],
+            kinds,
+            self._tail_bytes(held_bytes[-1]),
+            last_extra,
         )
 
     def _tail_bytes(self, held_bytes: int) -> LayerBytes:
-        cast_bytes = 0 if self._block_mode == "kept" else sum(self._cast_bytes(block) for block in self._blocks)
+        cast_bytes = (
+            0
+            if self._block_mode == "kept"
+            else sum(self._cast_bytes(block) for block in self._blocks)
+        )
         forward = self._tail_peak - self._static_bytes - held_bytes
         backward_start = self._backward_starts[-1]
         if backward_start is None:
@@ -523,46 +622,79 @@ class _BlockRecorder:
     def _held_bytes(self, embedding_bytes: int) -> list[int]:
         """What is held before each block, and after the last, beside its input and what lasts."""
         count = len(self._blocks)
-        starts = [self._start_bytes[layer] - self._input_bytes[layer] - self._static_bytes for layer in range(count)]
+        starts = [
+            self._start_bytes[layer] - self._input_bytes[layer] - self._static_bytes
+            for layer in range(count)
+        ]
         if self._block_mode == "evaluated":
             return [starts[0]] * (count + 1)
         held_bytes, cast_bytes = starts[:1], 0
-        # backward, the states saved at a boundary are freed and only their gradient is live: held is taken from forward
-        has_block_boundaries = any(getattr(block, "is_block_boundary", False) is True for block in self._blocks)
+        # backward, the states saved at a boundary are freed and only their gradient is live: held
+        # is taken from forward
+        has_block_boundaries = any(
+            getattr(block, "is_block_boundary", False) is True for block in self._blocks
+        )
         for layer, backward_start in enumerate(self._backward_starts):
-            cast_bytes += self._cast_bytes(self._blocks[layer]) if self._block_mode == "recomputed" else 0
+            cast_bytes += (
+                self._cast_bytes(self._blocks[layer]) if self._block_mode == "recomputed" else 0
+            )
             # freed since the forward pass: what its own frames and autocast kept
             if backward_start is not None and not (has_block_boundaries and layer + 1 < count):
                 live, gradient, all_gradients = backward_start
-                held_bytes.append(live - gradient - self._static_bytes - (all_gradients - self._previous_gradients))
+                held_bytes.append(
+                    live
+                    - gradient
+                    - self._static_bytes
+                    - (all_gradients - self._previous_gradients)
+                )
             else:
                 held_bytes.append(
-                    starts[layer + 1] - embedding_bytes - cast_bytes if layer + 1 < count else held_bytes[-1]
+                    starts[layer + 1] - embedding_bytes - cast_bytes
+                    if layer + 1 < count
+                    else held_bytes[-1]
                 )
         return held_bytes
 
-    def _layer_bytes(self, layer: int, held_bytes: Sequence[int], embedding_bytes: int) -> LayerBytes:
+    def _layer_bytes(
+        self, layer: int, held_bytes: Sequence[int], embedding_bytes: int
+    ) -> LayerBytes:
         cast_bytes = [self._cast_bytes(block) for block in self._blocks[: layer + 1]]
         forward = self._peak_bytes[layer] - (self._start_bytes[layer] - self._input_bytes[layer])
         if self._block_mode == "evaluated":
             return LayerBytes(forward, cast=cast_bytes[-1])
-        kept_bytes, backward_start = held_bytes[layer + 1] - held_bytes[layer], self._backward_starts[layer]
-        later_gradients = backward_start[2] - self._previous_gradients if backward_start is not None else 0
+        kept_bytes, backward_start = (
+            held_bytes[layer + 1] - held_bytes[layer],
+            self._backward_starts[layer],
+        )
+        later_gradients = (
+            backward_start[2] - self._previous_gradients if backward_start is not None else 0
+        )
         backward = (
             self._backward_peaks[layer] - self._static_bytes - held_bytes[layer] - later_gradients
             if backward_start is not None
             else 0
         )
-        forward = self._peak_bytes[layer] - self._static_bytes - held_bytes[layer] - (embedding_bytes if layer else 0)
+        forward = (
+            self._peak_bytes[layer]
+            - self._static_bytes
+            - held_bytes[layer]
+            - (embedding_bytes if layer else 0)
+        )
         gradients = _total_gradient_bytes(self._blocks[layer].parameters())
         if self._block_mode == "kept":
             return LayerBytes(forward, kept_bytes, backward, gradients)
         return LayerBytes(
-            forward - sum(cast_bytes), kept_bytes, backward, gradients, cast=cast_bytes[-1], input=kept_bytes
+            forward - sum(cast_bytes),
+            kept_bytes,
+            backward,
+            gradients,
+            cast=cast_bytes[-1],
+            input=kept_bytes,
         )
 
     def _cast_bytes(self, block: nn.Module) -> int:
-        """Bytes of autocast's half-precision copies of a block's fp32 leaves with a gradient (cached_cast)."""
+        """Bytes of autocast's half-precision copies of a block's fp32 leaves with a gradient
+        (cached_cast)."""
         if self._loop.settings.autocast is None:
             return 0
         return sum(
@@ -571,7 +703,7 @@ class _BlockRecorder:
             if one.requires_grad and one.dtype == torch.float32 and one.dim() > 1
         )
 
-    # --- hooks --------------------------------------------------------------------------------------------------------
+    # --- hooks ------------------------------------------------------------------------------------
     def _forward_start_hook(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._is_forward:  # a block that is computed again
@@ -622,11 +754,15 @@ def _hidden_states(value: Any) -> torch.Tensor:
     while isinstance(value, tuple | list):
         value = value[0]
     if not isinstance(value, torch.Tensor):
-        raise TraceUnavailable(f"a block's hidden states are a {type(value).__name__}, not a tensor")
+        raise TraceUnavailable(
+            f"a block's hidden states are a {type(value).__name__}, not a tensor"
+        )
     return value
 
 
-def count_operators(settings: StepSettings, batch_shapes: Iterable[tuple[int, int]], *, depth: int) -> list[int]:
+def count_operators(
+    settings: StepSettings, batch_shapes: Iterable[tuple[int, int]], *, depth: int
+) -> list[int]:
     """How many operators each pass of an evaluation runs."""
     counts = []
     with trace_context(settings, depth=depth) as (loop, skeleton):

@@ -1,5 +1,5 @@
-"""Allocation and freeing of tensors' storages while real code runs, on fake tensors or on real ones:
-a dispatch mode sees every operator's outputs, a finalizer on each storage its end. A recorded
+"""Allocation and freeing of tensors' storages while real code runs, on fake tensors or on real
+ones: a dispatch mode sees every operator's outputs, a finalizer on each storage its end. A recorded
 step is replayed in the simulated allocator.
 """
 
@@ -42,7 +42,8 @@ _ADDRESS_SPACE = 1 << 48
 
 
 class _Block:
-    """A range of one segment: in use, free, or (expandable segments) address space without memory."""
+    """A range of one segment: in use, free, or (expandable segments) address space without
+    memory."""
 
     __slots__ = ("allocated", "mapped", "next", "pool", "prev", "ptr", "size")
 
@@ -63,8 +64,8 @@ class _Block:
 
 
 class _BlockPool:
-    """The free blocks of one size class and stream, ordered by size and then address; address space without memory by
-    address."""
+    """The free blocks of one size class and stream, ordered by size and then address; address space
+    without memory by address."""
 
     __slots__ = ("blocks", "is_small", "page_size", "stream", "unmapped")
 
@@ -88,7 +89,8 @@ class _BlockPool:
 
 
 class CachingAllocator:
-    """One GPU, with what `torch.cuda.memory_stats` calls allocated and reserved, and peaks since the last reset."""
+    """One GPU, with what `torch.cuda.memory_stats` calls allocated and reserved, and peaks since
+    the last reset."""
 
     def __init__(self, *, expandable_segments: bool = False) -> None:
         self.uses_expandable_segments = expandable_segments
@@ -98,20 +100,23 @@ class CachingAllocator:
         self._active_blocks: dict[object, _Block] = {}
         self._next_ptr = _ADDRESS_SPACE
 
-    # --- what a program sees ------------------------------------------------------------------------------------------
+    # --- what a program sees ----------------------------------------------------------------------
     def malloc(self, key: object, nbytes: int, stream: int = 0) -> None:
         """Give `key` a block for `nbytes` bytes; an empty tensor has none."""
         if nbytes == 0:
             return
         size = -(-nbytes // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE
-        # small and large requests never share a segment, nor do streams: what one frees the other cannot reuse
+        # small and large requests never share a segment, nor do streams: what one frees the other
+        # cannot reuse
         kind = (size <= SMALL_SIZE, stream)
         if kind not in self._pools:
             self._pools[kind] = _BlockPool(is_small=kind[0], stream=stream)
         pool = self._pools[kind]
-        # a cached block first: only where none fits does the device give more, and `reserved_bytes` grow
+        # a cached block first: only where none fits does the device give more, and `reserved_bytes`
+        # grow
         block = self._get_free_block(pool, size) or self._alloc_block(pool, size)
-        # the remainder is split off where it is worth keeping: 512 bytes, in the large pool more than 1 MiB
+        # the remainder is split off where it is worth keeping: 512 bytes, in the large pool more
+        # than 1 MiB
         remaining_size = block.size - size
         keeps_small_rest = pool.is_small or self.uses_expandable_segments
         if remaining_size > SMALL_SIZE or (keeps_small_rest and remaining_size >= MIN_BLOCK_SIZE):
@@ -138,7 +143,7 @@ class CachingAllocator:
                     pool.remove(block)
                     self.reserved_bytes -= block.size
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
     def _free_block(self, block: _Block) -> None:
         block.allocated = False
         self._insert_merged(block)
@@ -147,23 +152,32 @@ class CachingAllocator:
         index = bisect.bisect_left(pool.blocks, (size,))
         if index == len(pool.blocks):
             return None
-        # an expandable segment is chosen by the size that the free block could grow to, as upstream does
+        # an expandable segment is chosen by the size that the free block could grow to, as upstream
+        # does
         if self.uses_expandable_segments:
-            while index + 1 < len(pool.blocks) and _expandable_size(pool.blocks[index + 1][2]) < _expandable_size(
-                pool.blocks[index][2]
-            ):
+            while index + 1 < len(pool.blocks) and _expandable_size(
+                pool.blocks[index + 1][2]
+            ) < _expandable_size(pool.blocks[index][2]):
                 index += 1
         return pool.blocks.pop(index)[2]
 
     def _insert_merged(self, block: _Block) -> None:
         """Join a block with free neighbours of its kind, and put it into its pool."""
         # a neighbour is in its pool by its old size, so it leaves the pool before it grows
-        if (before := block.prev) is not None and not before.allocated and before.mapped == block.mapped:
+        if (
+            (before := block.prev) is not None
+            and not before.allocated
+            and before.mapped == block.mapped
+        ):
             block.pool.remove(before)
             block.ptr, block.size, block.prev = before.ptr, block.size + before.size, before.prev
             if block.prev is not None:
                 block.prev.next = block
-        if (after := block.next) is not None and not after.allocated and after.mapped == block.mapped:
+        if (
+            (after := block.next) is not None
+            and not after.allocated
+            and after.mapped == block.mapped
+        ):
             block.pool.remove(after)
             block.size, block.next = block.size + after.size, after.next
             if block.next is not None:
@@ -173,7 +187,8 @@ class CachingAllocator:
     def _alloc_block(self, pool: _BlockPool, size: int) -> _Block:
         if self.uses_expandable_segments:
             block = self._find_expandable_block(pool, size)
-            # memory is mapped piece by piece, as upstream does: each piece joins the free block before it
+            # memory is mapped piece by piece, as upstream does: each piece joins the free block
+            # before it
             if not block.mapped:
                 self._map_block(block, min(block.size, size))
             while block.size < size:
@@ -196,7 +211,7 @@ class CachingAllocator:
         self.reserved_bytes += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved_bytes)
 
-    # --- expandable segments ------------------------------------------------------------------------------------------
+    # --- expandable segments ----------------------------------------------------------------------
     def _find_expandable_block(self, pool: _BlockPool, size: int) -> _Block:
         """The lowest run of unmapped and free blocks with room for `size`, or a new segment's."""
         for _, block in pool.unmapped:
@@ -215,7 +230,8 @@ class CachingAllocator:
         return segment
 
     def _map_block(self, block: _Block, size: int) -> _Block:
-        """Memory for the first `size` bytes of an unmapped block, in whole pages; returns the free block there."""
+        """Memory for the first `size` bytes of an unmapped block, in whole pages; returns the free
+        block there."""
         pool = block.pool
         size = min(block.size, -(-size // pool.page_size) * pool.page_size)
         self._reserve_bytes(size)
@@ -252,8 +268,8 @@ def _expandable_size(block: _Block) -> int:
     return block.size + next_block.size
 
 
-# Kinds of events: a storage is allocated (key, bytes, stream) or freed (key), a phase starts (name, step), the cache
-# is emptied.
+# Kinds of events: a storage is allocated (key, bytes, stream) or freed (key), a phase starts (name,
+# step), the cache is emptied.
 ALLOC, FREE, PHASE_START, EMPTY_CACHE = 0, 1, 2, 3
 
 # (kind, key or phase's name, bytes or step, stream); 0 is the model's own stream.
@@ -289,27 +305,36 @@ def replay(events: Iterable[Event], *, expandable_segments: bool = False) -> Rep
     return peaks
 
 
-def record_phase_end(peaks: ReplayPeaks, phase: str, allocator: CachingAllocator, counts_to_peak: bool) -> None:
+def record_phase_end(
+    peaks: ReplayPeaks, phase: str, allocator: CachingAllocator, counts_to_peak: bool
+) -> None:
     """Record the peaks of a phase that ends."""
     previous = peaks.phases.get(phase, (0, 0))
-    peaks.phases[phase] = (max(previous[0], allocator.peak_allocated), max(previous[1], allocator.peak_reserved))
+    peaks.phases[phase] = (
+        max(previous[0], allocator.peak_allocated),
+        max(previous[1], allocator.peak_reserved),
+    )
     peaks.allocated_after.setdefault(phase, allocator.allocated_bytes)
     if counts_to_peak:
         peaks.allocated = max(peaks.allocated, allocator.peak_allocated)
         peaks.reserved = max(peaks.reserved, allocator.peak_reserved)
-    allocator.peak_allocated, allocator.peak_reserved = allocator.allocated_bytes, allocator.reserved_bytes
+    allocator.peak_allocated, allocator.peak_reserved = (
+        allocator.allocated_bytes,
+        allocator.reserved_bytes,
+    )
 
 
-# `_use_count()` of a gradient that only the engine's buffer holds, as a dispatch mode sees it (torch 2.11 to 2.13);
-# more means that something else keeps it and the engine must not add in place.
+# `_use_count()` of a gradient that only the engine's buffer holds, as a dispatch mode sees it
+# (torch 2.11 to 2.13); more means that something else keeps it and the engine must not add in
+# place.
 _ENGINE_ONLY_USE_COUNT = 4
 _DEVICE_OPERATOR = torch.ops.prim.device.default
 
 
 class StorageLog(TorchDispatchMode):
-    """The events of a run: enter it inside the FakeTensorMode, if there is one. `current` and `peak` are live bytes,
-    not rounded to blocks; a fake boolean index counts as true everywhere; `is_padded` answers whether a mask has
-    padding."""
+    """The events of a run: enter it inside the FakeTensorMode, if there is one. `current` and
+    `peak` are live bytes, not rounded to blocks; a fake boolean index counts as true everywhere;
+    `is_padded` answers whether a mask has padding."""
 
     def __init__(self, *, workspace_sizes: Callable[..., tuple[int, ...]] | None = None) -> None:
         super().__init__()
@@ -324,7 +349,7 @@ class StorageLog(TorchDispatchMode):
         self._stream = 0
         self._streams: list[object] = [None]
 
-    # --- what happened ------------------------------------------------------------------------------------------------
+    # --- what happened ----------------------------------------------------------------------------
     def start_phase(self, phase: str, step: int = 0) -> None:
         """Record that a phase starts, in the step of this index."""
         self.events.append((PHASE_START, phase, step, 0))
@@ -335,7 +360,8 @@ class StorageLog(TorchDispatchMode):
 
     @contextmanager
     def use_stream(self, stream: object) -> Iterator[None]:
-        """Storages allocated inside belong to this stream: any object; None is the model's own stream."""
+        """Storages allocated inside belong to this stream: any object; None is the model's own
+        stream."""
         previous, self._stream = self._stream, self._stream_index(stream)
         try:
             yield
@@ -348,7 +374,8 @@ class StorageLog(TorchDispatchMode):
         return self._streams.index(stream)
 
     def record_alloc(self, nbytes: int) -> int:
-        """Record a buffer of the run that is not a tensor here; returns its key for `record_free`."""
+        """Record a buffer of the run that is not a tensor here; returns its key for
+        `record_free`."""
         key = self._next_key
         self._next_key += 1
         self.events.append((ALLOC, key, nbytes, self._stream))
@@ -369,7 +396,8 @@ class StorageLog(TorchDispatchMode):
             self.record_free(key, nbytes)
 
     def record_tensor(self, tensor: torch.Tensor) -> None:
-        """Record a tensor that exists now. Its device is not queried, which would be as slow as any operator."""
+        """Record a tensor that exists now. Its device is not queried, which would be as slow as any
+        operator."""
         if self._hide_depth or isinstance(tensor, DTensor):
             return
         storage = tensor.untyped_storage()
@@ -383,7 +411,8 @@ class StorageLog(TorchDispatchMode):
             self.record_resize(storage)
 
     def record_resize(self, storage: Any) -> None:
-        """`storage.resize_` is not an operator; FSDP empties and refills its gathered parameters with it."""
+        """`storage.resize_` is not an operator; FSDP empties and refills its gathered parameters
+        with it."""
         entry = self._live.get(storage._cdata)
         nbytes = storage.nbytes()
         if entry is None or entry[1] == nbytes:
@@ -410,13 +439,16 @@ class StorageLog(TorchDispatchMode):
         # nothing is compiled here, and the guard around every operator takes a tenth of a trace
         return False
 
-    # --- operators ----------------------------------------------------------------------------------------------------
+    # --- operators --------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OPERATOR and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # as fake tensors answer it, two calls of three, in a tenth of the time
+            return args[
+                0
+            ].fake_device  # as fake tensors answer it, two calls of three, in a tenth of the time
         kwargs = kwargs or {}
         if DTensor in types:
-            return NotImplemented  # DTensor unwraps itself; its wrapper's storage of global size does not exist
+            # DTensor unwraps itself; its wrapper's storage of global size does not exist
+            return NotImplemented
         self.operator_count += 1
         is_sum = func is torch.ops.aten.add.Tensor and _accumulates_in_place(args)
         handler = _MASK_OPERATORS.get(func)
@@ -426,11 +458,18 @@ class StorageLog(TorchDispatchMode):
             entry = self._live.get(old_storage._cdata)
             is_new = new_storage._cdata not in self._live
             if entry is not None and is_new and entry[1] == new_storage.nbytes():
-                # no free and no alloc event: autograd accumulates into the memory of the existing gradient
+                # no free and no alloc event: autograd accumulates into the memory of the existing
+                # gradient
                 del self._live[old_storage._cdata]
                 self._live[new_storage._cdata] = entry
-                weakref.finalize(new_storage, self._record_finalized, new_storage._cdata).atexit = False
-        workspaces = self._workspace_sizes(func, args, kwargs, out) if self._workspace_sizes is not None else ()
+                weakref.finalize(
+                    new_storage, self._record_finalized, new_storage._cdata
+                ).atexit = False
+        workspaces = (
+            self._workspace_sizes(func, args, kwargs, out)
+            if self._workspace_sizes is not None
+            else ()
+        )
         if isinstance(out, torch.Tensor):
             self.record_tensor(out)
         elif out is not None:
@@ -443,13 +482,17 @@ class StorageLog(TorchDispatchMode):
 
 
 def _accumulates_in_place(args: Any) -> bool:
-    """Whether the autograd engine sums two gradients of one tensor and a run without modes adds in place: it does so
-    when it holds the last reference (`InputBuffer::accumulate`), but never under dispatch modes or for subclasses."""
+    """Whether the autograd engine sums two gradients of one tensor and a run without modes adds in
+    place: it does so when it holds the last reference (`InputBuffer::accumulate`), but never under
+    dispatch modes or for subclasses.
+    """
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe(2)
     # behind the compiler's own frames
-    while frame is not None and frame.f_code.co_filename.endswith(("_dynamo/eval_frame.py", "torch/_compile.py")):
+    while frame is not None and frame.f_code.co_filename.endswith(
+        ("_dynamo/eval_frame.py", "torch/_compile.py")
+    ):
         frame = frame.f_back
     if frame is None or frame.f_code.co_name != "_engine_run_backward":
         return False
@@ -463,21 +506,24 @@ def _accumulates_in_place(args: Any) -> bool:
     )
 
 
-# --- boolean indices: operators whose result has no length on fake tensors --------------------------------------------
+# --- boolean indices: operators whose result has no length on fake tensors ------------------------
 def _selected_count(mask: torch.Tensor) -> int:
     """True positions of a mask; all of a fake one, which has no values."""
     return int(mask.numel()) if isinstance(mask, FakeTensor) else int(mask.sum())
 
 
 def _index_by_positions(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
-    """`x[mask]`, `x[:, mask]` and `x[mask] = v`, as the CUDA kernels do them: by the mask's table of positions."""
+    """`x[mask]`, `x[:, mask]` and `x[mask] = v`, as the CUDA kernels do them: by the mask's table
+    of positions."""
     tensor_indices = [one for one in args[1] if one is not None]
     if len(tensor_indices) != 1 or tensor_indices[0].dtype != torch.bool:
         return func(*args, **kwargs)
     mask = tensor_indices[0]
     log.record_temporary((8 * _selected_count(mask) * mask.dim(),))
     if isinstance(mask, FakeTensor):
-        positions = [torch.empty(_selected_count(mask), dtype=torch.int64) for _ in range(mask.dim())]
+        positions = [
+            torch.empty(_selected_count(mask), dtype=torch.int64) for _ in range(mask.dim())
+        ]
         indices = [one for index in args[1] for one in ([index] if index is None else positions)]
         args = (args[0], indices, *args[2:])
     return func(*args, **kwargs)
@@ -490,7 +536,8 @@ def _masked_select(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _read_mask_value(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
-    """Models ask for the value of a boolean only to see a mask of ones (`create_recurrent_attention_mask`)."""
+    """Models ask for the value of a boolean only to see a mask of ones
+    (`create_recurrent_attention_mask`)."""
     if log.is_padded is None or not isinstance(args[0], FakeTensor) or args[0].dtype != torch.bool:
         return func(*args, **kwargs)
     return not log.is_padded()

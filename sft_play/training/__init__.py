@@ -1,4 +1,5 @@
-"""The heavy part: tokenizer, model, TRL's trainer, engines, checkpoints. Imports torch, but for job.py.
+"""The heavy part: tokenizer, model, TRL's trainer, engines, checkpoints. Imports torch, but for
+job.py.
 
 Begin with `run`, the story of a run; `job` is what it is to do, and
 what later plans remember of it. Beside them what concerns its
@@ -22,5 +23,6 @@ that they run), `heartbeat`. A folder for each part:
   `full_state_dict`, `sharded_checkpoints`, `model_saving`, `consolidate`, `card`.
 - `measure/`: `monitor`, `updates`, `profile`, `board`, `evaluate`, `exact_match`, `summary`.
 
-Unsloth trains in processes of its own: `unsloth_run` on both sides; `unsloth_worker` is their program.
+Unsloth trains in processes of its own: `unsloth_run` on both sides; `unsloth_worker` is their
+program.
 """

@@ -1,7 +1,9 @@
-"""The ranks of a run: their process group, and what they tell each other about files, settings and figures.
+"""The ranks of a run: their process group, and what they tell each other about files, settings and
+figures.
 
-Beside the group they share the launcher's store, by torch's rendezvous (`MASTER_ADDR`, `MASTER_PORT`): rank 0 hands the
-run over, all publish how far they are, and no shared disk is needed.
+Beside the group they share the launcher's store, by torch's rendezvous (`MASTER_ADDR`,
+`MASTER_PORT`): rank 0 hands the run over, all publish how far they are, and no shared disk is
+needed.
 """
 
 import contextlib
@@ -29,7 +31,8 @@ from sft_play.text import GIB
 
 logger = logging.getLogger(__name__)
 _HOST = socket.gethostname()
-# Between two looks whether rank 0 has planned, which may take as long as to count the tokens of every row.
+# Between two looks whether rank 0 has planned, which may take as long as to count the tokens of
+# every row.
 _POLL_S = 0.2
 # Rank 0 may be the one that serves the store: it must not be garbage-collected while others use it.
 _stores: list[Any] = []
@@ -41,7 +44,8 @@ def world_size() -> int:
 
 
 def rng_devices() -> list[int] | None:
-    """The GPU of this rank, for `fork_rng`, which else keeps the states of all GPUs of the node and warns of it."""
+    """The GPU of this rank, for `fork_rng`, which else keeps the states of all GPUs of the node and
+    warns of it."""
     return [torch.cuda.current_device()] if torch.cuda.is_available() else None
 
 
@@ -70,22 +74,24 @@ _long_timeout_groups: dict[Any, Any] = {}
 
 
 def long_timeout_group(*, purpose: str = "the run") -> Any:
-    """A CPU process group of all ranks that waits as long as a disk takes, where the run's own would give up; None for
-    one process. All ranks call it. `purpose`: whose it is: a thread that works beside the training needs one of its
-    own."""
+    """A CPU process group of all ranks that waits as long as a disk takes, where the run's own
+    would give up; None for one process. All ranks call it. `purpose`: whose it is: a thread that
+    works beside the training needs one of its own."""
     if world_size() == 1:
         return None
     key = dist.group.WORLD, purpose  # another run's group is of another world
     if key not in _long_timeout_groups:
         # the heartbeat ends the wait earlier
-        _long_timeout_groups[key] = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+        _long_timeout_groups[key] = dist.new_group(
+            backend="gloo", timeout=datetime.timedelta(days=7)
+        )
     return _long_timeout_groups[key]
 
 
 @contextlib.contextmanager
 def process_group(plan: Plan, *, timeout_s: float, uses_deepspeed: bool = False) -> Any:
-    """The process group of all ranks, with our timeout, destroyed at the end of the run; DeepSpeed gets it at once,
-    since ZeRO-3 divides weights while they are read."""
+    """The process group of all ranks, with our timeout, destroyed at the end of the run; DeepSpeed
+    gets it at once, since ZeRO-3 divides weights while they are read."""
     announce_compile_waits()
     if plan.choice.layout.ranks == 1 and "RANK" not in os.environ:
         yield
@@ -96,12 +102,14 @@ def process_group(plan: Plan, *, timeout_s: float, uses_deepspeed: bool = False)
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     if uses_deepspeed:
         init_deepspeed(on_cpu=plan.hardware.device == "cpu")
-    # now, and not with the first save: the launcher, whose store it takes to make a group, may be gone by then
+    # now, and not with the first save: the launcher, whose store it takes to make a group, may be
+    # gone by then
     long_timeout_group()
     try:
         yield
     finally:
-        _long_timeout_groups.clear()  # the group ends with the default one; the next run needs a new one
+        # the group ends with the default one; the next run needs a new one
+        _long_timeout_groups.clear()
         dist.destroy_process_group()
 
 
@@ -124,7 +132,9 @@ def _all_reduce(value: int, operation: Any) -> int:
     if world_size() == 1:
         return value
     tensor = torch.tensor(value, dtype=torch.int64)
-    if dist.get_backend() == "nccl":  # a group that was there before, and has no backend for the host
+    if (
+        dist.get_backend() == "nccl"
+    ):  # a group that was there before, and has no backend for the host
         tensor = tensor.cuda()
     dist.all_reduce(tensor, op=operation)
     return int(tensor.item())
@@ -149,7 +159,8 @@ def gather_values(value: Any) -> list[Any]:
 
 
 def require_all(is_satisfied: bool, message: str) -> None:
-    """Raises RunFolderError(message) on every rank unless `is_satisfied` on all; it names the ranks that are not."""
+    """Raises RunFolderError(message) on every rank unless `is_satisfied` on all; it names the ranks
+    that are not."""
     failing = [
         f"rank {rank} on {host}"
         for rank, (host, is_fine) in enumerate(gather_values((_HOST, is_satisfied)))
@@ -160,22 +171,29 @@ def require_all(is_satisfied: bool, message: str) -> None:
 
 
 def require_same_inputs(facts: Mapping[str, str]) -> None:
-    """Raises ConfigError on every rank where what each rank read for itself differs from what rank 0 read."""
+    """Raises ConfigError on every rank where what each rank read for itself differs from what rank
+    0 read."""
     (first_host, first_facts), *others = gather_values((_HOST, dict(facts)))
     for rank, (host, rank_facts) in enumerate(others, start=1):
-        differing = [name for name in {**first_facts, **rank_facts} if first_facts.get(name) != rank_facts.get(name)]
+        differing = [
+            name
+            for name in {**first_facts, **rank_facts}
+            if first_facts.get(name) != rank_facts.get(name)
+        ]
         if differing:
             listed = "; ".join(
-                f"{name} ({first_facts.get(name)} there, {rank_facts.get(name)} here)" for name in differing
+                f"{name} ({first_facts.get(name)} there, {rank_facts.get(name)} here)"
+                for name in differing
             )
             raise ConfigError(
-                f"rank {rank} on {host} does not train what rank 0 on {first_host} trains: they differ in {listed}; "
-                "give all nodes the same files, settings and packages"
+                f"rank {rank} on {host} does not train what rank 0 on {first_host} trains: they"
+                f" differ in {listed}; give all nodes the same files, settings and packages"
             )
 
 
 def check_shared_disk(path: Path, plan: Plan) -> bool:
-    """Whether all ranks see what rank 0 has written; raises RunFolderError where not, under DeepSpeed."""
+    """Whether all ranks see what rank 0 has written; raises RunFolderError where not, under
+    DeepSpeed."""
     if plan.hardware.nodes == 1:
         return True
     content = path.read_bytes() if path.is_file() else b""
@@ -183,20 +201,26 @@ def check_shared_disk(path: Path, plan: Plan) -> bool:
     if plan.choice.layout.is_zero:
         require_all(
             is_shared,
-            f"{path.parent} is not on a disk that all nodes share, and under {plan.layout} every rank writes a part "
-            "of each checkpoint there: set output.dir to a shared disk, or use STRATEGY=ddp or fsdp",
+            f"{path.parent} is not on a disk that all nodes share, and under {plan.layout} every"
+            " rank writes a part of each checkpoint there: set output.dir to a shared disk, or use"
+            " STRATEGY=ddp or fsdp",
         )
     if all(gather_values(is_shared)):
         return True
-    logger.info("The nodes have disks of their own: rank 0 gathers checkpoints (%.1f GiB, using %.1f GiB of its RAM); "
-                "to resume from one, copy %s to every node first",
-                plan.memory.checkpoint_bytes / GIB, plan.memory.host_gather_bytes / GIB, path.parent)  # fmt: skip
+    logger.info(
+        "The nodes have disks of their own: rank 0 gathers checkpoints (%.1f GiB, using %.1f GiB of"
+        " its RAM); to resume from one, copy %s to every node first",
+        plan.memory.checkpoint_bytes / GIB,
+        plan.memory.host_gather_bytes / GIB,
+        path.parent,
+    )
     return False
 
 
 def init_deepspeed(*, on_cpu: bool) -> None:
-    """Join DeepSpeed's ranks, by gloo on CPUs, else by NCCL. On CPUs its shared-memory collectives stay out, which it
-    compiles for more than a minute (0.19), and which only its inference calls."""
+    """Join DeepSpeed's ranks, by gloo on CPUs, else by NCCL. On CPUs its shared-memory collectives
+    stay out, which it compiles for more than a minute (0.19), and which only its inference
+    calls."""
     if not on_cpu:
         from deepspeed import comm
 
@@ -205,7 +229,9 @@ def init_deepspeed(*, on_cpu: bool) -> None:
     set_deepspeed_to_cpu()
     from deepspeed import comm
 
-    backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of this name is torch itself
+    backend: Any = importlib.import_module(
+        "deepspeed.comm.torch"
+    )  # the attribute of this name is torch itself
     build = backend.build_shm_op
     backend.build_shm_op = lambda: None
     try:
@@ -214,42 +240,47 @@ def init_deepspeed(*, on_cpu: bool) -> None:
         backend.build_shm_op = build
 
 
-# --- what torch compiles for a run, such as DeepSpeed's CPU Adam ------------------------------------------------------
+# --- what torch compiles for a run, such as DeepSpeed's CPU Adam ----------------------------------
 _wait_for_compile = FileBaton.wait
 
 
 def announce_compile_waits() -> None:
-    """Say what this process waits for where another compiles: torch makes a file, removes it once it
-    has compiled, and others wait until it is gone (`torch/utils/file_baton.py`), for ever after a
-    kill."""
+    """Say what this process waits for where another compiles: torch makes a file, removes it once
+    it has compiled, and others wait until it is gone (`torch/utils/file_baton.py`), for ever after
+    a kill."""
     FileBaton.wait = _announce_wait
 
 
 def _announce_wait(baton: FileBaton) -> None:
     lock = Path(baton.lock_file_path).resolve()
-    with report_wait(f"Waiting for the process that compiles in {lock.parent} (if there is none: rm {lock})"):
+    with report_wait(
+        f"Waiting for the process that compiles in {lock.parent} (if there is none: rm {lock})"
+    ):
         _wait_for_compile(baton)
 
 
-# --- the store beside the process group -------------------------------------------------------------------------------
+# --- the store beside the process group -----------------------------------------------------------
 def open_store(name: str) -> Any:
-    """A namespace of the launcher's store over a connection of its own: one that waits does not block another."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)))
+    """A namespace of the launcher's store over a connection of its own: one that waits does not
+    block another."""
+    store, _, _ = next(
+        dist.rendezvous("env://", timeout=datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
+    )
     _stores.append(store)
     return dist.PrefixStore(name, store)
 
 
 def publish_gpu(name: str, rank: int) -> None:
-    """Tell rank 0 which GPU this rank has: the first that ranks do together. Raises HardwareError where others do not
-    come."""
+    """Tell rank 0 which GPU this rank has: the first that ranks do together. Raises HardwareError
+    where others do not come."""
     try:
         open_store("sft_play_gpus").set(str(rank), name)
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise HardwareError(
-            f"rank {rank} waited {RENDEZVOUS_TIMEOUT_S:.0f} s at {one_line(address)} for the other ranks "
-            f"({one_line(str(error))}): start all of them, or leave RANK, WORLD_SIZE and LOCAL_RANK out of the "
-            "environment"
+            f"rank {rank} waited {RENDEZVOUS_TIMEOUT_S:.0f} s at {one_line(address)} for the other"
+            f" ranks ({one_line(str(error))}): start all of them, or leave RANK, WORLD_SIZE and"
+            " LOCAL_RANK out of the environment"
         ) from None
 
 
@@ -261,17 +292,23 @@ def gather_gpus(rank_count: int) -> list[str]:
 
 
 def broadcast_text(text: str | None) -> str:
-    """Rank 0's text, on every rank: rank 0 passes it, and returns when the others have it, since it may end then, and
-    the store with it; the others pass None. Raises HardwareError where rank 0 ends without a text."""
+    """Rank 0's text, on every rank: rank 0 passes it, and returns when the others have it, since it
+    may end then, and the store with it; the others pass None. Raises HardwareError where rank 0
+    ends without a text.
+    """
     store, reader_count = open_store("sft_play"), int(os.environ["WORLD_SIZE"]) - 1
     if text is None:
         try:
-            while not store.check(["handed"]):  # a wait of the store itself would hear no request to stop
+            while not store.check(
+                ["handed"]
+            ):  # a wait of the store itself would hear no request to stop
                 time.sleep(_POLL_S)
             text = str(store.get("handed"), "utf-8")
             store.add("read", 1)
         except dist.DistError:
-            raise HardwareError("rank 0 ended before it had planned the run: its own lines say why") from None
+            raise HardwareError(
+                "rank 0 ended before it had planned the run: its own lines say why"
+            ) from None
         return text
     store.set("handed", text)
     deadline = time.monotonic() + 10.0  # for those that have not read it

@@ -1,7 +1,9 @@
-"""Signs of life of every rank: where a rank stopped and who waits for it, reported before the run is ended.
+"""Signs of life of every rank: where a rank stopped and who waits for it, reported before the run
+is ended.
 
-A rank that hangs stops them all, and each of the others knows only that it waits. So each notes what it begins, a
-thread publishes the notes in torch's store, and a rank that has waited too long reads those of all.
+A rank that hangs stops them all, and each of the others knows only that it waits. So each notes
+what it begins, a thread publishes the notes in torch's store, and a rank that has waited too long
+reads those of all.
 """
 
 from __future__ import annotations
@@ -68,10 +70,15 @@ def laggards(beats: Sequence[Beat], silent_ranks: Collection[int]) -> list[Beat]
 
 
 def stall_report(
-    beats: Sequence[Beat], silent_ranks: Collection[int], *, missing_ranks: Sequence[int], waited_s: float, now: float
+    beats: Sequence[Beat],
+    silent_ranks: Collection[int],
+    *,
+    missing_ranks: Sequence[int],
+    waited_s: float,
+    now: float,
 ) -> str:
-    """Which rank stopped where, and who waits for it. `silent_ranks`: ranks that published nothing between two looks;
-    `missing_ranks`: those that never did; `now`: in seconds since 1970."""
+    """Which rank stopped where, and who waits for it. `silent_ranks`: ranks that published nothing
+    between two looks; `missing_ranks`: those that never did; `now`: in seconds since 1970."""
     head = f"no progress for {waited_s:.0f} s (distributed.timeout_s)"
     parts = [f"rank {rank} has never given a sign of life" for rank in missing_ranks]
     stopped_beats = laggards(beats, silent_ranks)
@@ -83,18 +90,24 @@ def stall_report(
             last_sign += f", in {beat.where}"
         parts.append(f"rank {beat.rank} (host {beat.host}) stopped at {beat.position}, {last_sign}")
     if not parts:
-        positions = ", ".join(f"rank {beat.rank} in {beat.where or 'unknown code'}" for beat in beats)
+        positions = ", ".join(
+            f"rank {beat.rank} in {beat.where or 'unknown code'}" for beat in beats
+        )
         return f"{head}: all ranks are at {beats[0].position}: {positions}"
     waiting_beats = [beat for beat in beats if beat not in stopped_beats]
     if waiting_beats:
         positions = " or ".join(sorted({beat.position for beat in waiting_beats}))
         verb = "waits" if len(waiting_beats) == 1 else "wait"
-        parts.append(f"{failures.format_ranks([beat.rank for beat in waiting_beats])} {verb} for it at {positions}")
+        parts.append(
+            f"{failures.format_ranks([beat.rank for beat in waiting_beats])} {verb} for it at"
+            f" {positions}"
+        )
     return f"{head}: {'; '.join(parts)}"
 
 
 def read_note(path: Path) -> tuple[int, str] | None:
-    """Step and activity of the last note that a rank of this node wrote; None where it wrote none."""
+    """Step and activity of the last note that a rank of this node wrote; None where it wrote
+    none."""
     try:
         step, activity = path.read_text(encoding="utf-8").split(maxsplit=1)
         return int(step), activity.strip()
@@ -141,8 +154,9 @@ class Heartbeat:
         return self
 
     def note(self, step: int, activity: str, *, saved_bytes: int = 0) -> None:
-        """Record what begins now, such as `training` or `saving`; cheap enough for every micro-step.
-        `saved_bytes`: what is written meanwhile, which may take longer than the timeout."""
+        """Record what begins now, such as `training` or `saving`; cheap enough for every
+        micro-step. `saved_bytes`: what is written meanwhile, which may take longer than the
+        timeout."""
         self.last_note = step, activity
         if self._thread is None:
             return
@@ -155,13 +169,15 @@ class Heartbeat:
             self._note_file.write(f"{step} {activity}"[:NOTE_BYTES].ljust(NOTE_BYTES).encode())
 
     def note_wait(self) -> None:
-        """Record that this rank has done its part of what it began last, and waits for the others."""
+        """Record that this rank has done its part of what it began last, and waits for the
+        others."""
         self._note_count += 1
         if self._last_progress is not None:
             self._last_progress = time.monotonic()
 
     def stop_clock(self) -> None:
-        """Let what begins now take any time, until the next note: reading weights and checkpoints."""
+        """Let what begins now take any time, until the next note: reading weights and
+        checkpoints."""
         self._last_progress = None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -179,11 +195,13 @@ class Heartbeat:
             self._note_file.close()
             self._note_file = None
 
-    # --- the thread ---------------------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------
     def _run(self) -> None:
         self._publish()
         # until the next sign of life, or until this rank has waited too long
-        while not self._stop_event.wait(max(0.05, min(self._interval_s, self._limit_s - self._idle_s()))):
+        while not self._stop_event.wait(
+            max(0.05, min(self._interval_s, self._limit_s - self._idle_s()))
+        ):
             self._publish()
             if self._idle_s() < self._limit_s:
                 continue
@@ -203,15 +221,26 @@ class Heartbeat:
         self._publish_count += 1
         idle_s = self._idle_s()
         location = ""
-        if idle_s >= 2 * self._interval_s:  # where the main thread is: its innermost frame outside torch
+        if (
+            idle_s >= 2 * self._interval_s
+        ):  # where the main thread is: its innermost frame outside torch
             outer = sys._current_frames()[threading.main_thread().ident or 0]
             while f"{os.sep}torch{os.sep}" in outer.f_code.co_filename and outer.f_back is not None:
                 outer = outer.f_back
-            location = f"{outer.f_code.co_name} ({Path(outer.f_code.co_filename).name}:{outer.f_lineno})"
+            location = (
+                f"{outer.f_code.co_name} ({Path(outer.f_code.co_filename).name}:{outer.f_lineno})"
+            )
         beat = Beat(
-            self._rank, socket.gethostname(), os.getpid(), *self.last_note, self._note_count,
-            round(idle_s, 1), time.time(), self._publish_count, location,
-        )  # fmt: skip
+            self._rank,
+            socket.gethostname(),
+            os.getpid(),
+            *self.last_note,
+            self._note_count,
+            round(idle_s, 1),
+            time.time(),
+            self._publish_count,
+            location,
+        )
         try:
             self._store.set(str(self._rank), json.dumps(asdict(beat)))
         except RuntimeError:  # the launcher has ended, which ends this rank too
@@ -225,13 +254,22 @@ class Heartbeat:
             time.sleep(self._interval_s / 2)
             self._publish()  # others, whose time is over too, may be looking at this one
         beats = self._read_beats()
-        silent_ranks = {beat.rank for beat in beats if earlier_numbers.get(beat.rank) == beat.number}
-        missing_ranks = [rank for rank in range(self._world_size) if rank not in {beat.rank for beat in beats}]
+        silent_ranks = {
+            beat.rank for beat in beats if earlier_numbers.get(beat.rank) == beat.number
+        }
+        missing_ranks = [
+            rank for rank in range(self._world_size) if rank not in {beat.rank for beat in beats}
+        ]
         if beats:
-            text = stall_report(beats, silent_ranks, missing_ranks=missing_ranks, waited_s=waited_s, now=time.time())
+            text = stall_report(
+                beats, silent_ranks, missing_ranks=missing_ranks, waited_s=waited_s, now=time.time()
+            )
         else:  # the store is gone, and with it what the others published
             step, activity = self.last_note
-            text = f"no progress for {waited_s:.0f} s: rank {self._rank} waits at step {step} ({activity})"
+            text = (
+                f"no progress for {waited_s:.0f} s: rank {self._rank} waits at step {step}"
+                f" ({activity})"
+            )
         failures.record_failure("hung", text)
         if not failures.is_under_agent():
             is_first = True
@@ -243,7 +281,9 @@ class Heartbeat:
         for beat in laggards(beats, silent_ranks):
             if beat.pid == os.getpid() or beat.host != socket.gethostname():
                 continue
-            with contextlib.suppress(psutil.Error):  # a rank that hangs would hold up the others until its agent acts
+            with contextlib.suppress(
+                psutil.Error
+            ):  # a rank that hangs would hold up the others until its agent acts
                 process = psutil.Process(beat.pid)
                 if process.ppid() == os.getppid():
                     process.kill()
@@ -252,6 +292,8 @@ class Heartbeat:
         if self._store is None:
             return []
         with contextlib.suppress(RuntimeError):
-            ranks = [str(rank) for rank in range(self._world_size) if self._store.check([str(rank)])]
+            ranks = [
+                str(rank) for rank in range(self._world_size) if self._store.check([str(rank)])
+            ]
             return [Beat(**json.loads(self._store.get(rank))) for rank in ranks]
         return []

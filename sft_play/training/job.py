@@ -1,4 +1,5 @@
-"""What a run is to do: settings, plan, data and run folder, of the whole run and of each of its stages."""
+"""What a run is to do: settings, plan, data and run folder, of the whole run and of each of its
+stages."""
 
 from __future__ import annotations
 
@@ -54,29 +55,42 @@ class RunJob:
     @property
     def largest_stage(self) -> RunJob:
         """The stage that needs the most memory."""
-        return max(self.stage_jobs, key=lambda stage: stage.plan.memory.reserved + stage.plan.memory.margin)
+        return max(
+            self.stage_jobs, key=lambda stage: stage.plan.memory.reserved + stage.plan.memory.margin
+        )
 
 
 def build_run_job(
     loaded: LoadedConfig, plans: Sequence[PlanWithDeepSpeed], folder: RunFolder, **options: Any
 ) -> RunJob:
-    """Build the job of a run, with its stages if it has any, from its plan, or one per stage; `options`: the other
-    fields of `RunJob`. Raises DataError: a file of its rows is missing."""
+    """Build the job of a run, with its stages if it has any, from its plan, or one per stage;
+    `options`: the other fields of `RunJob`. Raises DataError: a file of its rows is missing."""
     plan, deepspeed = plans[0]
-    job = RunJob(loaded, plan, find_data_paths(loaded.runs[0].config.data), folder, deepspeed=deepspeed, **options)
+    job = RunJob(
+        loaded,
+        plan,
+        find_data_paths(loaded.runs[0].config.data),
+        folder,
+        deepspeed=deepspeed,
+        **options,
+    )
     stages = tuple(
         replace(
-            job, loaded=loaded.for_stage(stage), plan=plan, data_paths=find_data_paths(stage.config.data),
+            job,
+            loaded=loaded.for_stage(stage),
+            plan=plan,
+            data_paths=find_data_paths(stage.config.data),
             deepspeed=deepspeed,
             folder=folder.stage_folder(stage.name, is_last_stage=stage is loaded.stages[-1]),
         )
         for stage, (plan, deepspeed) in zip(loaded.stages, plans, strict=bool(loaded.stages))
-    )  # fmt: skip
+    )
     return replace(job, stages=stages)
 
 
 def resume_command(job: RunJob) -> str:
-    """The command that resumes this run; its name alone is enough in the folder where every run is looked for."""
+    """The command that resumes this run; its name alone is enough in the folder where every run is
+    looked for."""
     folder, settings = job.folder.whole_run.path, kept_overrides(job.loaded.overrides)
     # a run folder does not allow code that comes with a model, so that the command has to
     if folder.parent == Path(OutputConfig().dir) and not remote_code_keys(job.loaded.config.model):
@@ -85,9 +99,10 @@ def resume_command(job: RunJob) -> str:
     return shlex.join([*words, f"SET={shlex.join(settings)}"] if settings else words)
 
 
-# --- what later plans on this machine remember of a run ---------------------------------------------------------------
+# --- what later plans on this machine remember of a run -------------------------------------------
 def measured_run(config: RunConfig, plan: Plan, **measurements: Any) -> calibration.MeasuredRun:
-    """Build the record of a run, or of a step that ran out of memory; `measurements`: other fields of `MeasuredRun`."""
+    """Build the record of a run, or of a step that ran out of memory; `measurements`: other fields
+    of `MeasuredRun`."""
     device = "cpu"
     if plan.hardware.gpus:
         device = plan.hardware.gpus[0].name
@@ -98,7 +113,9 @@ def measured_run(config: RunConfig, plan: Plan, **measurements: Any) -> calibrat
         model=config.model.name,
         micro_batch=plan.batch.micro_batch,
         seq_len=plan.max_seq_len,
-        versions=" ".join(f"{name} {version}" for name, version in sorted(installed_versions().items())),
+        versions=" ".join(
+            f"{name} {version}" for name, version in sorted(installed_versions().items())
+        ),
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         **{
             "predicted_allocated": plan.memory.allocated,
@@ -114,25 +131,41 @@ def measured_run(config: RunConfig, plan: Plan, **measurements: Any) -> calibrat
     )
 
 
-def record_measurements(configs_and_plans: Sequence[tuple[RunConfig, Plan]], summary: Mapping[str, Any]) -> None:
-    """Record memory and speed for later plans; of stages only on GPUs: a CPU's peak is of the whole process."""
+def record_measurements(
+    configs_and_plans: Sequence[tuple[RunConfig, Plan]], summary: Mapping[str, Any]
+) -> None:
+    """Record memory and speed for later plans; of stages only on GPUs: a CPU's peak is of the whole
+    process."""
     stage_summaries = summary.get("stages")
-    for (config, plan), figures in zip(configs_and_plans, stage_summaries or [summary], strict=False):
-        # plans predict the other backend, and the speed of compiled blocks where these are asked for
+    for (config, plan), figures in zip(
+        configs_and_plans, stage_summaries or [summary], strict=False
+    ):
+        # plans predict the other backend, and the speed of compiled blocks where these are asked
+        # for
         is_predicted = figures.get("backend") != "unsloth"
         is_predicted = is_predicted and (figures.get("compile") is not None) == config.train.compile
         if not is_predicted or not (plan.hardware.gpus or not stage_summaries):
             continue
-        # The highest peak, predicted and measured, over the phases whose batch the plan chooses: a plan compares this
-        # one. The peaks of loading and saving say nothing about a batch.
+        # The highest peak, predicted and measured, over the phases whose batch the plan chooses: a
+        # plan compares this one. The peaks of loading and saving say nothing about a batch.
         peaks = figures["peak_bytes_by_moment"]
         phases = [name for name in peaks if name in ("training", "evaluation")]
-        predicted_peaks = [plan.memory.by_moment[name] for name in phases if name in plan.memory.by_moment]
+        predicted_peaks = [
+            plan.memory.by_moment[name] for name in phases if name in plan.memory.by_moment
+        ]
         peak_key = "measured_reserved" if plan.hardware.gpus else "measured_rss"
         reserved_bytes = max((peaks[name][peak_key] or 0 for name in phases), default=0)
-        if not reserved_bytes or not predicted_peaks or not figures["tokens_per_s"] or figures.get("ran_out"):
-            continue  # it stopped before a step was measured, or its steps were smaller than planned
-        used_kernels: KernelsName = "liger" if (figures.get("kernels") or {}).get("used") else "plain"
+        if (
+            not reserved_bytes
+            or not predicted_peaks
+            or not figures["tokens_per_s"]
+            or figures.get("ran_out")
+        ):
+            # it stopped before a step was measured, or its steps were smaller than planned
+            continue
+        used_kernels: KernelsName = (
+            "liger" if (figures.get("kernels") or {}).get("used") else "plain"
+        )
         measurements = {
             "measured_allocated": max(peaks[name]["measured_allocated"] or 0 for name in phases),
             "measured_reserved": reserved_bytes,
@@ -141,11 +174,14 @@ def record_measurements(configs_and_plans: Sequence[tuple[RunConfig, Plan]], sum
             "predicted_allocated": 0,
             "predicted_reserved": 0,
         }
-        # What was predicted for other kernels is no prediction of this run: 0 leaves it out of the calibration.
+        # What was predicted for other kernels is no prediction of this run: 0 leaves it out of the
+        # calibration.
         counted_kernels = plan.kernels or CountedKernels()
         if counted_kernels.speed == used_kernels:
             measurements["predicted_tokens_per_s"] = plan.choice.uncorrected.tokens_per_s
         if counted_kernels.memory == used_kernels:
             measurements["predicted_allocated"] = max(allocated for allocated, _ in predicted_peaks)
-            measurements["predicted_reserved"] = max(bytes_reserved for _, bytes_reserved in predicted_peaks)
+            measurements["predicted_reserved"] = max(
+                bytes_reserved for _, bytes_reserved in predicted_peaks
+            )
         calibration.add_measured_run(measured_run(config, plan, **measurements))

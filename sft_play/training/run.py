@@ -1,4 +1,5 @@
-"""A run as one story: `run_training` prepares it and opens its folder on all ranks, `train_stage` trains a stage."""
+"""A run as one story: `run_training` prepares it and opens its folder on all ranks, `train_stage`
+trains a stage."""
 
 import contextlib
 import functools
@@ -15,18 +16,35 @@ from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.job import RunJob
-from sft_play.training.loop.callbacks import GradientCheck, MetricsFile, Progress, StopController, stop_signals
+from sft_play.training.loop.callbacks import (
+    GradientCheck,
+    MetricsFile,
+    Progress,
+    StopController,
+    stop_signals,
+)
 from sft_play.training.loop.curriculum import StageSequence
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.out_of_memory import record_oom
 from sft_play.training.loop.trainer import build_plan_callbacks, load_trainer
-from sft_play.training.measure.evaluate import EvalSet, InitialEvaluation, build_eval_set, estimate_remaining, evaluate
+from sft_play.training.measure.evaluate import (
+    EvalSet,
+    InitialEvaluation,
+    build_eval_set,
+    estimate_remaining,
+    evaluate,
+)
 from sft_play.training.measure.monitor import RunMonitors, start_memory_peaks
 from sft_play.training.measure.summary import build_summary, finish_run
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.model import attention_functions
 from sft_play.training.prepare.device_checks import explain_out_of_memory
-from sft_play.training.prepare.prepare import Prepared, data_facts, prepare_stages, require_agreement
+from sft_play.training.prepare.prepare import (
+    Prepared,
+    data_facts,
+    prepare_stages,
+    require_agreement,
+)
 from sft_play.training.prepare.run_folder import log_start, open_run_folder
 from sft_play.training.unsloth_run import train_with_unsloth
 
@@ -34,16 +52,22 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(job: RunJob) -> dict[str, Any]:
-    """Train as the job says, stage by stage; returns the summary. Raises SftPlayError: what the user can fix; a folder
-    in which nothing was trained is removed; Interrupted: the user stopped the run, its state saved."""
+    """Train as the job says, stage by stage; returns the summary. Raises SftPlayError: what the
+    user can fix; a folder in which nothing was trained is removed; Interrupted: the user stopped
+    the run, its state saved.
+    """
     start_time, memory_peaks = time.time(), start_memory_peaks(job.plan)
     prepared_stages = prepare_stages(job)
     first_stage, facts = prepared_stages[0], data_facts(job.stage_jobs, prepared_stages)
     if first_stage.backend.name == "unsloth":
         with open_run_folder(job, prepared_stages, facts):
-            return train_with_unsloth(job, first_stage, build_eval_set(job, first_stage), start_time=start_time)
+            return train_with_unsloth(
+                job, first_stage, build_eval_set(job, first_stage), start_time=start_time
+            )
     with (
-        distributed.process_group(job.plan, timeout_s=job.timeout_s, uses_deepspeed=job.deepspeed is not None),
+        distributed.process_group(
+            job.plan, timeout_s=job.timeout_s, uses_deepspeed=job.deepspeed is not None
+        ),
         Heartbeat(job.timeout_s) as heartbeat,
         contextlib.closing(memory_peaks),
     ):
@@ -52,7 +76,9 @@ def run_training(job: RunJob) -> dict[str, Any]:
             monitors = RunMonitors(memory_peaks, heartbeat, start_time)
             if job.stages:
                 return StageSequence(job, prepared_stages, monitors, train_stage).train()
-            return train_stage(job, first_stage, monitors, begins_from=first_stage.base_adapter_folder)
+            return train_stage(
+                job, first_stage, monitors, begins_from=first_stage.base_adapter_folder
+            )
 
 
 def train_stage(
@@ -64,10 +90,11 @@ def train_stage(
     build_eval_set: Callable[..., EvalSet] = build_eval_set,
     load_trainer: Callable[..., PlannedLoop] = load_trainer,
 ) -> dict[str, Any]:
-    """Load the model, evaluate, train, evaluate, save; returns the summary. `begins_from`: the folder of the weights of
-    the stage before, or of the adapter that the run continues; None: the model's own. A backend that has its own
-    replaces `build_eval_set` and `load_trainer`. Raises OutOfMemory: the step could not be repeated with less;
-    Interrupted: the user stopped the run, and its state was saved."""
+    """Load the model, evaluate, train, evaluate, save; returns the summary. `begins_from`: the
+    folder of the weights of the stage before, or of the adapter that the run continues; None: the
+    model's own. A backend that has its own replaces `build_eval_set` and `load_trainer`. Raises
+    OutOfMemory: the step could not be repeated with less; Interrupted: the user stopped the run,
+    and its state was saved."""
     # until the plan's choice, since class checks run small models of many shapes
     attention_functions.enable_cudnn(enabled=False)
     with explain_out_of_memory(job.plan):
@@ -76,16 +103,21 @@ def train_stage(
         is_disk_shared = distributed.check_shared_disk(job.folder.manifest_path, job.plan)
         distributed.require_all(
             is_disk_shared or not job.loaded.config.train.async_save,
-            f"train.async_save: every rank writes a part of each checkpoint, and {job.folder.path} is not on a disk "
-            "that all nodes share: set output.dir to one, or leave train.async_save out",
+            f"train.async_save: every rank writes a part of each checkpoint, and {job.folder.path}"
+            " is not on a disk that all nodes share: set output.dir to one, or leave"
+            " train.async_save out",
         )
         log_start(job, prepared, checkpoint)
         eval_set = build_eval_set(job, prepared)
         monitors.peaks.start("loading")
         trainer = load_trainer(
-            job, prepared, eval_set, monitors, begins_from=begins_from,
+            job,
+            prepared,
+            eval_set,
+            monitors,
+            begins_from=begins_from,
             saves_shards=is_disk_shared and job.plan.memory.checkpoint == "sharded",
-        )  # fmt: skip
+        )
         initial_evaluation = InitialEvaluation(
             job, trainer, eval_set, monitors.peaks, is_resumed=checkpoint is not None
         )
@@ -95,12 +127,20 @@ def train_stage(
                 job, prepared, trainer, monitors, initial_evaluation, checkpoint
             )
             monitors.peaks.close()
-            metrics_after = None if stop_controller.has_stopped_early else evaluate(trainer, eval_set)
+            metrics_after = (
+                None if stop_controller.has_stopped_early else evaluate(trainer, eval_set)
+            )
         monitors.heartbeat.note(trainer.state.global_step, "saving the trained weights")
         summary = build_summary(
-            job, trainer, stop_controller, update_check, initial_evaluation, metrics_after, monitors,
+            job,
+            trainer,
+            stop_controller,
+            update_check,
+            initial_evaluation,
+            metrics_after,
+            monitors,
             tokens_per_s=tokens_per_s,
-        )  # fmt: skip
+        )
         finish_run(job, prepared, trainer, summary, monitors.peaks, start_step=start_step)
     if job.folder.stage_name is not None:  # another model is loaded into this process
         engines.release_engine(trainer)
@@ -119,18 +159,28 @@ def _run_training_loop(
     compile_monitor = trainer.compile_monitor
     resume_step = None if checkpoint is None else checkpoints.checkpoint_step(checkpoint)
     stop_controller = StopController(
-        config.train.stop_after_steps, hours=config.train.max_hours, pause_seconds=trainer.pause_seconds
+        config.train.stop_after_steps,
+        hours=config.train.max_hours,
+        pause_seconds=trainer.pause_seconds,
     )
     update_check = UpdateCheck(trainer, job.plan.precision.updates)
     progress = Progress(estimate_remaining=lambda: estimate_remaining(trainer, eval_set))
     if distributed.is_first():  # lines after the checkpoint go: their steps are trained again
-        truncate_metrics(folder.metrics_path, -1 if resume_step is None else resume_step, stage_name=folder.stage_name)
+        truncate_metrics(
+            folder.metrics_path,
+            -1 if resume_step is None else resume_step,
+            stage_name=folder.stage_name,
+        )
     if compile_monitor is not None:
         compile_monitor.on_compiled.append(progress.exclude_wait)
     plan_callbacks = build_plan_callbacks(
-        config, job.plan, folder, trainer, resume_step=resume_step,
+        config,
+        job.plan,
+        folder,
+        trainer,
+        resume_step=resume_step,
         metric_tags=eval_set.metric_tags(evaluates_in_training=trainer.args.eval_strategy != "no"),
-    )  # fmt: skip
+    )
     has_engine = job.plan.layout != "single" or job.deepspeed is not None
     callbacks = [
         GradientCheck(prepared.model_spec.late_gradients),
@@ -144,17 +194,25 @@ def _run_training_loop(
         callbacks.insert(0, initial_evaluation)
     for callback in callbacks:
         trainer.add_callback(callback)
-    trainable_parameters = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    trainable_parameters = sum(
+        parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad
+    )
     logger.debug("Trainable parameters: %s", f"{trainable_parameters:,}")
     if not has_engine:  # none will wrap the model when training begins
         initial_evaluation.measure()
     message = "Preparing the first step"
     if job.plan.layout.endswith("_offload"):
-        message += ", for which DeepSpeed compiles its optimizer for RAM (once on a machine, minutes)"
-    monitor_context = contextlib.closing(compile_monitor) if compile_monitor else contextlib.nullcontext()
+        message += (
+            ", for which DeepSpeed compiles its optimizer for RAM (once on a machine, minutes)"
+        )
+    monitor_context = (
+        contextlib.closing(compile_monitor) if compile_monitor else contextlib.nullcontext()
+    )
     with stop_signals(stop_controller), monitor_context, progress.start_wait as start_wait:
         start_wait.enter_context(report_wait(message))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
-    tokens = distributed.sum_over_ranks(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
+    tokens = (
+        distributed.sum_over_ranks(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
+    )
     return stop_controller, update_check, progress.start_step, tokens / progress.training_s

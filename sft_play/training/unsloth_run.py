@@ -1,8 +1,9 @@
-"""Runs on Unsloth: what is handed over, its processes, and the adapter read back, on this side; on that side Unsloth's
-model and adapters in this project's training loop (on transformers' Trainer, not TRL's).
+"""Runs on Unsloth: what is handed over, its processes, and the adapter read back, on this side; on
+that side Unsloth's model and adapters in this project's training loop (on transformers' Trainer,
+not TRL's).
 
-Unsloth's process trains rows that are built and masked here, and writes into the run's own folder; both sides run the
-code of this checkout. `planner.backend` decides whether Unsloth can.
+Unsloth's process trains rows that are built and masked here, and writes into the run's own folder;
+both sides run the code of this checkout. `planner.backend` decides whether Unsloth can.
 """
 
 import contextlib
@@ -48,7 +49,11 @@ from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.trainer import build_run_trainer, training_arguments
 from sft_play.training.measure.evaluate import EvalSet
-from sft_play.training.measure.exact_match import Question, collect_stop_ids, configured_eos_token_ids
+from sft_play.training.measure.exact_match import (
+    Question,
+    collect_stop_ids,
+    configured_eos_token_ids,
+)
 from sft_play.training.measure.monitor import RunMonitors, start_memory_peaks
 from sft_play.training.measure.summary import write_model_card
 from sft_play.training.model.model_loading import keep_4bit_trainable
@@ -60,38 +65,47 @@ from sft_play.training.prepare.tokenizer import LoadedTokenizer
 
 logger = logging.getLogger(__name__)
 
-# In a run folder: what was handed over. The rows and the tokenizer are removed once Unsloth's process has ended.
+# In a run folder: what was handed over. The rows and the tokenizer are removed once Unsloth's
+# process has ended.
 WORK_FOLDER, HANDOVER_FILE = "unsloth", "handover.json"
 _BATCH_ROWS = 10_000
-_ROW_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
+_ROW_SCHEMA = pa.schema(
+    [("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())]
+)
 
 
-# --- what is handed over ----------------------------------------------------------------------------------------------
+# --- what is handed over --------------------------------------------------------------------------
 # The settings, the plan, and where rows, tokenizer and base weights are: `unsloth/handover.json`,
-# written by `_write_handover` and read by `train_handover`. `tensors` are the names and shapes of all
-# that the adapter's file will hold.
+# written by `_write_handover` and read by `train_handover`. `tensors` are the names and shapes of
+# all that the adapter's file will hold.
 Handover = dict[str, Any]
 
 
 def write_rows(dataset: Any, path: Path) -> str:
-    """Write a `datasets.Dataset` of token rows as an Arrow stream, which `Dataset.from_file` reads; rows without a
-    source are chats. Returns the path."""
+    """Write a `datasets.Dataset` of token rows as an Arrow stream, which `Dataset.from_file` reads;
+    rows without a source are chats. Returns the path."""
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _ROW_SCHEMA) as stream:
         for table in dataset.with_format("arrow").iter(batch_size=_BATCH_ROWS):
             columns = {name: table[name] for name in table.column_names}
             columns.setdefault("source", pa.array([0] * table.num_rows, type=pa.int8()))
-            stream.write_table(pa.table({name: columns[name] for name in _ROW_SCHEMA.names}).cast(_ROW_SCHEMA))
+            stream.write_table(
+                pa.table({name: columns[name] for name in _ROW_SCHEMA.names}).cast(_ROW_SCHEMA)
+            )
     return str(path)
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
-def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, start_time: float) -> dict[str, Any]:
-    """Train in Unsloth's processes with what was prepared here; returns the run's summary. Raises SftPlayError: as
-    Unsloth's process raised it; ModelError: the adapter that it wrote is not the run's; RuntimeError: another error,
-    whose traceback was printed."""
+# --- the run --------------------------------------------------------------------------------------
+def train_with_unsloth(
+    job: RunJob, prepared: Prepared, eval_set: EvalSet, *, start_time: float
+) -> dict[str, Any]:
+    """Train in Unsloth's processes with what was prepared here; returns the run's summary. Raises
+    SftPlayError: as Unsloth's process raised it; ModelError: the adapter that it wrote is not the
+    run's; RuntimeError: another error, whose traceback was printed."""
     python: Any = prepared.backend.python
     info: Any = prepared.backend.unsloth_info
-    job.folder.update_manifest(unsloth={"python": str(python), "device": info.device, **info.versions})
+    job.folder.update_manifest(
+        unsloth={"python": str(python), "device": info.device, **info.versions}
+    )
     logger.info("Unsloth: %s; its process is %s on %s", info.versions_text, python, info.device)
     if info.device == "cpu":
         logger.warning("Unsloth trains on the CPU without its kernels, as transformers and PEFT do")
@@ -100,13 +114,17 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
     try:
         _run_workers(python, work_folder / HANDOVER_FILE, job.plan)
     except Interrupted:
-        if job.folder.read_manifest().get("status") == "running":  # stopped before it could record so
+        if (
+            job.folder.read_manifest().get("status") == "running"
+        ):  # stopped before it could record so
             job.folder.update_manifest(status="stopped")
         raise
     finally:
         for name in ("rows", "tokenizer", "ranks"):
             shutil.rmtree(work_folder / name, ignore_errors=True)
-    summary: dict[str, Any] = json.loads((job.folder.path / "summary.json").read_text(encoding="utf-8"))
+    summary: dict[str, Any] = json.loads(
+        (job.folder.path / "summary.json").read_text(encoding="utf-8")
+    )
     if "model_path" in summary:  # else it was stopped before its end
         # complete and the run's own, as PEFT reads it here; our tokenizer is saved beside it
         path, lora = job.folder.model_path(is_adapter=True), job.loaded.config.tuning.lora
@@ -117,13 +135,16 @@ def train_with_unsloth(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, st
         )
         adapter_config, tokenizer = PeftConfig.from_pretrained(str(path)), prepared.tokenizer
         for name, value in {
-            "r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora,
+            "r": lora.r,
+            "lora_alpha": lora.alpha,
+            "use_rslora": lora.use_rslora,
             "base_model_name_or_path": handover["model_path"],
-        }.items():  # fmt: skip
+        }.items():
             saved = getattr(adapter_config, name)
             if saved != value:
                 raise ModelError(
-                    f"{path}: the adapter that Unsloth wrote is not the run's: {name}={saved!r} and not {value!r}"
+                    f"{path}: the adapter that Unsloth wrote is not the run's: {name}={saved!r} and"
+                    f" not {value!r}"
                 )
         if tokenizer.original_template is not None:
             tokenizer.tokenizer.chat_template = tokenizer.original_template
@@ -148,7 +169,9 @@ def _write_handover(
         stop_ids = collect_stop_ids(config.task_mode, tokenizer, prepared.renderer, None)
     # never None: Unsloth trains only adapters (`unsupported_options`)
     peft_config: Any = prepared.model_spec.peft_config
-    shapes = saved_shapes(build_meta_model(prepared.model_spec, trust_remote_code=config.model.trust_remote_code))
+    shapes = saved_shapes(
+        build_meta_model(prepared.model_spec, trust_remote_code=config.model.trust_remote_code)
+    )
     handover = {
         "folder": str(job.folder.path.absolute()),
         "config_path": str(job.loaded.path),
@@ -177,7 +200,7 @@ def _write_handover(
     return handover
 
 
-# --- the processes ----------------------------------------------------------------------------------------------------
+# --- the processes --------------------------------------------------------------------------------
 def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
     # the first signal is passed on (they save and stop); a second ends them at once
     ranks = plan.choice.layout.ranks
@@ -185,14 +208,20 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
     if ranks > 1:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]  # free again until rank 0 listens on it: nothing reserves a port
+            port = probe.getsockname()[
+                1
+            ]  # free again until rank 0 listens on it: nothing reserves a port
         variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    error_files = [handover_path.parent / "ranks" / str(rank) / "error.json" for rank in range(ranks)]
+    error_files = [
+        handover_path.parent / "ranks" / str(rank) / "error.json" for rank in range(ranks)
+    ]
     processes: list[subprocess.Popen[Any]] = []
 
     def log_stop(signal_number: int) -> None:
-        logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(signal_number).name)
+        logger.warning(
+            "%s: saving at the end of this step, then stopping", signal.Signals(signal_number).name
+        )
 
     with signals.supervise(processes, on_stop=log_stop) as received_signals:
         for rank, error_file in enumerate(error_files):
@@ -201,22 +230,32 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
             if ranks > 1:
                 variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(
-                signals.start_child([str(python), str(WORKER_SCRIPT), str(handover_path)], environment=variables)
+                signals.start_child(
+                    [str(python), str(WORKER_SCRIPT), str(handover_path)], environment=variables
+                )
             )
             if received_signals:
                 processes[-1].terminate()
         deadline = math.inf
-        while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
+        while (
+            None in (codes := [process.poll() for process in processes])
+            and time.monotonic() < deadline
+        ):
             if deadline == math.inf and set(codes) - {None, 0, Interrupted.exit_code}:
-                deadline = time.monotonic() + 20.0  # the others wait for it in a collective, and would hang
+                deadline = (
+                    time.monotonic() + 20.0
+                )  # the others wait for it in a collective, and would hang
             time.sleep(0.05)
     exits = [
-        (process.returncode, failures.read_failure(file)) for process, file in zip(processes, error_files, strict=True)
+        (process.returncode, failures.read_failure(file))
+        for process, file in zip(processes, error_files, strict=True)
     ]
     _raise_first_failure(exits, signal_count=len(received_signals))
 
 
-def _raise_first_failure(exits: Sequence[tuple[int, failures.Failure | None]], *, signal_count: int) -> None:
+def _raise_first_failure(
+    exits: Sequence[tuple[int, failures.Failure | None]], *, signal_count: int
+) -> None:
     # a broken connection or a killed process counts only where there is no other failure
     failed = [(code, failure) for code, failure in exits if code]
     if not failed:
@@ -227,35 +266,57 @@ def _raise_first_failure(exits: Sequence[tuple[int, failures.Failure | None]], *
         raise Interrupted("ended at once; what was saved until then is kept")
     if not recorded:
         code = failed[0][0]
-        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise BackendError(f"Unsloth's process {ending} (out of memory? see dmesg); what was saved until then is kept")
+        ending = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        raise BackendError(
+            f"Unsloth's process {ending} (out of memory? see dmesg); what was saved until then is"
+            " kept"
+        )
     failure = recorded[0]
     if failure.kind == "stopped":
-        raise Interrupted(failure.message or "stopped by the user; what was saved until then is kept")
+        raise Interrupted(
+            failure.message or "stopped by the user; what was saved until then is kept"
+        )
     error_class = getattr(errors, failure.name, None)
     if isinstance(error_class, type) and issubclass(error_class, SftPlayError):
         raise error_class(failure.message)
-    raise RuntimeError(f"Unsloth's process ended with {failure.name}: {failure.message}; its traceback is above")
+    raise RuntimeError(
+        f"Unsloth's process ended with {failure.name}: {failure.message}; its traceback is above"
+    )
 
 
-# --- in Unsloth's process ---------------------------------------------------------------------------------------------
+# --- in Unsloth's process -------------------------------------------------------------------------
 # Stands for what only `prepare` needs: data files, reports, attention, renderer.
 _NOT_HANDED_OVER: Any = None
 
 
 def train_handover(path: Path, train_stage: Callable[..., dict[str, Any]]) -> None:
-    """Train as the document at `path` says, by `training.run.train_stage`; the run folder then holds what every run
-    writes. Raises BackendError: Unsloth would train something else; SftPlayError: as any run."""
+    """Train as the document at `path` says, by `training.run.train_stage`; the run folder then
+    holds what every run writes. Raises BackendError: Unsloth would train something else;
+    SftPlayError: as any run."""
     handover = json.loads(path.read_text(encoding="utf-8"))
     quiet_libraries()
-    config, plan = RunConfig.model_validate_json(json.dumps(handover["config"])), plan_from_json(handover["plan"])
+    config, plan = (
+        RunConfig.model_validate_json(json.dumps(handover["config"])),
+        plan_from_json(handover["plan"]),
+    )
     loaded = LoadedConfig(config, Path(handover["config_path"]), "", tuple(handover["overrides"]))
     job = RunJob(
-        loaded, plan, _NOT_HANDED_OVER, RunFolder(Path(handover["folder"])),
-        resume=handover["resume"], folder_exists=True, timeout_s=handover["timeout_s"],
-    )  # fmt: skip
+        loaded,
+        plan,
+        _NOT_HANDED_OVER,
+        RunFolder(Path(handover["folder"])),
+        resume=handover["resume"],
+        folder_exists=True,
+        timeout_s=handover["timeout_s"],
+    )
     check_device(plan, config)
-    check_trackers(config)  # `prepare` has looked in the other environment, whose packages are not these
+    check_trackers(
+        config
+    )  # `prepare` has looked in the other environment, whose packages are not these
     check_gpu(plan, config)
     memory_peaks, prepared = start_memory_peaks(plan), _build_prepared(handover, config)
     with (
@@ -268,16 +329,25 @@ def train_handover(path: Path, train_stage: Callable[..., dict[str, Any]]) -> No
             stack.callback(log_handler.close)
             stack.callback(logging.getLogger().removeHandler, log_handler)
         train_stage(
-            job, prepared, RunMonitors(memory_peaks, heartbeat, handover["started"]),
+            job,
+            prepared,
+            RunMonitors(memory_peaks, heartbeat, handover["started"]),
             build_eval_set=functools.partial(_build_eval_set, handover),
             load_trainer=functools.partial(_build_trainer, handover),
-        )  # fmt: skip
+        )
 
 
 def _build_prepared(handover: Handover, config: RunConfig) -> Prepared:
-    tokenizer = AutoTokenizer.from_pretrained(handover["tokenizer"], trust_remote_code=config.model.trust_remote_code)
-    splits = {name: DataSplit(Dataset.from_file(file), _NOT_HANDED_OVER) for name, file in handover["splits"].items()}
-    peft_config = LoraConfig(task_type="CAUSAL_LM", r=config.tuning.lora.r, target_modules=handover["target_modules"])
+    tokenizer = AutoTokenizer.from_pretrained(
+        handover["tokenizer"], trust_remote_code=config.model.trust_remote_code
+    )
+    splits = {
+        name: DataSplit(Dataset.from_file(file), _NOT_HANDED_OVER)
+        for name, file in handover["splits"].items()
+    }
+    peft_config = LoraConfig(
+        task_type="CAUSAL_LM", r=config.tuning.lora.r, target_modules=handover["target_modules"]
+    )
     return Prepared(
         Backend("unsloth", ""),
         LoadedTokenizer(tokenizer, (), "", handover["own_template"]),
@@ -289,7 +359,8 @@ def _build_prepared(handover: Handover, config: RunConfig) -> Prepared:
 
 def _build_eval_set(handover: Handover, _: RunJob, prepared: Prepared) -> EvalSet:
     questions, training_questions = (
-        [Question(**fields) for fields in handover[name]] for name in ("asked", "asked_while_training")
+        [Question(**fields) for fields in handover[name]]
+        for name in ("asked", "asked_while_training")
     )
     name = handover["held_out"]
     return EvalSet(getattr(prepared.splits, name), name, questions, training_questions)
@@ -299,12 +370,15 @@ class UnslothLoop(PlannedLoop):
     """The loop of every run, which generates answers in Unsloth's inference mode."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """In an evaluation the mean over this rank's batch; the Trainer would divide by all ranks' tokens."""
+        """In an evaluation the mean over this rank's batch; the Trainer would divide by all ranks'
+        tokens."""
         if not model.training:
             options["num_items_in_batch"] = None
         return super().compute_loss(model, inputs, *args, **options)
 
-    def _measure_exact_match(self, questions: Sequence[Question], *, prefix: str) -> dict[str, float]:
+    def _measure_exact_match(
+        self, questions: Sequence[Question], *, prefix: str
+    ) -> dict[str, float]:
         from unsloth import FastLanguageModel
 
         model = self.accelerator.unwrap_model(self.model)
@@ -316,7 +390,12 @@ class UnslothLoop(PlannedLoop):
 
 
 def _build_trainer(
-    handover: Handover, job: RunJob, prepared: Prepared, eval_set: EvalSet, monitors: RunMonitors, **_: Any
+    handover: Handover,
+    job: RunJob,
+    prepared: Prepared,
+    eval_set: EvalSet,
+    monitors: RunMonitors,
+    **_: Any,
 ) -> PlannedLoop:
     config, plan = job.loaded.config, job.plan
     arguments = _build_arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
@@ -326,12 +405,21 @@ def _build_trainer(
         eos_token_ids = [eos_token_ids]
     stop_ids = {*handover["stop_ids"], *eos_token_ids} - {None}
     return build_run_trainer(
-        job, prepared, eval_set, monitors, arguments=arguments, model=model, peft_config=None,
-        trainer_class=UnslothLoop, stop_ids=sorted(stop_ids),
-    )  # fmt: skip
+        job,
+        prepared,
+        eval_set,
+        monitors,
+        arguments=arguments,
+        model=model,
+        peft_config=None,
+        trainer_class=UnslothLoop,
+        stop_ids=sorted(stop_ids),
+    )
 
 
-def _build_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> TrainingArguments:
+def _build_arguments(
+    config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool
+) -> TrainingArguments:
     options = training_arguments(
         config,
         plan,
@@ -343,20 +431,26 @@ def _build_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_ev
     # without checkpointing: the Trainer would replace Unsloth's own with its
     requested = {name: value for name, value in options.items() if "_checkpointing" not in name}
     arguments = TrainingArguments(**requested)
-    actual = {name: getattr(getattr(arguments, name), "value", getattr(arguments, name)) for name in requested}
+    actual = {
+        name: getattr(getattr(arguments, name), "value", getattr(arguments, name))
+        for name in requested
+    }
     changes = [
         f"{name}={one_line(str(value))} to {one_line(str(actual[name]))}"
         for name, value in requested.items()
         if isinstance(value, (bool, int, float, str)) and value != actual[name]
     ]
     if changes:
-        raise BackendError(f"Unsloth would change what the run asks for on this machine: {', '.join(changes)}; set "
-                           "these to Unsloth's values, or use tuning.backend=bnb")  # fmt: skip
+        raise BackendError(
+            f"Unsloth would change what the run asks for on this machine: {', '.join(changes)}; set"
+            " these to Unsloth's values, or use tuning.backend=bnb"
+        )
     return arguments
 
 
 def load_unsloth_model(handover: Handover, config: RunConfig, plan: Plan) -> Any:
-    """Unsloth's model with the document's adapters; raises BackendError where they differ, or it cannot load."""
+    """Unsloth's model with the document's adapters; raises BackendError where they differ, or it
+    cannot load."""
     from unsloth import FastLanguageModel
 
     model, lora = config.model, config.tuning.lora
@@ -364,24 +458,39 @@ def load_unsloth_model(handover: Handover, config: RunConfig, plan: Plan) -> Any
     # "unsloth": its own, which offloads activations
     shared_options: dict[str, Any] = {
         "use_gradient_checkpointing": "unsloth" if plan.choice.checkpointed_layers > 0 else False,
-        "max_seq_length": plan.max_seq_len, "random_state": config.train.seed,
-    }  # fmt: skip
+        "max_seq_length": plan.max_seq_len,
+        "random_state": config.train.seed,
+    }
     try:
         loaded, _ = FastLanguageModel.from_pretrained(
-            model_name=handover["model_path"], revision=model.revision, trust_remote_code=model.trust_remote_code,
+            model_name=handover["model_path"],
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
             use_exact_model_name=True,  # else it would train its own quantised copy from the hub
-            dtype=getattr(torch, plan.precision.compute), load_in_4bit=is_4bit, load_in_8bit=False,
-            full_finetuning=False, fix_tokenizer=False, **shared_options,
-        )  # fmt: skip
+            dtype=getattr(torch, plan.precision.compute),
+            load_in_4bit=is_4bit,
+            load_in_8bit=False,
+            full_finetuning=False,
+            fix_tokenizer=False,
+            **shared_options,
+        )
         peft_model = FastLanguageModel.get_peft_model(
-            loaded, r=lora.r, target_modules=handover["target_modules"], lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout, bias="none", use_rslora=lora.use_rslora, **shared_options,
-        )  # fmt: skip
+            loaded,
+            r=lora.r,
+            target_modules=handover["target_modules"],
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            bias="none",
+            use_rslora=lora.use_rslora,
+            **shared_options,
+        )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Unsloth checks models and options in many ways
         reason = f"{type(error).__name__}: {one_line(str(error), limit=300)}"
-        raise BackendError(f"Unsloth cannot load {one_line(handover['model_path'])}: {reason}") from error
+        raise BackendError(
+            f"Unsloth cannot load {one_line(handover['model_path'])}: {reason}"
+        ) from error
     check_loaded_model(peft_model, handover["tensors"], is_4bit=is_4bit)
     keep_4bit_trainable(peft_model)
     peft_model.config.use_cache = False
@@ -389,17 +498,25 @@ def load_unsloth_model(handover: Handover, config: RunConfig, plan: Plan) -> Any
 
 
 def check_loaded_model(model: Any, expected_shapes: dict[str, list[int]], *, is_4bit: bool) -> None:
-    """Raises BackendError where the model is not quantised as asked, or its adapters are not those of the run."""
+    """Raises BackendError where the model is not quantised as asked, or its adapters are not those
+    of the run."""
     has_4bit = any(type(module).__name__ == "Linear4bit" for module in model.modules())
     if has_4bit != is_4bit:
         loaded, requested = ("4-bit" if flag else "unquantised" for flag in (has_4bit, is_4bit))
         raise BackendError(
-            f"Unsloth loaded {loaded} weights, and the run asks for {requested} ones; nothing was trained"
+            f"Unsloth loaded {loaded} weights, and the run asks for {requested} ones; nothing was"
+            " trained"
         )
     shapes = {name: list(shape) for name, shape in saved_shapes(model).items()}
-    differing = [name for name in {**expected_shapes, **shapes} if shapes.get(name) != expected_shapes.get(name)]
+    differing = [
+        name
+        for name in {**expected_shapes, **shapes}
+        if shapes.get(name) != expected_shapes.get(name)
+    ]
     if differing:
         name = differing[0]
-        raise BackendError(f"Unsloth's adapters are not those of the run: {name} has shape {shapes.get(name)} instead "
-                           f"of {expected_shapes.get(name)} ({len(differing)} differ); nothing was "
-                           "trained")  # fmt: skip
+        raise BackendError(
+            f"Unsloth's adapters are not those of the run: {name} has shape {shapes.get(name)}"
+            f" instead of {expected_shapes.get(name)} ({len(differing)} differ); nothing was"
+            " trained"
+        )

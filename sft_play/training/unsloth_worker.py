@@ -1,5 +1,6 @@
-"""The program run in Unsloth's environment: `python unsloth_worker.py HANDOVER.json`, or `--probe` to report on it. It
-imports this package from its own folder, and Unsloth first, which patches transformers."""
+"""The program run in Unsloth's environment: `python unsloth_worker.py HANDOVER.json`, or `--probe`
+to report on it. It imports this package from its own folder, and Unsloth first, which patches
+transformers."""
 
 import importlib.util
 import json
@@ -14,18 +15,43 @@ from typing import Any
 # Begins the line with the answer to `--probe`; Unsloth prints lines of its own before it.
 PROBE_PREFIX = "sft-play answers: "
 # Modules that the training loop imports and Unsloth does not depend on.
-NEEDED_PACKAGES = ("psutil", "pydantic", "yaml", "pyarrow", "rich", "jinja2", "packaging", "safetensors")
+NEEDED_PACKAGES = (
+    "psutil",
+    "pydantic",
+    "yaml",
+    "pyarrow",
+    "rich",
+    "jinja2",
+    "packaging",
+    "safetensors",
+)
 # Packages whose versions go into the manifest.
 RECORDED_PACKAGES = (
-    *("unsloth", "unsloth_zoo", "torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "datasets"),
+    *(
+        "unsloth",
+        "unsloth_zoo",
+        "torch",
+        "transformers",
+        "trl",
+        "peft",
+        "accelerate",
+        "bitsandbytes",
+        "datasets",
+    ),
     *("triton", "xformers"),
 )
 
 
 def package_versions() -> dict[str, str | None]:
     """Versions of Python and RECORDED_PACKAGES; None for a package that is not installed."""
-    installed = {package.name.lower().replace("-", "_"): package.version for package in metadata.distributions()}
-    return {"python": sys.version.split()[0], **{name: installed.get(name) for name in RECORDED_PACKAGES}}
+    installed = {
+        package.name.lower().replace("-", "_"): package.version
+        for package in metadata.distributions()
+    }
+    return {
+        "python": sys.version.split()[0],
+        **{name: installed.get(name) for name in RECORDED_PACKAGES},
+    }
 
 
 def probe() -> dict[str, Any]:
@@ -36,8 +62,15 @@ def probe() -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
     missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        return {"error": f"it has no {', '.join(missing)}, which the training loop needs (make setup-unsloth has all)"}
-    device = getattr(unsloth, "DEVICE_TYPE", None)  # cuda, hip, xpu, npu, mlx or cpu; unsloth_zoo's in some versions
+        return {
+            "error": (
+                f"it has no {', '.join(missing)}, which the training loop needs (make setup-unsloth"
+                " has all)"
+            )
+        }
+    device = getattr(
+        unsloth, "DEVICE_TYPE", None
+    )  # cuda, hip, xpu, npu, mlx or cpu; unsloth_zoo's in some versions
     if device is None:
         from unsloth_zoo.device_type import DEVICE_TYPE
 
@@ -61,8 +94,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_handover(path: Path) -> int:
-    """Train as the document at `path` says, in this rank; returns sft-play's exit code. A failure is written into the
-    file that the parent named. Nothing here loads torch before Unsloth, whose errors become messages."""
+    """Train as the document at `path` says, in this rank; returns sft-play's exit code. A failure
+    is written into the file that the parent named. Nothing here loads torch before Unsloth, whose
+    errors become messages.
+    """
     from sft_play.errors import BackendError, SftPlayError
     from sft_play.log import one_line, set_up_logging, survive_lost_output
     from sft_play.process import failures, signals

@@ -39,8 +39,23 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import CHAT, TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import count_part_rows, read_example
-from sft_play.data.sources.files import AnySource, FilePart, list_parts, read_part, source_digest, split_part
-from sft_play.data.sources.formats import Chat, Example, RowFormat, Text, content_digest, detect_format, digest_share
+from sft_play.data.sources.files import (
+    AnySource,
+    FilePart,
+    list_parts,
+    read_part,
+    source_digest,
+    split_part,
+)
+from sft_play.data.sources.formats import (
+    Chat,
+    Example,
+    RowFormat,
+    Text,
+    content_digest,
+    detect_format,
+    digest_share,
+)
 from sft_play.data.sources.raw import LISTED_BAD_ROWS, BadRow
 from sft_play.errors import DataError, translate_library_errors
 from sft_play.files import atomic, cache_dir, hold_lock
@@ -54,13 +69,16 @@ from sft_play.process.waiting import WaitProgress, report_wait
 # Columns: `input_ids` and `labels` (lists of int32), `source` (0: chat, 1: text), and where it is
 # kept `chat` (JSON).
 
-_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
+_SCHEMA = pa.schema(
+    [("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())]
+)
 # Rows that are written together: so many, or so many tokens.
 _BATCH_ROWS, _BATCH_TOKENS = 256, 1 << 18
 
 
 class RowWriter:
-    """Writes token rows to an Arrow stream file; with `keeps_chats` also their conversations (column `chat`)."""
+    """Writes token rows to an Arrow stream file; with `keeps_chats` also their conversations
+    (column `chat`)."""
 
     def __init__(self, path: Path, *, keeps_chats: bool) -> None:
         self.path = path
@@ -96,7 +114,9 @@ class RowWriter:
             _to_arrow(np.array([row.source != CHAT for row, _ in self._pending], np.int8)),
         ]
         if self._keeps_chats:
-            columns.append(pa.array([_chat_to_json(example) for _, example in self._pending], pa.string()))
+            columns.append(
+                pa.array([_chat_to_json(example) for _, example in self._pending], pa.string())
+            )
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         self._pending, self._tokens = [], 0
 
@@ -104,7 +124,10 @@ class RowWriter:
 def _chat_to_json(example: Example) -> str | None:
     if not isinstance(example, Chat):
         return None
-    return json.dumps([example.where, example.messages, example.tools, example.template_kwargs], ensure_ascii=False)
+    return json.dumps(
+        [example.where, example.messages, example.tools, example.template_kwargs],
+        ensure_ascii=False,
+    )
 
 
 def chat_from_json(text: str) -> Chat:
@@ -113,16 +136,24 @@ def chat_from_json(text: str) -> Chat:
     return Chat(location, tuple(messages), tuple(tools), template_kwargs=template_kwargs)
 
 
-def write_blocks(output_path: Path, paths: Sequence[Path], block_size: int, *, keeps_short: bool) -> None:
-    """Join documents and cut them into blocks of exactly `block_size` tokens; remove the documents' own files. Tokens
-    that fill no block are dropped; with `keeps_short` a text shorter than one block becomes one short block."""
+def write_blocks(
+    output_path: Path, paths: Sequence[Path], block_size: int, *, keeps_short: bool
+) -> None:
+    """Join documents and cut them into blocks of exactly `block_size` tokens; remove the documents'
+    own files. Tokens that fill no block are dropped; with `keeps_short` a text shorter than one
+    block becomes one short block."""
     pending_ids = np.zeros(0, np.int32)
     has_blocks = False
     with pa.OSFile(str(output_path), "wb") as target, pa.ipc.new_stream(target, _SCHEMA) as stream:
         for document_path in paths:
-            with pa.memory_map(str(document_path)) as source, pa.ipc.open_stream(source) as documents:
+            with (
+                pa.memory_map(str(document_path)) as source,
+                pa.ipc.open_stream(source) as documents,
+            ):
                 for batch in documents:
-                    pending_ids = np.concatenate([pending_ids, batch.column(0).flatten().to_numpy()])
+                    pending_ids = np.concatenate(
+                        [pending_ids, batch.column(0).flatten().to_numpy()]
+                    )
                     full_size = len(pending_ids) // block_size * block_size
                     if full_size:  # written at once: a corpus of any size is never held in memory
                         stream.write_batch(_make_block_batch(pending_ids[:full_size], block_size))
@@ -135,7 +166,9 @@ def write_blocks(output_path: Path, paths: Sequence[Path], block_size: int, *, k
 def _make_block_batch(tokens: Any, block_size: int) -> Any:
     offsets = np.arange(0, len(tokens) + 1, block_size, dtype=np.int32)
     column = _to_list_array(offsets, np.ascontiguousarray(tokens, np.int32))
-    return pa.record_batch([column, column, _to_arrow(np.ones(len(offsets) - 1, np.int8))], schema=_SCHEMA)
+    return pa.record_batch(
+        [column, column, _to_arrow(np.ones(len(offsets) - 1, np.int8))], schema=_SCHEMA
+    )
 
 
 # The offsets of the lists (int32, [lists + 1]) and all their tokens (int32, [tokens]).
@@ -143,12 +176,16 @@ def _concatenate(token_lists: Sequence[Sequence[int]]) -> tuple[Any, Any]:
     lengths = np.fromiter(map(len, token_lists), np.int32, len(token_lists))
     offsets = np.zeros(len(token_lists) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    return offsets, np.fromiter(itertools.chain.from_iterable(token_lists), np.int32, int(offsets[-1]))
+    return offsets, np.fromiter(
+        itertools.chain.from_iterable(token_lists), np.int32, int(offsets[-1])
+    )
 
 
 def _to_arrow(values: Any) -> Any:
     # `pyarrow.array` would import pandas first, which takes a second
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+    return pa.Array.from_buffers(
+        pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)]
+    )
 
 
 def _to_list_array(offsets: Any, tokens: Any) -> Any:
@@ -161,18 +198,34 @@ KEPT_SIDE, HELD_OUT_SIDE = "kept", "held"
 # Options of the data section that decide no row's tokens; the template is part of the tokenizer.
 _OPTIONS_NOT_IN_KEY = frozenset(
     {
-        *("train_path", "val_path", "test_path", "text_path", "text_fraction", "val_fraction", "on_bad_row"),
-        *("max_lost_fraction", "packing", "sources", "workers", "process", "documents", "chat_template"),
+        *(
+            "train_path",
+            "val_path",
+            "test_path",
+            "text_path",
+            "text_fraction",
+            "val_fraction",
+            "on_bad_row",
+        ),
+        *(
+            "max_lost_fraction",
+            "packing",
+            "sources",
+            "workers",
+            "process",
+            "documents",
+            "chat_template",
+        ),
     }
 )
 
 
 @dataclass(frozen=True)
 class BuildRecipe:
-    """How rows are made from examples: all that another process needs. `is_document`: plain text, joined and cut
-    into blocks of max_seq_len; else rows of chats. `held_out_share` of the examples, by content hash, are split off;
-    `text_span` is the part of each document that is read, as shares of its characters; `keeps_chats` keeps the
-    conversations beside their tokens."""
+    """How rows are made from examples: all that another process needs. `is_document`: plain text,
+    joined and cut into blocks of max_seq_len; else rows of chats. `held_out_share` of the examples,
+    by content hash, are split off; `text_span` is the part of each document that is read, as shares
+    of its characters; `keeps_chats` keeps the conversations beside their tokens."""
 
     tokenizer: TokenizerParts
     data: DataConfig
@@ -187,7 +240,8 @@ class BuildRecipe:
 
 @dataclass(frozen=True)
 class BuiltRows:
-    """The token rows of a source: Arrow files, and counts of rows, each by KEPT_SIDE and HELD_OUT_SIDE."""
+    """The token rows of a source: Arrow files, and counts of rows, each by KEPT_SIDE and
+    HELD_OUT_SIDE."""
 
     folder: Path
     files: dict[str, list[str]]
@@ -202,8 +256,11 @@ class BuiltRows:
         return concatenate_datasets(parts) if parts else None
 
 
-def build_rows(source: AnySource, recipe: BuildRecipe, *, split: str, workers: int | str = "auto") -> BuiltRows:
-    """Load the token rows of a source from the cache, or build them. Raises DataError for files, formats and cache."""
+def build_rows(
+    source: AnySource, recipe: BuildRecipe, *, split: str, workers: int | str = "auto"
+) -> BuiltRows:
+    """Load the token rows of a source from the cache, or build them. Raises DataError for files,
+    formats and cache."""
     import tokenizers
 
     parts = list_parts(source, split=split, wants_text=recipe.is_document)
@@ -214,7 +271,9 @@ def build_rows(source: AnySource, recipe: BuildRecipe, *, split: str, workers: i
             "tokenizer": hashlib.sha256(repr(recipe.tokenizer).encode()).hexdigest(),
             "options": recipe.data.model_dump(mode="json", exclude=set(_OPTIONS_NOT_IN_KEY)),
             "limit": recipe.max_seq_len,
-            "date": str(recipe.today) if recipe.tokenizer.writes_date and not recipe.data.template_date else "",
+            "date": str(recipe.today)
+            if recipe.tokenizer.writes_date and not recipe.data.template_date
+            else "",
             "kind": [
                 *(
                     split,
@@ -231,7 +290,9 @@ def build_rows(source: AnySource, recipe: BuildRecipe, *, split: str, workers: i
         key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()[:32]
         folder = cache_dir() / "tokens" / key
     except OSError as error:
-        raise DataError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
+        raise DataError(
+            f"{error.filename or source} cannot be read: {error.strerror or error}"
+        ) from error
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(
@@ -241,13 +302,14 @@ def build_rows(source: AnySource, recipe: BuildRecipe, *, split: str, workers: i
             return _load_cache(folder) or _build_cache(folder, parts, recipe, split, workers)
     except OSError as error:
         raise DataError(
-            f"the token cache {folder.parent} cannot be written: {error.strerror or error}; free space there, or name "
+            f"the token cache {folder.parent} cannot be written: {error.strerror or error}; free "
+            f"space there, or name "
             "another folder in SFT_PLAY_CACHE"
         ) from error
 
 
-# Cached rows need no version number: a digest of the code and tables is in their key. Compiled files are left out: they
-# appear as modules are imported.
+# Cached rows need no version number: a digest of the code and tables is in their key. Compiled
+# files are left out: they appear as modules are imported.
 def _code_digest(package: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".json")):
@@ -270,7 +332,8 @@ def _content_digest(part: FilePart) -> str:
 _META_FILE = "meta.pickle"
 
 _PICKLED_CLASSES = {
-    (kind.__module__, kind.__qualname__) for kind in (RowStats, TruncationCost, BadRow, TokenRow, Counter)
+    (kind.__module__, kind.__qualname__)
+    for kind in (RowStats, TruncationCost, BadRow, TokenRow, Counter)
 }
 
 
@@ -278,13 +341,17 @@ class _CacheUnpickler(pickle.Unpickler):
     # nothing that could run code: others may write to the disk that a cache is on
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PICKLED_CLASSES or (module == "array" and name in ("array", "_array_reconstructor")):
+        if (module, name) in _PICKLED_CLASSES or (
+            module == "array" and name in ("array", "_array_reconstructor")
+        ):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no cache has")
 
 
 def _load_cache(folder: Path) -> BuiltRows | None:
-    with contextlib.suppress(Exception):  # damaged, or pickled by another Python: the rows are made again
+    with contextlib.suppress(
+        Exception
+    ):  # damaged, or pickled by another Python: the rows are made again
         with (folder / _META_FILE).open("rb") as file:
             files, stats = _CacheUnpickler(file).load()
         # the folder was renamed when it was whole; a user may have removed files since
@@ -294,7 +361,8 @@ def _load_cache(folder: Path) -> BuiltRows | None:
     return None
 
 
-# Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer.
+# Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others
+# takes longer.
 _MIN_PARALLEL_BYTES = 4 << 20
 _MAX_WORKERS = 16
 # Pieces of files are small enough that all workers end at about the same time.
@@ -306,7 +374,9 @@ def _build_cache(
     folder: Path, parts: Sequence[FilePart], recipe: BuildRecipe, split: str, workers: int | str
 ) -> BuiltRows:
     # always the same place: nobody else writes there, since the caller holds the lock
-    with atomic.replace_path(folder, temporary=folder.with_name(f"{folder.name}.part")) as temporary_folder:
+    with atomic.replace_path(
+        folder, temporary=folder.with_name(f"{folder.name}.part")
+    ) as temporary_folder:
         temporary_folder.mkdir()
         files_of_parts = [part.path for part in parts if part.kind != "hub" and part.path.is_file()]
         total_bytes = sum(path.stat().st_size for path in files_of_parts)
@@ -356,7 +426,10 @@ def _build_cache(
 
 
 def _empty_stats(recipe: BuildRecipe) -> _SideStats:
-    return {name: RowStats(truncation_cost=TruncationCost(recipe.data.truncate)) for name in (KEPT_SIDE, HELD_OUT_SIDE)}
+    return {
+        name: RowStats(truncation_cost=TruncationCost(recipe.data.truncate))
+        for name in (KEPT_SIDE, HELD_OUT_SIDE)
+    }
 
 
 @dataclass(frozen=True)
@@ -371,17 +444,23 @@ class _BuildJob:
 class _BuildWorker:
     def __init__(self, recipe: BuildRecipe) -> None:
         self._recipe = recipe
-        renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today)
+        renderer = Renderer(
+            recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today
+        )
         self._row_renderer = RowRenderer(renderer, task_mode=recipe.task_mode)
 
-    # Writes the rows of a piece of a file to Arrow files; returns their names and the counts of rows, by side.
-    def __call__(self, job: _BuildJob, *, progress: WaitProgress | None = None) -> tuple[dict[str, str], _SideStats]:
+    # Writes the rows of a piece of a file to Arrow files; returns their names and the counts of
+    # rows, by side.
+    def __call__(
+        self, job: _BuildJob, *, progress: WaitProgress | None = None
+    ) -> tuple[dict[str, str], _SideStats]:
         recipe, stats = self._recipe, _empty_stats(self._recipe)
         counter = RowCounter(self._row_renderer.renderer)
         held_out_flags = bytearray()
         with contextlib.ExitStack() as stack:
             writers: dict[str, RowWriter] = {}
-            # a file for each job and side: no process waits for another, and the order is that of the jobs
+            # a file for each job and side: no process waits for another, and the order is that of
+            # the jobs
             for name in (KEPT_SIDE, HELD_OUT_SIDE) if recipe.held_out_share else (KEPT_SIDE,):
                 # a recipe of held-out rows alone splits none off
                 is_held_out = name == HELD_OUT_SIDE or not recipe.held_out_share
@@ -407,10 +486,14 @@ class _BuildWorker:
                     stats[side].digests.append(token_digest(row.input_ids))
         return {name: writer.path.name for name, writer in writers.items()}, stats
 
-    # The examples with their rows' numbers; `held_out_flags` gets 1 for each that is split off, else 0, bad ones
-    # among them.
+    # The examples with their rows' numbers; `held_out_flags` gets 1 for each that is split off,
+    # else 0, bad ones among them.
     def _read_examples(
-        self, job: _BuildJob, stats: _SideStats, held_out_flags: bytearray, progress: WaitProgress | None
+        self,
+        job: _BuildJob,
+        stats: _SideStats,
+        held_out_flags: bytearray,
+        progress: WaitProgress | None,
     ) -> Iterator[tuple[int, Example]]:
         data, held_out_share = self._recipe.data, self._recipe.held_out_share
         kept_stats = stats[KEPT_SIDE]
@@ -433,7 +516,9 @@ class _BuildWorker:
                 example = replace(example, text=example.text[start:end])
             if isinstance(example, Text) and not example.text.strip():
                 continue  # a document's end may be blank
-            held_out_flags[-1] = held_out_share > 0 and digest_share(content_digest(example)) < held_out_share
+            held_out_flags[-1] = (
+                held_out_share > 0 and digest_share(content_digest(example)) < held_out_share
+            )
             stats[(KEPT_SIDE, HELD_OUT_SIDE)[held_out_flags[-1]]].count_example(example)
             yield row_number, example
 
@@ -447,7 +532,10 @@ def _run_jobs(
 ) -> Iterator[tuple[dict[str, str], _SideStats]]:
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_worker, initargs=(pickle.dumps(recipe), os.getpid())
+        workers,
+        mp_context=context,
+        initializer=_start_worker,
+        initargs=(pickle.dumps(recipe), os.getpid()),
     )
     try:
         with hide_main_module():  # the workers start when jobs are submitted
@@ -455,7 +543,8 @@ def _run_jobs(
         yield from (future.result() for future in futures)
     except BrokenExecutor:
         raise DataError(
-            "a process that prepared rows died (out of memory?); lower data.workers, such as data.workers=1"
+            "a process that prepared rows died (out of memory?); lower data.workers, such as "
+            "data.workers=1"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -466,9 +555,11 @@ _START_LOCK = threading.Lock()
 
 @contextlib.contextmanager
 def hide_main_module() -> Iterator[None]:
-    """Keep processes started in this context from importing the running program: it may import torch, and a script
-    without `if __name__ == "__main__"` would start over in each."""
-    with _START_LOCK:  # one thread at a time, or the second would put back what the first one put there
+    """Keep processes started in this context from importing the running program: it may import
+    torch, and a script without `if __name__ == "__main__"` would start over in each."""
+    with (
+        _START_LOCK
+    ):  # one thread at a time, or the second would put back what the first one put there
         main_module = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
         try:
@@ -485,7 +576,9 @@ def _start_worker(pickled_recipe: bytes, parent_pid: int) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent_pid, signal.SIGKILL)  # a parent that is killed cannot end its workers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process for each core: threads would only compete
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # one process for each core: threads would only compete
+    )
     _worker = _BuildWorker(pickle.loads(pickled_recipe))
 
 

@@ -1,6 +1,8 @@
-"""Pack rows without cutting them (best-fit), group rows of like length, and compute the padding that each costs.
+"""Pack rows without cutting them (best-fit), group rows of like length, and compute the padding
+that each costs.
 
-All of it is arithmetic on lengths: no row is read or copied here. Lengths are tokens, indices those of the data set.
+All of it is arithmetic on lengths: no row is read or copied here. Lengths are tokens, indices those
+of the data set.
 """
 
 import bisect
@@ -16,13 +18,15 @@ RowIndices = np.typing.NDArray[np.int64]
 
 
 def is_packing_enabled(config: RunConfig) -> bool:
-    """True if chats are packed; False with `task_mode: cpt`, whose text is cut into full blocks already."""
+    """True if chats are packed; False with `task_mode: cpt`, whose text is cut into full blocks
+    already."""
     return config.data.packing == "best_fit" and config.task_mode != "cpt"
 
 
 @dataclass(frozen=True)
 class Packs:
-    """Rows by pack: pack n holds `indices[offsets[n]:offsets[n + 1]]`, `tokens[n]` tokens together."""
+    """Rows by pack: pack n holds `indices[offsets[n]:offsets[n + 1]]`, `tokens[n]` tokens
+    together."""
 
     offsets: RowIndices
     indices: RowIndices
@@ -38,12 +42,15 @@ class Packs:
 
 
 def pack_best_fit(lengths: np.typing.ArrayLike, capacity: int) -> Packs:
-    """Pack rows, uncut, into packs of at most `capacity` tokens: the longest first, each into the fullest pack that has
-    room for it (best-fit decreasing: at most 11/9 of the fewest packs there can be). Rows of one length are dealt
-    together: a million take seconds. Raises ValueError where a row is empty or longer than a pack."""
+    """Pack rows, uncut, into packs of at most `capacity` tokens: the longest first, each into the
+    fullest pack that has room for it (best-fit decreasing: at most 11/9 of the fewest packs there
+    can be). Rows of one length are dealt together: a million take seconds. Raises ValueError where
+    a row is empty or longer than a pack."""
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and (sizes.min() < 1 or sizes.max() > capacity):
-        raise ValueError(f"rows of {sizes.min()} to {sizes.max()} tokens; a pack takes rows of 1 to {capacity}")
+        raise ValueError(
+            f"rows of {sizes.min()} to {sizes.max()} tokens; a pack takes rows of 1 to {capacity}"
+        )
     values, counts = np.unique(-sizes, return_counts=True)
     # Open packs by the space that they have left, and these spaces in order.
     by_space: dict[int, list[int]] = {}
@@ -61,16 +68,23 @@ def pack_best_fit(lengths: np.typing.ArrayLike, capacity: int) -> Packs:
     for length, remaining_rows in zip((-values).tolist(), counts.tolist(), strict=True):
         while remaining_rows:
             space_index = bisect.bisect_left(spaces, length)
-            if space_index == len(spaces):  # no open pack has room: as many new ones as this length fills
+            if space_index == len(
+                spaces
+            ):  # no open pack has room: as many new ones as this length fills
                 new_packs = -(-remaining_rows // (capacity // length))  # rounded up
                 keep_open(capacity, list(range(pack_count + new_packs - 1, pack_count - 1, -1)))
                 pack_count += new_packs
             space = spaces[space_index]
             # rows of this length that one of these packs takes
             open_packs, rows_per_pack = by_space[space], space // length
-            filled_packs = [open_packs.pop() for _ in range(min(len(open_packs), remaining_rows // rows_per_pack))]
+            filled_packs = [
+                open_packs.pop()
+                for _ in range(min(len(open_packs), remaining_rows // rows_per_pack))
+            ]
             pack_of_row += (
-                filled_packs if rows_per_pack == 1 else [pack for pack in filled_packs for _ in range(rows_per_pack)]
+                filled_packs
+                if rows_per_pack == 1
+                else [pack for pack in filled_packs for _ in range(rows_per_pack)]
             )
             remaining_rows -= len(filled_packs) * rows_per_pack
             keep_open(space - rows_per_pack * length, filled_packs)
@@ -100,33 +114,48 @@ def concatenate_packs(packs: Sequence[Packs]) -> Packs:
     offsets = [each.offsets[:-1] + start for each, start in zip(packs, rows, strict=False)]
     indices = [each.indices + start for each, start in zip(packs, rows, strict=False)]
     tokens = [each.tokens for each in packs]
-    return Packs(np.concatenate([*offsets, rows[-1:]]), np.concatenate(indices), np.concatenate(tokens))
+    return Packs(
+        np.concatenate([*offsets, rows[-1:]]), np.concatenate(indices), np.concatenate(tokens)
+    )
 
 
-def group_by_length(order: np.typing.ArrayLike, lengths: np.typing.ArrayLike, *, window: int) -> RowIndices:
-    """The order with each `window` of rows (those of one optimizer step) sorted by length, the longest first.
-    Micro-batches are dealt from a step's rows one after the other, to the ranks in turn: so the rows of a micro-batch,
-    and the micro-batches that ranks have at the same time, are of like length."""
+def group_by_length(
+    order: np.typing.ArrayLike, lengths: np.typing.ArrayLike, *, window: int
+) -> RowIndices:
+    """The order with each `window` of rows (those of one optimizer step) sorted by length, the
+    longest first. Micro-batches are dealt from a step's rows one after the other, to the ranks in
+    turn: so the rows of a micro-batch, and the micro-batches that ranks have at the same time, are
+    of like length."""
     rows = np.asarray(order, dtype=np.int64)
     step_of_row = np.arange(len(rows)) // window
     return rows[np.lexsort((-np.asarray(lengths, dtype=np.int64)[rows], step_of_row))]
 
 
 def padding_shares(
-    lengths: np.typing.ArrayLike, *, micro_batch: int, effective_batch: int, max_seq_len: int, seed: int
+    lengths: np.typing.ArrayLike,
+    *,
+    micro_batch: int,
+    effective_batch: int,
+    max_seq_len: int,
+    seed: int,
 ) -> dict[str, float]:
-    """Share of padded tokens in an epoch for each choice: `random` batches, rows `grouped` by length in a step,
-    and `pack_best_fit` packs (grouped too). Rows that are longer than `max_seq_len` count as cut to it."""
+    """Share of padded tokens in an epoch for each choice: `random` batches, rows `grouped` by
+    length in a step, and `pack_best_fit` packs (grouped too). Rows that are longer than
+    `max_seq_len` count as cut to it."""
     sizes = np.minimum(np.asarray(lengths, dtype=np.int64), max_seq_len)
     if not len(sizes):
         return {"random": 0.0, "grouped": 0.0, "best_fit": 0.0}
     generator = np.random.default_rng(seed)
     order = generator.permutation(len(sizes))
     pack_tokens = pack_best_fit(sizes, max_seq_len).tokens
-    pack_order = group_by_length(generator.permutation(len(pack_tokens)), pack_tokens, window=effective_batch)
+    pack_order = group_by_length(
+        generator.permutation(len(pack_tokens)), pack_tokens, window=effective_batch
+    )
     return {
         "random": _padding_share(sizes[order], micro_batch),
-        "grouped": _padding_share(sizes[group_by_length(order, sizes, window=effective_batch)], micro_batch),
+        "grouped": _padding_share(
+            sizes[group_by_length(order, sizes, window=effective_batch)], micro_batch
+        ),
         "best_fit": _padding_share(pack_tokens[pack_order], micro_batch),
     }
 

@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.build import HELD_OUT_SIDE, KEPT_SIDE, BuildRecipe, BuiltRows, build_rows, chat_from_json
+from sft_play.data.build.build import (
+    HELD_OUT_SIDE,
+    KEPT_SIDE,
+    BuildRecipe,
+    BuiltRows,
+    build_rows,
+    chat_from_json,
+)
 from sft_play.data.build.stats import RowStats, count_shared_rows
 from sft_play.data.checks import judge_split
 from sft_play.data.masks.token_row import TokenRow
@@ -40,13 +47,16 @@ MAX_SOURCE_PASSES = 1_000
 
 
 def share_counts(weights: Sequence[float], total: int) -> tuple[int, ...]:
-    """`total` divided by the weights, by largest remainder: the counts add up to it, and each is less than one away
-    from its exact share; of equal remainders the first gets the row."""
-    # Fractions, since rounding of floats would hand the last row to another source on another machine.
+    """`total` divided by the weights, by largest remainder: the counts add up to it, and each is
+    less than one away from its exact share; of equal remainders the first gets the row."""
+    # Fractions, since rounding of floats would hand the last row to another source on another
+    # machine.
     exact_weights = [Fraction(weight) for weight in weights]
     shares = [total * weight / sum(exact_weights) for weight in exact_weights]
     counts = [int(share) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda index: (counts[index] - shares[index], index))
+    by_remainder = sorted(
+        range(len(shares)), key=lambda index: (counts[index] - shares[index], index)
+    )
     for index in by_remainder[: total - sum(counts)]:
         counts[index] += 1
     return tuple(counts)
@@ -62,16 +72,19 @@ def draw_rows(count: int, max_rows: int | None, *, seed: int) -> SourceRows | No
 
 @dataclass(frozen=True)
 class SourceMix:
-    """The sources of a run: rows that each has, and rows of each in an epoch. Rows are numbered through all sources,
-    one source after the other. Each source goes through its rows in passes, each pass in an order of its own, and an
-    epoch continues where the one before it ended: no row comes a second time in an epoch before all have come once, nor
-    an (n + 1)th time before all have come n times."""
+    """The sources of a run: rows that each has, and rows of each in an epoch. Rows are numbered
+    through all sources, one source after the other. Each source goes through its rows in passes,
+    each pass in an order of its own, and an epoch continues where the one before it ended: no row
+    comes a second time in an epoch before all have come once, nor an (n + 1)th time before all have
+    come n times."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     rows_per_epoch: tuple[int, ...]
     seed: int
-    _orders: dict[tuple[int, int], SourceRows] = field(default_factory=dict, compare=False, repr=False)
+    _orders: dict[tuple[int, int], SourceRows] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def total(self) -> int:
@@ -82,24 +95,33 @@ class SourceMix:
         """The rows of an epoch, one source after the other."""
         rows = [np.zeros(0, dtype=np.int64)]
         starts = np.cumsum([0, *self.sizes[:-1]]).tolist()
-        for index, (start, size, count) in enumerate(zip(starts, self.sizes, self.rows_per_epoch, strict=True)):
+        for index, (start, size, count) in enumerate(
+            zip(starts, self.sizes, self.rows_per_epoch, strict=True)
+        ):
             first, end = epoch * count, (epoch + 1) * count  # places in the endless row of passes
             if count:
-                passes = [self._pass_order(index, number) for number in range(first // size, -(-end // size))]
+                passes = [
+                    self._pass_order(index, number)
+                    for number in range(first // size, -(-end // size))
+                ]
                 skipped = first % size
                 rows.append(start + np.concatenate(passes)[skipped : skipped + count])
         return np.concatenate(rows)
 
-    # The order of a source's rows in one pass over them: random, but rows that the epoch already had come last. An
-    # epoch that begins in the middle of a pass takes the rest of it, and of the next pass first what it lacks.
+    # The order of a source's rows in one pass over them: random, but rows that the epoch already
+    # had come last. An epoch that begins in the middle of a pass takes the rest of it, and of the
+    # next pass first what it lacks.
     def _pass_order(self, source_index: int, pass_index: int) -> SourceRows:
         size, count = self.sizes[source_index], self.rows_per_epoch[source_index]
-        for current in range(pass_index + 1):  # each depends on one before it: a loop, since recursion would be deep
+        for current in range(
+            pass_index + 1
+        ):  # each depends on one before it: a loop, since recursion would be deep
             if (source_index, current) in self._orders:
                 continue
             order = np.random.default_rng([self.seed, source_index, current]).permutation(size)
-            # This pass begins in epoch (current * size) // count. That epoch's first row is `skipped` rows into pass
-            # `earlier_pass`: its rows after those are what the epoch already had.
+            # This pass begins in epoch (current * size) // count. That epoch's first row is
+            # `skipped` rows into pass `earlier_pass`: its rows after those are what the epoch
+            # already had.
             earlier_pass, skipped = divmod(current * size // count * count, size)
             if skipped and earlier_pass != current:
                 is_repeated = np.isin(order, self._orders[source_index, earlier_pass][skipped:])
@@ -110,59 +132,72 @@ class SourceMix:
 
 @dataclass(frozen=True)
 class MixedSources:
-    """The sources of a run in their order: names, weights (None: each row once an epoch), and rows as they are kept."""
+    """The sources of a run in their order: names, weights (None: each row once an epoch), and rows
+    as they are kept."""
 
     names: tuple[str, ...]
     weights: tuple[float | None, ...]
     sizes: tuple[int, ...]
 
     def mix(self, *, seed: int, sizes: Sequence[int] | None = None) -> SourceMix:
-        """Divide an epoch, as many rows as all sources have together (`sizes`: packed rows), among them by weight.
-        Raises DataError if a weight leaves a source no row, or asks for more than `MAX_SOURCE_PASSES` over it."""
+        """Divide an epoch, as many rows as all sources have together (`sizes`: packed rows), among
+        them by weight. Raises DataError if a weight leaves a source no row, or asks for more than
+        `MAX_SOURCE_PASSES` over it."""
         sizes = tuple(self.sizes if sizes is None else sizes)
-        weights = [size if weight is None else weight for size, weight in zip(sizes, self.weights, strict=True)]
+        weights = [
+            size if weight is None else weight
+            for size, weight in zip(sizes, self.weights, strict=True)
+        ]
         per_epoch = share_counts(weights, sum(sizes))
         for name, weight, size, count in zip(self.names, weights, sizes, per_epoch, strict=True):
-            message_start = f"data.sources: the weight {weight:g} of {name}, {weight / sum(weights):.3g} of all,"
+            share = weight / sum(weights)
+            message_start = f"data.sources: the weight {weight:g} of {name}, {share:.3g} of all,"
             if not count:
                 raise DataError(
-                    f"{message_start} gives it no row of an epoch of {sum(sizes):,}; raise it, or leave {name} out"
+                    f"{message_start} gives it no row of an epoch of {sum(sizes):,}; raise it, or "
+                    f"leave {name} out"
                 )
             if count > MAX_SOURCE_PASSES * size:
                 raise DataError(
-                    f"{message_start} asks for {count:,} rows an epoch, and it has {size:,}: more than "
-                    f"{MAX_SOURCE_PASSES:,} passes "
-                    "over them; lower it, or limit the other sources with max_rows"
+                    f"{message_start} asks for {count:,} rows an epoch, and it has {size:,}: more "
+                    f"than {MAX_SOURCE_PASSES:,} passes over them; lower it, or limit the other "
+                    "sources with max_rows"
                 )
         return SourceMix(self.names, sizes, per_epoch, seed)
 
 
 def format_mix_table(mix: SourceMix) -> list[str]:
-    """Format a table of the sources: rows, rows in an epoch, share of the epoch, passes over the source."""
+    """Format a table of the sources: rows, rows in an epoch, share of the epoch, passes over the
+    source."""
     width = max(len("source"), *map(len, mix.names))
     return [
         f"{'source':<{width}}  {'rows':>10}  {'an epoch':>10}  {'share':>7}  {'passes':>7}",
         *(
-            f"{name:<{width}}  {size:>10,}  {count:>10,}  {count / mix.total:>7.2%}  {count / size:>7.3g}"
+            f"{name:<{width}}  {size:>10,}  {count:>10,}  {count / mix.total:>7.2%}  "
+            f"{count / size:>7.3g}"
             for name, size, count in zip(mix.names, mix.sizes, mix.rows_per_epoch, strict=True)
         ),
     ]
 
 
-# With fewer documents the validation share is the end of each: chosen by hash, it might be all of them or none.
+# With fewer documents the validation share is the end of each: chosen by hash, it might be all of
+# them or none.
 MIN_HASHED_DOCUMENTS = 20
-# Share of the text of cpt_mixed that is held out where the chats have validation rows and val_fraction is 0.
+# Share of the text of cpt_mixed that is held out where the chats have validation rows and
+# val_fraction is 0.
 HELD_OUT_TEXT_FRACTION = 0.05
 
 
 class SplitChats:
-    """The conversations of a split's rows, read one at a time from `dataset`: mapped, with the column `chat`
-    alone, with a row for each of the split's, null where it is none."""
+    """The conversations of a split's rows, read one at a time from `dataset`: mapped, with the
+    column `chat` alone, with a row for each of the split's, null where it is none."""
 
     def __init__(self, dataset: Any = None) -> None:
         self.dataset = dataset
         tables = () if dataset is None else dataset.with_format("arrow").iter(batch_size=10_000)
-        is_chat = itertools.chain.from_iterable(table["chat"].is_valid().to_pylist() for table in tables)
+        is_chat = itertools.chain.from_iterable(
+            table["chat"].is_valid().to_pylist() for table in tables
+        )
         # The number of each conversation's row in its split.
         self.row_indices = [index for index, is_valid in enumerate(is_chat) if is_valid]
 
@@ -175,8 +210,9 @@ class SplitChats:
 
 @dataclass(frozen=True)
 class DataSplit:
-    """Token rows, the counts of what they were made from, and the chats for generated answers. `rows` is a mapped
-    `datasets.Dataset` with the columns input_ids, labels and source (0: chat, 1: text); None where none is left."""
+    """Token rows, the counts of what they were made from, and the chats for generated answers.
+    `rows` is a mapped `datasets.Dataset` with the columns input_ids, labels and source (0: chat, 1:
+    text); None where none is left."""
 
     rows: Any
     stats: RowStats
@@ -198,7 +234,8 @@ class DataSplits:
     val: DataSplit | None
     test: DataSplit | None
     notes: tuple[str, ...] = ()
-    # Where several sources are mixed: the column `source` is their number, -1 in rows of none of them.
+    # Where several sources are mixed: the column `source` is their number, -1 in rows of none of
+    # them.
     sources: MixedSources | None = None
 
     @property
@@ -217,20 +254,31 @@ def build_splits(
     max_positions: int | None = None,
     today: date | None = None,
 ) -> DataSplits:
-    """Build every split of a run as token rows. `max_positions`: the most that the model has, if any; no longer
-    max_seq_len is proposed. `today`: the date that templates are given. Raises DataError where `judge_split` fails."""
+    """Build every split of a run as token rows. `max_positions`: the most that the model has, if
+    any; no longer max_seq_len is proposed. `today`: the date that templates are given. Raises
+    DataError where `judge_split` fails."""
     require_known_columns(config.data)
     tokenizer_parts = TokenizerParts.from_tokenizer(tokenizer)
-    return _SplitBuilder(config, tokenizer_parts, max_seq_len, max_positions, today or date.today()).build(paths)
+    return _SplitBuilder(
+        config, tokenizer_parts, max_seq_len, max_positions, today or date.today()
+    ).build(paths)
 
 
 def count_source_rows(
-    config: RunConfig, source: AnySource, data_part: str, tokenizer: Any, *, max_seq_len: int, has_val: bool
+    config: RunConfig,
+    source: AnySource,
+    data_part: str,
+    tokenizer: Any,
+    *,
+    max_seq_len: int,
+    has_val: bool,
 ) -> RowStats:
-    """Count every row of a part of `DataPaths.named_paths` that a run with this config trains on, from the cache or
-    built now. Raises DataError as `build_splits` does."""
+    """Count every row of a part of `DataPaths.named_paths` that a run with this config trains on,
+    from the cache or built now. Raises DataError as `build_splits` does."""
     require_known_columns(config.data)
-    builder = _SplitBuilder(config, TokenizerParts.from_tokenizer(tokenizer), max_seq_len, None, date.today())
+    builder = _SplitBuilder(
+        config, TokenizerParts.from_tokenizer(tokenizer), max_seq_len, None, date.today()
+    )
     split, share, is_text = data_part_split(data_part), 0.0, data_part == "text"
     if is_text:
         split, share = "train", config.data.val_fraction or HELD_OUT_TEXT_FRACTION * has_val
@@ -246,7 +294,12 @@ def count_source_rows(
 
 class _SplitBuilder:
     def __init__(
-        self, config: RunConfig, tokenizer: TokenizerParts, max_seq_len: int, max_positions: int | None, today: date
+        self,
+        config: RunConfig,
+        tokenizer: TokenizerParts,
+        max_seq_len: int,
+        max_positions: int | None,
+        today: date,
     ) -> None:
         self._config, self._tokenizer, self._max_positions = config, tokenizer, max_positions
         self._max_seq_len, self._today = max_seq_len, today
@@ -261,23 +314,31 @@ class _SplitBuilder:
         # with cpt_mixed the share still holds for the text, of which no validation file is given
         if val is not None and share and self._config.task_mode != "cpt_mixed":
             self._notes.append(
-                f"data.val_fraction={share:g} is not used: data.val_path={paths.val} has validation rows"
+                f"data.val_fraction={share:g} is not used: data.val_path={paths.val} has "
+                f"validation rows"
             )
         share = share if val is None else 0.0  # rows of val_path are enough
-        train, split_off = self._build_source(paths.train, "train", is_document=self._trains_text, held_out_share=share)
+        train, split_off = self._build_source(
+            paths.train, "train", is_document=self._trains_text, held_out_share=share
+        )
         test = self._build_held_out(paths.test, "test")
         self._check_split(train, "train")
         if val is None and split_off is not None:
             self._check_split(split_off, "val")
             val = split_off
         if share and val is None:
-            self._notes.append(f"data.val_fraction={share} of {train.stats.kept_rows} rows leaves no validation rows")
+            self._notes.append(
+                f"data.val_fraction={share} of {train.stats.kept_rows} rows leaves no validation "
+                f"rows"
+            )
         count_shared_rows([split.stats for split in (train, val, test) if split is not None])
         train, val = self._finish_split(train), self._finish_split(val) if val else None
         if self._config.task_mode == "cpt_mixed":
             assert paths.text is not None
             train, val = self._mix_text_in(train, val, paths.text)
-        return DataSplits(train, val, self._finish_split(test) if test else None, (*paths.notes, *self._notes))
+        return DataSplits(
+            train, val, self._finish_split(test) if test else None, (*paths.notes, *self._notes)
+        )
 
     def build_rows(
         self,
@@ -296,7 +357,8 @@ class _SplitBuilder:
             is_document=is_document,
             text_span=text_span,
             held_out_share=held_out_share,
-            keeps_chats=split != "train" or held_out_share > 0,  # needed where answers are generated
+            keeps_chats=split != "train"
+            or held_out_share > 0,  # needed where answers are generated
             task_mode=self._config.task_mode,
         )
         return build_rows(source, recipe, split=split, workers=self._config.data.workers)
@@ -306,27 +368,41 @@ class _SplitBuilder:
     ) -> tuple[DataSplit, DataSplit | None]:
         if is_document and held_out_share:
             reader = ExampleReader(source, self._config.data, split=split, wants_text=True)
-            examples = [example for _, example in itertools.islice(reader.numbered_examples(), MIN_HASHED_DOCUMENTS)]
+            examples = [
+                example
+                for _, example in itertools.islice(reader.numbered_examples(), MIN_HASHED_DOCUMENTS)
+            ]
             # bad rows and chats are judged later
             are_documents = all(isinstance(example, Text) for example in examples)
             if 0 < len(examples) < MIN_HASHED_DOCUMENTS and are_documents:
-                kept_rows = self.build_rows(source, split, is_document=True, text_span=(0.0, 1 - held_out_share))
-                end_rows = self.build_rows(source, split, is_document=True, text_span=(1 - held_out_share, 1.0))
+                kept_rows = self.build_rows(
+                    source, split, is_document=True, text_span=(0.0, 1 - held_out_share)
+                )
+                end_rows = self.build_rows(
+                    source, split, is_document=True, text_span=(1 - held_out_share, 1.0)
+                )
                 end_source = f"the last {held_out_share:g} of each document of {source}"
                 held_out = _split_from_cache(end_rows, KEPT_SIDE, end_source)
                 held_out.stats.rows = held_out.stats.kept_rows  # without blank ends
                 kept_split = _split_from_cache(kept_rows, KEPT_SIDE, str(source))
                 return kept_split, held_out if held_out.rows is not None else None
-        built_rows = self.build_rows(source, split, is_document=is_document, held_out_share=held_out_share)
+        built_rows = self.build_rows(
+            source, split, is_document=is_document, held_out_share=held_out_share
+        )
         kept_split = _split_from_cache(built_rows, KEPT_SIDE, str(source))
         if not kept_split.stats.rows:
             raise DataError(f"{source} has no rows")
         if not held_out_share:
             return kept_split, None
-        held_out = _split_from_cache(built_rows, HELD_OUT_SIDE, f"{held_out_share:g} of {source} by content hash")
-        # the build counts every row it reads on both sides; those that cannot be read are on the kept one
+        held_out = _split_from_cache(
+            built_rows, HELD_OUT_SIDE, f"{held_out_share:g} of {source} by content hash"
+        )
+        # the build counts every row it reads on both sides; those that cannot be read are on the
+        # kept one
         held_out.stats.rows = (
-            held_out.stats.kept_rows + held_out.stats.too_long_rows + held_out.stats.unmasked_rows.total()
+            held_out.stats.kept_rows
+            + held_out.stats.too_long_rows
+            + held_out.stats.unmasked_rows.total()
         )
         kept_split.stats.rows -= held_out.stats.rows
         return kept_split, held_out if held_out.rows is not None else None
@@ -334,7 +410,10 @@ class _SplitBuilder:
     # Several sources.
 
     def _build_from_sources(self, paths: DataPaths) -> DataSplits:
-        common_val, test = self._build_held_out(paths.val, "val"), self._build_held_out(paths.test, "test")
+        common_val, test = (
+            self._build_held_out(paths.val, "val"),
+            self._build_held_out(paths.test, "test"),
+        )
         train: list[DataSplit] = []
         held_out_by_source: dict[int, DataSplit] = {}
         for index, source in enumerate(paths.sources):
@@ -355,7 +434,9 @@ class _SplitBuilder:
         count_shared_rows([split.stats for split in (*train, *vals, test) if split is not None])
         names = tuple(source.name for source in paths.sources)
         used_splits = [
-            self._limit_rows(_add_source_column(self._finish_split(split), index), index, names[index])
+            self._limit_rows(
+                _add_source_column(self._finish_split(split), index), index, names[index]
+            )
             for index, split in enumerate(train)
         ]
         sources = MixedSources(
@@ -367,8 +448,12 @@ class _SplitBuilder:
         # packed rows are mixed by packs, whose table the trainer logs once they are made
         if self._config.data.packing == "none" or self._trains_text:
             self._notes += [f"Data train: {line}" for line in format_mix_table(mix)]
-        numbered_vals = held_out_by_source.items() if common_val is None else [(-1, common_val)]  # -1: of no source
-        marked_vals = [_add_source_column(self._finish_split(split), index) for index, split in numbered_vals]
+        numbered_vals = (
+            held_out_by_source.items() if common_val is None else [(-1, common_val)]
+        )  # -1: of no source
+        marked_vals = [
+            _add_source_column(self._finish_split(split), index) for index, split in numbered_vals
+        ]
         marked_test = _add_source_column(self._finish_split(test), -1) if test else None
         return DataSplits(
             _concatenate_splits(used_splits),
@@ -383,10 +468,14 @@ class _SplitBuilder:
         indices = draw_rows(len(split.rows), max_rows, seed=self._config.train.seed)
         if indices is None:
             return split
-        self._notes.append(f"Data train: {max_rows:,} of {len(split.rows):,} rows of {name} are used (max_rows)")
+        self._notes.append(
+            f"Data train: {max_rows:,} of {len(split.rows):,} rows of {name} are used (max_rows)"
+        )
         return replace(split, rows=split.rows.select(indices))
 
-    def _build_held_out(self, source: AnySource | None, split: str, *, key: str = "") -> DataSplit | None:
+    def _build_held_out(
+        self, source: AnySource | None, split: str, *, key: str = ""
+    ) -> DataSplit | None:
         if source is None:
             return None
         data_split, _ = self._build_source(source, split, is_document=self._trains_text)
@@ -397,20 +486,32 @@ class _SplitBuilder:
     # Judging.
 
     def _check_split(self, data_split: DataSplit, split: str) -> None:
-        stats, data, key = data_split.stats, self._config.data, data_split.option_key or f"data.{split}_path"
+        stats, data, key = (
+            data_split.stats,
+            self._config.data,
+            data_split.option_key or f"data.{split}_path",
+        )
         stats.split = split
         if self._trains_text and stats.chats:
             raise DataError(
-                f"{key}={stats.source}: task_mode is cpt, which trains plain text, and {stats.chats:,} "
-                f"rows are chats ({stats.format}); use task_mode=sft, rows with a text column, or {key}=null"
+                f"{key}={stats.source}: task_mode is cpt, which trains plain text, and "
+                f"{stats.chats:,} "
+                f"rows are chats ({stats.format}); use task_mode=sft, rows with a text column, or "
+                f"{key}=null"
             )
-        for finding in judge_split(stats, data, max_seq_len=self._max_seq_len, max_positions=self._max_positions):
+        for finding in judge_split(
+            stats, data, max_seq_len=self._max_seq_len, max_positions=self._max_positions
+        ):
             if finding.verdict == "FAIL":
                 raise DataError(f"{key}: {finding.found}\n{finding.remedy}")
         if stats.kept_rows == 0:
             unused_reasons = stats.bad_rows + stats.unmasked_rows + stats.left_out_rows
-            reasons = "; ".join(f"{count} x {reason}" for reason, count in unused_reasons.most_common(6))
-            raise DataError(f"{key}: no row is left of {stats.rows:,} of {stats.source} ({reasons})")
+            reasons = "; ".join(
+                f"{count} x {reason}" for reason, count in unused_reasons.most_common(6)
+            )
+            raise DataError(
+                f"{key}: no row is left of {stats.rows:,} of {stats.source} ({reasons})"
+            )
 
     # Splits.
 
@@ -420,7 +521,8 @@ class _SplitBuilder:
         stats = split.stats
         if stats.texts:
             self._notes.append(
-                f"{stats.source}: {stats.texts:,} rows of plain text have no turns: every token is trained"
+                f"{stats.source}: {stats.texts:,} rows of plain text have no turns: every token is "
+                f"trained"
             )
         return split
 
@@ -428,14 +530,20 @@ class _SplitBuilder:
         block_size, stats = self._max_seq_len, split.stats
         if split.rows is None:
             raise DataError(
-                f"{stats.source}: {stats.kept_rows} documents are {stats.tokens:,} tokens, less than one block "
+                f"{stats.source}: {stats.kept_rows} documents are {stats.tokens:,} tokens, less "
+                f"than one block "
                 f"of max_seq_len {block_size}; lower model.max_seq_len or give more text"
             )
         count = len(split.rows)
         # a single block may be shorter: a held-out text of less than one (`build.write_blocks`)
-        tokens = count * block_size if count > 1 or len(split.rows[0]["input_ids"]) == block_size else stats.tokens
+        tokens = (
+            count * block_size
+            if count > 1 or len(split.rows[0]["input_ids"]) == block_size
+            else stats.tokens
+        )
         self._notes.append(
-            f"{stats.source}: packed into {count:,} blocks of {block_size} tokens; the last {stats.tokens - tokens:,} "
+            f"{stats.source}: packed into {count:,} blocks of {block_size} tokens; the last "
+            f"{stats.tokens - tokens:,} "
             f"tokens fill none"
         )
         return replace(split, stats=replace(stats, tokens=tokens, trained_tokens=tokens))
@@ -444,24 +552,31 @@ class _SplitBuilder:
         self, chats: DataSplit, val: DataSplit | None, source: AnySource
     ) -> tuple[DataSplit, DataSplit | None]:
         share = self._config.data.val_fraction or HELD_OUT_TEXT_FRACTION * (val is not None)
-        kept_split, held_out = self._build_source(source, "train", is_document=True, held_out_share=share)
+        kept_split, held_out = self._build_source(
+            source, "train", is_document=True, held_out_share=share
+        )
         if kept_split.stats.chats:
-            raise DataError(f"data.text_path={source} holds {kept_split.stats.format} rows; it takes plain text")
+            raise DataError(
+                f"data.text_path={source} holds {kept_split.stats.format} rows; it takes plain text"
+            )
         self._check_split(kept_split, "text")
         text, text_fraction = self._pack_text(kept_split), self._config.data.text_fraction
         count, blocks = len(chats.rows), len(text.rows)
         needed_blocks = max(1, round(count * text_fraction / (1 - text_fraction)))
         if needed_blocks > MAX_SOURCE_PASSES * blocks:
             raise DataError(
-                f"data.text_fraction={text_fraction:g} of {count} chats asks for {needed_blocks:,} text blocks, and "
-                f"{text.stats.source} has {blocks}: more than {MAX_SOURCE_PASSES} passes over it; lower it"
+                f"data.text_fraction={text_fraction:g} of {count} chats asks for {needed_blocks:,} "
+                f"text blocks, and "
+                f"{text.stats.source} has {blocks}: more than {MAX_SOURCE_PASSES} passes over it; "
+                f"lower it"
             )
         # rows are numbered with the chats first; text is taken in passes over all its blocks
         order = [*range(count), *(count + index % blocks for index in range(needed_blocks))]
         random.Random(self._config.train.seed).shuffle(order)
         rows = _concatenate_datasets([chats.rows, text.rows]).select(order)
         self._notes.append(
-            f"Data train: {count:,} chats and {needed_blocks:,} text blocks ({text_fraction:g} of the sequences; "
+            f"Data train: {count:,} chats and {needed_blocks:,} text blocks ({text_fraction:g} of "
+            f"the sequences; "
             f"{needed_blocks / blocks:.2g} passes over the text)"
         )
         text_tokens = needed_blocks * self._max_seq_len
@@ -470,7 +585,8 @@ class _SplitBuilder:
         if val is not None and held_out is not None:
             text = self._pack_text(held_out)
             self._notes.append(
-                f"Data val: {len(text.rows):,} blocks of held-out text ({text.stats.source}) beside the chats"
+                f"Data val: {len(text.rows):,} blocks of held-out text ({text.stats.source}) "
+                f"beside the chats"
             )
             rows = _concatenate_datasets([val.rows, text.rows])
             val = DataSplit(rows, val.stats.merge_source(text.stats), val.chats)
@@ -489,18 +605,26 @@ def _add_source_column(split: DataSplit, source_index: int) -> DataSplit:
     from datasets import Value
 
     rows = split.rows.select_columns(["input_ids", "labels"])
-    rows = rows.add_column("source", np.full(len(rows), source_index, np.int8), feature=Value("int8"))
+    rows = rows.add_column(
+        "source", np.full(len(rows), source_index, np.int8), feature=Value("int8")
+    )
     return replace(split, rows=rows)
 
 
 def _concatenate_splits(splits: Sequence[DataSplit]) -> DataSplit:
     report = functools.reduce(RowStats.merge_source, [split.stats for split in splits])
     columns = [split.chats.dataset for split in splits]
-    chats = SplitChats() if any(column is None for column in columns) else SplitChats(_concatenate_datasets(columns))
+    chats = (
+        SplitChats()
+        if any(column is None for column in columns)
+        else SplitChats(_concatenate_datasets(columns))
+    )
     return DataSplit(_concatenate_datasets([split.rows for split in splits]), report, chats)
 
 
 def _concatenate_datasets(datasets: Sequence[Any]) -> Any:
     from datasets import concatenate_datasets
 
-    return concatenate_datasets([dataset.select_columns(sorted(dataset.column_names)) for dataset in datasets])
+    return concatenate_datasets(
+        [dataset.select_columns(sorted(dataset.column_names)) for dataset in datasets]
+    )

@@ -44,14 +44,16 @@ def trained_runs(labels: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass
 class TruncationCost:
-    """How many trained tokens each `max_seq_len` would keep, from whole rows; `truncate` says how they are cut."""
+    """How many trained tokens each `max_seq_len` would keep, from whole rows; `truncate` says how
+    they are cut."""
 
     truncate: str
     longest: int = 0
-    # Trained tokens of all whole rows; the first token of a row is never predicted and does not count.
+    # Trained tokens of all whole rows; the first token of a row is never predicted and does not
+    # count.
     trained_tokens: int = 0
-    # Second differences of the tokens that a limit of n keeps, n being the index: two sums give the tokens, and
-    # adding a run of any length changes two entries.
+    # Second differences of the tokens that a limit of n keeps, n being the index: two sums give the
+    # tokens, and adding a run of any length changes two entries.
     _second_differences: array[int] = field(default_factory=lambda: array("q", [0, 0]))
 
     def add(self, row_tokens: int, runs: Sequence[tuple[int, int]]) -> None:
@@ -59,8 +61,9 @@ class TruncationCost:
         self.longest = max(self.longest, row_tokens)
         if row_tokens + 2 > len(self._second_differences):
             self._second_differences.extend([0] * (row_tokens + 2 - len(self._second_differences)))
-        # With the end cut, a limit of n keeps max(0, min(n, end) - begin) tokens of a run: the count grows by one for
-        # each n from begin + 1 to end, so its second difference is 1 at begin + 1 and -1 at end + 1.
+        # With the end cut, a limit of n keeps max(0, min(n, end) - begin) tokens of a run: the
+        # count grows by one for each n from begin + 1 to end, so its second difference is 1 at
+        # begin + 1 and -1 at end + 1.
         for begin, end in runs:
             begin, weight = max(begin, 1), 1
             self.trained_tokens += end - begin
@@ -77,7 +80,9 @@ class TruncationCost:
     def kept_share(self, limit: int) -> float:
         """The share of the trained tokens that a limit keeps."""
         # the last of those there are: beyond the longest row every limit keeps all
-        return list(itertools.islice(self._kept_tokens(), limit + 1))[-1] / (self.trained_tokens or 1)
+        return list(itertools.islice(self._kept_tokens(), limit + 1))[-1] / (
+            self.trained_tokens or 1
+        )
 
     def smallest_limit(self, share: float) -> int:
         """The smallest limit that keeps this share."""
@@ -96,7 +101,8 @@ class TruncationCost:
 
 @dataclass
 class RowStats:
-    """Counts of the rows of a source, or of several. Tokens count as they are trained, after the cut at max_seq_len."""
+    """Counts of the rows of a source, or of several. Tokens count as they are trained, after the
+    cut at max_seq_len."""
 
     source: str = ""
     format: str = "unknown"
@@ -105,7 +111,8 @@ class RowStats:
     # Rows that cannot be read, by reason.
     bad_rows: Counter[str] = field(default_factory=Counter)
     first_bad_rows: list[BadRow] = field(default_factory=list)
-    # Rows that can be read and get no exact mask, by reason; those that are too long are not among them.
+    # Rows that can be read and get no exact mask, by reason; those that are too long are not among
+    # them.
     unmasked_rows: Counter[str] = field(default_factory=Counter)
     first_unmasked_rows: list[BadRow] = field(default_factory=list)
     # Rows that the run YAML asks to leave out, by reason.
@@ -162,7 +169,8 @@ class RowStats:
 
     # Rows that lose every trained token to max_seq_len, or are left out for their length.
     too_long_rows: int = 0
-    # Tokens before the first trained one, the fewest among the rows that are too long; 0 where there is none.
+    # Tokens before the first trained one, the fewest among the rows that are too long; 0 where
+    # there is none.
     shortest_prompt: int = 0
     # Trained tokens that were cut from rows that are kept.
     tokens_lost_by_cut: int = 0
@@ -184,7 +192,9 @@ class RowStats:
     @property
     def dropped_rows(self) -> dict[str, int]:
         """Rows that are not used, by reason."""
-        too_long = Counter({"nothing trained is left within max_seq_len, or too long": self.too_long_rows})
+        too_long = Counter(
+            {"nothing trained is left within max_seq_len, or too long": self.too_long_rows}
+        )
         # adding counters leaves zeros out
         return dict(self.bad_rows + self.unmasked_rows + self.left_out_rows + too_long)
 
@@ -233,11 +243,14 @@ class RowStats:
         self.tokens += len(row.input_ids)
 
     def count_kept(self, row: TokenRow, whole_row: TokenRow) -> None:
-        """Count the tokens of a row within max_seq_len, and the answers of the whole row that it cuts in two."""
+        """Count the tokens of a row within max_seq_len, and the answers of the whole row that it
+        cuts in two."""
         size = len(row.labels)
         # not the beginning: the answer's end goes
         is_end_cut = row.cut_tokens > 0 and row.labels == whole_row.labels[:size]
-        self.rows_with_cut_end += is_end_cut and IGNORED not in whole_row.labels[size - 1 : size + 1]
+        self.rows_with_cut_end += (
+            is_end_cut and IGNORED not in whole_row.labels[size - 1 : size + 1]
+        )
         self.kept_rows += 1
         self.tokens += len(row.input_ids)
         self.trained_tokens += row.trained_tokens
@@ -263,7 +276,8 @@ class RowStats:
         _add_fields(self, other, excluded=("first_row",))
 
     def merge_held_out(self, held_out: RowStats) -> RowStats:
-        """The counts of a source whose rows are on two sides, these ones and those that are held out."""
+        """The counts of a source whose rows are on two sides, these ones and those that are held
+        out."""
         combined = RowStats(format="")
         _add_fields(combined, self)
         _add_fields(combined, held_out, excluded=("rows", "first_row"))
@@ -284,7 +298,8 @@ class RowStats:
     # Reports.
 
     def as_json(self) -> dict[str, Any]:
-        """The data report of a run's manifest: rows and tokens as counts, `lost_fraction` from 0 to 1."""
+        """The data report of a run's manifest: rows and tokens as counts, `lost_fraction` from 0 to
+        1."""
         return {
             "source": self.source,
             "format": self.format,
@@ -309,10 +324,16 @@ class RowStats:
         }
 
     def short_line(self, *, max_seq_len: int) -> str:
-        """The rows in one line: how many, the trained share, the longest, and how many were cut; or blocks of text."""
-        rows = f"{self.rows:,} rows" if self.kept_rows == self.rows else f"{self.kept_rows:,} of {self.rows:,} rows"
+        """The rows in one line: how many, the trained share, the longest, and how many were cut; or
+        blocks of text."""
+        rows = (
+            f"{self.rows:,} rows"
+            if self.kept_rows == self.rows
+            else f"{self.kept_rows:,} of {self.rows:,} rows"
+        )
         line = (
-            f"{rows} of {self.source}, {self.trained_tokens / max(1, self.tokens):.0%} of {self.tokens:,} tokens "
+            f"{rows} of {self.source}, {self.trained_tokens / max(1, self.tokens):.0%} of "
+            f"{self.tokens:,} tokens "
             f"trained"
         )
         if not self.lengths:  # of text, not of chats
@@ -334,7 +355,8 @@ def count_shared_rows(splits: Sequence[RowStats]) -> None:
             later.shared_rows[earlier.split] = later.shared_rows.get(earlier.split, 0) + count
 
 
-# Adds the counts of later rows to those of earlier ones, field by field; the caller adds those in `excluded`.
+# Adds the counts of later rows to those of earlier ones, field by field; the caller adds those in
+# `excluded`.
 def _add_fields(stats: RowStats, other: RowStats, *, excluded: Collection[str] = ()) -> None:
     for name, other_value in vars(other).items():
         value = getattr(stats, name)
@@ -367,16 +389,26 @@ def _add_fields(stats: RowStats, other: RowStats, *, excluded: Collection[str] =
 LIMIT_MULTIPLE = 64
 
 
-def length_remedy(stats: RowStats, data: DataConfig, *, max_seq_len: int, max_positions: int | None) -> str:
-    """Propose values of max_seq_len that keep enough of the trained tokens, and all, within the model's positions."""
+def length_remedy(
+    stats: RowStats, data: DataConfig, *, max_seq_len: int, max_positions: int | None
+) -> str:
+    """Propose values of max_seq_len that keep enough of the trained tokens, and all, within the
+    model's positions."""
     cost, longer_limits = stats.truncation_cost, []
     required_share = 1 - data.max_lost_fraction
-    prompt_hint = "" if data.truncate == "prompt" else ", or keep the ends of rows with data.truncate=prompt"
-    limits = {-(-cost.smallest_limit(share) // LIMIT_MULTIPLE) * LIMIT_MULTIPLE for share in (required_share, 1.0)}
+    prompt_hint = (
+        "" if data.truncate == "prompt" else ", or keep the ends of rows with data.truncate=prompt"
+    )
+    limits = {
+        -(-cost.smallest_limit(share) // LIMIT_MULTIPLE) * LIMIT_MULTIPLE
+        for share in (required_share, 1.0)
+    }
     for limit in sorted(limits):
         if limit > max_seq_len and (max_positions is None or limit <= max_positions):
             kept_share = cost.kept_share(limit)
-            longer_limits.append(f"{limit} keeps {'all' if kept_share == 1 else f'{kept_share:.1%}'}")
+            longer_limits.append(
+                f"{limit} keeps {'all' if kept_share == 1 else f'{kept_share:.1%}'}"
+            )
     if longer_limits:
         return f"set model.max_seq_len: {', '.join(longer_limits)}{prompt_hint}"
     if max_positions is not None and cost.kept_share(max_positions) > cost.kept_share(max_seq_len):

@@ -19,15 +19,18 @@ from sft_play.data.sources.raw import BadRow, is_gzipped
 from sft_play.errors import SftPlayError, translate_library_errors
 from sft_play.process.waiting import release_after_long_text
 
-# Rows that are rendered and tokenised together, fewer where they are longer than RENDER_BATCH_CHARS.
+# Rows that are rendered and tokenised together, fewer where they are longer than
+# RENDER_BATCH_CHARS.
 RENDER_BATCH_ROWS = 256
-# Characters of such a batch, more only in a single row: tokenising takes about 140 bytes of memory for each.
+# Characters of such a batch, more only in a single row: tokenising takes about 140 bytes of memory
+# for each.
 RENDER_BATCH_CHARS = 1 << 20
 
 # How much there is to train on, roughly and in seconds: rows and characters of a source, from a
 # sample.
 
-# English text by a tokenizer with a large vocabulary; code and other languages have fewer characters per token.
+# English text by a tokenizer with a large vocabulary; code and other languages have fewer
+# characters per token.
 CHARACTERS_PER_TOKEN = 4.0
 # Rows that are read of each file; the rest of a longer one is taken to be like them.
 SAMPLE_ROWS = 20_000
@@ -51,8 +54,11 @@ class EstimatedSize:
 
 
 def estimate_size(data: DataConfig, *, wants_text: bool = False) -> EstimatedSize | None:
-    """Estimate the size of the training data; None if a file is missing, cannot be read, or is on the hub."""
-    sources = [(source.path, source.max_rows) for source in data.sources] or [(data.train_path or "", None)]
+    """Estimate the size of the training data; None if a file is missing, cannot be read, or is on
+    the hub."""
+    sources = [(source.path, source.max_rows) for source in data.sources] or [
+        (data.train_path or "", None)
+    ]
     rows = characters = 0.0
     for path, max_rows in sources:
         size = _estimate_source(path, data.encoding, wants_text=wants_text)
@@ -64,14 +70,19 @@ def estimate_size(data: DataConfig, *, wants_text: bool = False) -> EstimatedSiz
 
 
 def _estimate_source(source_path: str, encoding: str, *, wants_text: bool) -> EstimatedSize | None:
-    with contextlib.suppress(OSError, SftPlayError, ValueError, RuntimeError):  # an estimate never stops a plan
+    with contextlib.suppress(
+        OSError, SftPlayError, ValueError, RuntimeError
+    ):  # an estimate never stops a plan
         parts = list_parts(find_source(source_path, encoding=encoding), wants_text=wants_text)
         if any(part.kind != "auto" for part in parts):
             return None
         file_bytes = [part.path.stat().st_size for part in parts]
         file_sizes = [_estimate_file(part) for part in parts[:SAMPLE_FILES]]
         share = sum(file_bytes) / max(1, sum(file_bytes[:SAMPLE_FILES]))
-        rows, characters = sum(size.rows for size in file_sizes), sum(size.characters for size in file_sizes)
+        rows, characters = (
+            sum(size.rows for size in file_sizes),
+            sum(size.characters for size in file_sizes),
+        )
         return EstimatedSize(round(rows * share), round(characters * share)) if rows else None
     return None
 
@@ -84,7 +95,9 @@ def _estimate_file(part: FilePart) -> EstimatedSize:
         # a longer file: by lines, or by bytes
         if rows and (rows_read == SAMPLE_ROWS or characters >= SAMPLE_CHARACTERS):
             compression = 4 if is_gzipped(part.path) else 1  # JSON compresses to about a quarter
-            count = count_part_rows([part]) or part.path.stat().st_size * compression * rows // max(1, characters)
+            count = count_part_rows([part]) or part.path.stat().st_size * compression * rows // max(
+                1, characters
+            )
             return EstimatedSize(max(rows, count), max(rows, count) * characters // rows)
     return EstimatedSize(rows, characters)
 
@@ -107,10 +120,15 @@ class RowCounter:
         if pad_token not in (None, tokenizer_parts.eos_token):
             self._pad_id = backend.token_to_id(pad_token)
         added_ids = (token_id for token_id, _, _ in tokenizer_parts.added_tokens)
-        self._special_ids = frozenset(added_ids) | frozenset(map(backend.token_to_id, tokenizer_parts.special_tokens))
+        self._special_ids = frozenset(added_ids) | frozenset(
+            map(backend.token_to_id, tokenizer_parts.special_tokens)
+        )
 
-    def count(self, stats: RowStats, row_number: int, whole_row: TokenRow, row: TokenRow | BadRow) -> None:
-        """Count a rendered row: as `whole_row`, and as max_seq_len leaves it; a bad `row` is too long."""
+    def count(
+        self, stats: RowStats, row_number: int, whole_row: TokenRow, row: TokenRow | BadRow
+    ) -> None:
+        """Count a rendered row: as `whole_row`, and as max_seq_len leaves it; a bad `row` is too
+        long."""
         runs = trained_runs(whole_row.labels)
         stats.truncation_cost.add(len(whole_row.labels), runs)
         if isinstance(row, BadRow):
@@ -120,13 +138,17 @@ class RowCounter:
         stats.first_row = stats.first_row or (row_number, whole_row)
         stats.count_kept(row, whole_row)
         stats.lengths.append(len(row.input_ids))
-        stats.rows_with_bos += self._bos_id is not None and list(whole_row.input_ids[:1]) == [self._bos_id]
+        stats.rows_with_bos += self._bos_id is not None and list(whole_row.input_ids[:1]) == [
+            self._bos_id
+        ]
         stats.rows_training_pad += self._pad_id is not None and self._pad_id in row.labels
         has_open_end = False
         for begin, end in runs:
             # the last two: `<|im_end|>` and a line break
             last_labels = reversed(whole_row.labels[max(begin, end - 2) : end])
-            end_id = next((token_id for token_id in last_labels if token_id in self._special_ids), None)
+            end_id = next(
+                (token_id for token_id in last_labels if token_id in self._special_ids), None
+            )
             if end_id is None:
                 has_open_end = True
             else:
@@ -141,8 +163,9 @@ class RowCounter:
 # Rows, one batch after the other
 @dataclass(frozen=True)
 class RowOutcome:
-    """An example with its whole row and what max_seq_len leaves of it, or why there is none; `row_number` counts the
-    file's rows from 1. `whole_row` is None where nothing was rendered; beside a whole row, a bad `row` is too long."""
+    """An example with its whole row and what max_seq_len leaves of it, or why there is none;
+    `row_number` counts the file's rows from 1. `whole_row` is None where nothing was rendered;
+    beside a whole row, a bad `row` is too long."""
 
     row_number: int
     example: Example
@@ -151,8 +174,9 @@ class RowOutcome:
 
 
 class RowRenderer:
-    """Renders examples as the token rows a run trains; with data.multi_turn=split one becomes several. In `task_mode:
-    cpt` documents stay whole (they are joined and cut into full blocks), and a chat is a bad row."""
+    """Renders examples as the token rows a run trains; with data.multi_turn=split one becomes
+    several. In `task_mode: cpt` documents stay whole (they are joined and cut into full blocks),
+    and a chat is a bad row."""
 
     def __init__(self, renderer: Renderer, *, task_mode: str) -> None:
         self.renderer, self.task_mode = renderer, task_mode
@@ -161,8 +185,8 @@ class RowRenderer:
     def render_rows(
         self, rows: Iterable[tuple[int, Example | BadRow]], *, is_document: bool = False
     ) -> Iterator[BadRow | RowOutcome]:
-        """Tokenise numbered rows in batches, in their order; bad rows are passed on. `is_document`: the rows are plain
-        text of `task_mode: cpt_mixed`."""
+        """Tokenise numbered rows in batches, in their order; bad rows are passed on. `is_document`:
+        the rows are plain text of `task_mode: cpt_mixed`."""
         is_joined = is_document or self.task_mode == "cpt"
         for batch in split_batches(rows):
             items: list[NumberedExample] = []
@@ -181,12 +205,17 @@ class RowRenderer:
                 if isinstance(item, BadRow):
                     yield item
                 elif is_joined and isinstance(item, Chat):
-                    reason = f"task_mode is {self.task_mode}, which takes plain text here, and the row is a chat"
+                    reason = (
+                        f"task_mode is {self.task_mode}, which takes plain text here, and the row "
+                        "is a chat"
+                    )
                     yield RowOutcome(row_number, item, None, BadRow(item.where, reason))
                 elif isinstance(row := next(rendered), BadRow):
                     yield RowOutcome(row_number, item, None, row)
                 else:
-                    yield RowOutcome(row_number, item, row, row if is_joined else self.renderer.truncate(row))
+                    yield RowOutcome(
+                        row_number, item, row, row if is_joined else self.renderer.truncate(row)
+                    )
             release_after_long_text(max((row_characters(item) for _, item in items), default=0))
 
 
@@ -199,7 +228,8 @@ def row_characters(row: Example | BadRow) -> int:
 
 
 def split_batches(rows: Iterable[NumberedExample]) -> Iterator[list[NumberedExample]]:
-    """Rows that are rendered and tokenised together: RENDER_BATCH_ROWS, or RENDER_BATCH_CHARS, more only in one."""
+    """Rows that are rendered and tokenised together: RENDER_BATCH_ROWS, or RENDER_BATCH_CHARS, more
+    only in one."""
     batch: list[NumberedExample] = []
     chars = 0
     for row_number, example in rows:
@@ -214,12 +244,19 @@ def split_batches(rows: Iterable[NumberedExample]) -> Iterator[list[NumberedExam
 
 
 def count_readable_rows(
-    source: AnySource, data: DataConfig, split: str, *, wants_text: bool = False, max_rows: int | None = None
+    source: AnySource,
+    data: DataConfig,
+    split: str,
+    *,
+    wants_text: bool = False,
+    max_rows: int | None = None,
 ) -> RowStats:
-    """Count the rows of a source, or the first `max_rows`, as far as that needs no tokenizer. Raises DataError where a
-    file cannot be read or is of no format."""
+    """Count the rows of a source, or the first `max_rows`, as far as that needs no tokenizer.
+    Raises DataError where a file cannot be read or is of no format."""
     stats = RowStats(str(source), split=split)
-    reader = ExampleReader(source, data, split="train" if split == "text" else split, wants_text=wants_text)
+    reader = ExampleReader(
+        source, data, split="train" if split == "text" else split, wants_text=wants_text
+    )
     for _, example in itertools.islice(reader.numbered_examples(), max_rows):
         if isinstance(example, BadRow):
             stats.count_bad(example)

@@ -1,7 +1,8 @@
 """Chats → tokens with a loss mask, through the tokenizer's own chat template.
 
-`turns.py` finds and verifies where the turns stand in the rendered text; here the trained ones become labels. What
-cannot be found exactly is a bad row with its reason, never a guess, unless the run YAML says so.
+`turns.py` finds and verifies where the turns stand in the rendered text; here the trained ones
+become labels. What cannot be found exactly is a bad row with its reason, never a guess, unless the
+run YAML says so.
 
 Shape letters: T tokens of one row.
 """
@@ -19,7 +20,13 @@ from typing import Any
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.rendered_chats import RenderedChatParser
 from sft_play.data.masks.sandbox import RenderError
-from sft_play.data.masks.template import PLAIN_ROW, THINK_END, ChatTemplate, row_kind, select_template_kwargs
+from sft_play.data.masks.template import (
+    PLAIN_ROW,
+    THINK_END,
+    ChatTemplate,
+    row_kind,
+    select_template_kwargs,
+)
 from sft_play.data.masks.token_row import (
     CHAT,
     IGNORED,
@@ -51,28 +58,33 @@ from sft_play.log import one_line
 LOST_TO_LENGTH = "every trained token lies beyond max_seq_len"
 NO_END_TOKEN = "no token ends an answer, so the model would not learn to stop"
 NOTE_NO_PROMPT = (
-    "the chat template writes no generation prompt, so every answer is trained to begin with {header}; give "
-    "data.chat_template a copy of it that ends with {{% if add_generation_prompt %}}{{{{ {header} }}}}{{% endif %}}"
+    "the chat template writes no generation prompt, so every answer is trained to begin with"
+    " {header}; give data.chat_template a copy of it that ends with {{% if add_generation_prompt"
+    " %}}{{{{ {header} }}}}{{% endif %}}"
 )
 NOTE_NO_HEADER = (
-    "behind a tool's result the generation prompt has no {header}, which the text has; it is not trained, so a model "
-    "served with this template may leave it out"
+    "behind a tool's result the generation prompt has no {header}, which the text has; it is not"
+    " trained, so a model served with this template may leave it out"
 )
-NOTE_RENDERED_CHAT = "a text that is a chat, rendered by this chat template, is read as the chat that it is"
+NOTE_RENDERED_CHAT = (
+    "a text that is a chat, rendered by this chat template, is read as the chat that it is"
+)
 NOTE_PROMPT_DIVERGES = (
-    "an answer's generation prompt goes on otherwise than the answer, with think text that is opened or closed; the "
-    "answer is trained behind what both have in common"
+    "an answer's generation prompt goes on otherwise than the answer, with think text that is"
+    " opened or closed; the answer is trained behind what both have in common"
 )
 MOVE_SYSTEM_REMEDY = "data.system_into_user=true puts the system prompt before the first user turn"
 
-# different chat_template_kwargs of rows: the template is probed for each, which takes a second and some memory
+# different chat_template_kwargs of rows: the template is probed for each, which takes a second and
+# some memory
 MAX_ROW_KWARGS = 64
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 
 
 class Renderer:
-    """Renders examples with one tokenizer and a run's data section. `today` is the day for templates that write the
-    date. Raises TokenizerError where a token's characters cannot be known."""
+    """Renders examples with one tokenizer and a run's data section. `today` is the day for
+    templates that write the date. Raises TokenizerError where a token's characters cannot be
+    known."""
 
     def __init__(
         self,
@@ -85,9 +97,15 @@ class Renderer:
         self.tokenizer_parts = TokenizerParts.from_tokenizer(tokenizer)
         self.data = data or DataConfig()
         self.max_seq_len = max_seq_len
-        self.today = date.fromisoformat(self.data.template_date) if self.data.template_date else today or date.today()
+        self.today = (
+            date.fromisoformat(self.data.template_date)
+            if self.data.template_date
+            else today or date.today()
+        )
         self.backend = load_backend(self.tokenizer_parts.backend_json)
-        self._added_ids = frozenset(token_id for token_id, _, _ in self.tokenizer_parts.added_tokens)
+        self._added_ids = frozenset(
+            token_id for token_id, _, _ in self.tokenizer_parts.added_tokens
+        )
         self._bos_id = self.tokenizer_parts.bos_id
         # by template, whether it is for rows with tools alone, and its variables
         self._turn_locators: dict[tuple[str, bool, str], TurnLocator | TokenizerError] = {}
@@ -104,28 +122,35 @@ class Renderer:
         kind: str = PLAIN_ROW,
         row_kwargs: Mapping[str, Any] | None = None,
     ) -> TurnLocator:
-        """Return the locator of turns for rows with tools or without; with_tools=None: that of the template which most
-        rows use. `kind` matters where data.chat_template_kwargs go by it; `row_kwargs` are the row's own. Raises
-        TokenizerError."""
+        """Return the locator of turns for rows with tools or without; with_tools=None: that of the
+        template which most rows use. `kind` matters where data.chat_template_kwargs go by it;
+        `row_kwargs` are the row's own. Raises TokenizerError."""
         templates = dict(self.tokenizer_parts.templates)
         if with_tools is None:
-            # transformers takes `tool_use` for rows with tools where there is one, and `default` for all others
+            # transformers takes `tool_use` for rows with tools where there is one, and `default`
+            # for all others
             with_tools = "tool_use" in templates and "default" not in templates
         source = self.tokenizer_parts.template(with_tools=with_tools)
         # a template for all rows is probed once, without tools
         is_for_tools = with_tools and len(templates) > 1 and source != templates.get("default")
         variables = {
             **dict(self.tokenizer_parts.special_tokens_map),
-            **select_template_kwargs({**self.data.chat_template_kwargs, **(row_kwargs or {})}, kind),
+            **select_template_kwargs(
+                {**self.data.chat_template_kwargs, **(row_kwargs or {})}, kind
+            ),
         }
         key = (source, is_for_tools, json.dumps(variables, sort_keys=True, default=str))
         if key not in self._turn_locators:
             try:
                 template = ChatTemplate(source, variables=variables, today=self.today)
-                special_texts = (text for _, text, is_special in self.tokenizer_parts.added_tokens if is_special)
+                special_texts = (
+                    text for _, text, is_special in self.tokenizer_parts.added_tokens if is_special
+                )
                 self._turn_locators[key] = TurnLocator(
                     template,
-                    special_tokens=[*dict.fromkeys((*self.tokenizer_parts.special_tokens, *special_texts))],
+                    special_tokens=[
+                        *dict.fromkeys((*self.tokenizer_parts.special_tokens, *special_texts))
+                    ],
                     eos_token=self.tokenizer_parts.eos_token,
                     with_tools=is_for_tools,
                 )
@@ -167,18 +192,30 @@ class Renderer:
     # Rows.
 
     def recover_chat(self, example: Example) -> Example:
-        """Parse a text that is a chat rendered by this template back into a Chat; return other examples unchanged."""
+        """Parse a text that is a chat rendered by this template back into a Chat; return other
+        examples unchanged."""
         if not isinstance(example, Text):
             return example
         messages = None if self._chat_parser is None else self._chat_parser.parse(example.text)
         if messages is not None:
-            return Chat(example.where, messages, (), (*example.notes, NOTE_RENDERED_CHAT), unused=example.unused)
+            return Chat(
+                example.where,
+                messages,
+                (),
+                (*example.notes, NOTE_RENDERED_CHAT),
+                unused=example.unused,
+            )
         mark = find_rendered_mark(example.text)
         note = (
-            f"special_tokens_in_text: the text looks like a rendered chat ({mark}) of another template, and all of it "
-            "is trained, the user's turns too; give its turns as messages (make preview shows what is trained)"
+            f"special_tokens_in_text: the text looks like a rendered chat ({mark}) of another"
+            " template, and all of it is trained, the user's turns too; give its turns as messages"
+            " (make preview shows what is trained)"
         )
-        return example if mark is None or note in example.notes else replace(example, notes=(*example.notes, note))
+        return (
+            example
+            if mark is None or note in example.notes
+            else replace(example, notes=(*example.notes, note))
+        )
 
     @functools.cached_property
     def _chat_parser(self) -> RenderedChatParser | None:
@@ -188,19 +225,27 @@ class Renderer:
             return None
         return RenderedChatParser(
             locator.template,
-            special_tokens=[text for _, text, is_special in self.tokenizer_parts.added_tokens if is_special],
+            special_tokens=[
+                text for _, text, is_special in self.tokenizer_parts.added_tokens if is_special
+            ],
         )
 
     def split_turns(self, example: Example) -> list[Example]:
-        """Split an example into one for each trained assistant turn with data.multi_turn=split, else keep it whole."""
+        """Split an example into one for each trained assistant turn with data.multi_turn=split,
+        else keep it whole."""
         if self.data.multi_turn == "whole" or isinstance(example, Text):
             return [example]
-        turn_indices = [index for index, message in enumerate(example.messages) if is_trained_turn(message)]
+        turn_indices = [
+            index for index, message in enumerate(example.messages) if is_trained_turn(message)
+        ]
         if len(turn_indices) < 2:
             return [example]
-        # Each row ends with the turn that it trains: templates write the last turn as it is generated (think text).
-        history = [{**message, "train": False} if message["role"] == "assistant" else message
-                   for message in example.messages]  # fmt: skip
+        # Each row ends with the turn that it trains: templates write the last turn as it is
+        # generated (think text).
+        history = [
+            {**message, "train": False} if message["role"] == "assistant" else message
+            for message in example.messages
+        ]
         return [
             replace(
                 example,
@@ -211,7 +256,8 @@ class Renderer:
         ]
 
     def __call__(self, example: Example) -> TokenRow | BadRow:
-        """The example's tokens and labels, cut to the limit; a bad row where the mask cannot be exact."""
+        """The example's tokens and labels, cut to the limit; a bad row where the mask cannot be
+        exact."""
         row = self.render(example)
         return row if isinstance(row, BadRow) else self.truncate(row)
 
@@ -222,7 +268,8 @@ class Renderer:
     def render_all(self, examples: Sequence[Example]) -> list[TokenRow | BadRow]:
         """Many examples at once: the tokenizer takes them as one batch."""
         drafts = [self._make_draft(example) for example in examples]
-        # None stays for bad rows and for texts with hidden special tokens, which need another copy of the tokenizer.
+        # None stays for bad rows and for texts with hidden special tokens, which need another copy
+        # of the tokenizer.
         encodings: list[Any] = [None] * len(drafts)
         for source, has_marks in ((CHAT, False), (TEXT, True)):
             texts = {
@@ -241,7 +288,8 @@ class Renderer:
         ]
 
     def _should_hide(self, special_count: int) -> bool:
-        """True if texts with so many special tokens have them hidden from the template and tokenised as plain text."""
+        """True if texts with so many special tokens have them hidden from the template and
+        tokenised as plain text."""
         return special_count > 0 and self.data.special_tokens_in_text == "plain"
 
     def _make_draft(self, example: Example) -> TokenRow | BadRow:
@@ -249,9 +297,15 @@ class Renderer:
         if isinstance(example, Text):
             text = example.text
             return TokenRow(
-                example.where, [], [], source=TEXT, method="document", text=text, spans=((0, len(text)),),
+                example.where,
+                [],
+                [],
+                source=TEXT,
+                method="document",
+                text=text,
+                spans=((0, len(text)),),
                 special_token_count=len(self.special_token_guard.find(text)),
-            )  # fmt: skip
+            )
         chat = example
         try:
             # the messages in the form that the template takes
@@ -262,7 +316,9 @@ class Renderer:
             special_texts = self.special_token_guard.find(*conversation_texts(messages))
             special_count = len(special_texts)
             if special_count and self.data.special_tokens_in_text == "fail":
-                raise InexactMaskError("a text holds a special token of the tokenizer", one_line(special_texts[0]))
+                raise InexactMaskError(
+                    "a text holds a special token of the tokenizer", one_line(special_texts[0])
+                )
             # the text, with the spans of its turns
             if self._should_hide(special_count):
                 located = locator.locate(self.special_token_guard.hide(messages), chat.tools)
@@ -271,7 +327,10 @@ class Renderer:
                 except RenderError as error:
                     raise InexactMaskError(TEMPLATE_REFUSES_ROW, str(error)) from error
                 # without the end that was added, which the template's own rendering does not have
-                if self.special_token_guard.reveal(located.text.removesuffix(located.added_end)) != visible_text:
+                if (
+                    self.special_token_guard.reveal(located.text.removesuffix(located.added_end))
+                    != visible_text
+                ):
                     raise InexactMaskError(
                         "the chat template looks for a special token that stands in a text "
                         "(data.special_tokens_in_text=control takes it as the template does)"
@@ -281,34 +340,52 @@ class Renderer:
             # the spans that are trained
             spans, untrained_turns, method = self._select_trained_spans(located, messages)
             prompt_suffixes = {
-                start: located.prompt_suffixes[start] for start, _ in spans if start in located.prompt_suffixes
+                start: located.prompt_suffixes[start]
+                for start, _ in spans
+                if start in located.prompt_suffixes
             }
             notes = (*fit_notes, *self._row_notes(locator, located, chat, prompt_suffixes))
             if not self.data.loss_on_empty_think and self.data.loss_on != "all":
                 spans = [self._skip_empty_think(locator, located, span) for span in spans]
-            # with loss_on=all the one span is the whole text, whose end says nothing of the answers'
+            # with loss_on=all the one span is the whole text, whose end says nothing of the
+            # answers'
             answer_spans = [*located.spans.values()] if self.data.loss_on == "all" else spans
             self._check_end_tokens(locator, located.text, answer_spans)
             added_suffixes = prompt_suffixes.items() if self.data.add_empty_think else ()
-            insertions = [(start, start, suffix) for start, suffix in added_suffixes if THINK_END.search(suffix)]
+            insertions = [
+                (start, start, suffix)
+                for start, suffix in added_suffixes
+                if THINK_END.search(suffix)
+            ]
             text, trained_spans = splice(located.text, insertions, spans)
         except InexactMaskError as error:
             details = [error.detail]
             # the form of the row is at fault there, not one of its texts or an option
-            if error.reason.startswith(("the chat template", "the generation prompt")) and "data." not in error.reason:
+            if (
+                error.reason.startswith(("the chat template", "the generation prompt"))
+                and "data." not in error.reason
+            ):
                 details.append(self._find_remedy(chat, inexact_count=len(chat.messages)))
             if error.reason == PROMPT_MISMATCH:
                 details.append(self._settable_kwargs_hint(self._locator_for(chat)))
             return BadRow(example.where, error.reason, "; ".join(filter(None, details)))
         return TokenRow(
-            example.where, [], [], method=method, untrained_turns=untrained_turns,
+            example.where,
+            [],
+            [],
+            method=method,
+            untrained_turns=untrained_turns,
             stripped_think_pieces=located.stripped_think_pieces,
-            special_token_count=special_count, text=text, spans=trained_spans, notes=notes, added_end=located.added_end,
-        )  # fmt: skip
+            special_token_count=special_count,
+            text=text,
+            spans=trained_spans,
+            notes=notes,
+            added_end=located.added_end,
+        )
 
     def _skip_empty_think(self, locator: TurnLocator, located: LocatedTurns, span: Span) -> Span:
-        """A trained span without the empty think block that it begins with. Raises InexactMaskError where the prompt
-        opens that block, so that its end is the model's to write."""
+        """A trained span without the empty think block that it begins with. Raises InexactMaskError
+        where the prompt opens that block, so that its end is the model's to write."""
         start, end = span
         # the block with the white space after it; its opening mark may be part of the prompt
         opening, closing = map(re.escape, locator.template.traits.think_marks[:2] or ("\0", "\0"))
@@ -318,8 +395,8 @@ class Renderer:
         prompt = located.text[:start] + located.prompt_suffixes.get(start, "")
         if prompt.rstrip().endswith(locator.template.traits.think_marks[0]):
             raise InexactMaskError(
-                "data.loss_on_empty_think=false leaves the end of an empty think block untrained that the generation "
-                "prompt opens, so the model would not learn to close it"
+                "data.loss_on_empty_think=false leaves the end of an empty think block untrained"
+                " that the generation prompt opens, so the model would not learn to close it"
             )
         return start + block.end(), end
 
@@ -330,7 +407,8 @@ class Renderer:
         chat: Chat,
         prompt_suffixes: Mapping[int, str],
     ) -> Iterator[str]:
-        """What is odd about the prompts and turns of a row; `prompt_suffixes`: of the turns that are trained."""
+        """What is odd about the prompts and turns of a row; `prompt_suffixes`: of the turns that
+        are trained."""
         untrained_suffixes = [
             suffix
             for suffix in prompt_suffixes.values()
@@ -339,7 +417,9 @@ class Renderer:
         if untrained_suffixes:
             remedies = [self._settable_kwargs_hint(locator)]
             if any(map(THINK_END.search, untrained_suffixes)):
-                remedies.append("data.add_empty_think=true writes the prompt's empty think block before it")
+                remedies.append(
+                    "data.add_empty_think=true writes the prompt's empty think block before it"
+                )
             remedies = [*filter(None, remedies)]
             note = NOTE_PROMPT_DIVERGES
             if remedies:
@@ -363,24 +443,37 @@ class Renderer:
             return
         own_ends = locator.ends.end_tokens
         # special tokens, and the template's own ends that are one token
-        if own_ends not in self._end_tokens_by_ends:  # a tokenizer may have thousands, and rows millions
+        if (
+            own_ends not in self._end_tokens_by_ends
+        ):  # a tokenizer may have thousands, and rows millions
             parts = self.tokenizer_parts
-            ends = [token for _, token, is_special in parts.added_tokens if is_special or token in own_ends]
-            self._end_tokens_by_ends[own_ends] = tuple(token for token in (*ends, parts.eos_token) if token)
+            ends = [
+                token
+                for _, token, is_special in parts.added_tokens
+                if is_special or token in own_ends
+            ]
+            self._end_tokens_by_ends[own_ends] = tuple(
+                token for token in (*ends, parts.eos_token) if token
+            )
         for start, end in spans:
-            trained_text = text[start:end].rstrip()  # a line break after the end token may be trained with it
+            trained_text = text[
+                start:end
+            ].rstrip()  # a line break after the end token may be trained with it
             if not trained_text.endswith(self._end_tokens_by_ends[own_ends]):
                 excerpt = one_line(repr(trained_text[-40:]), limit=60)
                 raise InexactMaskError(
                     NO_END_TOKEN,
-                    f"{excerpt}: give data.chat_template a template whose answers end with a token of this tokenizer, "
-                    "or train without one with data.on_missing_end=train",
+                    f"{excerpt}: give data.chat_template a template whose answers end with a token"
+                    " of this tokenizer, or train without one with data.on_missing_end=train",
                 )
 
     def _find_remedy(self, chat: Chat, *, inexact_count: int) -> str:
-        """The option, or the change of the row, that leaves fewer turns inexact, tried on it; empty where none does."""
+        """The option, or the change of the row, that leaves fewer turns inexact, tried on it; empty
+        where none does."""
         roles = [message["role"] for message in chat.messages]
-        index = next((index for index in range(1, len(roles)) if roles[index] == roles[index - 1]), 1)
+        index = next(
+            (index for index in range(1, len(roles)) if roles[index] == roles[index - 1]), 1
+        )
         merge_remedy = (
             f"messages[{index - 1}] and messages[{index}] are both {roles[index - 1]} turns: "
             "data.merge_consecutive=true joins them"
@@ -388,10 +481,15 @@ class Renderer:
         remedies: tuple[tuple[str, Callable[[Chat], Chat]], ...] = (
             (merge_remedy, _merge_chat),
             (MOVE_SYSTEM_REMEDY, self._move_system_into_user),
-            (f"{merge_remedy} and {MOVE_SYSTEM_REMEDY}", lambda row: self._move_system_into_user(_merge_chat(row))),
             (
-                "data.drop_text_beside_calls=true leaves out the text of turns that call tools, where the template "
-                "writes it behind the tool's result",
+                f"{merge_remedy} and {MOVE_SYSTEM_REMEDY}",
+                lambda row: self._move_system_into_user(_merge_chat(row)),
+            ),
+            (
+                (
+                    "data.drop_text_beside_calls=true leaves out the text of turns that call tools,"
+                    " where the template writes it behind the tool's result"
+                ),
                 lambda row: replace(row, messages=tuple(drop_text_beside_calls(row.messages))),
             ),
         )
@@ -401,14 +499,20 @@ class Renderer:
                 if changed.messages == chat.messages:
                     continue
                 locator = self._locator_for(changed)
-                located = locator.locate(locator.template.fit(changed.messages, chat.tools)[0], chat.tools)
+                located = locator.locate(
+                    locator.template.fit(changed.messages, chat.tools)[0], chat.tools
+                )
                 if located.spans and len(located.inexact_turns) < inexact_count:
                     return remedy
         return ""
 
     def _settable_kwargs_hint(self, locator: TurnLocator) -> str:
         names = locator.template.chat_template.settable_variables
-        return f"the template reads {', '.join(names)}, which data.chat_template_kwargs sets" if names else ""
+        return (
+            f"the template reads {', '.join(names)}, which data.chat_template_kwargs sets"
+            if names
+            else ""
+        )
 
     def _adapt_chat(self, chat: Chat) -> Chat:
         if self.data.drop_text_beside_calls:
@@ -416,25 +520,37 @@ class Renderer:
         return self._move_system_into_user(chat) if self.data.system_into_user else chat
 
     def _move_system_into_user(self, chat: Chat) -> Chat:
-        """The chat with the system prompt before the first user turn, where the template has no place for it."""
+        """The chat with the system prompt before the first user turn, where the template has no
+        place for it."""
         system, *others = chat.messages
         if system["role"] != "system" or self._locator_for(chat).template.traits.writes_system:
             return chat
         other_messages = [dict(message) for message in others]
-        first_user_turn = next((message for message in other_messages if message["role"] == "user"), None)
+        first_user_turn = next(
+            (message for message in other_messages if message["role"] == "user"), None
+        )
         if first_user_turn is None:
             raise InexactMaskError("there is no user turn to put the system prompt before")
         first_user_turn["content"] = f"{system['content']}\n\n{first_user_turn['content']}"
-        first_user_turn.pop(AUTHOR_MESSAGE, None)  # its author's own message no longer says the same
+        first_user_turn.pop(
+            AUTHOR_MESSAGE, None
+        )  # its author's own message no longer says the same
         return replace(chat, messages=tuple(other_messages))
 
-    def _select_trained_spans(self, located: LocatedTurns, messages: Sequence[Message]) -> tuple[list[Span], int, str]:
-        """The spans to train, how many turns are left out, and the method. Raises InexactMaskError without any span."""
+    def _select_trained_spans(
+        self, located: LocatedTurns, messages: Sequence[Message]
+    ) -> tuple[list[Span], int, str]:
+        """The spans to train, how many turns are left out, and the method. Raises InexactMaskError
+        without any span."""
         if self.data.loss_on == "all":
             return [(0, len(located.text))], 0, "all"
-        turn_indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        turn_indices = [
+            index for index, message in enumerate(messages) if message["role"] == "assistant"
+        ]
         requested_turns = turn_indices[-1:] if self.data.loss_on == "completion" else turn_indices
-        requested_turns = [index for index in requested_turns if messages[index].get("train") is not False]
+        requested_turns = [
+            index for index in requested_turns if messages[index].get("train") is not False
+        ]
         if not requested_turns:
             raise InexactMaskError("no turn is to be trained (train: false)")
         exact_spans = [located.spans[index] for index in requested_turns if index in located.spans]
@@ -442,13 +558,18 @@ class Renderer:
             untrained_turns = len(requested_turns) - len(exact_spans)
             return exact_spans, untrained_turns, "last_turn" if untrained_turns else located.method
         inexact_turn = located.inexact_turns[requested_turns[-1]]
-        guessed_spans = [located.guessed_spans[index] for index in requested_turns if index in located.guessed_spans]
+        guessed_spans = [
+            located.guessed_spans[index]
+            for index in requested_turns
+            if index in located.guessed_spans
+        ]
         if guessed_spans and self.data.on_inexact_mask == "train":
             return guessed_spans, len(requested_turns) - len(guessed_spans), "inexact"
         details = [inexact_turn.detail]
         for start, end in guessed_spans[-1:]:
             details.append(
-                f"data.on_inexact_mask=train would train {one_line(repr(located.text[start:end]), limit=60)}"
+                "data.on_inexact_mask=train would train"
+                f" {one_line(repr(located.text[start:end]), limit=60)}"
             )
         raise InexactMaskError(inexact_turn.reason, "; ".join(filter(None, details)))
 
@@ -466,7 +587,9 @@ class Renderer:
         backend = self.backend
         if encoding is None:
             guard = self.special_token_guard
-            encoding, spans, encoded_text, draft.text, draft.spans = guard.encode(encoded_text, spans)
+            encoding, spans, encoded_text, draft.text, draft.spans = guard.encode(
+                encoded_text, spans
+            )
             backend = guard.plain_tokenizer
         masked = mask_encoding(encoding, encoded_text, spans, self._added_ids)
         draft.merged_edges = masked.crossed_edges
@@ -474,13 +597,22 @@ class Renderer:
             split_tokens = encode_with_mask(backend, encoded_text, spans)
             if split_tokens is None and self.data.on_inexact_mask == "fail":
                 return BadRow(
-                    draft.location, "a token crosses the edge of an answer", encoding.tokens[masked.crossed_index]
+                    draft.location,
+                    "a token crosses the edge of an answer",
+                    encoding.tokens[masked.crossed_index],
                 )
-            masked = split_tokens or masked  # on_inexact_mask=train: the token that crosses the edge stays untrained
+            masked = (
+                split_tokens or masked
+            )  # on_inexact_mask=train: the token that crosses the edge stays untrained
         draft.input_ids, draft.labels = masked.ids, masked.labels
-        # The text is encoded without special tokens of the tokenizer's own, so a second BOS stands in the text itself.
+        # The text is encoded without special tokens of the tokenizer's own, so a second BOS stands
+        # in the text itself.
         if self._bos_id is not None and masked.ids[:2] == [self._bos_id, self._bos_id]:
-            return BadRow(draft.location, "two BOS tokens", "the row's text begins with the template's own BOS")
+            return BadRow(
+                draft.location,
+                "two BOS tokens",
+                "the row's text begins with the template's own BOS",
+            )
         return draft if draft.trained_tokens else BadRow(draft.location, "no trained token")
 
     def truncate(self, row: TokenRow) -> TokenRow | BadRow:
@@ -495,12 +627,19 @@ class Renderer:
             ids, labels = ids[:limit], labels[:limit]
         else:  # truncate=prompt: the last tokens, a BOS at the beginning kept
             begin = int(ids[0] == self._bos_id)
-            ids, labels = [*ids[:begin], *ids[begin + excess :]], [*labels[:begin], *labels[begin + excess :]]
+            ids, labels = (
+                [*ids[:begin], *ids[begin + excess :]],
+                [*labels[:begin], *labels[begin + excess :]],
+            )
         remaining_tokens = count_trained_tokens(labels)
         if remaining_tokens == 0:
-            first_trained = next(index for index, label in enumerate(row.labels) if label != IGNORED)
+            first_trained = next(
+                index for index, label in enumerate(row.labels) if label != IGNORED
+            )
             return BadRow(
-                row.location, LOST_TO_LENGTH, f"{len(row.input_ids)} tokens, the first trained one at {first_trained}"
+                row.location,
+                LOST_TO_LENGTH,
+                f"{len(row.input_ids)} tokens, the first trained one at {first_trained}",
             )
         return replace(
             row,
@@ -513,18 +652,23 @@ class Renderer:
     # Documents and prompts.
 
     def tokenise_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of documents with what the tokenizer puts around a text, each ended by the end-of-text token."""
+        """Tokens of documents with what the tokenizer puts around a text, each ended by the
+        end-of-text token."""
         rows = self.render_all([Text("", text) for text in texts])
-        return [row.input_ids for row in rows if isinstance(row, TokenRow)]  # all of them: a text is never refused
+        return [
+            row.input_ids for row in rows if isinstance(row, TokenRow)
+        ]  # all of them: a text is never refused
 
     def prompt_ids(self, chat: Chat) -> list[int] | None:
-        """Tokens of everything before the last turn with the generation prompt. None where the last turn is not the
-        assistant's, or its prompt cannot be rendered."""
+        """Tokens of everything before the last turn with the generation prompt. None where the last
+        turn is not the assistant's, or its prompt cannot be rendered."""
         if chat.messages[-1]["role"] != "assistant":
             return None
         try:
             locator = self._locator_for(chat)
-            prompt_messages = locator.template.fit(self._adapt_chat(chat).messages, chat.tools)[0][:-1]
+            prompt_messages = locator.template.fit(self._adapt_chat(chat).messages, chat.tools)[0][
+                :-1
+            ]
             is_hiding = self.hides_special_tokens(prompt_messages)
             if is_hiding:
                 prompt_messages = self.special_token_guard.hide(prompt_messages)
@@ -536,24 +680,32 @@ class Renderer:
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def prompt_and_answer_ids(self, chat: Chat) -> tuple[list[int], list[int]] | None:
-        """Token ids of the last turn's prompt, and of the answer that training teaches after it, its end of turn
-        included. None if there is no such prompt, or the turn is not trained."""
+        """Token ids of the last turn's prompt, and of the answer that training teaches after it,
+        its end of turn included. None if there is no such prompt, or the turn is not trained."""
         prompt = self.prompt_ids(chat)
         last_turn_renderer = copy.copy(self)  # shares the probed template
         last_turn_renderer.data = self.data.model_copy(update={"loss_on": "completion"})
-        row = last_turn_renderer.render(chat)  # before any limit: an answer that is cut is not the right one
+        row = last_turn_renderer.render(
+            chat
+        )  # before any limit: an answer that is cut is not the right one
         if prompt is None or isinstance(row, BadRow):
             return None
         answer = [label for label in row.labels if label != IGNORED]
         context = row.input_ids[: row.labels.index(answer[0])]
-        if context[: len(prompt)] == prompt:  # what stands untrained between them is given too: a block, a header
+        if (
+            context[: len(prompt)] == prompt
+        ):  # what stands untrained between them is given too: a block, a header
             return context, answer
-        # the prompt may have closed the think text that the turn closes: it is not asked for a second time
-        overlap = next((size for size in range(len(answer), 0, -1) if prompt[-size:] == answer[:size]), 0)
+        # the prompt may have closed the think text that the turn closes: it is not asked for a
+        # second time
+        overlap = next(
+            (size for size in range(len(answer), 0, -1) if prompt[-size:] == answer[:size]), 0
+        )
         return prompt, answer[overlap:]
 
     def hides_special_tokens(self, messages: Sequence[Message]) -> bool:
-        """Whether special tokens that the messages' texts spell are tokenised as plain text, as in training."""
+        """Whether special tokens that the messages' texts spell are tokenised as plain text, as in
+        training."""
         return self._should_hide(len(self.special_token_guard.find(*conversation_texts(messages))))
 
 

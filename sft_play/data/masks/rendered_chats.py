@@ -1,9 +1,11 @@
-"""Texts that are chats already, rendered by the run's own template: read back as the messages that they are.
+"""Texts that are chats already, rendered by the run's own template: read back as the messages that
+they are.
 
-Many sets (guanaco's layout, sets made for Unsloth) hold `<|im_start|>user…` in a text column. As plain text every token
-of it would be trained, the user's too, with the marks as the characters that spell them. What the template writes
-between two turns is learned by rendering conversations of known texts, the text is cut there, and the messages count
-only if the template renders them as this very text again.
+Many sets (guanaco's layout, sets made for Unsloth) hold `<|im_start|>user…` in a text column. As
+plain text every token of it would be trained, the user's too, with the marks as the characters that
+spell them. What the template writes between two turns is learned by rendering conversations of
+known texts, the text is cut there, and the messages count only if the template renders them as this
+very text again.
 """
 
 import itertools
@@ -29,11 +31,14 @@ class RenderedChatParser:
     def __init__(self, template: FittedTemplate, *, special_tokens: Sequence[str]) -> None:
         self._template = template
         self._special_tokens = tuple(special_tokens)
-        # What the template writes between turns, by the roles before and after; some gaps have several forms.
+        # What the template writes between turns, by the roles before and after; some gaps have
+        # several forms.
         forms: dict[tuple[str, str], dict[str, None]] = {}
         for roles in _PROBE_ROLES:
             texts = [f"qzx{index}{role}qzx" for index, role in enumerate(roles)]
-            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+            messages = [
+                {"role": role, "content": text} for role, text in zip(roles, texts, strict=True)
+            ]
             try:
                 remaining_text = template.render(messages, ())
             except RenderError:
@@ -48,23 +53,35 @@ class RenderedChatParser:
             else:
                 for key, gap in [*role_gaps, ((previous_role, _END), remaining_text)]:
                     forms.setdefault(key, {})[gap] = None
-        self._gaps = {key: tuple(sorted(gaps, key=len, reverse=True)) for key, gaps in forms.items()}
+        self._gaps = {
+            key: tuple(sorted(gaps, key=len, reverse=True)) for key, gaps in forms.items()
+        }
         all_gaps = "".join(itertools.chain.from_iterable(self._gaps.values()))
         # Control tokens that the template writes around turns.
         self._marks = frozenset(filter(str.strip, control_tokens(all_gaps, special_tokens)))
         # Tokens with which all conversations begin, and which no later turn has before it.
-        starts = [gap.lstrip() for (role, _), gaps in self._gaps.items() if role == _START for gap in gaps]
-        later_gaps = [gap for (role, _), gaps in self._gaps.items() if role != _START for gap in gaps]
+        starts = [
+            gap.lstrip() for (role, _), gaps in self._gaps.items() if role == _START for gap in gaps
+        ]
+        later_gaps = [
+            gap for (role, _), gaps in self._gaps.items() if role != _START for gap in gaps
+        ]
         self._bos_tokens = [
             token
             for token in special_tokens
-            if starts and all(gap.startswith(token) for gap in starts) and not any(token in gap for gap in later_gaps)
+            if starts
+            and all(gap.startswith(token) for gap in starts)
+            and not any(token in gap for gap in later_gaps)
         ]
 
     def parse(self, text: str) -> tuple[Message, ...] | None:
-        """Parse a text that the template rendered back into its messages; None if it is no such text."""
+        """Parse a text that the template rendered back into its messages; None if it is no such
+        text."""
         bare_text = self._strip_surroundings(text)
-        if not any(mark.strip() and mark.strip() in text for mark in self._gaps.get(("user", "assistant"), ())):
+        if not any(
+            mark.strip() and mark.strip() in text
+            for mark in self._gaps.get(("user", "assistant"), ())
+        ):
             return None
         for messages in itertools.islice(self._candidate_chats(bare_text), 8):
             if any(mark in message["content"] for message in messages for mark in self._marks):
@@ -73,18 +90,24 @@ class RenderedChatParser:
                 rendered = self._strip_surroundings(self._template.render(messages, ()))
             except RenderError:
                 continue
-            # a template may write a system prompt of its own before the first turn, as it does for rows of messages
-            if rendered == bare_text or (messages[0]["role"] != "system" and rendered.endswith(bare_text)):
+            # a template may write a system prompt of its own before the first turn, as it does for
+            # rows of messages
+            if rendered == bare_text or (
+                messages[0]["role"] != "system" and rendered.endswith(bare_text)
+            ):
                 return messages
         return None
 
     def _strip_surroundings(self, text: str) -> str:
-        """A text without what may stand around a conversation and not in it: BOS, white space and end of text."""
+        """A text without what may stand around a conversation and not in it: BOS, white space and
+        end of text."""
         text = self._strip_bos(text.strip())
         ends = [end.strip() for end in self._gaps.get(("assistant", _END), ()) if end.strip()]
         for token in self._special_tokens:
             # one more special token behind the turn's own end
-            if text.endswith(token) and any(text.removesuffix(token).rstrip().endswith(end) for end in ends):
+            if text.endswith(token) and any(
+                text.removesuffix(token).rstrip().endswith(end) for end in ends
+            ):
                 return text.removesuffix(token).rstrip()
         return text
 
@@ -93,9 +116,17 @@ class RenderedChatParser:
             for start in self._gaps.get((_START, role), ()):
                 bare_start = self._strip_bos(start)
                 # behind a system prompt of the template's own too, which sets leave out
-                starts = [0, *(offset for offset, _ in find_control_tokens(bare_start, self._special_tokens) if offset)]
+                starts = [
+                    0,
+                    *(
+                        offset
+                        for offset, _ in find_control_tokens(bare_start, self._special_tokens)
+                        if offset
+                    ),
+                ]
                 for beginning in (bare_start[offset:] for offset in starts):
-                    # only a system prompt may begin without a mark, and only where the template writes none
+                    # only a system prompt may begin without a mark, and only where the template
+                    # writes none
                     if not text.startswith(beginning) or not (
                         beginning.strip() or (role == "system" and not bare_start)
                     ):
@@ -110,7 +141,8 @@ class RenderedChatParser:
         return text.removeprefix(bos).lstrip()
 
     def _split_turns(self, text: str, role: str) -> tuple[Message, ...] | None:
-        """The turns of a text that begins with the content of a turn of this role; None where one does not end."""
+        """The turns of a text that begins with the content of a turn of this role; None where one
+        does not end."""
         messages: list[Message] = []
         while True:
             matches = [
@@ -127,6 +159,11 @@ class RenderedChatParser:
             text, role = text[offset - negative_size :], next_role
         if role != "assistant" or not messages:
             return None
-        ends = sorted((end.strip() for end in self._gaps.get((role, _END), ())), key=len, reverse=True)
+        ends = sorted(
+            (end.strip() for end in self._gaps.get((role, _END), ())), key=len, reverse=True
+        )
         end = next((end for end in ends if end and text.rstrip().endswith(end)), "")
-        return (*messages, {"role": role, "content": text.rstrip().removesuffix(end).rstrip() if end else text})
+        return (
+            *messages,
+            {"role": role, "content": text.rstrip().removesuffix(end).rstrip() if end else text},
+        )

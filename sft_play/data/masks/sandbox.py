@@ -1,12 +1,14 @@
-"""The process that chat templates run in: Jinja's sandbox as transformers has it, with limits on time and memory.
+"""The process that chat templates run in: Jinja's sandbox as transformers has it, with limits on
+time and memory.
 
-A template is a program from somebody's repository. Jinja's sandbox keeps it from files and from Python, and stops
-neither a loop that never ends nor a text that doubles; nor can anything inside the process where it happens: comparing
-two nested lists may take years in one step of Python. So templates run in a process of their own, one for each process
-that renders and all of its threads, which the kernel ends at a limit; the next rendering starts it again.
+A template is a program from somebody's repository. Jinja's sandbox keeps it from files and from
+Python, and stops neither a loop that never ends nor a text that doubles; nor can anything inside
+the process where it happens: comparing two nested lists may take years in one step of Python. So
+templates run in a process of their own, one for each process that renders and all of its threads,
+which the kernel ends at a limit; the next rendering starts it again.
 
-Both ends are here: `ask` is called by who renders, `serve` is the process. It imports Jinja and little else, so that it
-starts in a tenth of a second.
+Both ends are here: `ask` is called by who renders, `serve` is the process. It imports Jinja and
+little else, so that it starts in a tenth of a second.
 """
 
 import atexit
@@ -30,7 +32,8 @@ from jinja2 import ext, meta, nodes, sandbox
 
 from sft_play.log import one_line
 
-# Processor time of one rendering. A conversation of a thousand turns takes some hundredths of a second.
+# Processor time of one rendering. A conversation of a thousand turns takes some hundredths of a
+# second.
 MAX_RENDER_SECONDS = 5
 # Address space of the process. Without a conversation it takes a hundredth of this.
 MAX_SANDBOX_BYTES = 2 * 2**30
@@ -38,7 +41,8 @@ _EXIT_NO_MEMORY = 3
 
 
 class RenderError(ValueError):
-    """A template that refuses a conversation, fails on it, or never ends with it; the message is safe to show."""
+    """A template that refuses a conversation, fails on it, or never ends with it; the message is
+    safe to show."""
 
     # The line of the template, where it is no valid Jinja.
     line: int | None = None
@@ -68,8 +72,9 @@ def ask(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _exchange(request: bytes, *, is_last_try: bool = False) -> Any:
-    """The answer to a request: what the function returned, in a tuple, or a RenderError. None where a signal from
-    elsewhere ended the process, for which the template may not be blamed before a second try."""
+    """The answer to a request: what the function returned, in a tuple, or a RenderError. None where
+    a signal from elsewhere ended the process, for which the template may not be blamed before a
+    second try."""
     global _process
     if _process is None or _process.poll() is not None:
         _process = subprocess.Popen(
@@ -91,20 +96,26 @@ def _exchange(request: bytes, *, is_last_try: bool = False) -> Any:
             return None
         if exit_code == -signal.SIGPROF:
             limit = f"more than {MAX_RENDER_SECONDS} seconds"
-        elif exit_code < 0 or exit_code == _EXIT_NO_MEMORY:  # the kernel may end it too, where memory is short
+        elif (
+            exit_code < 0 or exit_code == _EXIT_NO_MEMORY
+        ):  # the kernel may end it too, where memory is short
             limit = f"more than {MAX_SANDBOX_BYTES / 2**30:.0f} GiB of memory"
         else:
             raise RuntimeError(
-                f"the process of chat templates ended with exit code {exit_code}; its output says why"
+                f"the process of chat templates ended with exit code {exit_code}; its output"
+                " says why"
             ) from None
-        return EndlessTemplateError(f"the chat template does not end in reasonable time or size: {limit}")
+        return EndlessTemplateError(
+            f"the chat template does not end in reasonable time or size: {limit}"
+        )
     except BaseException:  # Ctrl-C: the next request must not be given the answer of this one
         _process.kill()
         _process.communicate()
         raise
 
 
-# Of the process that forked this one; kept, since closing its pipes could write what is still in their buffers.
+# Of the process that forked this one; kept, since closing its pipes could write what is still in
+# their buffers.
 _inherited_process: Any = None
 
 
@@ -128,11 +139,16 @@ def _end_process() -> None:
 
 
 def serve() -> None:
-    """Answer requests from standard input, each a function with its arguments, until whoever asks has ended."""
+    """Answer requests from standard input, each a function with its arguments, until whoever asks
+    has ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for who asks, whose end closes the pipe
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MAX_SANDBOX_BYTES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, MAX_SANDBOX_BYTES)
+    limit = (
+        MAX_SANDBOX_BYTES
+        if hard_limit == resource.RLIM_INFINITY
+        else min(hard_limit, MAX_SANDBOX_BYTES)
+    )
     with contextlib.suppress(ValueError, OSError):  # macOS refuses it
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
     try:
@@ -146,7 +162,8 @@ def serve() -> None:
                 raise
             except RecursionError:
                 answer = EndlessTemplateError(
-                    "the chat template calls itself without end, or it or the row is nested too deeply for recursion"
+                    "the chat template calls itself without end, or it or the row is nested too"
+                    " deeply for recursion"
                 )
             except Exception as error:  # a program of somebody's: whatever Python raises
                 answer = RenderError(one_line(str(error) or type(error).__name__))
@@ -163,23 +180,32 @@ def serve() -> None:
 # What is asked of it.
 
 
-def render_template(source: str, today: date, variables: Mapping[str, Any], conversation: Mapping[str, Any]) -> str:
+def render_template(
+    source: str, today: date, variables: Mapping[str, Any], conversation: Mapping[str, Any]
+) -> str:
     """What a template writes; `today` is the day that `strftime_now` formats."""
     return _compile(source, today).render(**variables, **conversation)  # a name in both is refused
 
 
-def describe_template(source: str, today: date, known_variables: set[str]) -> tuple[frozenset[str], tuple[str, ...]]:
-    """The texts that a template looks for, and the variables that it reads and does not set: others than these."""
+def describe_template(
+    source: str, today: date, known_variables: set[str]
+) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The texts that a template looks for, and the variables that it reads and does not set: others
+    than these."""
     environment = _compile(source, today).environment
     tree = environment.parse(source)
     searched_texts = frozenset(_find_searched_texts(tree))
-    # Variables that it asks its caller for are those that it reads before it sets them itself. Jinja alone also names
-    # variables that are set in one branch of an `if` and read after it.
+    # Variables that it asks its caller for are those that it reads before it sets them itself.
+    # Jinja alone also names variables that are set in one branch of an `if` and read after it.
     is_read_first: dict[str, bool] = {}
     for name, is_read in _variable_uses(tree):
         is_read_first.setdefault(name, is_read)
-    names = sorted(meta.find_undeclared_variables(tree) - known_variables - environment.globals.keys())
-    return searched_texts, tuple(name for name in names if is_read_first.get(name) and not name.endswith("_token"))
+    names = sorted(
+        meta.find_undeclared_variables(tree) - known_variables - environment.globals.keys()
+    )
+    return searched_texts, tuple(
+        name for name in names if is_read_first.get(name) and not name.endswith("_token")
+    )
 
 
 @functools.lru_cache(maxsize=8)  # a tokenizer has one or two
@@ -188,7 +214,8 @@ def _compile(source: str, today: date) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    # A mask is found by rendering the same conversation several times: all renderings must be alike.
+    # A mask is found by rendering the same conversation several times: all renderings must be
+    # alike.
     environment.filters["random"] = environment.globals["lipsum"] = _refuse_randomness
     environment.globals["raise_exception"] = _refuse_conversation
     environment.globals["strftime_now"] = datetime.combine(today, time()).strftime
@@ -199,7 +226,8 @@ def _compile(source: str, today: date) -> jinja2.Template:
 
 class _ChatEnvironment(sandbox.ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """`message.role`: of a plain dictionary the item at once, unless it is a method's name, which comes first."""
+        """`message.role`: of a plain dictionary the item at once, unless it is a method's name,
+        which comes first."""
         if type(obj) is dict and attribute in obj and attribute not in _DICT_METHODS:
             return obj[attribute]
         return super().getattr(obj, attribute)
@@ -209,7 +237,8 @@ _DICT_METHODS = frozenset(dir(dict))
 
 
 class _GenerationBlock(ext.Extension):
-    """`{% generation %}…{% endgeneration %}`, with which templates mark answers: the text between them."""
+    """`{% generation %}…{% endgeneration %}`, with which templates mark answers: the text between
+    them."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja's own interface)
 
@@ -217,14 +246,22 @@ class _GenerationBlock(ext.Extension):
         """What stands between the marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return [nodes.Scope(body).set_lineno(line)]  # transformers' marks are a block: what is set there ends there
+        return [
+            nodes.Scope(body).set_lineno(line)
+        ]  # transformers' marks are a block: what is set there ends there
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     # transformers' own tojson: Jinja's escapes HTML and sorts keys
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse_conversation(message: Any) -> None:
@@ -232,7 +269,9 @@ def _refuse_conversation(message: Any) -> None:
 
 
 def _refuse_randomness(*_: Any, **__: Any) -> None:
-    raise jinja2.exceptions.TemplateError("the chat template writes something else each time, by chance")
+    raise jinja2.exceptions.TemplateError(
+        "the chat template writes something else each time, by chance"
+    )
 
 
 class _DictFactory:
@@ -247,7 +286,9 @@ class _DictFactory:
 class _PlainNamespace(jinja2.utils.Namespace):
     """Jinja's namespace without underscored names, as transformers has it."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # no `self`: a template may name an attribute so
+    def __init__(
+        *args: Any, **kwargs: Any
+    ) -> None:  # no `self`: a template may name an attribute so
         attributes = dict(*args[1:], **kwargs)
         for name in attributes:
             _check_name(name)
@@ -269,7 +310,9 @@ def _variable_uses(node: nodes.Node) -> Iterator[tuple[str, bool]]:
         yield node.name, node.ctx == "load"
     children = [*node.iter_child_nodes()]
     if isinstance(node, (nodes.Assign, nodes.AssignBlock)):
-        children.sort(key=lambda child: child is node.target)  # what is assigned is evaluated before its name is set
+        children.sort(
+            key=lambda child: child is node.target
+        )  # what is assigned is evaluated before its name is set
     elif isinstance(node, nodes.For):
         children.sort(key=lambda child: child is not node.iter)
     for child in children:
@@ -281,12 +324,20 @@ _NOT_A_WORD = re.compile(r"[^\w\s]")
 
 
 def _find_searched_texts(tree: nodes.Template) -> Iterator[str]:
-    """Texts that the template compares with, splits at or looks for, on which its output may depend; without words that
-    have no punctuation (role names, keys) and texts of one or two characters."""
-    holders: list[nodes.Node] = [*tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test, nodes.Assign))]
+    """Texts that the template compares with, splits at or looks for, on which its output may
+    depend; without words that have no punctuation (role names, keys) and texts of one or two
+    characters."""
+    holders: list[nodes.Node] = [
+        *tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test, nodes.Assign))
+    ]
     for holder in holders:
         for constant in holder.find_all(nodes.Const):
             text = str(constant.value).strip()
-            # a role's name may stand in any answer: marks around it would cut the answer into pieces
-            if isinstance(constant.value, str) and len(text) >= _MIN_SEARCHED_CHARS and _NOT_A_WORD.search(text):
+            # a role's name may stand in any answer: marks around it would cut the answer into
+            # pieces
+            if (
+                isinstance(constant.value, str)
+                and len(text) >= _MIN_SEARCHED_CHARS
+                and _NOT_A_WORD.search(text)
+            ):
                 yield text

@@ -1,4 +1,5 @@
-"""A row as tokens with its loss mask: what training reads, how it is shown, and why a row has no mask.
+"""A row as tokens with its loss mask: what training reads, how it is shown, and why a row has no
+mask.
 
 Shape letters: T tokens of one row.
 """
@@ -27,9 +28,10 @@ CHAT, TEXT = "chat", "text"
 
 @dataclass
 class TokenRow:
-    """A row as tokens: ids and labels of shape [T]; a label of `IGNORED` is not trained. Not frozen, for speed. `text`
-    is what the whole row's tokens spell, with special tokens of the data's own texts as they stand there, and `spans`
-    are the characters of it that are trained. `method` says how they were found."""
+    """A row as tokens: ids and labels of shape [T]; a label of `IGNORED` is not trained. Not
+    frozen, for speed. `text` is what the whole row's tokens spell, with special tokens of the
+    data's own texts as they stand there, and `spans` are the characters of it that are trained.
+    `method` says how they were found."""
 
     location: str
     input_ids: list[int]
@@ -62,13 +64,15 @@ class TokenRow:
 
 def count_trained_tokens(labels: list[int]) -> int:
     """Labels of shape [T] that count: the first token of a row is never predicted."""
-    # the model's logits at position t are compared with label t + 1, so label 0 is compared with nothing
+    # the model's logits at position t are compared with label t + 1, so label 0 is compared with
+    # nothing
     trained_count = len(labels) - labels.count(IGNORED)
     return trained_count - (1 if labels and labels[0] != IGNORED else 0)
 
 
 def format_row(row: TokenRow, tokenizer: Any, *, max_chars: int = 1_200) -> str:
-    """One row as text with its trained parts in `[[…]]`, special tokens visible, cut in the middle when long."""
+    """One row as text with its trained parts in `[[…]]`, special tokens visible, cut in the middle
+    when long."""
     pieces: list[str] = []
     start = 0
     for end in range(1, len(row.labels) + 1):
@@ -78,7 +82,11 @@ def format_row(row: TokenRow, tokenizer: Any, *, max_chars: int = 1_200) -> str:
         pieces.append(text if row.labels[start] == IGNORED else f"[[{text}]]")
         start = end
     row_text = "".join(pieces)
-    return row_text if len(row_text) <= max_chars else f"{row_text[: max_chars // 2]} … {row_text[-max_chars // 2 :]}"
+    return (
+        row_text
+        if len(row_text) <= max_chars
+        else f"{row_text[: max_chars // 2]} … {row_text[-max_chars // 2 :]}"
+    )
 
 
 TEMPLATE_REFUSES_ROW = "the chat template refuses the row"

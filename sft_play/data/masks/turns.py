@@ -1,5 +1,5 @@
-"""Locate the turns of a conversation in its rendered text: measured on a marked copy, verified on every
-row.
+"""Locate the turns of a conversation in its rendered text: measured on a marked copy, verified on
+every row.
 
 A template is probed, never recognised by its name; docs/masks.md has the steps. A turn's trained
 span begins where the prompt that generation is given ends. A marked copy of the row, with a
@@ -38,7 +38,13 @@ from sft_play.data.masks.fitted_template import (
 )
 from sft_play.data.masks.sandbox import RenderError
 from sft_play.data.masks.template import ChatTemplate
-from sft_play.data.masks.token_row import NO_TURN_END, PROMPT_MISMATCH, TEMPLATE_REFUSES_ROW, InexactMaskError, Span
+from sft_play.data.masks.token_row import (
+    NO_TURN_END,
+    PROMPT_MISMATCH,
+    TEMPLATE_REFUSES_ROW,
+    InexactMaskError,
+    Span,
+)
 from sft_play.data.sources.messages import Message
 from sft_play.log import one_line
 
@@ -49,7 +55,10 @@ _SENTINEL = re.compile(SENTINEL_PREFIX + r"(\d{5})([be])")
 SECOND_SENTINEL_PREFIX = "Kw7V"
 _SECOND_SENTINEL = re.compile(SECOND_SENTINEL_PREFIX + r"([ghjkmnprst]{5})([du])")
 # letter for letter, so that the sentinels of both copies are equally long
-_TO_SECOND, _FROM_SECOND = str.maketrans("0123456789be", "ghjkmnprstdu"), str.maketrans("ghjkmnprstdu", "0123456789be")
+_TO_SECOND, _FROM_SECOND = (
+    str.maketrans("0123456789be", "ghjkmnprstdu"),
+    str.maketrans("ghjkmnprstdu", "0123456789be"),
+)
 SENTINEL_CHARS = len(SENTINEL_PREFIX) + 6
 # Marks that close think text.
 _CLOSING_MARK = re.compile(r"/|end|suffix|close|stop|^<\w+\|>$", re.IGNORECASE)
@@ -78,7 +87,8 @@ class GapPosition:
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant turn: where it begins and ends; of one that is not exact the reason, and the best guess."""
+    """One assistant turn: where it begins and ends; of one that is not exact the reason, and the
+    best guess."""
 
     message_index: int
     start: GapPosition | None = None
@@ -105,9 +115,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class TemplateLayout:
-    """What a template writes around the pieces of rows of one shape, and where their turns are. `gaps` has one text
-    more than `written_pieces`, which has each piece's number and the form it is written in. `stripped_pieces` are
-    numbers of think pieces that are not written."""
+    """What a template writes around the pieces of rows of one shape, and where their turns are.
+    `gaps` has one text more than `written_pieces`, which has each piece's number and the form it is
+    written in. `stripped_pieces` are numbers of think pieces that are not written."""
 
     gaps: tuple[str, ...]
     written_pieces: tuple[tuple[int, str], ...]
@@ -115,7 +125,8 @@ class TemplateLayout:
     stripped_pieces: tuple[int, ...] = ()
 
     def fill(self, pieces: Sequence[str]) -> tuple[str, list[int]]:
-        """Fill in the pieces of a row: the text that the row must have, and where each gap begins in it."""
+        """Fill in the pieces of a row: the text that the row must have, and where each gap begins
+        in it."""
         parts = [self.gaps[0]]
         offset = len(self.gaps[0])
         gap_starts = [0]
@@ -133,14 +144,18 @@ _WRITTEN_FORMS: dict[str, Callable[[str], str]] = {
     "plain": lambda text: text,
     "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     "ascii json": lambda text: json.dumps(text)[1:-1],
-    "json in json": lambda text: json.dumps(json.dumps(text, ensure_ascii=False)[1:-1], ensure_ascii=False)[1:-1],
+    "json in json": lambda text: json.dumps(
+        json.dumps(text, ensure_ascii=False)[1:-1], ensure_ascii=False
+    )[1:-1],
     "repr": lambda text: repr(text)[1:-1],
 }
 
 
 def to_second_sentinels(text: str, *_: object) -> str:
     """A marked text with the second copy's sentinels, which have no letter of the first's."""
-    return _SENTINEL.sub(lambda match: SECOND_SENTINEL_PREFIX + (match[1] + match[2]).translate(_TO_SECOND), text)
+    return _SENTINEL.sub(
+        lambda match: SECOND_SENTINEL_PREFIX + (match[1] + match[2]).translate(_TO_SECOND), text
+    )
 
 
 def searched_texts_pattern(searched_texts: frozenset[str]) -> re.Pattern[str]:
@@ -149,9 +164,14 @@ def searched_texts_pattern(searched_texts: frozenset[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or MATCHES_NOTHING.pattern)
 
 
-def split_text_pieces(text: str, searched_pattern: re.Pattern[str]) -> Iterator[tuple[int, int, bool]]:
-    """The text between what the template looks for, without white space at the ends, and whether it is think text."""
-    marks = [(match.start(), match.end(), match.group()) for match in searched_pattern.finditer(text)]
+def split_text_pieces(
+    text: str, searched_pattern: re.Pattern[str]
+) -> Iterator[tuple[int, int, bool]]:
+    """The text between what the template looks for, without white space at the ends, and whether it
+    is think text."""
+    marks = [
+        (match.start(), match.end(), match.group()) for match in searched_pattern.finditer(text)
+    ]
     start, previous_mark = 0, ""
     for begin, end, next_mark in (*marks, (len(text), -1, "")):
         inner = text[start:begin]
@@ -163,11 +183,14 @@ def split_text_pieces(text: str, searched_pattern: re.Pattern[str]) -> Iterator[
 
 
 def _is_think(text: str, previous_mark: str, next_mark: str) -> bool:
-    """Whether a text between two marks, such as `<think>` and `</think>`, is think text: it begins the message or
-    stands after an opening mark, and a closing one follows. A text between two closing ones is part of the answer."""
+    """Whether a text between two marks, such as `<think>` and `</think>`, is think text: it begins
+    the message or stands after an opening mark, and a closing one follows. A text between two
+    closing ones is part of the answer.
+    """
     if not _CLOSING_MARK.search(next_mark) or _CLOSING_MARK.search(previous_mark):
         return False
-    # `</think>` → `<think>`, `[END_THINK]` → `[START_THINK]`; a closing mark without such a twin always closes
+    # `</think>` → `<think>`, `[END_THINK]` → `[START_THINK]`; a closing mark without such a twin
+    # always closes
     opening = next_mark.replace("/", "", 1).replace("END", "START").replace("end", "start")
     return opening == next_mark or opening not in text[1:]
 
@@ -198,7 +221,14 @@ class MarkedText:
                 self.changed_pieces.add(index)
             else:
                 piece, written_text = pieces[index], text[open_start : match.start()]
-                form = next((name for name, write in _WRITTEN_FORMS.items() if write(piece.text) == written_text), None)
+                form = next(
+                    (
+                        name
+                        for name, write in _WRITTEN_FORMS.items()
+                        if write(piece.text) == written_text
+                    ),
+                    None,
+                )
                 # the arguments of a call, which are JSON, are encoded once, not twice
                 if form is None or (piece.kind == "arguments" and form != "plain"):
                     self.changed_pieces.add(index)
@@ -211,14 +241,17 @@ class MarkedText:
 
     def to_gap_position(self, offset: int) -> GapPosition | None:
         """Convert an offset in the copy to a gap position; None inside a piece."""
-        # the last gap that begins at or before the position; an empty gap counts, so the second number is above any end
+        # the last gap that begins at or before the position; an empty gap counts, so the second
+        # number is above any end
         gap = bisect.bisect_right(self.gap_spans, (offset, len(self.text) + 1)) - 1
         begin, end = self.gap_spans[gap]
         return GapPosition(gap, offset - begin) if begin <= offset <= end else None
 
-    def message_extent(self, message_index: int, start: int) -> tuple[int | None, int, PieceKind | None]:
-        """Where the message's pieces begin and end from `start` on, and the kind of the last one; repetitions of a
-        piece do not count. Where none is written: None, `start`, None."""
+    def message_extent(
+        self, message_index: int, start: int
+    ) -> tuple[int | None, int, PieceKind | None]:
+        """Where the message's pieces begin and end from `start` on, and the kind of the last one;
+        repetitions of a piece do not count. Where none is written: None, `start`, None."""
         extents: dict[int, tuple[int, int, PieceKind]] = {}
         for index, begin, end in self._written_spans:
             piece = self._pieces[index]
@@ -230,26 +263,37 @@ class MarkedText:
         return first[0], last[1], last[2]
 
     def is_end_certain(self, message_index: int, message_count: int) -> bool:
-        """Whether the turn and the message after it are written with texts of their own, so that what stands between
-        them is the turn's end or the other's beginning."""
-        written_messages = {self._pieces[index].message_index for index, _, _ in self._written_spans}
+        """Whether the turn and the message after it are written with texts of their own, so that
+        what stands between them is the turn's end or the other's beginning."""
+        written_messages = {
+            self._pieces[index].message_index for index, _, _ in self._written_spans
+        }
         return message_index in written_messages and (
             message_index + 1 in written_messages or message_index + 1 == message_count
         )
 
     def next_piece_start(self, offset: int) -> int:
-        """Where the next piece begins at or after the position; the text's end where there is none."""
-        return next((begin for _, begin, _ in self._written_spans if begin >= offset), len(self.text))
+        """Where the next piece begins at or after the position; the text's end where there is
+        none."""
+        return next(
+            (begin for _, begin, _ in self._written_spans if begin >= offset), len(self.text)
+        )
 
     def previous_piece_end(self, offset: int, message_index: int) -> tuple[int, int]:
-        """Where the last piece that ends at or before the position ends, and whose it is; 0 and -1 where there is none,
-        or where a message after this one is written there too."""
-        ends = [(end, self._pieces[index].message_index) for index, _, end in self._written_spans if end <= offset]
+        """Where the last piece that ends at or before the position ends, and whose it is; 0 and -1
+        where there is none, or where a message after this one is written there too."""
+        ends = [
+            (end, self._pieces[index].message_index)
+            for index, _, end in self._written_spans
+            if end <= offset
+        ]
         return max(ends) if ends and max(owner for _, owner in ends) <= message_index else (0, -1)
 
     def span_problem(self, message_index: int, start: int, end: int) -> str:
         """Why [start, end) is not exactly the message's turn; empty where it is."""
-        pieces_inside = {index for index, begin, stop in self._written_spans if start <= begin and stop <= end}
+        pieces_inside = {
+            index for index, begin, stop in self._written_spans if start <= begin and stop <= end
+        }
         for index, begin, stop in self._written_spans:
             piece = self._pieces[index]
             if piece.message_index == message_index:
@@ -263,7 +307,8 @@ class MarkedText:
 
 
 def text_after_piece(rendering: str, text: str, piece_end: int) -> str | None:
-    """What `rendering` has after the piece that ends at `piece_end` in `text`; None where it lacks that piece."""
+    """What `rendering` has after the piece that ends at `piece_end` in `text`; None where it lacks
+    that piece."""
     # from the beginning of the piece's last sentinel, whose number makes it unique
     sentinel_start = text.rfind(SENTINEL_PREFIX, 0, piece_end)
     if sentinel_start < 0 or text[sentinel_start:piece_end] not in rendering:
@@ -309,14 +354,20 @@ class _MarkedRow:
             prompt = self._render(messages[:index], with_prompt=True)
         except RenderError as error:
             if index:
-                return Turn(index, reason="the chat template cannot render the prompt of a turn", detail=str(error))
-        # Generation writes what follows the prompt, so the trained span begins where the prompt ends.
+                return Turn(
+                    index,
+                    reason="the chat template cannot render the prompt of a turn",
+                    detail=str(error),
+                )
+        # Generation writes what follows the prompt, so the trained span begins where the prompt
+        # ends.
         common_size = len(common_prefix(prompt, marked_text.text, self.ends.special_tokens))
         is_prefix = common_size == len(prompt)
         first_piece_start, last_end, kind = marked_text.message_extent(index, common_size)
         # Where it begins: behind its prompt, or behind the header that both have.
         begin, prompt_suffix, start = None, None, None
-        # Without a question or a result before the turn, some templates write no prompt but do write the turn's header.
+        # Without a question or a result before the turn, some templates write no prompt but do
+        # write the turn's header.
         is_asked = index > 0 and messages[index - 1]["role"] in ("user", "tool")
         if not is_asked:
             earliest = common_size if is_prefix else 0
@@ -332,19 +383,24 @@ class _MarkedRow:
             if not prompt_suffix and (is_asked or is_prefix):
                 begin += len(self._unprompted_header(index, begin))
             start = marked_text.to_gap_position(begin)
-        # Where it ends, and what would be trained where either place is not certain.
-        # Arguments that are escaped as HTML (`{&#34;x&#34;: …}`) may have changed quotes only, which are in no piece.
+        # Where it ends, and what would be trained where either place is not certain. Arguments that
+        # are escaped as HTML (`{&#34;x&#34;: …}`) may have changed quotes only, which are in no
+        # piece.
         text = marked_text.text[begin or common_size : marked_text.next_piece_start(last_end)]
         if entity := self.template.find_added_entity(text, messages):
             raise InexactMaskError(
-                "the chat template writes HTML entities in an assistant's turn", f"messages[{index}]: {entity}"
+                "the chat template writes HTML entities in an assistant's turn",
+                f"messages[{index}]: {entity}",
             )
         turn = self._locate_end(index, piece_end=last_end, is_answer_text=kind == "content")
         detail = f"messages[{index}]"
         if begin is None or start is None or turn.end is None:
             start = None
             if not is_prefix:
-                detail = f"{detail}: the prompt continues with {one_line(repr(prompt[common_size:][:40]))}"
+                detail = (
+                    f"{detail}: the prompt continues with"
+                    f" {one_line(repr(prompt[common_size:][:40]))}"
+                )
                 # The best guess, for data.on_inexact_mask=train, begins where prompt and text part.
                 if first_piece_start is None or common_size <= first_piece_start:
                     start = marked_text.to_gap_position(common_size)
@@ -365,8 +421,8 @@ class _MarkedRow:
     def _start_behind_header(
         self, index: int, prompt: str, first_piece_start: int
     ) -> tuple[int, str] | tuple[None, None]:
-        """Where a turn begins that goes on otherwise than its prompt: behind the header that both have, and what the
-        prompt has behind that. Nones where that is not certain."""
+        """Where a turn begins that goes on otherwise than its prompt: behind the header that both
+        have, and what the prompt has behind that. Nones where that is not certain."""
         marked_text = self.marked_text
         previous_end, owner_index = marked_text.previous_piece_end(first_piece_start, index)
         tail = text_after_piece(prompt, marked_text.text, previous_end) or ""
@@ -376,31 +432,46 @@ class _MarkedRow:
         if (
             size is None
             or owner_index < 0
-            or any(message["role"] not in ("user", "tool") for message in self.messages[owner_index:index])
+            or any(
+                message["role"] not in ("user", "tool")
+                for message in self.messages[owner_index:index]
+            )
         ):
             return None, None
         # the text must have something of the header with which its prompt ends
         header = self.template.traits.generation_prompt
-        if header.strip() and tail.endswith(header) and not tail[len(tail) - len(header) : size].strip():
+        if (
+            header.strip()
+            and tail.endswith(header)
+            and not tail[len(tail) - len(header) : size].strip()
+        ):
             return None, None
         return previous_end + size, tail[size:]
 
     def _unprompted_header(self, index: int, offset: int) -> str:
-        """The header of an assistant's turn where the text has it behind the prompt, which has none (after a tool's
-        result, in some templates): what is a generation prompt after a question is given; else empty."""
+        """The header of an assistant's turn where the text has it behind the prompt, which has none
+        (after a tool's result, in some templates): what is a generation prompt after a question is
+        given; else empty.
+        """
         if not index or self.messages[index - 1]["role"] != "tool":
             return ""
         prompted_messages = [*self.messages[:index], NEXT_QUESTION]
         try:
-            prompt, question = self._render(prompted_messages, with_prompt=True), self._render(prompted_messages)
+            prompt, question = (
+                self._render(prompted_messages, with_prompt=True),
+                self._render(prompted_messages),
+            )
         except RenderError:
             return ""
         header = prompt.removeprefix(question) if prompt.startswith(question) else ""
         return header if header.strip() and self.marked_text.text.startswith(header, offset) else ""
 
-    def _start_without_prompt(self, index: int, earliest: int, first_piece_start: int | None) -> int | None:
-        """Where a turn begins that follows neither a question nor a tool's result: as far before its first piece as its
-        header is long, which is measured after a question; None where that is not certain."""
+    def _start_without_prompt(
+        self, index: int, earliest: int, first_piece_start: int | None
+    ) -> int | None:
+        """Where a turn begins that follows neither a question nor a tool's result: as far before
+        its first piece as its header is long, which is measured after a question; None where that
+        is not certain."""
         if first_piece_start is None:
             return None
         prompted_messages = [*self.messages[:index], NEXT_QUESTION]
@@ -411,7 +482,9 @@ class _MarkedRow:
             return None
         tail = prompt.rpartition(NEXT_QUESTION["content"])[2]
         text = self.marked_text.text
-        piece_start = continued_text.find(text[first_piece_start : first_piece_start + SENTINEL_CHARS])
+        piece_start = continued_text.find(
+            text[first_piece_start : first_piece_start + SENTINEL_CHARS]
+        )
         tail_start = len(prompt) - len(tail)
         gap = continued_text[tail_start:piece_start]
         size = self._header_size(prompt, prompted_messages, tail, gap)
@@ -425,11 +498,15 @@ class _MarkedRow:
         begin = first_piece_start - len(gap) + size
         return begin if begin >= earliest and text[begin:first_piece_start] == gap[size:] else None
 
-    def _header_size(self, prompt: str, prompted_messages: Sequence[Message], tail: str, gap: str) -> int | None:
-        """How much of `gap`, what stands before a turn's first piece, is the header that its prompt gives; None where
-        that is not certain. `tail` is the end of the prompt, behind the piece that `gap` is behind too. A prompt may
-        open think text that the turn has not, or has closed. What both have is given, but no more than a plain answer
-        has, which has no other turn's words; and where they part there are only marks of think text."""
+    def _header_size(
+        self, prompt: str, prompted_messages: Sequence[Message], tail: str, gap: str
+    ) -> int | None:
+        """How much of `gap`, what stands before a turn's first piece, is the header that its prompt
+        gives; None where that is not certain. `tail` is the end of the prompt, behind the piece
+        that `gap` is behind too. A prompt may open think text that the turn has not, or has closed.
+        What both have is given, but no more than a plain answer has, which has no other turn's
+        words; and where they part there are only marks of think text.
+        """
         if SENTINEL_PREFIX in tail or not tail.strip():
             return None
         size = len(common_prefix(tail, gap, self.ends.special_tokens))
@@ -437,7 +514,9 @@ class _MarkedRow:
             return size
         answered_text = self.template.try_render([*prompted_messages, PLAIN_ANSWER], self.tools)
         prompt_start = prompt[: len(prompt) - len(tail)]
-        plain_header, is_answer_written, _ = answered_text.removeprefix(prompt_start).partition(PLAIN_ANSWER["content"])
+        plain_header, is_answer_written, _ = answered_text.removeprefix(prompt_start).partition(
+            PLAIN_ANSWER["content"]
+        )
         if not is_answer_written or not answered_text.startswith(prompt_start):
             return None
         plain_size = len(common_prefix(tail, plain_header, self.ends.special_tokens))
@@ -447,12 +526,18 @@ class _MarkedRow:
         return min(size, plain_size) if differs_in_think_only else None
 
     def _locate_end(self, index: int, *, piece_end: int, is_answer_text: bool) -> Turn:
-        """A turn with its end alone, whose last piece ends at `piece_end`; without one where that is not certain."""
+        """A turn with its end alone, whose last piece ends at `piece_end`; without one where that
+        is not certain."""
         marked_text, ends = self.marked_text, self.ends
         limit = marked_text.next_piece_start(piece_end)
         turn_text = self.template.try_render(self.messages[: index + 1], self.tools)
-        # Whether the conversation up to the turn is a beginning of the whole text, and ends before the next piece.
-        is_prefix = bool(turn_text) and marked_text.text.startswith(turn_text) and piece_end <= len(turn_text) <= limit
+        # Whether the conversation up to the turn is a beginning of the whole text, and ends before
+        # the next piece.
+        is_prefix = (
+            bool(turn_text)
+            and marked_text.text.startswith(turn_text)
+            and piece_end <= len(turn_text) <= limit
+        )
         is_last = index + 1 == len(self.messages)
         written_tail = marked_text.text[piece_end:limit]
         continued_tail: str | None = written_tail
@@ -461,8 +546,11 @@ class _MarkedRow:
         final_tail: str | None = turn_text[piece_end:]
         if not is_prefix:
             final_tail = text_after_piece(turn_text, marked_text.text, piece_end)
-        end = ends.find_end(final_tail, continued_tail, is_last=is_last, is_answer_text=is_answer_text)
-        # In the middle of a row any token that opens a turn follows; only one seen on the probes ends an answer.
+        end = ends.find_end(
+            final_tail, continued_tail, is_last=is_last, is_answer_text=is_answer_text
+        )
+        # In the middle of a row any token that opens a turn follows; only one seen on the probes
+        # ends an answer.
         if end is not None and end.opens_next_turn and not is_last:
             tokens = control_tokens(end.text, ends.special_tokens)
             if not tokens or tokens[-1] not in ends.opener_end_markers:
@@ -473,11 +561,17 @@ class _MarkedRow:
                 return Turn(index)
             offset = len(turn_text) if is_prefix else piece_end
             return Turn(index, end=marked_text.to_gap_position(offset), ended_by_prefix=is_prefix)
-        # An end that the turn alone does not show is its own only where this turn's and the next one's texts stand.
+        # An end that the turn alone does not show is its own only where this turn's and the next
+        # one's texts stand.
         is_in_final_tail = final_tail is not None and final_tail.startswith(end.text)
-        if not (is_in_final_tail or end.opens_next_turn or marked_text.is_end_certain(index, len(self.messages))):
+        if not (
+            is_in_final_tail
+            or end.opens_next_turn
+            or marked_text.is_end_certain(index, len(self.messages))
+        ):
             return Turn(index)
-        # The last turn may be written without its end, which a next turn would bring: it is added to the text.
+        # The last turn may be written without its end, which a next turn would bring: it is added
+        # to the text.
         added_end = ""
         if is_last:
             added_end = end.text[len(written_tail) :]
@@ -495,13 +589,17 @@ class _MarkedRow:
         )
 
     def _continued_tail(self, piece_end: int) -> str | None:
-        """What stands after the last piece of the last turn when the conversation goes on; None where it cannot."""
+        """What stands after the last piece of the last turn when the conversation goes on; None
+        where it cannot."""
         calls = self.messages[-1].get("tool_calls") or []
         following_turns = [NEXT_QUESTION]
-        # After calls a tool's result goes first: some templates refuse a question there, others open another turn.
+        # After calls a tool's result goes first: some templates refuse a question there, others
+        # open another turn.
         if calls:
             call_id, name = str(calls[-1].get("id") or ""), calls[-1]["function"]["name"]
-            following_turns.insert(0, {**NEXT_QUESTION, "role": "tool", "name": name, "tool_call_id": call_id})
+            following_turns.insert(
+                0, {**NEXT_QUESTION, "role": "tool", "name": name, "tool_call_id": call_id}
+            )
         for following in following_turns:
             continued_text = self.template.try_render([*self.messages, following], self.tools)
             tail = text_after_piece(continued_text, self.marked_text.text, piece_end)
@@ -539,11 +637,16 @@ class LocatedTurns:
 
 
 class TurnLocator:
-    """Finds the turns of conversations rendered by one template; `with_tools`: one for rows with tools alone. Raises
-    TokenizerError where it cannot render a question and an answer."""
+    """Finds the turns of conversations rendered by one template; `with_tools`: one for rows with
+    tools alone. Raises TokenizerError where it cannot render a question and an answer."""
 
     def __init__(
-        self, chat_template: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None, with_tools: bool
+        self,
+        chat_template: ChatTemplate,
+        *,
+        special_tokens: Sequence[str],
+        eos_token: str | None,
+        with_tools: bool,
     ) -> None:
         self.template, self.ends = probe_template(
             chat_template, special_tokens=special_tokens, eos_token=eos_token, with_tools=with_tools
@@ -555,37 +658,51 @@ class TurnLocator:
         self._layouts_by_shape: dict[Any, TemplateLayout | None] = {}
 
     def locate(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> LocatedTurns:
-        """The text of a conversation, a fitted one, and the exact spans of its assistant turns; raises InexactMaskError
-        where the template refuses the row, drops or rewrites a part of it, or cannot be verified on it."""
+        """The text of a conversation, a fitted one, and the exact spans of its assistant turns;
+        raises InexactMaskError where the template refuses the row, drops or rewrites a part of it,
+        or cannot be verified on it.
+        """
         try:
             text = self.template.render(messages, tools)
         except RenderError as error:
             raise InexactMaskError(TEMPLATE_REFUSES_ROW, str(error)) from error
-        # Most rows are plain: one rendering and one comparison with what their shape says. All others get a copy each.
+        # Most rows are plain: one rendering and one comparison with what their shape says. All
+        # others get a copy each.
         shape = None if tools else self._row_shape(messages)
         if shape is not None and shape not in self._layouts_by_shape:
             if len(self._layouts_by_shape) >= _MAX_SHAPES:
                 self._layouts_by_shape.clear()
-            self._layouts_by_shape[shape] = None  # rows of this shape have none, or may differ from one another
+            self._layouts_by_shape[shape] = (
+                None  # rows of this shape have none, or may differ from one another
+            )
             with contextlib.suppress(InexactMaskError):
                 self._layouts_by_shape[shape] = self._measure(messages, ())[0]
         template_layout = self._layouts_by_shape.get(shape)
         if template_layout is not None:
-            # a plain message has one piece: its text without the white space at its ends, which the shape has
+            # a plain message has one piece: its text without the white space at its ends, which the
+            # shape has
             expected_text, gap_starts = template_layout.fill(
                 [stripped for message in messages if (stripped := message["content"].strip())]
             )
             if expected_text == text:
                 located = self._fill_layout(template_layout, text, gap_starts)
                 with contextlib.suppress(InexactMaskError):  # a copy of this row's own says more
-                    self._verify(template_layout, located, messages, tools, gap_starts=gap_starts, is_shared=True)
+                    self._verify(
+                        template_layout,
+                        located,
+                        messages,
+                        tools,
+                        gap_starts=gap_starts,
+                        is_shared=True,
+                    )
                     return located
         # The turns by a marked copy of this very row, confirmed by its own prompts.
         template_layout, pieces = self._measure(messages, tools)
         expected_text, gap_starts = template_layout.fill([piece.text for piece in pieces])
         if expected_text != text:
             raise InexactMaskError(
-                "the chat template renders the row differently from its marked copy, so its turns cannot be located",
+                "the chat template renders the row differently from its marked copy, so its turns"
+                " cannot be located",
                 format_first_difference(expected_text, text),
             )
         located = self._fill_layout(template_layout, text, gap_starts)
@@ -593,13 +710,20 @@ class TurnLocator:
         return located
 
     def _row_shape(self, messages: Sequence[Message]) -> Any:
-        """What decides how the template treats a plain row: roles, and the white space around the texts; None where the
-        row has calls, think text, or a text that holds a mark or something the template looks for."""
+        """What decides how the template treats a plain row: roles, and the white space around the
+        texts; None where the row has calls, think text, or a text that holds a mark or something
+        the template looks for.
+        """
         shape: list[tuple[Any, ...]] = []
         for message in messages:
             content = message.get("content")
-            # more keys than role and content: a name, calls, or think text, which templates branch on
-            if not isinstance(content, str) or len(message) != 2 or self._special_text_pattern.search(content):
+            # more keys than role and content: a name, calls, or think text, which templates branch
+            # on
+            if (
+                not isinstance(content, str)
+                or len(message) != 2
+                or self._special_text_pattern.search(content)
+            ):
                 return None
             body = content.strip()
             begin = len(content) - len(content.lstrip())
@@ -616,15 +740,21 @@ class TurnLocator:
         gap_starts: Sequence[int],
         is_shared: bool = False,
     ) -> None:
-        """Raise InexactMaskError where a turn does not begin where the row's own prompt ends, or end where its does.
-        `is_shared`: the layout is that of another row, whose turns may be inexact where this row's are not."""
+        """Raise InexactMaskError where a turn does not begin where the row's own prompt ends, or
+        end where its does. `is_shared`: the layout is that of another row, whose turns may be
+        inexact where this row's are not.
+        """
         for turn in template_layout.turns:
             if turn.reason and not is_shared:
                 continue
             location = f"messages[{turn.message_index}]"
-            prompt = ""  # many templates read the first message, which an empty prompt does not have
+            prompt = (  # many templates read the first message, which an empty prompt does not have
+                ""
+            )
             try:
-                prompt = self.template.render(messages[: turn.message_index], tools, with_prompt=True)
+                prompt = self.template.render(
+                    messages[: turn.message_index], tools, with_prompt=True
+                )
             except RenderError as error:
                 if turn.message_index:
                     raise InexactMaskError(PROMPT_MISMATCH, location) from error
@@ -637,21 +767,29 @@ class TurnLocator:
                 starts_at_prompt_end = prompt + turn.unprompted_header == located.text[:start]
             elif turn.start is None or turn.without_prompt:
                 starts_at_prompt_end = not is_shared
-            else:  # the header behind the piece before the turn, whatever the template made of earlier turns
+            else:
+                # the header behind the piece before the turn, whatever the template made of earlier
+                # turns
                 header_start = gap_starts[turn.start.gap]
-                header = located.text[header_start : header_start + turn.start.offset - len(turn.unprompted_header)]
+                header = located.text[
+                    header_start : header_start + turn.start.offset - len(turn.unprompted_header)
+                ]
                 starts_at_prompt_end = prompt.endswith(header + (turn.prompt_suffix or ""))
             if not starts_at_prompt_end:
                 raise InexactMaskError(PROMPT_MISMATCH, location)
-            # Without markers the end is only where the turn's own rendering ends: that must hold for this row too.
+            # Without markers the end is only where the turn's own rendering ends: that must hold
+            # for this row too.
             if (
                 turn.ended_by_prefix
                 and not self.ends.end_markers
-                and self.template.try_render(messages[: turn.message_index + 1], tools) != located.text[:end]
+                and self.template.try_render(messages[: turn.message_index + 1], tools)
+                != located.text[:end]
             ):
                 raise InexactMaskError(NO_TURN_END, location)
 
-    def _fill_layout(self, template_layout: TemplateLayout, text: str, gap_starts: Sequence[int]) -> LocatedTurns:
+    def _fill_layout(
+        self, template_layout: TemplateLayout, text: str, gap_starts: Sequence[int]
+    ) -> LocatedTurns:
         spans: dict[int, Span] = {}
         guessed_spans: dict[int, Span] = {}
         prompt_suffixes: dict[int, str] = {}
@@ -665,7 +803,9 @@ class TurnLocator:
                 guessed_spans[turn.message_index] = (start, end)
                 continue
             suffix = turn.prompt_suffix or ""
-            if text.startswith(suffix, start):  # the answer's own text may begin as the prompt goes on
+            if text.startswith(
+                suffix, start
+            ):  # the answer's own text may begin as the prompt goes on
                 start += len(suffix)
             else:
                 prompt_suffixes[start] = suffix
@@ -677,7 +817,9 @@ class TurnLocator:
             method = "last_turn" if spans else "inexact"
         elif any(turn.ended_by_next_turn for turn in template_layout.turns):
             method = "next_turn"
-        elif any(turn.prompt_suffix is not None or turn.without_prompt for turn in template_layout.turns):
+        elif any(
+            turn.prompt_suffix is not None or turn.without_prompt for turn in template_layout.turns
+        ):
             method = "header"
         elif all(turn.ended_by_prefix for turn in template_layout.turns):
             method = "prefix"
@@ -697,9 +839,12 @@ class TurnLocator:
             headers,
         )
 
-    def _measure(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[TemplateLayout, list[MarkedPiece]]:
-        """What the template writes around this row's pieces, and the pieces; raises InexactMaskError where it
-        refuses a marked copy, or drops, rewrites or takes apart a text."""
+    def _measure(
+        self, messages: Sequence[Message], tools: Sequence[Any]
+    ) -> tuple[TemplateLayout, list[MarkedPiece]]:
+        """What the template writes around this row's pieces, and the pieces; raises
+        InexactMaskError where it refuses a marked copy, or drops, rewrites or takes apart a
+        text."""
         marked_messages, pieces = self._mark_messages(messages)
         try:
             text = self.template.render(marked_messages, tools)
@@ -707,10 +852,11 @@ class TurnLocator:
             raise InexactMaskError(
                 "the chat template refuses a copy of the row with marks in it", str(error)
             ) from error
-        # A template that takes letters out of a text (`content[0]`) takes them out of its sentinel. The second copy has
-        # other letters there, so that the two renderings differ.
+        # A template that takes letters out of a text (`content[0]`) takes them out of its sentinel.
+        # The second copy has other letters there, so that the two renderings differ.
         second_copy = [
-            map_message_texts(message, index, to_second_sentinels) for index, message in enumerate(marked_messages)
+            map_message_texts(message, index, to_second_sentinels)
+            for index, message in enumerate(marked_messages)
         ]
         second_text = _SECOND_SENTINEL.sub(
             lambda match: SENTINEL_PREFIX + (match[1] + match[2]).translate(_FROM_SECOND),
@@ -718,13 +864,16 @@ class TurnLocator:
         )
         if second_text != text:
             raise InexactMaskError(
-                "the chat template rewrites a text or takes it apart", format_first_difference(text, second_text)
+                "the chat template rewrites a text or takes it apart",
+                format_first_difference(text, second_text),
             )
         marked_text = MarkedText(text, pieces)
         # Think pieces may be left out; no other may be missing or changed.
         written_indices = {piece_index for piece_index, _ in marked_text.written_pieces}
         last_content = {
-            piece.message_index: piece_index for piece_index, piece in enumerate(pieces) if piece.kind == "content"
+            piece.message_index: piece_index
+            for piece_index, piece in enumerate(pieces)
+            if piece.kind == "content"
         }
         stripped_pieces = []
         for piece_index, piece in enumerate(pieces):
@@ -733,11 +882,16 @@ class TurnLocator:
             if piece_index in marked_text.changed_pieces:
                 reason = f"the chat template rewrites {_ROLE_POSSESSIVES[role]} text"
                 if piece.kind == "arguments":
-                    reason = "the chat template encodes the JSON text of a tool call's arguments a second time"
+                    reason = (
+                        "the chat template encodes the JSON text of a tool call's arguments a"
+                        " second time"
+                    )
                 raise InexactMaskError(reason, location)
             if piece_index in written_indices:
                 continue
-            if piece.kind == "name":  # Kimi writes the id, `functions.get_weather:0`, and no name beside it
+            if (
+                piece.kind == "name"
+            ):  # Kimi writes the id, `functions.get_weather:0`, and no name beside it
                 ids = [
                     str(call.get("id") or "")
                     for call in messages[piece.message_index]["tool_calls"]
@@ -748,30 +902,45 @@ class TurnLocator:
                     continue
                 if are_written:
                     location += (
-                        ": ids of calls in the form functions.NAME:NUMBER, numbered from 0 over the row and the same "
-                        "in the results, make it exact: the template writes ids in place of names"
+                        ": ids of calls in the form functions.NAME:NUMBER, numbered from 0 over the"
+                        " row and the same in the results, make it exact: the template writes ids"
+                        " in place of names"
                     )
             if piece.kind in ("name", "argument", "arguments"):
                 raise InexactMaskError(
-                    "the chat template drops a tool call", f"{location}: {one_line(piece.text, limit=60)}"
+                    "the chat template drops a tool call",
+                    f"{location}: {one_line(piece.text, limit=60)}",
                 )
             if role in ("system", "developer"):
                 raise InexactMaskError(
-                    "the chat template drops the system prompt (data.system_into_user=true puts it before the first "
-                    "user turn)",
+                    "the chat template drops the system prompt (data.system_into_user=true puts it"
+                    " before the first user turn)",
                     location,
                 )
-            if role != "assistant" or not piece.is_think or piece_index == last_content.get(piece.message_index):
-                raise InexactMaskError(f"the chat template drops {_ROLE_POSSESSIVES[role]} text", location)
+            if (
+                role != "assistant"
+                or not piece.is_think
+                or piece_index == last_content.get(piece.message_index)
+            ):
+                raise InexactMaskError(
+                    f"the chat template drops {_ROLE_POSSESSIVES[role]} text", location
+                )
             stripped_pieces.append(piece_index)
         marked_row = _MarkedRow(self.template, self.ends, marked_text, marked_messages, tools)
         turns = tuple(
-            marked_row.locate_turn(index) for index, message in enumerate(messages) if message["role"] == "assistant"
+            marked_row.locate_turn(index)
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
         )
         gaps = tuple(text[begin:end] for begin, end in marked_text.gap_spans)
-        return TemplateLayout(gaps, tuple(marked_text.written_pieces), turns, tuple(stripped_pieces)), pieces
+        return (
+            TemplateLayout(gaps, tuple(marked_text.written_pieces), turns, tuple(stripped_pieces)),
+            pieces,
+        )
 
-    def _mark_messages(self, messages: Sequence[Message]) -> tuple[list[Message], list[MarkedPiece]]:
+    def _mark_messages(
+        self, messages: Sequence[Message]
+    ) -> tuple[list[Message], list[MarkedPiece]]:
         """The row with sentinels around its pieces, and the pieces by number."""
         pieces: list[MarkedPiece] = []
 
@@ -779,15 +948,19 @@ class TurnLocator:
             for salt in (SENTINEL_PREFIX, SECOND_SENTINEL_PREFIX):
                 if salt in text:
                     raise InexactMaskError(
-                        "a text holds the mark that is used to find turns", f"messages[{index}]: {salt}"
+                        "a text holds the mark that is used to find turns",
+                        f"messages[{index}]: {salt}",
                     )
             marked: list[str] = []
             offset = 0
             for begin, end, is_think in split_text_pieces(
-                text, self._searched_pattern if kind in ("content", "reasoning") else MATCHES_NOTHING
+                text,
+                self._searched_pattern if kind in ("content", "reasoning") else MATCHES_NOTHING,
             ):
                 piece_index = len(pieces)
-                pieces.append(MarkedPiece(index, kind, text[begin:end], is_think or kind == "reasoning"))
+                pieces.append(
+                    MarkedPiece(index, kind, text[begin:end], is_think or kind == "reasoning")
+                )
                 self._check_between(text[offset:begin], index)
                 marked += (
                     text[offset:begin],

@@ -1,6 +1,7 @@
 """Paths to conversations: files in every form that people have, read row by row.
 
-`files.py` finds files and tells what they are, `json_rows.py` and `tables.py` read rows from the bytes that `raw.py`
-gives; `formats.py` recognises what a row is by its keys, `messages.py` makes messages of its turns, and `columns.py`
-says which columns are not read, and names rows that are no supervised examples. `examples.py` is all of it for a path.
+`files.py` finds files and tells what they are, `json_rows.py` and `tables.py` read rows from the
+bytes that `raw.py` gives; `formats.py` recognises what a row is by its keys, `messages.py` makes
+messages of its turns, and `columns.py` says which columns are not read, and names rows that are no
+supervised examples. `examples.py` is all of it for a path.
 """

@@ -1,4 +1,5 @@
-"""The rows of a source as examples, each file by its own format; and a first look at them before any library loads."""
+"""The rows of a source as examples, each file by its own format; and a first look at them before
+any library loads."""
 
 import contextlib
 import functools
@@ -10,7 +11,14 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from sft_play.config.schema import DataConfig, StyleConfig
-from sft_play.data.sources.files import AnySource, DataPaths, FilePart, file_kind, list_parts, read_part
+from sft_play.data.sources.files import (
+    AnySource,
+    DataPaths,
+    FilePart,
+    file_kind,
+    list_parts,
+    read_part,
+)
 from sft_play.data.sources.formats import (
     FORMAT_PROBE_ROWS,
     STYLED_KEY,
@@ -32,10 +40,13 @@ from sft_play.process.waiting import report_wait
 
 
 class ExampleReader:
-    """The examples of a source in order, each file by its own format, each row that cannot be one as a `BadRow`; `rows`
-    and `format` say what was found so far. Reading raises DataError for a whole file."""
+    """The examples of a source in order, each file by its own format, each row that cannot be one
+    as a `BadRow`; `rows` and `format` say what was found so far. Reading raises DataError for a
+    whole file."""
 
-    def __init__(self, source: AnySource, data: DataConfig, *, split: str, wants_text: bool = False) -> None:
+    def __init__(
+        self, source: AnySource, data: DataConfig, *, split: str, wants_text: bool = False
+    ) -> None:
         require_known_columns(data)
         self.source = source
         self.rows = 0
@@ -73,17 +84,23 @@ class ExampleReader:
                 yield self.rows, read_example(row, row_format, self.data)
 
 
-def read_example(row: RawRow | BadRow, row_format: RowFormat | None, data: DataConfig) -> Example | BadRow:
-    """A row of a file with this format as an example, with the system prompt that data.style gives it."""
+def read_example(
+    row: RawRow | BadRow, row_format: RowFormat | None, data: DataConfig
+) -> Example | BadRow:
+    """A row of a file with this format as an example, with the system prompt that data.style gives
+    it."""
     if isinstance(row, BadRow):
         return row
     if row_format is None:
         return BadRow(row.where, "no known format")
-    return apply_style(to_example(rename_columns(row, data.columns), row_format, data), row, data.style)
+    return apply_style(
+        to_example(rename_columns(row, data.columns), row_format, data), row, data.style
+    )
 
 
 def apply_style(example: Example | BadRow, row: RawRow, style: StyleConfig) -> Example | BadRow:
-    """The example of a row with the system prompt that data.style gives it; unchanged where `make style` wrote it."""
+    """The example of a row with the system prompt that data.style gives it; unchanged where `make
+    style` wrote it."""
     source = row.where
     if isinstance(example, BadRow) or not (style.system or style.per_source):
         return example
@@ -94,14 +111,16 @@ def apply_style(example: Example | BadRow, row: RawRow, style: StyleConfig) -> E
     return set_system_prompt(example, style, find_system_prompt(source, style)[0])[0]
 
 
-# The system prompts of data.style: those that `make style` writes are those of rows that a run reads.
+# The system prompts of data.style: those that `make style` writes are those of rows that a run
+# reads.
 
 # what follows a file's name in a row's source: its line, or row
 _ROW_NUMBER = re.compile(r"(?::\d+){1,2}$|:row \d+$")
 
 
 def find_system_prompt(source: str, style: StyleConfig) -> tuple[str, str]:
-    """The system prompt for rows of this source, and the glob of data.style.per_source that matches; "" for none."""
+    """The system prompt for rows of this source, and the glob of data.style.per_source that
+    matches; "" for none."""
     file = _ROW_NUMBER.sub("", source)
     for glob, prompt in style.per_source.items():
         if any(fnmatchcase(name, glob) for name in (source, file, file.rpartition("/")[2])):
@@ -110,14 +129,18 @@ def find_system_prompt(source: str, style: StyleConfig) -> tuple[str, str]:
 
 
 def set_system_prompt(example: Example, style: StyleConfig, prompt: str) -> tuple[Example, str]:
-    """The example with this system prompt, and what was done: set, prepended, replaced, left, or text (it is plain)."""
+    """The example with this system prompt, and what was done: set, prepended, replaced, left, or
+    text (it is plain)."""
     if isinstance(example, Text):
         return replace(example, notes=(*example.notes, *[NOTE_UNSTYLED] * bool(prompt))), "text"
     first, *others = example.messages
     if not prompt.strip():
         return example, "left"
     if first["role"] != "system":
-        return replace(example, messages=({"role": "system", "content": prompt}, *example.messages)), "set"
+        return (
+            replace(example, messages=({"role": "system", "content": prompt}, *example.messages)),
+            "set",
+        )
     # content in parts is its author's own form, which a prompt of ours would not fit into
     has_parts = not isinstance(author_form(first).get("content"), str)
     if style.how == "keep" or has_parts:
@@ -142,7 +165,9 @@ def example_text(example: Example) -> str:
     """All that a row says, tools and calls of tools among it."""
     if isinstance(example, Text):
         return example.text
-    return "\n".join([*map(_to_json, filter(None, [example.tools])), messages_text(example.messages)])
+    return "\n".join(
+        [*map(_to_json, filter(None, [example.tools])), messages_text(example.messages)]
+    )
 
 
 def messages_text(messages: Iterable[Message]) -> str:
@@ -164,14 +189,18 @@ CHECKED_FIRST_ROWS = 100
 
 
 def check_first_rows(data: DataConfig, paths: DataPaths, *, task_mode: str) -> None:
-    """Look at the first rows of every source but folders saved by `datasets` and the hub, which need a library. Raises
-    DataError where a file cannot be read, or none of its first rows can and `data.on_bad_row` is fail."""
+    """Look at the first rows of every source but folders saved by `datasets` and the hub, which
+    need a library. Raises DataError where a file cannot be read, or none of its first rows can and
+    `data.on_bad_row` is fail.
+    """
     require_known_columns(data)
     for name, source in paths.named_paths():
         if name == "text" and task_mode != "cpt_mixed":
             continue
         option = name if name.startswith("source ") else f"data.{name}_path"
-        parts = list_parts(source, wants_text=task_mode == "cpt" or name == "text")[:CHECKED_FIRST_FILES]
+        parts = list_parts(source, wants_text=task_mode == "cpt" or name == "text")[
+            :CHECKED_FIRST_FILES
+        ]
         for part in parts:
             if part.kind != "auto":
                 continue
@@ -182,11 +211,14 @@ def check_first_rows(data: DataConfig, paths: DataPaths, *, task_mode: str) -> N
                 detect_format(iter(rows), data)
             if bad and len(bad) == len(rows) and data.on_bad_row == "fail":
                 prefix = "the first " * (len(rows) == CHECKED_FIRST_ROWS)
-                raise no_usable_rows_error(f"{prefix}{len(bad):,} rows of {option}={one_line(part.name)}", bad)
+                raise no_usable_rows_error(
+                    f"{prefix}{len(bad):,} rows of {option}={one_line(part.name)}", bad
+                )
 
 
 def count_part_rows(parts: Sequence[FilePart]) -> int | None:
-    """Count the rows of files by line ends or row groups; None if a file has to be parsed to count its rows."""
+    """Count the rows of files by line ends or row groups; None if a file has to be parsed to count
+    its rows."""
     total = 0
     with contextlib.suppress(OSError, SftPlayError, ValueError):
         for part in parts:

@@ -43,12 +43,12 @@ from sft_play.log import one_line
 
 # What a data file is: its content decides; its name only between kinds that the content could be.
 
-# Names of plain text; any other file whose content does not begin like JSON is text only where text is asked.
+# Names of plain text; any other file whose content does not begin like JSON is text only where text
+# is asked.
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".text"})
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 ROW_FILE_SUFFIXES = TABLE_SUFFIXES.union(
-    (".jsonl", ".json", ".ndjson"),
-    (".parquet", ".pq", ".arrow", ".feather", ".ipc"),
+    (".jsonl", ".json", ".ndjson"), (".parquet", ".pq", ".arrow", ".feather", ".ipc")
 )
 
 _BINARY_SIGNATURES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow stream"}
@@ -58,7 +58,10 @@ _UNREADABLE_SIGNATURES = {
     b"\xfd7zXZ": "compressed with xz: unxz",
     b"\x28\xb5\x2f\xfd": "compressed with zstd: unzstd",
     b"7z\xbc\xaf": "a 7z archive: unpack it",
-    b"FEA1": "Feather 1, which nothing reads any more: write it with pyarrow.feather.write_feather(version=2)",
+    b"FEA1": (
+        "Feather 1, which nothing reads any more: write it with"
+        " pyarrow.feather.write_feather(version=2)"
+    ),
     b"%PDF": "a PDF document: make dapt-docx turns documents into text",
     b"SQLite format 3": "an SQLite database: write the table as CSV or JSONL",
     b"\x89HDF": "HDF5: write it as Parquet (pandas: to_parquet)",
@@ -70,20 +73,25 @@ _UNREADABLE_SIGNATURES = {
 
 
 def file_kind(path: Path, *, wants_text: bool = False) -> str:
-    """What a file is: lines, objects, array, csv, parquet, arrow, arrow stream or text, by its content; by its name
-    only between kinds that the content could be. Raises DataError where it is empty, or of no kind that can be read."""
+    """What a file is: lines, objects, array, csv, parquet, arrow, arrow stream or text, by its
+    content; by its name only between kinds that the content could be. Raises DataError where it is
+    empty, or of no kind that can be read.
+    """
     beginning = read_head(path)
     for signature, kind in _BINARY_SIGNATURES.items():
         if beginning.startswith(signature):
             if is_gzipped(path):  # pyarrow seeks in the file
-                raise DataError(f"{path} is gzipped {kind.title()}, which is read from its end: gunzip it")
+                raise DataError(
+                    f"{path} is gzipped {kind.title()}, which is read from its end: gunzip it"
+                )
             return kind
     for signature, advice in _UNREADABLE_SIGNATURES.items():
         if beginning.startswith(signature):
             raise DataError(f"{path} is {advice}")
     if encoding_error := wide_encoding_error(path, beginning):
         raise encoding_error
-    # "ignore": the head may end inside a character; bytes that are not UTF-8 are named, with line, while rows are read
+    # "ignore": the head may end inside a character; bytes that are not UTF-8 are named, with line,
+    # while rows are read
     text = beginning.removeprefix(BOM).decode("utf-8", "ignore").lstrip()
     if not text:
         problem = "the file is blank" if beginning else "the file is empty"
@@ -92,10 +100,14 @@ def file_kind(path: Path, *, wants_text: bool = False) -> str:
         raise DataError(f"{path} has no rows: {problem}")
     suffix = data_suffix(path)
     if suffix in TEXT_SUFFIXES or (wants_text and suffix not in ROW_FILE_SUFFIXES):
-        # a text may begin with a bracket: rows only where they are objects, with a text where it is wanted
+        # a text may begin with a bracket: rows only where they are objects, with a text where it is
+        # wanted
         line = text.partition("\n")[0]
         is_list = not wants_text and re.match(r"\[\s*\{\s*\"", text) is not None
-        is_object = line.startswith("{") and getattr(json_rows.parse_line(line, ""), "reason", "") != "not valid JSON"
+        is_object = (
+            line.startswith("{")
+            and getattr(json_rows.parse_line(line, ""), "reason", "") != "not valid JSON"
+        )
         holds_rows = is_list or (is_object and ('"text"' in line or not wants_text))
         return _json_kind(text) if holds_rows else "text"
     if text[0] in "[{":
@@ -103,8 +115,8 @@ def file_kind(path: Path, *, wants_text: bool = False) -> str:
     if suffix in TABLE_SUFFIXES:
         return "csv"
     advice = (
-        "rows are JSON objects, one per line, or a list (json.dumps writes them, print and str do not); or a table "
-        "with a header line (.csv)"
+        "rows are JSON objects, one per line, or a list (json.dumps writes them, print and str do"
+        " not); or a table with a header line (.csv)"
     )
     if re.match(r"<(!doctype|html|\?xml|head|body)", text, re.IGNORECASE):
         advice = "a web page saved in place of the file? Fetch the file itself"
@@ -113,13 +125,17 @@ def file_kind(path: Path, *, wants_text: bool = False) -> str:
 
 def _json_kind(beginning: str) -> str:
     first_line, line_end, following = beginning.partition("\n")
-    first_row, second_row = (json_rows.parse_line(line, "") for line in (first_line, following.partition("\n")[0]))
+    first_row, second_row = (
+        json_rows.parse_line(line, "") for line in (first_line, following.partition("\n")[0])
+    )
     if beginning[0] == "[":  # a list of messages is a row
         is_row = line_end and following.lstrip().startswith("[") and isinstance(first_row, RawRow)
         return "lines" if is_row else "array"
     # of rows on lines of their own, of which the first was cut off, the second is one
     spans_lines = (
-        json_rows.OBJECT_CONTINUES in str(first_row) and isinstance(second_row, BadRow) and bool(following.strip())
+        json_rows.OBJECT_CONTINUES in str(first_row)
+        and isinstance(second_row, BadRow)
+        and bool(following.strip())
     )
     return "objects" if spans_lines else "lines"
 
@@ -149,7 +165,8 @@ AnySource = DataSource | Path | str
 
 @dataclass(frozen=True)
 class SourcePaths:
-    """Where one of several sources is read from; `val` is None where it has no held-out rows of its own."""
+    """Where one of several sources is read from; `val` is None where it has no held-out rows of its
+    own."""
 
     name: str
     train: Path | DataSource
@@ -158,7 +175,8 @@ class SourcePaths:
 
 @dataclass(frozen=True)
 class DataPaths:
-    """Where each split is read from. `notes` are to be logged. With `sources`, `train` is the first of them."""
+    """Where each split is read from. `notes` are to be logged. With `sources`, `train` is the first
+    of them."""
 
     train: Path | DataSource
     val: Path | DataSource | None
@@ -168,19 +186,25 @@ class DataPaths:
     sources: tuple[SourcePaths, ...] = ()
 
     def named_paths(self) -> list[tuple[str, Path | DataSource]]:
-        """What is read, each with the name of its part: train, val, test, text, source NAME, source NAME (val)."""
-        pairs: list[tuple[str, Path | DataSource | None]] = [] if self.sources else [("train", self.train)]
+        """What is read, each with the name of its part: train, val, test, text, source NAME, source
+        NAME (val)."""
+        pairs: list[tuple[str, Path | DataSource | None]] = (
+            [] if self.sources else [("train", self.train)]
+        )
         for source in self.sources:
-            pairs += [(f"source {source.name}", source.train), (f"source {source.name} (val)", source.val)]
+            pairs += [
+                (f"source {source.name}", source.train),
+                (f"source {source.name} (val)", source.val),
+            ]
         pairs += [("val", self.val), ("test", self.test), ("text", self.text)]
         return [(name, path) for name, path in pairs if path is not None]
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """A file, or a piece of one, that one process can read: picklable. `kind` is "auto" until the file was looked at.
-    [start, end) are bytes of lines or row groups of Parquet; `first_number` is that of the first line or row. `split`
-    picks one of a data set that has several."""
+    """A file, or a piece of one, that one process can read: picklable. `kind` is "auto" until the
+    file was looked at. [start, end) are bytes of lines or row groups of Parquet; `first_number` is
+    that of the first line or row. `split` picks one of a data set that has several."""
 
     name: str
     kind: str = "auto"
@@ -205,8 +229,10 @@ def data_part_split(data_part: str) -> str:
 
 
 def find_data_paths(data: DataConfig) -> DataPaths:
-    """Find the files that a run reads; the default `val_path` and `test_path` may be missing, since a command may have
-    had no rows for them: that is noted. Raises DataError naming every other file that is missing."""
+    """Find the files that a run reads; the default `val_path` and `test_path` may be missing, since
+    a command may have had no rows for them: that is noted. Raises DataError naming every other file
+    that is missing.
+    """
     missing: list[str] = []
     notes: list[str] = []
     missing_defaults: list[str] = []
@@ -223,7 +249,8 @@ def find_data_paths(data: DataConfig) -> DataPaths:
             missing_defaults.append(f"data.{key}={value}")
         return None
 
-    # every path is looked for before the first error is raised, so that one message names all that is missing
+    # every path is looked for before the first error is raised, so that one message names all that
+    # is missing
     train = locate("train_path", data.train_path)
     sources: list[SourcePaths] = []
     for index, (source, name) in enumerate(zip(data.sources, data.source_names, strict=True)):
@@ -235,10 +262,15 @@ def find_data_paths(data: DataConfig) -> DataPaths:
     test = locate("test_path", data.test_path)
     text = locate("text_path", data.text_path)
     if missing_defaults:
-        target = "dapt-docx" if PurePath(data.train_path or "") == PurePath(PROCESSED_TEXT_PATH) else "process"
+        target = (
+            "dapt-docx"
+            if PurePath(data.train_path or "") == PurePath(PROCESSED_TEXT_PATH)
+            else "process"
+        )
         missing.append(
-            f"{', '.join(missing_defaults)}: not there; `make {target}` writes them: run it first, or set "
-            "data.train_path to your own file, for which val_path and test_path have no defaults"
+            f"{', '.join(missing_defaults)}: not there; `make {target}` writes them: run it first,"
+            " or set data.train_path to your own file, for which val_path and test_path have no"
+            " defaults"
         )
     if sources:
         train = sources[0].train
@@ -250,24 +282,32 @@ def find_data_paths(data: DataConfig) -> DataPaths:
 def _is_default_path(key: str, data: DataConfig) -> bool:
     if data.train_path is None or str(PurePath(data.train_path)) not in MANAGED_HELD_OUT_FILES:
         return False
-    default = getattr(DataConfig(train_path=data.train_path), key, None)  # a path of data.sources has none
+    default = getattr(
+        DataConfig(train_path=data.train_path), key, None
+    )  # a path of data.sources has none
     return default is not None and PurePath(getattr(data, key)) == PurePath(default)
 
 
 def has_held_out_file(data: DataConfig) -> bool:
-    """Whether a run reads validation or test rows from a file; a default that no command wrote is not read."""
+    """Whether a run reads validation or test rows from a file; a default that no command wrote is
+    not read."""
     if any(source.val_path for source in data.sources):
         return True
-    is_written = _is_default_path("train_path", data) and _existing_path(data.train_path or "") is not None
+    is_written = (
+        _is_default_path("train_path", data) and _existing_path(data.train_path or "") is not None
+    )
     for key in ("val_path", "test_path"):
         path = getattr(data, key)
-        if path is not None and not (is_written and _is_default_path(key, data) and _existing_path(path) is None):
+        if path is not None and not (
+            is_written and _is_default_path(key, data) and _existing_path(path) is None
+        ):
             return True
     return False
 
 
 def find_source(value: str, *, encoding: str = "utf-8") -> Path | DataSource:
-    """Find the source that a path option names; raises DataError, which lists the folder's files, if it is missing."""
+    """Find the source that a path option names; raises DataError, which lists the folder's files,
+    if it is missing."""
     source = _locate(value, encoding)
     if source is None:
         raise DataError(f"{_describe_missing(value)}; looked from {Path.cwd()}")
@@ -288,7 +328,11 @@ def _existing_path(value: str) -> Path | None:
     try:
         path = Path(value).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError, ValueError):  # too long for the file system; ~someone who does not exist; a NUL
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ):  # too long for the file system; ~someone who does not exist; a NUL
         return None
 
 
@@ -324,16 +368,23 @@ def _describe_missing(value: str) -> str:
     return f"{text} does not exist"
 
 
-def read_rows(source: AnySource, *, split: str, wants_text: bool = False) -> Iterator[RawRow | BadRow]:
-    """The rows of a source, bad ones among them. `split` picks one of several in a saved folder or on the hub; with
-    `wants_text`, files that are not JSON or tables are plain text. Raises DataError for a whole file."""
+def read_rows(
+    source: AnySource, *, split: str, wants_text: bool = False
+) -> Iterator[RawRow | BadRow]:
+    """The rows of a source, bad ones among them. `split` picks one of several in a saved folder or
+    on the hub; with `wants_text`, files that are not JSON or tables are plain text. Raises
+    DataError for a whole file.
+    """
     for part in list_parts(source, split=split, wants_text=wants_text):
         yield from read_part(part)
 
 
-def list_parts(source: AnySource, *, split: str = "train", wants_text: bool = False) -> list[FilePart]:
-    """The files of a source in their order (folders sorted), each as one part; nothing is opened. Raises DataError
-    where there are none, or one is a pipe, a device or not readable by this user."""
+def list_parts(
+    source: AnySource, *, split: str = "train", wants_text: bool = False
+) -> list[FilePart]:
+    """The files of a source in their order (folders sorted), each as one part; nothing is opened.
+    Raises DataError where there are none, or one is a pipe, a device or not readable by this
+    user."""
     source_text = str(source)
     if source_text.startswith(tables.HUB_PREFIX):
         tables.parse_hub_name(source_text)
@@ -346,13 +397,19 @@ def list_parts(source: AnySource, *, split: str = "train", wants_text: bool = Fa
     if not matches:
         raise DataError(_describe_missing(source_text))
     matches = [mark_encoding(match, encoding) for match in matches]
-    parts = [part for match in matches for part in _list_path_parts(match, split, wants_text, is_glob_match=True)]
+    parts = [
+        part
+        for match in matches
+        for part in _list_path_parts(match, split, wants_text, is_glob_match=True)
+    ]
     if not parts:
         raise DataError(f"what matches {one_line(source_text)} holds no data files")
     return list(dict.fromkeys(parts))  # with `**` a folder and the files in it may both match
 
 
-def _list_path_parts(path: Path, split: str, wants_text: bool, *, is_glob_match: bool = False) -> list[FilePart]:
+def _list_path_parts(
+    path: Path, split: str, wants_text: bool, *, is_glob_match: bool = False
+) -> list[FilePart]:
     if not path.is_dir():
         require_file(path)
         return [FilePart(str(path), "auto", split, wants_text, encoding=path_encoding(path))]
@@ -360,21 +417,34 @@ def _list_path_parts(path: Path, split: str, wants_text: bool, *, is_glob_match:
     if wants_text:
         suffixes |= TEXT_SUFFIXES
     parts = [
-        FilePart(str(item), "saved" if item.is_dir() else "auto", split, wants_text, encoding=path_encoding(path))
+        FilePart(
+            str(item),
+            "saved" if item.is_dir() else "auto",
+            split,
+            wants_text,
+            encoding=path_encoding(path),
+        )
         for item in walk_data_files(path)
         if item.is_dir() or data_suffix(item) in suffixes
     ]
     if not parts and not is_glob_match:
-        message = f"{path} holds no data files; looked for {', '.join(sorted(suffixes))} and a saved dataset"
+        message = (
+            f"{path} holds no data files; looked for {', '.join(sorted(suffixes))} and a saved"
+            " dataset"
+        )
         text_files = sum(data_suffix(item) in TEXT_SUFFIXES for item in walk_data_files(path))
         if text_files:
-            message += f"; it holds {text_files:,} text file{'s' * (text_files > 1)}: task_mode: cpt trains plain text"
+            message += (
+                f"; it holds {text_files:,} text file{'s' * (text_files > 1)}: task_mode: cpt"
+                " trains plain text"
+            )
         raise DataError(message)
     return parts
 
 
 def walk_data_files(folder: Path) -> list[Path]:
-    """The files below a folder, sorted, without hidden ones; a folder saved by `datasets` is one item."""
+    """The files below a folder, sorted, without hidden ones; a folder saved by `datasets` is one
+    item."""
     if is_saved_dataset(folder):
         return [folder]
     items: list[Path] = []
@@ -387,8 +457,14 @@ def walk_data_files(folder: Path) -> list[Path]:
             items += [] if real_path in visited else [current_path]
             continue
         visited.add(real_path)
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in NON_DATA_NAMES]
-        items += [current_path / name for name in names if not name.startswith(".") and name not in NON_DATA_NAMES]
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name not in NON_DATA_NAMES
+        ]
+        items += [
+            current_path / name
+            for name in names
+            if not name.startswith(".") and name not in NON_DATA_NAMES
+        ]
     # the order of os.walk is the disk's
     return sorted(item for item in items if item.is_file() or is_saved_dataset(item))
 
@@ -405,7 +481,9 @@ def read_part(part: FilePart) -> Iterator[RawRow | BadRow]:
     kind = part.kind if part.kind != "auto" else file_kind(part.path, wants_text=part.wants_text)
     name, path = one_line(part.name, limit=4_000), part.path
     if kind == "lines":
-        rows = json_rows.read_lines(path, name, start=part.start, end=part.end, first_line=part.first_number)
+        rows = json_rows.read_lines(
+            path, name, start=part.start, end=part.end, first_line=part.first_number
+        )
         yield from _unwrap_single_object(rows) if part.end is None else rows
     elif kind == "objects":
         yield from _unwrap_single_object(json_rows.read_objects(path, name))
@@ -414,7 +492,9 @@ def read_part(part: FilePart) -> Iterator[RawRow | BadRow]:
     elif kind == "csv":
         yield from tables.read_csv(path, name)
     elif kind == "parquet":
-        yield from tables.read_parquet(path, name, start=part.start, end=part.end, first_row=part.first_number)
+        yield from tables.read_parquet(
+            path, name, start=part.start, end=part.end, first_row=part.first_number
+        )
     elif kind in ("arrow", "arrow stream"):
         yield from tables.read_arrow(path, name, is_stream=kind == "arrow stream")
     elif kind == "saved":
@@ -427,7 +507,11 @@ def read_part(part: FilePart) -> Iterator[RawRow | BadRow]:
         # a second piece is read ahead to know it: whole files are named without a line
         is_whole = len(leading_pieces) == 1
         for line, text in itertools.chain(leading_pieces, pieces):
-            yield RawRow(name if is_whole else f"{name}:{line}", {"text": text}, () if is_whole else (NOTE_PIECE,))
+            yield RawRow(
+                name if is_whole else f"{name}:{line}",
+                {"text": text},
+                () if is_whole else (NOTE_PIECE,),
+            )
 
 
 # Of a single object that is no row, the rows are those of the list that it holds under one key.
@@ -436,18 +520,24 @@ def _unwrap_single_object(rows: Iterator[RawRow | BadRow]) -> Iterator[RawRow | 
     row = leading_rows[0] if len(leading_rows) == 1 else None
     if isinstance(row, RawRow) and recognise_format(row.data) is None:
         lists = {key: value for key, value in row.data.items() if isinstance(value, list) and value}
-        keys = [key for key, value in lists.items()
-                if all(isinstance(item, dict) for item in value) and not json_rows.is_turn_list(value)]  # fmt: skip
+        keys = [
+            key
+            for key, value in lists.items()
+            if all(isinstance(item, dict) for item in value) and not json_rows.is_turn_list(value)
+        ]
         if len(keys) == 1:
             leading_rows = [
-                RawRow(f"{row.where} {keys[0]}[{index}]", item) for index, item in enumerate(row.data[keys[0]])
+                RawRow(f"{row.where} {keys[0]}[{index}]", item)
+                for index, item in enumerate(row.data[keys[0]])
             ]
     return itertools.chain(leading_rows, rows)
 
 
 def split_part(part: FilePart, *, part_bytes: int) -> list[FilePart]:
-    """A file's part as smaller ones for different processes: lines in ranges of about `part_bytes`, Parquet by row
-    groups, others not at all. Raises DataError where the file is empty, missing or of no known kind."""
+    """A file's part as smaller ones for different processes: lines in ranges of about `part_bytes`,
+    Parquet by row groups, others not at all. Raises DataError where the file is empty, missing or
+    of no known kind.
+    """
     if part.kind != "auto":
         return [part]
     path = part.path
@@ -460,18 +550,27 @@ def split_part(part: FilePart, *, part_bytes: int) -> list[FilePart]:
             first_row += rows
         return groups or [typed_part]
     # offsets are those of the bytes that are read, which another encoding's are not
-    if kind != "lines" or part.encoding != "utf-8" or is_gzipped(path) or path.stat().st_size <= part_bytes:
+    if (
+        kind != "lines"
+        or part.encoding != "utf-8"
+        or is_gzipped(path)
+        or path.stat().st_size <= part_bytes
+    ):
         return [typed_part]
     ranges: list[FilePart] = []
     start, first_line, line, offset = 0, 1, 1, 0
     for block in read_blocks(path):
         scanned = 0
-        while offset + len(block) - start > part_bytes:  # a part may end in this block: at the next line end
+        while (
+            offset + len(block) - start > part_bytes
+        ):  # a part may end in this block: at the next line end
             cut = block.find(b"\n", max(scanned, start + part_bytes - offset)) + 1
             if cut == 0:
                 break
             line += block.count(b"\n", scanned, cut)
-            ranges.append(replace(typed_part, start=start, end=offset + cut, first_number=first_line))
+            ranges.append(
+                replace(typed_part, start=start, end=offset + cut, first_number=first_line)
+            )
             start, first_line, scanned = offset + cut, line, cut
         line += block.count(b"\n", scanned)
         offset += len(block)
@@ -481,13 +580,16 @@ def split_part(part: FilePart, *, part_bytes: int) -> list[FilePart]:
 
 
 def source_digest(source: AnySource) -> str:
-    """Digest of what a source's files hold: of one file the file's own, of a data set of the hub its name's."""
+    """Digest of what a source's files hold: of one file the file's own, of a data set of the hub
+    its name's."""
     path = source if isinstance(source, Path) else _existing_path(str(source))
     if path is not None and path.is_file():
         return file_digest(path)
     paths = _glob_paths(str(source)) if path is None else path.rglob("*")
     files = sorted(file for file in paths if file.is_file())
-    digests = [[str(file if path is None else file.relative_to(path)), file_digest(file)] for file in files]
+    digests = [
+        [str(file if path is None else file.relative_to(path)), file_digest(file)] for file in files
+    ]
     return hashlib.sha256(json.dumps(digests or str(source)).encode()).hexdigest()
 
 
@@ -495,13 +597,22 @@ def file_digest(file: Path) -> str:
     """SHA-256 of a file's content, remembered until its size, times, inode or path change."""
     stat = file.stat()
     # as git does: a file whose size, times and inode are the same has not changed
-    identity = [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
+    identity = [
+        str(file.resolve()),
+        stat.st_size,
+        stat.st_mtime_ns,
+        stat.st_ctime_ns,
+        stat.st_ino,
+        stat.st_dev,
+    ]
     cache_file = cache_dir() / "digests" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     with contextlib.suppress(OSError):
         return cache_file.read_text(encoding="ascii")
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if time.time() - stat.st_mtime > 2:  # a file that is being written may change within the clock's tick
+    if (
+        time.time() - stat.st_mtime > 2
+    ):  # a file that is being written may change within the clock's tick
         with contextlib.suppress(OSError):
             atomic.write(cache_file, digest)
     return digest

@@ -1,8 +1,8 @@
 """What a row is, from its keys: a list of turns, a question and an answer, or text.
 
-Every format becomes the same two things: a `Chat` of checked messages, or a `Text`. Roles are mapped from the
-names that data sets use; an unknown one is a bad row, never dropped. What can be used but looks odd is noted on the
-example, counted and reported.
+Every format becomes the same two things: a `Chat` of checked messages, or a `Text`. Roles are
+mapped from the names that data sets use; an unknown one is a bad row, never dropped. What can be
+used but looks odd is noted on the example, counted and reported.
 """
 
 import functools
@@ -57,9 +57,13 @@ NOTE_TWO_IN_A_ROW = "two turns of the same role in a row (data.merge_consecutive
 NOTE_STARTS_WITH_ASSISTANT = "starts with an assistant turn"
 NOTE_ENDS_WITH_TOOL = "ends with a tool turn, which nothing answers"
 NOTE_UNREAD_KEY = "the key {key} of a message is not read, but by a chat template that asks for it"
-NOTE_NA = "a cell is NaN, None or similar and counts as missing (data.keep_default_na=false reads it as text)"
+NOTE_NA = (
+    "a cell is NaN, None or similar and counts as missing (data.keep_default_na=false reads it as"
+    " text)"
+)
 NOTE_TOOLS_IN_TEXT = (
-    "the tools are already in the system prompt, so the template is not given the row's tools a second time"
+    "the tools are already in the system prompt, so the template is not given the row's tools a"
+    " second time"
 )
 NOTE_USER_TRAINED = "a turn of another role than assistant asks to be trained, and is not"
 
@@ -68,9 +72,11 @@ _CONTROL_CHARACTER = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation as a template takes it: messages with role, content and tool calls, the tools, and variables for
-    the template, which go before data.chat_template_kwargs. A message has `train: False` where it must not be trained,
-    and no such key otherwise. `notes` are oddities; `unused` are columns of its row that are not in it."""
+    """A conversation as a template takes it: messages with role, content and tool calls, the tools,
+    and variables for the template, which go before data.chat_template_kwargs. A message has `train:
+    False` where it must not be trained, and no such key otherwise. `notes` are oddities; `unused`
+    are columns of its row that are not in it.
+    """
 
     where: str
     messages: tuple[Message, ...]
@@ -97,7 +103,8 @@ _CANONICAL_JSON = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separator
 
 def content_digest(example: Example) -> bytes:
     """32 bytes of the example's content alone: the same row has the same wherever it stands."""
-    # without the authors' own notation (roles by another name, content in parts), which changes nothing of the content
+    # without the authors' own notation (roles by another name, content in parts), which changes
+    # nothing of the content
     content: Any = getattr(example, "text", "")
     if isinstance(example, Chat):
         content = [drop_author_messages(example.messages), example.tools]
@@ -107,7 +114,8 @@ def content_digest(example: Example) -> bytes:
 
 
 def digest_share(digest: bytes) -> float:
-    """A number in [0, 1) that decides a row's split: by content alone, so that rows that are added move no others."""
+    """A number in [0, 1) that decides a row's split: by content alone, so that rows that are added
+    move no others."""
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
@@ -133,10 +141,14 @@ class RowFormat:
         key = self.required_columns[0]
         if self.kind == "turns":
             if key == "chosen" and not _has_turns(unpack_json(row.data[key], "[")):
-                raise UnusableRowError("chosen is not a list of turns", "beside a text it needs a prompt column")
+                raise UnusableRowError(
+                    "chosen is not a list of turns", "beside a text it needs a prompt column"
+                )
             return _build_chat(row, parse_turns(row.data[key], key))
         if "role" in row.data:
-            raise UnusableRowError("a row is one message, not a conversation", "the turns of a chat belong in one list")
+            raise UnusableRowError(
+                "a row is one message, not a conversation", "the turns of a chat belong in one list"
+            )
         text = _read_text_column(row, key)
         if not text.strip():
             raise UnusableRowError(EMPTY_TEXT)
@@ -146,7 +158,9 @@ class RowFormat:
 # Of a column that is not required, several texts may be the paragraphs.
 def _read_text_column(row: RawRow, key: str, *, required: bool = True) -> str:
     value = row.data.get(key)
-    if not required and (value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))):
+    if not required and (
+        value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    ):
         return "\n\n".join(value or ())
     if not isinstance(value, str):
         raise UnusableRowError(f"{key} is not text", f"it is {value_kind(value)}")
@@ -156,7 +170,13 @@ def _read_text_column(row: RawRow, key: str, *, required: bool = True) -> str:
 # Turns
 
 
-SYSTEM_KEYS = ("system", "system_prompt", "system_message", "systemInstruction", "system_instruction")
+SYSTEM_KEYS = (
+    "system",
+    "system_prompt",
+    "system_message",
+    "systemInstruction",
+    "system_instruction",
+)
 TOOL_KEYS = ("tools", "functions")
 # variables for the chat template, of a row: where TRL looks for them
 TEMPLATE_KWARGS = "chat_template_kwargs"
@@ -166,21 +186,29 @@ _MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
     for key in _MEDIA_KEYS:
         # a flag or a count of that name (`image: false`) is no picture
-        if row.data.get(key) not in (None, "", [], {}) and not isinstance(row.data[key], (bool, int, float)):
-            raise UnusableRowError(f"the row has {key}, and only text is trained", quote_value(row.data[key]))
+        if row.data.get(key) not in (None, "", [], {}) and not isinstance(
+            row.data[key], (bool, int, float)
+        ):
+            raise UnusableRowError(
+                f"the row has {key}, and only text is trained", quote_value(row.data[key])
+            )
     system_column = _first_filled_column(SYSTEM_KEYS, row.data)
     if system_column is not None:
         system_prompt = content_text(row.data[system_column], system_column)
         prompts = [message["content"] for message in messages[:1] if message["role"] == "system"]
         is_new = bool(system_prompt.strip()) and prompts != [system_prompt]
         if is_new and prompts:
-            raise UnusableRowError("two system prompts", f"one in {system_column}, another in the first message")
+            raise UnusableRowError(
+                "two system prompts", f"one in {system_column}, another in the first message"
+            )
         if is_new:
             messages = [{"role": "system", "content": system_prompt}, *messages]
     if not messages:
         raise UnusableRowError("no turns")
     if messages[-1]["role"] == "user":
-        raise UnusableRowError("ends with a user turn, nothing to learn from it", f"messages[{len(messages) - 1}]")
+        raise UnusableRowError(
+            "ends with a user turn, nothing to learn from it", f"messages[{len(messages) - 1}]"
+        )
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
@@ -196,7 +224,8 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
     # Hermes' rows have the tools in the prompt that the calls were generated after, and in a column
     prompt = str(messages[0]["content"])
     quoted_texts = (
-        (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text)) for text in iter_texts(list(tools))
+        (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text))
+        for text in iter_texts(list(tools))
     )
     is_prompt = bool(tools) and messages[0]["role"] == "system"
     if is_prompt and all(any(form in prompt for form in quoted) for quoted in quoted_texts):
@@ -211,12 +240,17 @@ def _first_filled_column(keys: Iterable[str], data: Mapping[str, Any]) -> str | 
 # A question and its answer
 
 
-# What a question is about, in a column of its own: of an instruction, and where data.columns maps it.
+# What a question is about, in a column of its own: of an instruction, and where data.columns maps
+# it.
 _CONTEXT_COLUMNS = ("input", "context")
 
 
-def _build_pair_chat(row: RawRow, question: str, answer: str, *, extra_columns: Iterable[str]) -> Chat:
-    prompt, reply = (_wrap_single_turn(unpack_json(row.data.get(key), "[{")) for key in (question, answer))
+def _build_pair_chat(
+    row: RawRow, question: str, answer: str, *, extra_columns: Iterable[str]
+) -> Chat:
+    prompt, reply = (
+        _wrap_single_turn(unpack_json(row.data.get(key), "[{")) for key in (question, answer)
+    )
     if _has_turns(prompt) or _has_turns(reply):
         messages = _join_pair_turns(prompt, reply, question, answer)
     else:
@@ -224,12 +258,18 @@ def _build_pair_chat(row: RawRow, question: str, answer: str, *, extra_columns: 
         # LLaMA-Factory's alpaca rows have earlier exchanges here: [[question, answer], …]
         history = unpack_json(row.data.get("history"), "[") or []
         if not isinstance(history, list) or not all(isinstance(turn, list) for turn in history):
-            raise UnusableRowError("history is not a list of [question, answer]", quote_value(history))
+            raise UnusableRowError(
+                "history is not a list of [question, answer]", quote_value(history)
+            )
         messages = [message for turn in history for message in parse_text_pair(turn, "history")]
         messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
-    extra_texts = [_read_text_column(row, key, required=False) for key in extra_columns if key != question]
+    extra_texts = [
+        _read_text_column(row, key, required=False) for key in extra_columns if key != question
+    ]
     extra_texts = [text for text in extra_texts if text.strip()]
-    last_question = next((message for message in reversed(messages) if message["role"] == "user"), None)
+    last_question = next(
+        (message for message in reversed(messages) if message["role"] == "user"), None
+    )
     if extra_texts and last_question is not None:
         # as LLaMA-Factory joins alpaca's columns
         last_question["content"] = "\n".join([last_question["content"], *extra_texts])
@@ -247,26 +287,37 @@ def _wrap_single_turn(value: Any) -> Any:
 
 
 def _join_pair_turns(prompt: Any, reply: Any, question: str, answer: str) -> list[Message]:
-    questions, answers = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": reply}]
+    questions, answers = (
+        [{"role": "user", "content": prompt}],
+        [{"role": "assistant", "content": reply}],
+    )
     if _has_turns(reply):
         answers = parse_turns(reply, answer)
-    if any(message["role"] == "user" for message in answers):  # the reply repeats the prompt, as `chosen` often does
+    if any(
+        message["role"] == "user" for message in answers
+    ):  # the reply repeats the prompt, as `chosen` often does
         return answers
     if _has_turns(prompt):
         questions = parse_turns(prompt, question)
     for name, turns in ((question, questions), (answer, answers)):
         if not isinstance(turns[0]["content"], str) and not turns[0].get("tool_calls"):
-            raise UnusableRowError(f"{name} is not text", f"it is {value_kind(turns[0]['content'])}")
+            raise UnusableRowError(
+                f"{name} is not text", f"it is {value_kind(turns[0]['content'])}"
+            )
     return [*questions, *answers]
 
 
-# xLAM's rows: a query, the calls that answer it, and tools whose parameters are listed without a schema.
+# xLAM's rows: a query, the calls that answer it, and tools whose parameters are listed without a
+# schema.
 def _build_call_chat(row: RawRow, question: str, calls: str) -> Chat:
     answers = unpack_json(row.data.get(calls), "[{")
     call_list = answers if isinstance(answers, list) else [answers]
-    if not call_list or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in call_list):
+    if not call_list or not all(
+        isinstance(call, dict) and isinstance(call.get("name"), str) for call in call_list
+    ):
         raise UnusableRowError(
-            f"{calls} are no calls of tools", f"{quote_value(answers)}; map an answer with data.columns"
+            f"{calls} are no calls of tools",
+            f"{quote_value(answers)}; map an answer with data.columns",
         )
     question_turn = {"role": "user", "content": _read_text_column(row, question)}
     call_turns = parse_turns([{"role": "assistant", "content": "", "tool_calls": call_list}], calls)
@@ -274,7 +325,9 @@ def _build_call_chat(row: RawRow, question: str, calls: str) -> Chat:
     tools = []
     for tool in chat.tools:
         parameters = tool.get("parameters")
-        is_named_alone = isinstance(parameters, dict) and all(isinstance(one, dict) for one in parameters.values())
+        is_named_alone = isinstance(parameters, dict) and all(
+            isinstance(one, dict) for one in parameters.values()
+        )
         if is_named_alone and "properties" not in parameters:
             tool = {**tool, "parameters": {"type": "object", "properties": parameters}}
         tools.append(tool)
@@ -282,7 +335,16 @@ def _build_call_chat(row: RawRow, question: str, calls: str) -> Chat:
 
 
 _OPTIONAL_TURN_COLUMNS = frozenset({*TOOL_KEYS, *SYSTEM_KEYS, TEMPLATE_KWARGS})
-TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "dialogs", "turns", "contents")
+TURN_COLUMNS = (
+    "messages",
+    "conversations",
+    "conversation",
+    "dialog",
+    "dialogue",
+    "dialogs",
+    "turns",
+    "contents",
+)
 PAIR_COLUMNS = (
     ("instruction", "output"),
     ("prompt", "completion"),
@@ -305,14 +367,19 @@ TEXT_COLUMNS = ("text", "content", "document")
 _FORMAT_NAMES = {"conversations": "sharegpt", "instruction/output": "alpaca"}
 # In the order in which they are tried: the first whose needed keys are all there.
 FORMATS: tuple[RowFormat, ...] = (
-    *(RowFormat(_FORMAT_NAMES.get(key, key), (key,), "turns", _OPTIONAL_TURN_COLUMNS) for key in TURN_COLUMNS),
+    *(
+        RowFormat(_FORMAT_NAMES.get(key, key), (key,), "turns", _OPTIONAL_TURN_COLUMNS)
+        for key in TURN_COLUMNS
+    ),
     *(
         RowFormat(
             _FORMAT_NAMES.get("/".join(pair), "/".join(pair)),
             pair,
             "pair",
             # an instruction has its context beside it without a mapping
-            _OPTIONAL_TURN_COLUMNS.union({"history"}, _CONTEXT_COLUMNS * (pair[0] == "instruction")),
+            _OPTIONAL_TURN_COLUMNS.union(
+                {"history"}, _CONTEXT_COLUMNS * (pair[0] == "instruction")
+            ),
         )
         for pair in PAIR_COLUMNS
     ),
@@ -322,24 +389,40 @@ FORMATS: tuple[RowFormat, ...] = (
 )
 
 # what a chat may have beside its format's own columns, where data.columns maps it
-_MAPPABLE_COLUMNS = {"pair": frozenset({*_CONTEXT_COLUMNS, "reasoning"}), "turns": frozenset({"reasoning"})}
+_MAPPABLE_COLUMNS = {
+    "pair": frozenset({*_CONTEXT_COLUMNS, "reasoning"}),
+    "turns": frozenset({"reasoning"}),
+}
 KNOWN_COLUMNS = _MAPPABLE_COLUMNS["pair"].union(
     *((*shape.required_columns, *shape.optional_columns) for shape in FORMATS)
 )
-_REQUIRED_COLUMNS = frozenset(key for shape in FORMATS if shape.kind != "calls" for key in shape.required_columns)
+_REQUIRED_COLUMNS = frozenset(
+    key for shape in FORMATS if shape.kind != "calls" for key in shape.required_columns
+)
 # those that error messages name
-_COMMON_FORMATS = "messages; conversations; instruction + output; prompt + completion; question + answer; text"
+_COMMON_FORMATS = (
+    "messages; conversations; instruction + output; prompt + completion; question + answer; text"
+)
 
 
-def recognise_format(keys: Collection[str], columns: Mapping[str, str] | None = None) -> RowFormat | None:
-    """The format of a row with these keys, or None. A format whose needed keys the user mapped (`data.columns`) goes
-    before all others; what else was mapped, a chat may have too."""
+def recognise_format(
+    keys: Collection[str], columns: Mapping[str, str] | None = None
+) -> RowFormat | None:
+    """The format of a row with these keys, or None. A format whose needed keys the user mapped
+    (`data.columns`) goes before all others; what else was mapped, a chat may have too."""
     user_columns = columns or {}
-    candidates = [row_format for row_format in FORMATS if all(key in keys for key in row_format.required_columns)]
+    candidates = [
+        row_format
+        for row_format in FORMATS
+        if all(key in keys for key in row_format.required_columns)
+    ]
     if not candidates:
         return None
-    # so that data.columns={prompt: q, completion: a} is not overruled by a `messages` column of another meaning
-    row_format = max(candidates, key=lambda one: all(key in user_columns for key in one.required_columns))
+    # so that data.columns={prompt: q, completion: a} is not overruled by a `messages` column of
+    # another meaning
+    row_format = max(
+        candidates, key=lambda one: all(key in user_columns for key in one.required_columns)
+    )
     mapped_columns = _MAPPABLE_COLUMNS.get(row_format.kind, frozenset()).intersection(user_columns)
     return replace(row_format, optional_columns=row_format.optional_columns | mapped_columns)
 
@@ -350,7 +433,9 @@ def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
         return row
     known_names = {user_name: known for known, user_name in columns.items()}
     # the user's column takes the known name; a column that had this name already gives way to it
-    kept_cells = {key: value for key, value in row.data.items() if key not in columns or key in known_names}
+    kept_cells = {
+        key: value for key, value in row.data.items() if key not in columns or key in known_names
+    }
     return replace(
         row,
         data={known_names.get(key, key): value for key, value in kept_cells.items()},
@@ -358,9 +443,12 @@ def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
     )
 
 
-# key of a processed row that says that `make style` wrote it, and data.style is not to be applied again
+# key of a processed row that says that `make style` wrote it, and data.style is not to be applied
+# again
 STYLED_KEY = "styled"
-_PROCESSED_COLUMNS = frozenset({"messages", "tools", TEMPLATE_KWARGS, "text", "source", "id", STYLED_KEY})
+_PROCESSED_COLUMNS = frozenset(
+    {"messages", "tools", TEMPLATE_KWARGS, "text", "source", "id", STYLED_KEY}
+)
 
 
 def is_processed_row(keys: Collection[str]) -> bool:
@@ -370,17 +458,24 @@ def is_processed_row(keys: Collection[str]) -> bool:
 
 
 def require_known_columns(data: DataConfig) -> None:
-    """Raises DataError when `data.columns` names a column that no format has, or one of the user's twice."""
-    duplicates = [user_name for user_name, count in Counter(data.columns.values()).items() if count > 1]
+    """Raises DataError when `data.columns` names a column that no format has, or one of the user's
+    twice."""
+    duplicates = [
+        user_name for user_name, count in Counter(data.columns.values()).items() if count > 1
+    ]
     if duplicates:
         raise DataError(
-            f"data.columns: {one_line(duplicates[0])} is mapped to two columns; each of yours can stand for one"
+            f"data.columns: {one_line(duplicates[0])} is mapped to two columns; each of yours can"
+            " stand for one"
         )
     for known in data.columns:
         if known not in KNOWN_COLUMNS:
             name = f"{one_line(known)} is not a column of a known format"
             hint = "; ".join(filter(None, [name, did_you_mean(known, KNOWN_COLUMNS)]))
-            raise DataError(f"data.columns: {hint} (write known: yours; known: {', '.join(sorted(KNOWN_COLUMNS))})")
+            raise DataError(
+                f"data.columns: {hint} (write known: yours; known:"
+                f" {', '.join(sorted(KNOWN_COLUMNS))})"
+            )
 
 
 def _format_columns(row: RawRow) -> str:
@@ -391,17 +486,26 @@ def _format_columns(row: RawRow) -> str:
 # Rows
 
 
-def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = None) -> Example | BadRow:
-    """Convert a row of this format to an example, or to a BadRow with a reason. `data` says whether turns are merged
-    and rows with empty answers left out (`drop_empty`); such a row comes back as a BadRow with `is_asked`."""
+def to_example(
+    row: RawRow, row_format: RowFormat, data: DataConfig | None = None
+) -> Example | BadRow:
+    """Convert a row of this format to an example, or to a BadRow with a reason. `data` says whether
+    turns are merged and rows with empty answers left out (`drop_empty`); such a row comes back as a
+    BadRow with `is_asked`.
+    """
     data = data or DataConfig()
     na_columns = frozenset(row.missing * data.keep_default_na)
     if na_columns:
-        row = replace(row, data={key: value for key, value in row.data.items() if key not in na_columns})
+        row = replace(
+            row, data={key: value for key, value in row.data.items() if key not in na_columns}
+        )
     # the format is that of the file's first rows; a later row may lack a column, or have null in it
     missing = [key for key in row_format.required_columns if key not in row.data]
     if missing:
-        detail = f"format {row_format.name}; its keys: {one_line(', '.join(map(str, row.data)) or 'none')}"
+        detail = (
+            f"format {row_format.name}; its keys:"
+            f" {one_line(', '.join(map(str, row.data)) or 'none')}"
+        )
         if missing[0] in na_columns:
             detail = NOTE_NA
         return BadRow(row.where, f"{missing[0]} is missing", detail)
@@ -418,17 +522,28 @@ def to_example(row: RawRow, row_format: RowFormat, data: DataConfig | None = Non
         if "reasoning" in row_format.optional_columns and isinstance(example, Chat):
             # the think text that data.columns names goes into the last answer
             text = _read_text_column(row, "reasoning", required=False)
-            last_answer = next(message for message in reversed(example.messages) if message["role"] == "assistant")
+            last_answer = next(
+                message for message in reversed(example.messages) if message["role"] == "assistant"
+            )
             if text.strip():
                 if last_answer.setdefault("reasoning_content", text) != text:
                     raise UnusableRowError(
-                        "a message has two different think texts", "one in the column, another in the answer"
+                        "a message has two different think texts",
+                        "one in the column, another in the answer",
                     )
                 if AUTHOR_MESSAGE in last_answer:
-                    last_answer[AUTHOR_MESSAGE] = {**last_answer[AUTHOR_MESSAGE], "reasoning_content": text}
+                    last_answer[AUTHOR_MESSAGE] = {
+                        **last_answer[AUTHOR_MESSAGE],
+                        "reasoning_content": text,
+                    }
         unused = _unused_columns(row, row_format, example, data)
     except UnusableRowError as error:
-        return BadRow(row.where, error.reason, error.detail, is_asked=error.reason == EMPTY_TEXT and data.drop_empty)
+        return BadRow(
+            row.where,
+            error.reason,
+            error.detail,
+            is_asked=error.reason == EMPTY_TEXT and data.drop_empty,
+        )
     except RecursionError:  # tables have no limit of depth as JSON lines do
         return BadRow(row.where, "nested too deeply")
     notes = [*row.notes, *example.notes]
@@ -447,15 +562,27 @@ def _expected_columns(row_format: RowFormat) -> frozenset[str]:
     # a row with one of these is refused, unless the user mapped its answer and so meant to leave it
     refused = (*REJECTED_COLUMNS, *NEGATIVE_COLUMNS) * (row_format.kind != "text")
     columns = frozenset(
-        (*row_format.required_columns, *row_format.optional_columns, *refused, *_MEDIA_KEYS, "id", "source", STYLED_KEY)
+        (
+            *row_format.required_columns,
+            *row_format.optional_columns,
+            *refused,
+            *_MEDIA_KEYS,
+            "id",
+            "source",
+            STYLED_KEY,
+        )
     )
     return columns.difference(SYSTEM_KEYS, TOOL_KEYS)
 
 
-def _unused_columns(row: RawRow, row_format: RowFormat, example: Example, data: DataConfig) -> tuple[UnusedColumn, ...]:
+def _unused_columns(
+    row: RawRow, row_format: RowFormat, example: Example, data: DataConfig
+) -> tuple[UnusedColumn, ...]:
     expected, is_text = _expected_columns(row_format), isinstance(example, Text)
     # of several columns for a system prompt, or for tools, the first is read
-    read_columns = [_first_filled_column(keys, row.data) for keys in (SYSTEM_KEYS, TOOL_KEYS) if not is_text]
+    read_columns = [
+        _first_filled_column(keys, row.data) for keys in (SYSTEM_KEYS, TOOL_KEYS) if not is_text
+    ]
     names = [name for name in row.data if name not in expected and name not in read_columns]
     if not names:
         return ()
@@ -481,7 +608,8 @@ def _unused_columns(row: RawRow, row_format: RowFormat, example: Example, data: 
             continue
         kind = missed_column_kind(name, value, is_text=is_text, answer_chars=len(contents[-1]))
         texts = list(iter_texts(unpack_json(value, "[{")))
-        # what the example holds is not lost, nor is a text that is all of it, as some data sets have it rendered too
+        # what the example holds is not lost, nor is a text that is all of it, as some data sets
+        # have it rendered too
         is_in_example = all(text.strip() in example_text for text in texts)
         is_rendered = not is_text and all(line in "\n".join(texts) for line in lines)
         if texts and kind not in ("mask", "label") and (is_in_example or is_rendered):
@@ -509,7 +637,11 @@ def _finish_chat(chat: Chat, notes: list[str], data: DataConfig) -> Chat | BadRo
         unread_keys.update(message.pop("_unread", ()))
         if message["role"] == "assistant":
             has_more = message.get("tool_calls") or "reasoning_content" in message
-            if not (message["content"] or "").strip() and not has_more and message.get("train", True):
+            if (
+                not (message["content"] or "").strip()
+                and not has_more
+                and message.get("train", True)
+            ):
                 notes.append(NOTE_EMPTY)
         elif message.pop("_asked", False):
             notes.append(NOTE_USER_TRAINED)
@@ -530,15 +662,21 @@ def _finish_chat(chat: Chat, notes: list[str], data: DataConfig) -> Chat | BadRo
 FORMAT_PROBE_ROWS = 20
 
 
-def detect_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[list[RawRow | BadRow], RowFormat | None]:
-    """The rows that had to be read to know a file's format, and that format; None where all rows are bad. Raises
-    DataError where none of the first rows has a known format, or `data.columns` names a column that is not there."""
+def detect_format(
+    rows: Iterator[RawRow | BadRow], data: DataConfig
+) -> tuple[list[RawRow | BadRow], RowFormat | None]:
+    """The rows that had to be read to know a file's format, and that format; None where all rows
+    are bad. Raises DataError where none of the first rows has a known format, or `data.columns`
+    names a column that is not there.
+    """
     rows_read: list[RawRow | BadRow] = []
     first_row: RawRow | None = None
     row_format: RowFormat | None = None
     row_count = 0
     pending_columns = set(data.columns.values())
-    optional_columns = {user_name for known, user_name in data.columns.items() if known not in _REQUIRED_COLUMNS}
+    optional_columns = {
+        user_name for known, user_name in data.columns.items() if known not in _REQUIRED_COLUMNS
+    }
     for raw in rows:
         rows_read.append(raw)
         if isinstance(raw, BadRow):
@@ -547,7 +685,9 @@ def detect_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[li
         pending_columns.difference_update(raw.data)
         if is_processed_row(raw.data):  # mapped already
             pending_columns.clear()
-        row_format = row_format or recognise_format(rename_columns(raw, data.columns).data, data.columns)
+        row_format = row_format or recognise_format(
+            rename_columns(raw, data.columns).data, data.columns
+        )
         # what every row needs is in the first; what a row may lack, in one of the first
         if (
             not pending_columns <= optional_columns
@@ -557,11 +697,14 @@ def detect_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[li
             break
     if first_row is None:
         return rows_read, None
-    # a file may lack what rows may lack, where it has no column that could be meant (a misspelt name)
+    # a file may lack what rows may lack, where it has no column that could be meant (a misspelt
+    # name)
     names = {name for row in rows_read if isinstance(row, RawRow) for name in row.data}
     names = {name for name in names if "about" not in kinds_in_name(name)}
     if row_format is not None:
-        names -= _expected_columns(row_format).union(row_format.optional_columns, data.columns.values())
+        names -= _expected_columns(row_format).union(
+            row_format.optional_columns, data.columns.values()
+        )
     if pending_columns and (names or not pending_columns <= optional_columns):
         missing_column = next(name for name in data.columns.values() if name in pending_columns)
         raise DataError(
@@ -570,8 +713,8 @@ def detect_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[li
         )
     if row_format is None:
         raise DataError(
-            f"{first_row.where}: columns found: {_format_columns(first_row)}. Expected one of: {_COMMON_FORMATS} "
-            "(docs/data.md has the others, and what is no supervised example). "
-            f"{unknown_format_hint(rename_columns(first_row, data.columns).data)}"
+            f"{first_row.where}: columns found: {_format_columns(first_row)}. Expected one of:"
+            f" {_COMMON_FORMATS} (docs/data.md has the others, and what is no supervised example)."
+            f" {unknown_format_hint(rename_columns(first_row, data.columns).data)}"
         )
     return rows_read, row_format

@@ -1,7 +1,7 @@
 """JSON → rows: one object a line, or a list; read piece by piece.
 
-Memory stays flat: a list of gigabytes is never held whole. A row that parses but would lose something (a key twice,
-NaN, half a surrogate pair) is a bad row.
+Memory stays flat: a list of gigabytes is never held whole. A row that parses but would lose
+something (a key twice, NaN, half a surrogate pair) is a bad row.
 """
 
 import json
@@ -32,7 +32,8 @@ OBJECT_CONTINUES = "the object goes on in the next line"
 _QUOTED_CHARS = 60
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-# Characters that must follow a number at a window's end: it may go on in the next one (`1` of `1.5e+3`).
+# Characters that must follow a number at a window's end: it may go on in the next one (`1` of
+# `1.5e+3`).
 _NUMBER_MARGIN = 16
 
 
@@ -58,14 +59,16 @@ def _refuse_constant(name: str) -> None:
     raise LossyJsonError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_build_object, parse_constant=_refuse_constant, parse_float=_parse_float)
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_build_object, parse_constant=_refuse_constant, parse_float=_parse_float
+)
 # It tells where a value ends that the other refuses.
 _LOSSY_DECODER = json.JSONDecoder()
 
 
 def parse_strict_json(text: str) -> Any:
-    """Parse JSON text inside a row, such as a tool call's arguments; raises ValueError if the value would lose
-    something of the text."""
+    """Parse JSON text inside a row, such as a tool call's arguments; raises ValueError if the value
+    would lose something of the text."""
     try:
         value = _DECODER.decode(text)
     except RecursionError:
@@ -99,8 +102,8 @@ def _nesting_depth(value: Any) -> int:
 def read_lines(
     path: Path, name: str, *, start: int = 0, end: int | None = None, first_line: int = 1
 ) -> Iterator[RawRow | BadRow]:
-    """The rows of lines that are JSON objects; `start` is a line's beginning and `first_line` its number. Raises
-    DataError at the first byte that is not UTF-8, after the rows before it."""
+    """The rows of lines that are JSON objects; `start` is a line's beginning and `first_line` its
+    number. Raises DataError at the first byte that is not UTF-8, after the rows before it."""
     line_number = first_line - 1
     for offset, block in read_line_blocks(path, start=start, end=end):
         if isinstance(block, int):
@@ -126,14 +129,20 @@ def read_lines(
 
 def parse_line(line: str, location: str) -> RawRow | BadRow:
     """The row of one line that is not blank, or what is wrong with it."""
-    line = line.strip().removeprefix("\ufeff")  # files that were joined have byte order marks inside
+    line = line.strip().removeprefix(
+        "\ufeff"
+    )  # files that were joined have byte order marks inside
     if not line.strip("\0"):
-        return BadRow(location, "NUL bytes in place of a row, as at the end of a file that was cut off")
+        return BadRow(
+            location, "NUL bytes in place of a row, as at the end of a file that was cut off"
+        )
     try:
         return _to_raw_row(_DECODER.decode(line), location, line)
     except json.JSONDecodeError as error:
         return BadRow(
-            location, "not valid JSON", f"{_explain_json_error(error)}. Line: {one_line(line, limit=_QUOTED_CHARS)}"
+            location,
+            "not valid JSON",
+            f"{_explain_json_error(error)}. Line: {one_line(line, limit=_QUOTED_CHARS)}",
         )
     except LossyJsonError as error:
         return BadRow(location, str(error))
@@ -150,7 +159,11 @@ def _to_raw_row(value: Any, location: str, text: str) -> RawRow | BadRow:
     if is_turn_list(value):  # xtuner's layout: a line is the list of a chat's messages
         return RawRow(location, {"messages": value})
     if not isinstance(value, dict):
-        return BadRow(location, "a row is not an object", one_line(json.dumps(value, ensure_ascii=False), limit=60))
+        return BadRow(
+            location,
+            "a row is not an object",
+            one_line(json.dumps(value, ensure_ascii=False), limit=60),
+        )
     return RawRow(location, value)
 
 
@@ -159,7 +172,10 @@ def is_turn_list(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(turn, dict) and any(isinstance(turn.get(key), str) for key in ROLE_KEYS) for turn in value)
+        and all(
+            isinstance(turn, dict) and any(isinstance(turn.get(key), str) for key in ROLE_KEYS)
+            for turn in value
+        )
     )
 
 
@@ -170,15 +186,20 @@ def _explain_json_error(error: json.JSONDecodeError) -> str:
     remainder = text[error.pos : error.pos + 40].strip()
     if not remainder and text.rstrip().endswith(("{", "[", ",")):
         return (
-            f"{OBJECT_CONTINUES}; a row is one line, or an item of a list (jq -c . FILE > rows.jsonl; of an object "
-            "around them: jq -c '.KEY[]')"
+            f"{OBJECT_CONTINUES}; a row is one line, or an item of a list (jq -c . FILE >"
+            " rows.jsonl; of an object around them: jq -c '.KEY[]')"
         )
     if error.msg == "Extra data" and remainder == ",":
         return f"remove the comma at the end (column {column})"
     if error.msg == "Extra data" and remainder.startswith("{"):
-        return f"a second object on the same line at column {column}; each row needs a line of its own"
+        return (
+            f"a second object on the same line at column {column}; each row needs a line of its own"
+        )
     if "Invalid control character" in error.msg:
-        return f"a raw control character inside a string at column {column} (a line break or tab is written \\n, \\t)"
+        return (
+            f"a raw control character inside a string at column {column} (a line break or tab is"
+            " written \\n, \\t)"
+        )
     if remainder.startswith("'"):
         return f"' at column {column}: keys and strings need double quotes"
     return f"{error.msg} at column {column}"
@@ -196,7 +217,8 @@ class JsonWindow:
         self._line, self._column, self._scanned = 1, 1, 0
 
     def read_more(self, min_chars: int = 1) -> bool:
-        """Drop what the position has passed and read `min_chars` characters or more; False at the end of the file."""
+        """Drop what the position has passed and read `min_chars` characters or more; False at the
+        end of the file."""
         self.line_and_column()  # counts the line ends that are dropped
         self.text, self.position, self._scanned = self.text[self.position :], 0, 0
         pieces, count = [self.text], 0
@@ -211,8 +233,14 @@ class JsonWindow:
     def line_and_column(self) -> tuple[int, int]:
         """Line and column of the position, from 1."""
         breaks = self.text.count("\n", self._scanned, self.position)
-        line_start = self.text.rfind("\n", 0, self.position) if breaks else self._scanned - self._column
-        self._line, self._column, self._scanned = self._line + breaks, self.position - line_start, self.position
+        line_start = (
+            self.text.rfind("\n", 0, self.position) if breaks else self._scanned - self._column
+        )
+        self._line, self._column, self._scanned = (
+            self._line + breaks,
+            self.position - line_start,
+            self.position,
+        )
         return self._line, self._column
 
     def peek_char(self) -> str:
@@ -227,8 +255,8 @@ class JsonWindow:
                 return ""
 
     def read_value(self) -> tuple[Any, str, str]:
-        """The JSON value at the position, its text, and what it would lose ("" for nothing); the position moves past
-        it. Raises DataError where it is no JSON."""
+        """The JSON value at the position, its text, and what it would lose ("" for nothing); the
+        position moves past it. Raises DataError where it is no JSON."""
         while True:
             loss = ""
             try:
@@ -238,14 +266,18 @@ class JsonWindow:
                     loss = str(error)
                     value, end = _LOSSY_DECODER.raw_decode(self.text, self.position)
             except json.JSONDecodeError as error:
-                # reading on may resolve an open string, or an error near the end: 64 characters are more than a
-                # literal, an escape or a number that the window's end may have cut
+                # reading on may resolve an open string, or an error near the end: 64 characters are
+                # more than a literal, an escape or a number that the window's end may have cut
                 is_near_end = "Unterminated string" in error.msg or error.pos >= len(self.text) - 64
                 if self.is_last or not is_near_end:
                     line_start = max(self.text.rfind("\n", 0, error.pos) + 1, self.position)
-                    line = one_line(self.text[line_start : line_start + 200].split("\n")[0], limit=_QUOTED_CHARS)
+                    line = one_line(
+                        self.text[line_start : line_start + 200].split("\n")[0], limit=_QUOTED_CHARS
+                    )
                     self.position = error.pos
-                    _, error.colno = self.line_and_column()  # the file's, where the decoder knows the window's
+                    _, error.colno = (
+                        self.line_and_column()
+                    )  # the file's, where the decoder knows the window's
                     reason = f"not valid JSON: {_explain_json_error(error)}. Line: {line}"
                     raise self._error_here(reason) from None
             except RecursionError:
@@ -253,18 +285,24 @@ class JsonWindow:
             except ValueError:  # Python reads no whole number of more than 4,300 digits
                 raise self._error_here("a number has too many digits") from None
             else:
-                # objects, lists and strings end with their own mark; a number or a literal may go on
-                may_continue = self.text[end - 1] not in '}]"' and end > len(self.text) - _NUMBER_MARGIN
+                # objects, lists and strings end with their own mark; a number or a literal may go
+                # on
+                may_continue = (
+                    self.text[end - 1] not in '}]"' and end > len(self.text) - _NUMBER_MARGIN
+                )
                 if self.is_last or not may_continue:
                     text, self.position = self.text[self.position : end], end
                     return value, text, loss
             buffered = len(self.text) - self.position
             if buffered > MAX_ROW_BYTES:
                 raise self._error_here(
-                    f"a row that begins here is larger than {MAX_ROW_BYTES >> 20} MiB, the most that is read; split "
-                    "it, or take the rows out of an object around them: jq -c '.KEY[]' FILE > rows.jsonl"
+                    f"a row that begins here is larger than {MAX_ROW_BYTES >> 20} MiB, the most"
+                    " that is read; split it, or take the rows out of an object around them: jq -c"
+                    " '.KEY[]' FILE > rows.jsonl"
                 )
-            self.read_more(max(1, buffered))  # twice as much: a long row is not parsed again for every block
+            self.read_more(
+                max(1, buffered)
+            )  # twice as much: a long row is not parsed again for every block
 
     def _error_here(self, reason: str) -> DataError:
         return DataError(f"{self._path}:{self.line_and_column()[0]}: {reason}")
@@ -279,7 +317,8 @@ def read_objects(path: Path, name: str) -> Iterator[RawRow | BadRow]:
 
 
 def read_array(path: Path, name: str) -> Iterator[RawRow | BadRow]:
-    """Rows of a JSON list; each knows the line on which it begins (and the column, if it is not the first on it)."""
+    """Rows of a JSON list; each knows the line on which it begins (and the column, if it is not the
+    first on it)."""
     window = JsonWindow(path)
     window.peek_char()
     window.position += 1  # past the bracket
@@ -299,7 +338,8 @@ def read_array(path: Path, name: str) -> Iterator[RawRow | BadRow]:
         else:
             found_text = f"`{one_line(char)}`" if char else "the end of the file"
             raise DataError(
-                f"{path}:{window.line_and_column()[0]}: expected `,` or `]` after a row, found {found_text}"
+                f"{path}:{window.line_and_column()[0]}: expected `,` or `]` after a row, found"
+                f" {found_text}"
             )
     window.position += 1
     if window.peek_char():

@@ -1,4 +1,5 @@
-"""Tables → rows: CSV and TSV, Parquet, Arrow, folders saved by `datasets`, and data sets of the hub.
+"""Tables → rows: CSV and TSV, Parquet, Arrow, folders saved by `datasets`, and data sets of the
+hub.
 
 All of them are read in batches, so memory stays flat. A row has no key for an empty cell (null).
 """
@@ -37,7 +38,20 @@ _DELIMITER_LINE = re.compile(r"\ufeff?\"?sep=(.)\"?\r?\n", re.IGNORECASE)
 # cells that pandas reads as missing (STR_NA_VALUES of pandas 3.1), but for the empty one
 NA_WORDS = frozenset(
     {
-        *("#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA"),
+        *(
+            "#N/A",
+            "#N/A N/A",
+            "#NA",
+            "-1.#IND",
+            "-1.#QNAN",
+            "-NaN",
+            "-nan",
+            "1.#IND",
+            "1.#QNAN",
+            "<NA>",
+            "N/A",
+            "NA",
+        ),
         *("NULL", "NaN", "None", "n/a", "nan", "null"),
     }
 )
@@ -60,22 +74,26 @@ _SPLIT_NAME = re.compile(
 
 
 def split_from_name(name: str) -> str | None:
-    """The split that a file or folder of this name (without suffix) holds: train, val, test; None for others. `train`,
-    `validation-00000-of-00002`, `gsm8k_test` and `dev` name one; `testimonials` does not."""
+    """The split that a file or folder of this name (without suffix) holds: train, val, test; None
+    for others. `train`, `validation-00000-of-00002`, `gsm8k_test` and `dev` name one;
+    `testimonials` does not."""
     match = _SPLIT_NAME.fullmatch(name)
     word = match and (match["whole"] or match["end"])
     return SPLIT_WORDS[word.lower()] if word else None
 
 
 def split_from_set_name(name: str) -> str | None:
-    """The split that a split of a data set is, by its name; it may be the first word too, as in `train_sft`."""
+    """The split that a split of a data set is, by its name; it may be the first word too, as in
+    `train_sft`."""
     return split_from_name(name) or SPLIT_WORDS.get(re.split(r"[-_.]", name.lower())[0])
 
 
 def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
-    """The rows of a table with a header line; a row knows the line on which it begins. Raises DataError where the
-    header is no good, a quote is not closed, or a byte is not UTF-8."""
-    csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
+    """The rows of a table with a header line; a row knows the line on which it begins. Raises
+    DataError where the header is no good, a quote is not closed, or a byte is not UTF-8."""
+    csv.field_size_limit(
+        MAX_ROW_BYTES
+    )  # of the whole process; by default 131,072 characters, less than some answers
     lines, skipped_lines = _read_table_lines(path, name), 0
     beginning = read_head(path).decode("utf-8", "ignore")
     first = next((line for line in beginning.lstrip("\ufeff").splitlines() if line.strip()), "")
@@ -95,12 +113,13 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
         except csv.Error as error:
             if "unexpected end of data" in str(error) or "field larger" in str(error):
                 raise DataError(
-                    f"{name}:{line}: a quote opened in this row is not closed, or the row is larger than "
-                    f"{MAX_ROW_BYTES >> 20} MiB, the most that is read"
+                    f"{name}:{line}: a quote opened in this row is not closed, or the row is larger"
+                    f" than {MAX_ROW_BYTES >> 20} MiB, the most that is read"
                 ) from None
             yield BadRow(f"{name}:{line}", "not valid CSV", str(error))
             continue
-        # a blank line is [], a line of one empty quoted field [""], which may be a row of a table of one column
+        # a blank line is [], a line of one empty quoted field [""], which may be a row of a table
+        # of one column
         if not fields or (fields == [""] and (names is None or len(names) > 1)):
             continue
         if names is None:
@@ -110,7 +129,10 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
                 if not column and index:
                     raise DataError(f"{path}:{line}: column {index + 1} of the header has no name")
                 if names.count(column) > 1:
-                    raise DataError(f'{path}:{line}: the header names the column "{one_line(column, limit=60)}" twice')
+                    raise DataError(
+                        f'{path}:{line}: the header names the column "{one_line(column, limit=60)}"'
+                        " twice"
+                    )
         elif len(fields) != len(names):
             yield BadRow(
                 f"{name}:{line}",
@@ -119,7 +141,11 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
             )
         else:
             data = {key: field for key, field in zip(names, fields, strict=True) if key}
-            yield RawRow(f"{name}:{line}", data, missing=tuple(key for key, field in data.items() if field in NA_WORDS))
+            yield RawRow(
+                f"{name}:{line}",
+                data,
+                missing=tuple(key for key, field in data.items() if field in NA_WORDS),
+            )
     if names is None:
         raise DataError(f"{path} has no rows: the file is blank")
 
@@ -142,7 +168,8 @@ def _read_table_lines(path: Path, name: str) -> Iterator[str]:
         yield open_line
 
 
-# Whatever pyarrow, datasets and the hub raise becomes a DataError; `kind` cannot be read, or is `hub:`.
+# Whatever pyarrow, datasets and the hub raise becomes a DataError; `kind` cannot be read, or is
+# `hub:`.
 @contextmanager
 def _convert_read_errors(path: Path | str, kind: str) -> Iterator[None]:
     try:
@@ -152,11 +179,15 @@ def _convert_read_errors(path: Path | str, kind: str) -> Iterator[None]:
     except Exception as error:
         message = f"{path} is {kind} that cannot be read: {one_line(str(error), limit=200)}"
         if kind == HUB_PREFIX:
-            command = f"hf download {parse_hub_name(str(path))[0]} --repo-type dataset --local-dir data/raw/"
+            command = (
+                f"hf download {parse_hub_name(str(path))[0]} --repo-type dataset --local-dir"
+                " data/raw/"
+            )
             message = (
-                f"{one_line(str(path))} cannot be read: {one_line(str(error), limit=300)}; check the spelling; without "
-                "a connection (or with HF_HUB_OFFLINE) only this machine's cache is read; a gated one needs hf auth "
-                f"login; or fetch its files and name the folder: {command}"
+                f"{one_line(str(path))} cannot be read: {one_line(str(error), limit=300)}; check"
+                " the spelling; without a connection (or with HF_HUB_OFFLINE) only this machine's"
+                " cache is read; a gated one needs hf auth login; or fetch its files and name the"
+                f" folder: {command}"
             )
         raise DataError(message) from error
 
@@ -174,13 +205,15 @@ def _batch_rows(total_bytes: int, rows: int) -> int:
     return max(1, min(BATCH_ROWS, SLICE_BYTES * rows // max(1, total_bytes)))
 
 
-def read_parquet(path: Path, name: str, *, start: int, end: int | None, first_row: int) -> Iterator[RawRow | BadRow]:
+def read_parquet(
+    path: Path, name: str, *, start: int, end: int | None, first_row: int
+) -> Iterator[RawRow | BadRow]:
     """The rows of the row groups [start, end) of a Parquet file."""
     import pyarrow.parquet
 
     def batches() -> Iterator[Any]:
-        # pages are read as they are needed: neither the whole group at once, nor through a mapping of the file, whose
-        # pages count as memory of this process
+        # pages are read as they are needed: neither the whole group at once, nor through a mapping
+        # of the file, whose pages count as memory of this process
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
             for group in range(file.num_row_groups)[start:end]:
                 meta = file.metadata.row_group(group)
@@ -202,7 +235,9 @@ def read_arrow(path: Path, name: str, *, is_stream: bool) -> Iterator[RawRow | B
                 file = pa.ipc.open_file(source)
                 reader = map(file.get_batch, range(file.num_record_batches))
             for batch in reader:
-                batch.validate(full=True)  # a damaged offset would be read behind the file, and end the process
+                batch.validate(
+                    full=True
+                )  # a damaged offset would be read behind the file, and end the process
                 yield batch
 
     yield from _read_batches(batches(), str(path), name, "Arrow", 1)
@@ -213,7 +248,9 @@ def _read_batches(
 ) -> Iterator[RawRow | BadRow]:
     row_number = first_row - 1
     while True:
-        with _convert_read_errors(path, kind):  # around reading alone: a fault of our own below keeps its traceback
+        with _convert_read_errors(
+            path, kind
+        ):  # around reading alone: a fault of our own below keeps its traceback
             batch = next(batches, None)
         if batch is None:
             return
@@ -222,7 +259,9 @@ def _read_batches(
         if duplicate is not None:
             raise DataError(f'{path} has the column "{one_line(duplicate, limit=60)}" twice')
         for piece in _split_batch(batch):
-            with _convert_read_errors(f"{path}:row {row_number + 1} or one of the {BATCH_ROWS:,} after it", kind):
+            with _convert_read_errors(
+                f"{path}:row {row_number + 1} or one of the {BATCH_ROWS:,} after it", kind
+            ):
                 rows = piece.to_pylist()
             for row in rows:
                 row_number += 1
@@ -230,7 +269,11 @@ def _read_batches(
                 size = 0
                 if piece.nbytes > MAX_ROW_BYTES:  # a smaller piece holds no row above the limit
                     size = sum(len(text.encode("utf-8", "replace")) for text in iter_texts(row))
-                yield too_large_row(location, size) if size > MAX_ROW_BYTES else _to_raw_row(row, location)
+                yield (
+                    too_large_row(location, size)
+                    if size > MAX_ROW_BYTES
+                    else _to_raw_row(row, location)
+                )
 
 
 # Pieces of about SLICE_BYTES, or single rows: few objects at once.
@@ -253,15 +296,19 @@ def _to_raw_row(row: dict[str, Any], location: str) -> RawRow | BadRow:
     except RecursionError:
         return BadRow(location, "nested too deeply")
     notes = (NOTE_NULLS,) if dropped_nulls[0] else ()
-    return RawRow(location, {key: value for key, value in cells.items() if value is not None}, notes)
+    return RawRow(
+        location, {key: value for key, value in cells.items() if value is not None}, notes
+    )
 
 
-_CALL_KEYS = frozenset({"tool_calls", "function_call", "tools", "functions", "chat_template_kwargs"})
+_CALL_KEYS = frozenset(
+    {"tool_calls", "function_call", "tools", "functions", "chat_template_kwargs"}
+)
 _CALL_PART_TYPES = frozenset({"tool_call", "function_call"})
 
 
-# NaN, which tables write for "nothing", is null. Tool calls and tools lose their keys with null, which are counted: a
-# table gives every object of a column the keys of all the others.
+# NaN, which tables write for "nothing", is null. Tool calls and tools lose their keys with null,
+# which are counted: a table gives every object of a column the keys of all the others.
 def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: bool = False) -> Any:
     if value is None or isinstance(value, (str, bool, int)):
         return value
@@ -269,8 +316,13 @@ def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: b
     if isinstance(value, (list, tuple)):
         return [_to_json_value(item, None, dropped_nulls, is_call=is_call) for item in value]
     if isinstance(value, dict):
-        is_call = is_call or (isinstance(value.get("type"), str) and value["type"] in _CALL_PART_TYPES)
-        items = {str(name): _to_json_value(item, name, dropped_nulls, is_call=is_call) for name, item in value.items()}
+        is_call = is_call or (
+            isinstance(value.get("type"), str) and value["type"] in _CALL_PART_TYPES
+        )
+        items = {
+            str(name): _to_json_value(item, name, dropped_nulls, is_call=is_call)
+            for name, item in value.items()
+        }
         if is_call:
             dropped_nulls[0] += sum(item is None for item in items.values())
             items = {name: item for name, item in items.items() if item is not None}
@@ -283,13 +335,15 @@ def _to_json_value(value: Any, key: Any, dropped_nulls: list[int], *, is_call: b
 
 
 def list_split_names(source: str, *, is_on_hub: bool) -> list[str]:
-    """The names of the splits of a folder saved by `datasets`, or of a data set of the hub; none for a single table."""
+    """The names of the splits of a folder saved by `datasets`, or of a data set of the hub; none
+    for a single table."""
     loaded = _load_hub(source) if is_on_hub else _load_saved_dataset(source)
     return [str(name) for name in loaded] if isinstance(loaded, dict) else []
 
 
 def read_saved_dataset(path: str, name: str, split: str) -> Iterator[RawRow | BadRow]:
-    """The rows of one split of a folder saved by `datasets`; raises DataError where it has no such split."""
+    """The rows of one split of a folder saved by `datasets`; raises DataError where it has no such
+    split."""
     loaded = _load_saved_dataset(path)
     if isinstance(loaded, dict):
         split_name = choose_split([*map(str, loaded)], split, path)
@@ -312,10 +366,16 @@ def _load_saved_dataset(path: str) -> Any:
 
 
 def choose_split(names: list[str], split: str, path: str) -> str:
-    """Which of a data set's splits is train, val or test, or has that very name; raises DataError where none or several
-    may."""
-    aliases = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}.get(split, ())
-    exact = next((name for name in (split, *aliases) if name in names), None)  # plain names before likenesses
+    """Which of a data set's splits is train, val or test, or has that very name; raises DataError
+    where none or several may."""
+    aliases = {
+        "train": ("train",),
+        "val": ("validation", "val", "valid", "dev"),
+        "test": ("test",),
+    }.get(split, ())
+    exact = next(
+        (name for name in (split, *aliases) if name in names), None
+    )  # plain names before likenesses
     if exact is not None:
         return exact
     similar = [name for name in names if split_from_set_name(name) == split]
@@ -324,7 +384,9 @@ def choose_split(names: list[str], split: str, path: str) -> str:
     problem = f"none of them is {(*aliases, split)[0]}"
     if similar:
         problem = f"several could be {split}: {', '.join(similar)}"
-    raise DataError(f"{path} has the splits {', '.join(one_line(name, limit=60) for name in names)}; {problem}")
+    raise DataError(
+        f"{path} has the splits {', '.join(one_line(name, limit=60) for name in names)}; {problem}"
+    )
 
 
 HUB_PREFIX = "hub:"
@@ -332,21 +394,26 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 
 
 def parse_hub_name(hub_name: str) -> tuple[str, str | None]:
-    """The id and the config of `hub:owner/name` or `hub:owner/name:config`; raises DataError where it has another form,
-    or a folder of that name lies here."""
+    """The id and the config of `hub:owner/name` or `hub:owner/name:config`; raises DataError where
+    it has another form, or a folder of that name lies here."""
     repo_id, _, config = hub_name.removeprefix(HUB_PREFIX).partition(":")
     if not _HUB_ID.fullmatch(repo_id):
         raise DataError(
-            f"{one_line(hub_name)}: a data set of the hub is written hub:owner/name or hub:owner/name:config"
+            f"{one_line(hub_name)}: a data set of the hub is written hub:owner/name or"
+            " hub:owner/name:config"
         )
     # datasets.load_dataset takes a local folder of that name before the hub's
     if Path(repo_id).exists():
-        raise DataError(f"{one_line(hub_name)}: {repo_id} exists here too, and datasets would read it; write the path")
+        raise DataError(
+            f"{one_line(hub_name)}: {repo_id} exists here too, and datasets would read it; write"
+            " the path"
+        )
     return repo_id, config or None
 
 
 def read_hub(hub_name: str, split: str) -> Iterator[RawRow | BadRow]:
-    """The rows of one split of a data set of the hub, streamed; from the cache where HF_HUB_OFFLINE is set."""
+    """The rows of one split of a data set of the hub, streamed; from the cache where HF_HUB_OFFLINE
+    is set."""
     loaded = _load_hub(hub_name)
     if isinstance(loaded, dict):
         loaded = loaded[choose_split([*map(str, loaded)], split, hub_name)]
@@ -355,12 +422,17 @@ def read_hub(hub_name: str, split: str) -> Iterator[RawRow | BadRow]:
 
 
 def _load_hub(hub_name: str) -> Any:
-    if not is_hub_reachable():  # before the import, which reads it: the library would try again for half a minute
+    if (
+        not is_hub_reachable()
+    ):  # before the import, which reads it: the library would try again for half a minute
         os.environ["HF_HUB_OFFLINE"] = "1"
     import datasets
 
     repo_id, config = parse_hub_name(hub_name)
-    with _convert_read_errors(hub_name, HUB_PREFIX), report_wait(f"Asking the hub for the data set {repo_id}"):
+    with (
+        _convert_read_errors(hub_name, HUB_PREFIX),
+        report_wait(f"Asking the hub for the data set {repo_id}"),
+    ):
         return datasets.load_dataset(repo_id, config, streaming=not datasets.config.HF_HUB_OFFLINE)
 
 

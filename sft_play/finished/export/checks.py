@@ -1,13 +1,14 @@
 """`make merge-test` and `make export-test`: whether what was written is the trained model, on rows
 of the run's data.
 
-merge-test: merged model and adapter read the same rows. At every trained position the two next-token distributions are
-compared: their Kullback-Leibler divergence, and the loss. The base without its adapter is the yardstick: a merged model
-that is as far from the adapter as the base is has not been merged.
+merge-test: merged model and adapter read the same rows. At every trained position the two
+next-token distributions are compared: their Kullback-Leibler divergence, and the loss. The base
+without its adapter is the yardstick: a merged model that is as far from the adapter as the base is
+has not been merged.
 
-export-test names the fault of each comparison: the file's template, its tokenizer (the token ids of prompts, as an
-engine renders them, are training's), its stop tokens, and its answers, read back by transformers (greedy, token for
-token, with the divergence of the next-token distributions).
+export-test names the fault of each comparison: the file's template, its tokenizer (the token ids of
+prompts, as an engine renders them, are training's), its stop tokens, and its answers, read back by
+transformers (greedy, token for token, with the divergence of the next-token distributions).
 """
 
 import functools
@@ -29,7 +30,11 @@ from sft_play.data.masks.sandbox import RenderError
 from sft_play.data.masks.template import ChatTemplate
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import ModelError, TokenizerError
-from sft_play.finished.export.merge import ensure_whole_model_folder, folder_stop_ids, record_merge_test
+from sft_play.finished.export.merge import (
+    ensure_whole_model_folder,
+    folder_stop_ids,
+    record_merge_test,
+)
 from sft_play.finished.load import (
     build_run_renderer,
     default_device,
@@ -38,7 +43,13 @@ from sft_play.finished.load import (
     load_model_folder,
     load_trained_model,
 )
-from sft_play.finished.run import MERGED_FOLDER, FinishedRun, find_gguf, next_command_line, require_merged
+from sft_play.finished.run import (
+    MERGED_FOLDER,
+    FinishedRun,
+    find_gguf,
+    next_command_line,
+    require_merged,
+)
 from sft_play.log import one_line
 from sft_play.runs.files import read_json
 from sft_play.training.checkpoints.checkpoints import require_unchanged
@@ -50,27 +61,43 @@ from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 MERGE_TEST_ROWS = 16
-# Mean KL divergence, in nats, that is always allowed, by the coarsest dtype in which either computes: rounding alone
-# moves the logits of real models in bf16 by some 1e-2, which is a divergence of some 1e-4. Weights in so many bits: one
-# and a half times llama.cpp's own measurement of the worst such type with Llama 3 8B (tools/perplexity/README.md:
-# 0.0014 for q8_0, 0.0055 for q6_K, 0.022 for q5_0, 0.072 for q4_0, 0.228 for q3_K_S, 0.445 for q2_K).
+# Mean KL divergence, in nats, that is always allowed, by the coarsest dtype in which either
+# computes: rounding alone moves the logits of real models in bf16 by some 1e-2, which is a
+# divergence of some 1e-4. Weights in so many bits: one and a half times llama.cpp's own measurement
+# of the worst such type with Llama 3 8B (tools/perplexity/README.md: 0.0014 for q8_0, 0.0055 for
+# q6_K, 0.022 for q5_0, 0.072 for q4_0, 0.228 for q3_K_S, 0.445 for q2_K).
 _MIN_KL_LIMIT = {
-    "float32": 1e-6, "bfloat16": 1e-4, "float16": 1e-4,
-    "q8": 2e-3, "q6": 8e-3, "q5": 3e-2, "q4": 0.11, "q3": 0.34, "q2": 0.67,
-}  # fmt: skip
+    "float32": 1e-6,
+    "bfloat16": 1e-4,
+    "float16": 1e-4,
+    "q8": 2e-3,
+    "q6": 8e-3,
+    "q5": 3e-2,
+    "q4": 0.11,
+    "q3": 0.34,
+    "q2": 0.67,
+}
 # The same that is never allowed, however much the training changed.
 _MAX_KL_LIMIT = {
-    "float32": 1e-4, "bfloat16": 5e-3, "float16": 5e-3,
-    "q8": 2e-2, "q6": 4e-2, "q5": 0.1, "q4": 0.25, "q3": 0.5, "q2": 0.8,
-}  # fmt: skip
+    "float32": 1e-4,
+    "bfloat16": 5e-3,
+    "float16": 5e-3,
+    "q8": 2e-2,
+    "q6": 4e-2,
+    "q5": 0.1,
+    "q4": 0.25,
+    "q3": 0.5,
+    "q2": 0.8,
+}
 EXPORT_TEST_ROWS = 200
 _GGUF_FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-# --- merge-test -------------------------------------------------------------------------------------------------------
+# --- merge-test -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class MergeTest(Answer):
-    """What the comparison found. Divergences are means over trained positions, in nats; losses are means over rows."""
+    """What the comparison found. Divergences are means over trained positions, in nats; losses are
+    means over rows."""
 
     run: Path
     path: Path
@@ -93,12 +120,18 @@ class MergeTest(Answer):
     def lines(self) -> list[str]:
         lines = [
             f"Compared: {self.places:,} trained tokens of {self.rows} rows ({self.split})",
-            "Loss: {base:.4f} base, {adapter:.4f} with the adapter, {merged:.4f} merged".format(**self.loss),
-            f"KL divergence from the adapter: {self.kl_merged:.2g} nats merged (limit {self.kl_limit:.2g}), "
-            f"{self.kl_base:.2g} base",
+            "Loss: {base:.4f} base, {adapter:.4f} with the adapter, {merged:.4f} merged".format(
+                **self.loss
+            ),
+            (
+                f"KL divergence from the adapter: {self.kl_merged:.2g} nats merged (limit"
+                f" {self.kl_limit:.2g}), {self.kl_base:.2g} base"
+            ),
         ]
         if not self.ok:
-            advice = "FORCE=1 with BASE=dequantized for a QLoRA run, or with a finer DTYPE (bf16, fp32)"
+            advice = (
+                "FORCE=1 with BASE=dequantized for a QLoRA run, or with a finer DTYPE (bf16, fp32)"
+            )
             return [
                 *lines,
                 "Verdict: the merged model is NOT the adapter's",
@@ -110,10 +143,12 @@ class MergeTest(Answer):
         return [*lines, "Verdict: the merged model is the adapter's", next_line]
 
 
-def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_TEST_ROWS) -> MergeTest:
-    """Compare a merged model (`path`; None: `merged/`) with the run's adapter, on so many held-out rows. Raises
-    RunFolderError where there is no merged model, or the run has no adapter; ModelError where the model is not what was
-    merged; DataError where the run's data is gone."""
+def merge_test(
+    run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_TEST_ROWS
+) -> MergeTest:
+    """Compare a merged model (`path`; None: `merged/`) with the run's adapter, on so many held-out
+    rows. Raises RunFolderError where there is no merged model, or the run has no adapter;
+    ModelError where the model is not what was merged; DataError where the run's data is gone."""
     target = path or run.folder.path / MERGED_FOLDER
     require_merged(run, target)
     require_unchanged(target)
@@ -136,47 +171,58 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_
     free_memory()
     kl_base = mean_divergence(adapter_log_probs, base_log_probs)
     result = MergeTest(
-        run.folder.path, target, held_out_rows.name, len(sample_rows), sum(len(row) for row, _ in adapter_log_probs),
-        mean_divergence(adapter_log_probs, merged_log_probs), kl_base,
+        run.folder.path,
+        target,
+        held_out_rows.name,
+        len(sample_rows),
+        sum(len(row) for row, _ in adapter_log_probs),
+        mean_divergence(adapter_log_probs, merged_log_probs),
+        kl_base,
         kl_limit=max(divergence_limit(dtype.removeprefix("torch."), kl_base) for dtype in dtypes),
         loss={
             "adapter": mean_loss(adapter_log_probs),
             "merged": mean_loss(merged_log_probs),
             "base": mean_loss(base_log_probs),
         },
-    )  # fmt: skip
+    )
     record_merge_test(target, ok=result.ok, divergence=result.kl_merged, limit=result.kl_limit)
     return result
 
 
 def divergence_limit(dtype: str, base_divergence: float) -> float:
-    """Mean KL divergence, in nats, up to which a merged model counts as the adapter's. `dtype`: the coarsest that
-    either of them computes in. `base_divergence`: of the base from the adapter, which is what training changed."""
+    """Mean KL divergence, in nats, up to which a merged model counts as the adapter's. `dtype`: the
+    coarsest that either of them computes in. `base_divergence`: of the base from the adapter, which
+    is what training changed.
+    """
     # of what training changed, a twentieth may remain
     return max(_MIN_KL_LIMIT[dtype], min(_MAX_KL_LIMIT[dtype], 0.05 * base_divergence))
 
 
-# --- how far two models are from each other ---------------------------------------------------------------------------
+# --- how far two models are from each other -------------------------------------------------------
 #
 # Shape letters: T tokens of a row, P its trained positions, V the vocabulary.
 
 # Trained positions of a row that are compared: with a vocabulary of 150,000 they are 40 MB in fp32.
 MAX_POSITIONS = 64
 
-# Log-probabilities of every token at the trained positions of a row ([P, V], fp32, in RAM) and the next tokens ([P]).
+# Log-probabilities of every token at the trained positions of a row ([P, V], fp32, in RAM) and the
+# next tokens ([P]).
 RowLogProbs = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.no_grad()
 def log_probs(model: Any, rows: Sequence[dict[str, list[int]]]) -> list[RowLogProbs]:
-    """Compute, for each row, the log-probabilities of the next token at its first `MAX_POSITIONS` trained positions."""
+    """Compute, for each row, the log-probabilities of the next token at its first `MAX_POSITIONS`
+    trained positions."""
     row_log_probs = []
     for row in rows:
         ids_BT = torch.tensor([row["input_ids"]], device=model.device)
         labels_T = torch.tensor(row["labels"])[1:]
         positions = torch.nonzero(labels_T >= 0).flatten()[:MAX_POSITIONS]
         logits_PV = model(input_ids=ids_BT, use_cache=False).logits[0, positions.to(model.device)]
-        row_log_probs.append((torch.log_softmax(logits_PV.float(), dim=-1).cpu(), labels_T[positions]))
+        row_log_probs.append(
+            (torch.log_softmax(logits_PV.float(), dim=-1).cpu(), labels_T[positions])
+        )
     return row_log_probs
 
 
@@ -185,9 +231,12 @@ def mean_divergence(first: Sequence[RowLogProbs], second: Sequence[RowLogProbs])
     divergences = []
     for (first_PV, _), (second_PV, _) in zip(first, second, strict=True):
         width = min(first_PV.shape[1], second_PV.shape[1])  # one may lack rows that are no token's
-        first_PV, second_PV = (logits_PV[:, :width].log_softmax(-1) for logits_PV in (first_PV, second_PV))
+        first_PV, second_PV = (
+            logits_PV[:, :width].log_softmax(-1) for logits_PV in (first_PV, second_PV)
+        )
         divergences.append((first_PV.exp() * (first_PV - second_PV)).sum(-1))
-    # of equal models fp32 sums to about -1e-9; what is not a number stays so: max() keeps its first argument then
+    # of equal models fp32 sums to about -1e-9; what is not a number stays so: max() keeps its first
+    # argument then
     return max(float(torch.cat(divergences).double().mean()), 0.0)
 
 
@@ -197,15 +246,22 @@ def mean_loss(row_log_probs: Sequence[RowLogProbs]) -> float:
     return float(torch.cat(losses).double().mean())
 
 
-# --- a run's prompts, as training rendered them and as an engine does from the exported folder ------------------------
+# --- a run's prompts, as training rendered them and as an engine does from the exported folder ----
 #
-# Training's are token ids of its own renderer. An engine has the folder's chat template, its tokenizer, the messages.
+# Training's are token ids of its own renderer. An engine has the folder's chat template, its
+# tokenizer, the messages.
 
-_PROBE_TEXTS = ("The", "Once upon a time, in 1984,", "naïve café 日本語 🚀\n\n", "def f(x):\n    return x\n")
+_PROBE_TEXTS = (
+    "The",
+    "Once upon a time, in 1984,",
+    "naïve café 日本語 🚀\n\n",
+    "def f(x):\n    return x\n",
+)
 
 
 class PairedPrompt(NamedTuple):
-    """A prompt: training's ids, and the text that an engine renders; empty where the exported template refuses it."""
+    """A prompt: training's ids, and the text that an engine renders; empty where the exported
+    template refuses it."""
 
     ids: list[int]
     rendered: str
@@ -225,36 +281,52 @@ class EnginePrompts:
         # Tokens that end an answer as the run was trained.
         self.stop_ids = folder_stop_ids(run, self.tokenizer, model_folder)
         # The text that ends an answer; empty where nothing does.
-        self.end_of_turn = "" if self.is_plain_text else self._renderer.turn_locator().ends.end_of_turn
+        self.end_of_turn = (
+            "" if self.is_plain_text else self._renderer.turn_locator().ends.end_of_turn
+        )
         sources = self.tokenizer.chat_template or {}
         if isinstance(sources, str):
             sources = {"default": sources}
         # The folder's chat template, of several the one for rows without tools.
         self.template: str | None = sources.get("default")
-        texts = {key: value for key, value in self.tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        texts = {
+            key: value
+            for key, value in self.tokenizer.special_tokens_map.items()
+            if isinstance(value, str)
+        }
         self._templates = {
-            name: ChatTemplate(source, variables=texts, today=self._renderer.today) for name, source in sources.items()
+            name: ChatTemplate(source, variables=texts, today=self._renderer.today)
+            for name, source in sources.items()
         }
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
-        """The folder's chat template, on the day of the run. Raises RenderError where it refuses these messages, or
-        TokenizerError where there is none."""
+        """The folder's chat template, on the day of the run. Raises RenderError where it refuses
+        these messages, or TokenizerError where there is none."""
         names = ["tool_use", "default"] if tools else ["default"]
         template = next((self._templates[name] for name in names if name in self._templates), None)
         if template is None:
             raise TokenizerError(f"{self._model_folder} has no chat template")
-        return template.render([dict(message) for message in messages], tools=tools, with_prompt=True)
+        return template.render(
+            [dict(message) for message in messages], tools=tools, with_prompt=True
+        )
 
     def row_prompts(self, split: DataSplit, count: int) -> list[PairedPrompt]:
         """Prompts of a split's rows, at most `count`, evenly spaced over them."""
         if self.is_plain_text:
-            rows = (split.rows[index]["input_ids"] for index in evenly_spaced_indices(len(split.rows), count))
-            return [self._text_prompt(self._training_tokenizer.decode(ids[: max(1, len(ids) // 2)])) for ids in rows]
+            rows = (
+                split.rows[index]["input_ids"]
+                for index in evenly_spaced_indices(len(split.rows), count)
+            )
+            return [
+                self._text_prompt(self._training_tokenizer.decode(ids[: max(1, len(ids) // 2)]))
+                for ids in rows
+            ]
         chats = [split.chats[index] for index in evenly_spaced_indices(len(split.chats), count)]
         return list(filter(None, map(self._chat_prompt, chats)))
 
     def probe_prompts(self) -> list[PairedPrompt]:
-        """Prompts that are not the run's: conversations with and without a system prompt, or texts."""
+        """Prompts that are not the run's: conversations with and without a system prompt, or
+        texts."""
         if self.is_plain_text:
             return [self._text_prompt(text) for text in _PROBE_TEXTS]
         answer = {"role": "assistant", "content": "."}
@@ -272,7 +344,11 @@ class EnginePrompts:
             return None
         # what a client would send: without the answer, and without keys that only training reads
         messages = [
-            {key: value for key, value in turn.items() if key not in ("train", "weight", "loss_weight")}
+            {
+                key: value
+                for key, value in turn.items()
+                if key not in ("train", "weight", "loss_weight")
+            }
             for turn in chat.messages[:-1]
         ]
         try:
@@ -282,8 +358,15 @@ class EnginePrompts:
 
 
 def probe_conversations() -> list[list[dict[str, str]]]:
-    """Conversations that an engine has to get right: one to four turns, with a system prompt and without."""
-    texts = ("Hello", "naïve café 日本語 🚀", "a {{ .b }} {% c %} \"d\" '''", "two\n\nlines", "1 < 2 && 3 > 2")
+    """Conversations that an engine has to get right: one to four turns, with a system prompt and
+    without."""
+    texts = (
+        "Hello",
+        "naïve café 日本語 🚀",
+        "a {{ .b }} {% c %} \"d\" '''",
+        "two\n\nlines",
+        "1 < 2 && 3 > 2",
+    )
     conversations = []
     for turns in range(1, 5):
         conversation = [
@@ -291,11 +374,14 @@ def probe_conversations() -> list[list[dict[str, str]]]:
             for turn in range(turns)
             for offset, role in enumerate(("user", "assistant"))
         ][:-1]
-        conversations += [conversation, [{"role": "system", "content": "You are terse."}, *conversation]]
+        conversations += [
+            conversation,
+            [{"role": "system", "content": "You are terse."}, *conversation],
+        ]
     return conversations
 
 
-# --- export-test ---------------------------------------------------------------------------------------------------
+# --- export-test ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ExportCheck:
     """One comparison: `ok` None where it could not be made."""
@@ -317,8 +403,9 @@ class ExportTest(Answer):
     split: str
     prompts: int
     checks: tuple[ExportCheck, ...]
-    # `kl`: the mean divergence of the file's model from the trained one, in nats; `kl_limit`: up to which it counts as
-    # that, by the rule of merge-test; `equal_answers`: the share that is equal token for token.
+    # `kl`: the mean divergence of the file's model from the trained one, in nats; `kl_limit`: up to
+    # which it counts as that, by the rule of merge-test; `equal_answers`: the share that is equal
+    # token for token.
     answers: Mapping[str, float] | None
     kl_base: float | None
 
@@ -342,9 +429,12 @@ class ExportTest(Answer):
         return [*lines, "Verdict: not known, since not everything could be checked here"]
 
 
-def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPORT_TEST_ROWS) -> ExportTest:
-    """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to so many held-out rows. Raises
-    RunFolderError where there is no GGUF, or DataError where the run's data is gone."""
+def export_test(
+    run: FinishedRun, *, path: Path | None = None, rows: int = EXPORT_TEST_ROWS
+) -> ExportTest:
+    """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to so many
+    held-out rows. Raises RunFolderError where there is no GGUF, or DataError where the run's data
+    is gone."""
     from gguf import GGUFReader
 
     file = find_gguf(run, path)
@@ -363,17 +453,26 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
     divergence_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), 32)]
     tensors = GGUFReader(str(file)).tensors
     tensor_types = {tensor.tensor_type.name for tensor in tensors}  # such as Q8_0
-    embedding_rows = next(int(tensor.shape[-1]) for tensor in tensors if tensor.name == "token_embd.weight")
+    embedding_rows = next(
+        int(tensor.shape[-1]) for tensor in tensors if tensor.name == "token_embd.weight"
+    )
     checks = check_file(run, file, fields, prompts, paired_prompts)
     # the coarsest rounding decides the limit
-    dtypes = {_GGUF_FLOAT_DTYPES.get(name) or f"q{max(2, weight_bits(name) or 8)}" for name in tensor_types}
+    dtypes = {
+        _GGUF_FLOAT_DTYPES.get(name) or f"q{max(2, weight_bits(name) or 8)}"
+        for name in tensor_types
+    }
     dtypes.add(plan.precision.compute)
 
     def measure(model: Any) -> tuple[list[tuple[int, ...]], list[RowLogProbs]]:
         generated = generate_answers(
-            model, prompts.tokenizer, questions, stop_ids=prompts.stop_ids,
-            max_new_tokens=run.config.eval.max_new_tokens, max_tokens=plan.answer_tokens,
-        )  # fmt: skip
+            model,
+            prompts.tokenizer,
+            questions,
+            stop_ids=prompts.stop_ids,
+            max_new_tokens=run.config.eval.max_new_tokens,
+            max_tokens=plan.answer_tokens,
+        )
         dtypes.add(str(next(model.parameters()).dtype).removeprefix("torch."))
         return [answer.token_ids for answer in generated], log_probs(model, divergence_rows)
 
@@ -390,7 +489,9 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
         answers, trained_log_probs = measure(model)
         if run.is_adapter:
             with model.disable_adapter():
-                base_divergence = mean_divergence(trained_log_probs, log_probs(model, divergence_rows))
+                base_divergence = mean_divergence(
+                    trained_log_probs, log_probs(model, divergence_rows)
+                )
         del model
         free_memory()
         comparison = {
@@ -399,13 +500,24 @@ def export_test(run: FinishedRun, *, path: Path | None = None, rows: int = EXPOR
             "kl_limit": max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
         }
         reason = (
-            "{equal_answers:.1%} equal the trained model's token for token, KL {kl:.2g} nats (limit {kl_limit:.2g})"
+            "{equal_answers:.1%} equal the trained model's token for token, KL {kl:.2g} nats (limit"
+            " {kl_limit:.2g})"
         )
-        checks.append(ExportCheck("Answers", comparison["kl"] <= comparison["kl_limit"], reason.format(**comparison)))
+        checks.append(
+            ExportCheck(
+                "Answers", comparison["kl"] <= comparison["kl_limit"], reason.format(**comparison)
+            )
+        )
     return ExportTest(
-        run.folder.path, file, tuple(sorted(tensor_types)), prompt_source, len(paired_prompts), tuple(checks),
-        comparison, base_divergence
-    )  # fmt: skip
+        run.folder.path,
+        file,
+        tuple(sorted(tensor_types)),
+        prompt_source,
+        len(paired_prompts),
+        tuple(checks),
+        comparison,
+        base_divergence,
+    )
 
 
 def check_file(
@@ -415,8 +527,8 @@ def check_file(
     prompts: EnginePrompts,
     paired_prompts: Sequence[PairedPrompt],
 ) -> list[ExportCheck]:
-    """Compare a GGUF, by its metadata `fields`, with training. Of a tokenizer that only llama.cpp itself reads, and
-    without prompts, `ok` is None."""
+    """Compare a GGUF, by its metadata `fields`, with training. Of a tokenizer that only llama.cpp
+    itself reads, and without prompts, `ok` is None."""
     checks = []
     if prompts.template is not None:
         is_equal, reason = True, "the file has the chat template trained with"
@@ -427,46 +539,78 @@ def check_file(
         encode = load_file_tokenizer(file, fields)
     except ModelError as error:
         return [*checks, ExportCheck("Tokenizer", None, str(error))]
-    equal_count, total = sum(encode(pair.rendered) == pair.ids for pair in paired_prompts), len(paired_prompts)
+    equal_count, total = (
+        sum(encode(pair.rendered) == pair.ids for pair in paired_prompts),
+        len(paired_prompts),
+    )
     reason = f"{equal_count} of {total} prompts have training's token ids by the file's own "
-    reason += f"({fields.get('tokenizer.ggml.model')}, {fields.get('tokenizer.ggml.pre', 'default')})"
+    reason += (
+        f"({fields.get('tokenizer.ggml.model')}, {fields.get('tokenizer.ggml.pre', 'default')})"
+    )
     template_kwargs = run.config.data.chat_template_kwargs
     if equal_count < total and template_kwargs:
-        reason += f"; training passed chat_template_kwargs={template_kwargs}, and so has every request"
+        reason += (
+            f"; training passed chat_template_kwargs={template_kwargs}, and so has every request"
+        )
     # without prompts nothing is known
     checks.append(ExportCheck("Tokenizer", equal_count == total if total else None, reason))
-    file_stop_ids = {fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    file_stop_ids = {
+        fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")
+    }
     missing_ids = sorted(set(prompts.stop_ids) - file_stop_ids)
     reason = "the file ends answers at training's stop tokens"
     if missing_ids:
-        reason = f"the file does not end at {', '.join(prompts.tokenizer.convert_ids_to_tokens(missing_ids))}"
+        reason = (
+            "the file does not end at"
+            f" {', '.join(prompts.tokenizer.convert_ids_to_tokens(missing_ids))}"
+        )
     return [*checks, ExportCheck("Stop tokens", not missing_ids, reason)]
 
 
 def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
     """The model in a GGUF, in eval mode on the first GPU or the CPU, in the dtype of `folder`.
 
-    Its settings are that folder's too: transformers reads not all of them out of a GGUF (Llama 3's scaled positions,
-    biases). `embedding_rows`: of the file. Raises ModelError where transformers does not read this architecture.
+    Its settings are that folder's too: transformers reads not all of them out of a GGUF (Llama 3's
+    scaled positions, biases). `embedding_rows`: of the file. Raises ModelError where transformers
+    does not read this architecture.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
 
-    config = prepare_text_config(AutoConfig.from_pretrained(folder))  # a GGUF holds the language model
+    config = prepare_text_config(
+        AutoConfig.from_pretrained(folder)
+    )  # a GGUF holds the language model
     config.get_text_config().vocab_size = embedding_rows  # without rows that only pad
     dtype = config.dtype or torch.float32
     if config.model_type == "mistral":  # llama.cpp writes it as `llama`, which computes as it does
         config = LlamaConfig(
-            **{key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+            **{
+                key: value
+                for key, value in config.to_dict().items()
+                if key not in ("model_type", "architectures")
+            }
         )
     attention_functions.enable_cudnn(enabled=False)
     try:
         gguf_model = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, config=config, dtype=dtype, device_map={"": default_device()},
+            str(file.parent),
+            gguf_file=file.name,
+            config=config,
+            dtype=dtype,
+            device_map={"": default_device()},
             quantization_config=GgufConfig(dequantize=True),
-        )  # fmt: skip
-    except (OSError, ValueError, RuntimeError, NotImplementedError, KeyError, ImportError, AttributeError) as error:
+        )
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        NotImplementedError,
+        KeyError,
+        ImportError,
+        AttributeError,
+    ) as error:
         raise ModelError(
-            f"transformers does not read this GGUF ({config.model_type}): {one_line(str(error), limit=120)}"
+            f"transformers does not read this GGUF ({config.model_type}):"
+            f" {one_line(str(error), limit=120)}"
         ) from None
     return gguf_model.eval()
 
@@ -477,23 +621,38 @@ def weight_bits(tensor_type: str) -> int | None:
     return int(match[1]) if match else None
 
 
-# --- the tokenizer in a GGUF ------------------------------------------------------------------------------------------
+# --- the tokenizer in a GGUF ----------------------------------------------------------------------
 #
-# A GGUF names its pre-tokenizer (`tokenizer.ggml.pre`), of which llama.cpp's converter knows those of published
-# tokenizers by a checksum. For others the name is proven here: both cut many texts, from every part of Unicode, into
-# the same pieces. `pre_tokenizers.json` has llama.cpp's own table of them: the names, of several the most usual first;
-# the expressions that cut a text one after the other; and whether a piece that is a token as a whole skips the merges
-# (`ignore_merges`).
+# A GGUF names its pre-tokenizer (`tokenizer.ggml.pre`), of which llama.cpp's converter knows those
+# of published tokenizers by a checksum. For others the name is proven here: both cut many texts,
+# from every part of Unicode, into the same pieces. `pre_tokenizers.json` has llama.cpp's own table
+# of them: the names, of several the most usual first; the expressions that cut a text one after the
+# other; and whether a piece that is a token as a whole skips the merges (`ignore_merges`).
 _PROBED_CHARACTERS = (
-    *((0x20, 0x7E), (0x09, 0x0D), (0xA0, 0x24F), (0x370, 0x52F), (0x5D0, 0x6FF), (0x900, 0xDFF), (0xE00, 0x11FF)),
-    *((0x2000, 0x206F), (0x2070, 0x2BFF), (0x3000, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0xFF01, 0xFFEE)),
+    *(
+        (0x20, 0x7E),
+        (0x09, 0x0D),
+        (0xA0, 0x24F),
+        (0x370, 0x52F),
+        (0x5D0, 0x6FF),
+        (0x900, 0xDFF),
+        (0xE00, 0x11FF),
+    ),
+    *(
+        (0x2000, 0x206F),
+        (0x2070, 0x2BFF),
+        (0x3000, 0x30FF),
+        (0x4E00, 0x9FFF),
+        (0xAC00, 0xD7A3),
+        (0xFF01, 0xFFEE),
+    ),
     *((0x1F300, 0x1FAFF), (0x10400, 0x1044F)),
 )
 _PIECES = (
-    " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "a", "Ab", "ABC", "'s", "'S", "'re", "'LL", "'", "’s",
-    "1", "12", "123", "1234", "12345678", "1.5", "½", "٣", "!", "?!", "...", "/", "//", "_", "-", "--", "=", "é", "ß",
-    "日本", "ひら", "カナ", "한국", "नि", "ก็", "🚀", "👨‍👩‍👧", "\u00a0", "\u3000", "\u200d", "µ", "Ǆ", "$", "+",
-    "<", "|", "^",
+    " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "a", "Ab", "ABC", "'s", "'S", "'re",
+    "'LL", "'", "’s", "1", "12", "123", "1234", "12345678", "1.5", "½", "٣", "!", "?!", "...", "/",
+    "//", "_", "-", "--", "=", "é", "ß", "日本", "ひら", "カナ", "한국", "नि", "ก็", "🚀", "👨‍👩‍👧",
+    "\u00a0", "\u3000", "\u200d", "µ", "Ǆ", "$", "+", "<", "|", "^",
 )  # fmt: skip
 
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -507,19 +666,26 @@ def _known_pre_tokenizers() -> list[dict[str, Any]]:
 def _build_pre_tokenizer(entry: Mapping[str, Any]) -> Any:
     from tokenizers import Regex, pre_tokenizers
 
-    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in entry["expressions"]]
-    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    splits = [
+        pre_tokenizers.Split(Regex(expression), "isolated") for expression in entry["expressions"]
+    ]
+    return pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def find_pre_tokenizer(backend: Any) -> str | None:
-    """The name by which llama.cpp knows the pre-tokenizer of a `tokenizers` tokenizer; None if it has none that cuts
-    like it, or the tokenizer is not byte-level BPE. Whatever else differs, the check of token ids finds."""
+    """The name by which llama.cpp knows the pre-tokenizer of a `tokenizers` tokenizer; None if it
+    has none that cuts like it, or the tokenizer is not byte-level BPE. Whatever else differs, the
+    check of token ids finds.
+    """
     from tokenizers import models
 
     model = backend.model
     if not isinstance(model, models.BPE) or backend.pre_tokenizer is None:
         return None
-    # all pairs of pieces, and every character of many scripts beside its neighbours and between letters
+    # all pairs of pieces, and every character of many scripts beside its neighbours and between
+    # letters
     scripts = ["".join(map(chr, range(first, last + 1))) for first, last in _PROBED_CHARACTERS]
     texts = [*map("".join, itertools.product(_PIECES, repeat=2)), *scripts, *map("x".join, scripts)]
 
@@ -528,13 +694,17 @@ def find_pre_tokenizer(backend: Any) -> str | None:
 
     pieces = cut(backend.pre_tokenizer)
     for entry in _known_pre_tokenizers():
-        if entry["ignore_merges"] == bool(model.ignore_merges) and cut(_build_pre_tokenizer(entry)) == pieces:
+        if (
+            entry["ignore_merges"] == bool(model.ignore_merges)
+            and cut(_build_pre_tokenizer(entry)) == pieces
+        ):
             return str(entry["names"][0])
     return None
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """The metadata of a GGUF by its keys, as plain values; raises ModelError where it is no GGUF."""
+    """The metadata of a GGUF by its keys, as plain values; raises ModelError where it is no
+    GGUF."""
     from gguf import GGUFReader
 
     try:
@@ -544,9 +714,10 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def load_file_tokenizer(file: Path, fields: Mapping[str, Any]) -> Callable[[str], list[int]]:
-    """What makes token ids of a rendered prompt by a GGUF's own tokenizer, read by transformers, by llama.cpp's rules:
-    special tokens are parsed; a leading BOS of the text is not doubled. `fields`: the file's metadata. Raises
-    ModelError for a kind, or a pre-tokenizer, that only llama.cpp itself can read."""
+    """What makes token ids of a rendered prompt by a GGUF's own tokenizer, read by transformers, by
+    llama.cpp's rules: special tokens are parsed; a leading BOS of the text is not doubled.
+    `fields`: the file's metadata. Raises ModelError for a kind, or a pre-tokenizer, that only
+    llama.cpp itself can read."""
     from tokenizers import normalizers
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
@@ -555,32 +726,43 @@ def load_file_tokenizer(file: Path, fields: Mapping[str, Any]) -> Callable[[str]
     if kind not in ("gpt2", "llama"):
         raise ModelError(f"the GGUF's tokenizer is a {kind}, which only llama.cpp itself reads")
     backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
-    if kind == "gpt2":  # byte-level BPE; transformers cuts by GPT-2's rule where it does not know the name
+    if (
+        kind == "gpt2"
+    ):  # byte-level BPE; transformers cuts by GPT-2's rule where it does not know the name
         known = [entry for entry in _known_pre_tokenizers() if pre in entry["names"]]
         if not known:
             raise ModelError(f"the GGUF's pre-tokenizer {pre} is not in the table of llama.cpp's")
         backend.pre_tokenizer = _build_pre_tokenizer(known[0])
         backend.model.ignore_merges = known[0]["ignore_merges"]
     else:  # SentencePiece, whose text gets a space before it after every special token too
-        prefix = [normalizers.Prepend(_SPACE_MARK)] if vocabulary.get("add_prefix_space", True) else []
+        prefix = (
+            [normalizers.Prepend(_SPACE_MARK)] if vocabulary.get("add_prefix_space", True) else []
+        )
         backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE_MARK)])
         backend.pre_tokenizer = None
     bos_id = fields.get("tokenizer.ggml.bos_token_id")
-    # a file without the entry: llama.cpp adds BOS to SentencePiece's prompts, and to none of byte-level BPE
+    # a file without the entry: llama.cpp adds BOS to SentencePiece's prompts, and to none of
+    # byte-level BPE
     if bos_id is None or not fields.get("tokenizer.ggml.add_bos_token", kind == "llama"):
         return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
     bos = vocabulary["tokens"][bos_id]
-    return lambda text: [bos_id, *backend.encode(text.removeprefix(bos), add_special_tokens=False).ids]
+    return lambda text: [
+        bos_id,
+        *backend.encode(text.removeprefix(bos), add_special_tokens=False).ids,
+    ]
 
 
 def is_sentencepiece(tokenizer: Any) -> bool:
-    """True if a fast tokenizer is SentencePiece's BPE: bytes only where a character has no piece."""
+    """True if a fast tokenizer is SentencePiece's BPE: bytes only where a character has no
+    piece."""
     return getattr(tokenizer.backend_tokenizer.model, "byte_fallback", False) is True
 
 
 def adds_space_prefix(tokenizer: Any) -> bool:
-    """True if text gets a space before it, as llama.cpp would put one: after special tokens, with one of which a prompt
-    begins, and not only at the beginning."""
+    """True if text gets a space before it, as llama.cpp would put one: after special tokens, with
+    one of which a prompt begins, and not only at the beginning."""
     special_token = next(iter(tokenizer.all_special_tokens), "")
-    pieces = tokenizer.convert_ids_to_tokens(tokenizer(f"{special_token}a", add_special_tokens=False)["input_ids"])
+    pieces = tokenizer.convert_ids_to_tokens(
+        tokenizer(f"{special_token}a", add_special_tokens=False)["input_ids"]
+    )
     return any(piece.startswith(_SPACE_MARK) for piece in pieces[bool(special_token) :])

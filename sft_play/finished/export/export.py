@@ -1,8 +1,9 @@
-"""`make export`: a finished run as a GGUF, for Ollama, or as the folder that vLLM serves. Adapters are merged first.
+"""`make export`: a finished run as a GGUF, for Ollama, or as the folder that vLLM serves. Adapters
+are merged first.
 
-llama.cpp's converter writes the GGUF; what it would guess of the tokenizer is given to it (the pre-tokenizer, whether a
-prompt begins with BOS, the tokens that end an answer), and afterwards the file is read back: its chat template and the
-token ids of prompts have to be those of training.
+llama.cpp's converter writes the GGUF; what it would guess of the tokenizer is given to it (the
+pre-tokenizer, whether a prompt begins with BOS, the tokens that end an answer), and afterwards the
+file is read back: its chat template and the token ids of prompts have to be those of training.
 """
 
 import contextlib
@@ -39,7 +40,11 @@ from sft_play.finished.export.llama_cpp import (
     find_converter,
     quantize_gguf,
 )
-from sft_play.finished.export.merge import ensure_whole_model_folder, main_dtype, write_generation_config
+from sft_play.finished.export.merge import (
+    ensure_whole_model_folder,
+    main_dtype,
+    write_generation_config,
+)
 from sft_play.finished.load import load_held_out_rows
 from sft_play.finished.run import (
     CONVERTER_QUANTS,
@@ -89,13 +94,19 @@ class ExportResult(Answer):
     def lines(self) -> list[str]:
         lines = list(filter(None, [self.merge, *self.notes]))
         if self.prompts_checked:
-            lines.append(f"Tokenizer: its ids of {self.prompts_checked} prompts are those of training")
-        facts = filter(None, [self.quant, f"{format_gib(self.bytes, digits=2)} GiB", f"{self.wall_s:.0f} s"])
+            lines.append(
+                f"Tokenizer: its ids of {self.prompts_checked} prompts are those of training"
+            )
+        facts = filter(
+            None, [self.quant, f"{format_gib(self.bytes, digits=2)} GiB", f"{self.wall_s:.0f} s"]
+        )
         lines.append(f"Written to: {self.file or self.path} ({', '.join(facts)})")
         lines += [f"Serve: {command}" for command in self.commands]
         next_line = next_command_line("push", "REPO=user/name", RUN=self.run)
         if self.file is not None:
-            place = {} if self.path == self.run / EXPORT_FOLDER / self.format else {"OUT": self.path}
+            place = (
+                {} if self.path == self.run / EXPORT_FOLDER / self.format else {"OUT": self.path}
+            )
             next_line = next_command_line("export-test", RUN=self.run, **place)
         elif self.merge is not None:
             next_line = next_command_line("merge-test", RUN=self.run)
@@ -111,16 +122,17 @@ def export_run(
     replace: bool = False,
     llama_cpp: Path | None = None,
 ) -> ExportResult:
-    """Write a finished run for an engine, with the options of docs/trained.md (export). Raises ConfigError where
-    `quant` does not fit, there is no converter, or the target cannot be written; RunFolderError where the target
-    exists; ModelError or BackendError where the model is one that the converter cannot write; TokenizerError where the
-    file's tokenizer would not be the one that was trained with, or the chat template cannot be written as a
-    Modelfile's."""
+    """Write a finished run for an engine, with the options of docs/trained.md (export). Raises
+    ConfigError where `quant` does not fit, there is no converter, or the target cannot be written;
+    RunFolderError where the target exists; ModelError or BackendError where the model is one that
+    the converter cannot write; TokenizerError where the file's tokenizer would not be the one that
+    was trained with, or the chat template cannot be written as a Modelfile's."""
     start_time = time.monotonic()
     target = out or run.folder.path / EXPORT_FOLDER / format
     require_export_target(target, replace=replace)
     quiet_libraries()
-    # before the merge: a converter that cannot be fetched is known in seconds, a merge takes minutes
+    # before the merge: a converter that cannot be fetched is known in seconds, a merge takes
+    # minutes
     if quant not in (None, *CONVERTER_QUANTS) and importlib.util.find_spec("llama_cpp") is None:
         raise ConfigError(
             f"QUANT={quant} needs llama.cpp's library, which is not here: {sys.executable} -m "
@@ -134,14 +146,23 @@ def export_run(
         if converter_folder is None:
             result = _write_vllm_folder(run, model_folder, prompts, staging_folder, target)
         else:
-            result = _write_gguf(run, model_folder, prompts, staging_folder, target, converter_folder, quant, format)
+            result = _write_gguf(
+                run, model_folder, prompts, staging_folder, target, converter_folder, quant, format
+            )
         record = {
-            "run": run.folder.path.name, "model": model_folder.name, "quant": result.quant,
+            "run": run.folder.path.name,
+            "model": model_folder.name,
+            "quant": result.quant,
             "converter": converter_folder and converter_folder.name,
             "file": result.file and result.file.name,
-            "merge": read_merge_record(model_folder) or None,  # what the weights are made of travels with them
-        }  # fmt: skip
-        write_json(staging_folder / EXPORT_FILE, {name: value for name, value in record.items() if value is not None})
+            "merge": (
+                read_merge_record(model_folder) or None
+            ),  # what the weights are made of travels with them
+        }
+        write_json(
+            staging_folder / EXPORT_FILE,
+            {name: value for name, value in record.items() if value is not None},
+        )
     return dataclasses.replace(
         result, merge=describe_merge(model_folder), wall_s=round(time.monotonic() - start_time, 2)
     )
@@ -152,7 +173,8 @@ def _write_vllm_folder(
 ) -> ExportResult:
     for file in filter(Path.is_file, model_folder.iterdir()):
         copy = staging_folder / file.name
-        # weights share their place on the disk; a small file is copied, so that an edit does not change the other
+        # weights share their place on the disk; a small file is copied, so that an edit does not
+        # change the other
         if file.suffix == ".safetensors":
             with contextlib.suppress(OSError):  # on another disk, or one without hard links
                 os.link(file.resolve(), copy)
@@ -196,12 +218,20 @@ def _write_gguf(
         )
         (staging_folder / "Modelfile").write_text(text, encoding="utf-8")
         model_name = shlex.quote(name.lower())
-        command = f"ollama create {model_name} -f {shlex.quote(str(target / 'Modelfile'))} && ollama run {model_name}"
+        command = (
+            f"ollama create {model_name} -f {shlex.quote(str(target / 'Modelfile'))} && ollama run"
+            f" {model_name}"
+        )
     staged_model = staging_folder / ".model"
     _stage_model(run, model_folder, prompts.tokenizer, staged_model)
     converted_file = file if converted_quant == file_quant else staged_model / "whole.gguf"
     convert_to_gguf(
-        converter_folder, staged_model, converted_file, quant=converted_quant, name=name, vocabulary=vocabulary
+        converter_folder,
+        staged_model,
+        converted_file,
+        quant=converted_quant,
+        name=name,
+        vocabulary=vocabulary,
     )
     if converted_file != file:
         quantize_gguf(converted_file, file, file_quant)
@@ -210,22 +240,32 @@ def _write_gguf(
     try:
         paired_prompts += prompts.row_prompts(load_held_out_rows(run).split, 32)
     except DataError as error:
-        logger.warning("Export: the run's data is gone, so its prompts are not compared (%s)", error)
+        logger.warning(
+            "Export: the run's data is gone, so its prompts are not compared (%s)", error
+        )
     prompts_checked, notes = 0, []
     for check in check_file(run, file, read_fields(file), prompts, paired_prompts):
         if check.ok is False and check.name != "Stop tokens":
             raise TokenizerError(
-                f"llama.cpp's converter wrote a GGUF that is not the trained model: {check.reason}; serve the model "
-                f"from its folder: make export FORMAT=vllm RUN={run.folder.shell_path}"
+                f"llama.cpp's converter wrote a GGUF that is not the trained model: {check.reason};"
+                " serve the model from its folder: make export FORMAT=vllm"
+                f" RUN={run.folder.shell_path}"
             )
         if check.name == "Tokenizer" and check.ok:
             prompts_checked = len(paired_prompts)
         if not check.ok:
             notes.append(f"{check.name}: {check.reason}")
     return ExportResult(
-        run.folder.path, format, target, file.stat().st_size, (command,), tuple(notes), target / file.name,
-        file_quant, prompts_checked,
-    )  # fmt: skip
+        run.folder.path,
+        format,
+        target,
+        file.stat().st_size,
+        (command,),
+        tuple(notes),
+        target / file.name,
+        file_quant,
+        prompts_checked,
+    )
 
 
 def _resolve_quants(model_folder: Path, requested_quant: Quant | None) -> tuple[Quant, Quant]:
@@ -236,49 +276,65 @@ def _resolve_quants(model_folder: Path, requested_quant: Quant | None) -> tuple[
     quant = requested_quant or lossless
     if quant is None:
         raise ConfigError(
-            f"the weights in {model_folder} are {dtype}, which no GGUF holds as they are; give QUANT=bf16 or q8_0"
+            f"the weights in {model_folder} are {dtype}, which no GGUF holds as they are; give"
+            " QUANT=bf16 or q8_0"
         )
     if quant == "f16" and lossless != "f16":
         for name, tensor in tensors.items():
             values = tensor.read()
             if values.is_floating_point() and values.numel() and float(values.abs().max()) > 65_504:
-                raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
+                raise ConfigError(
+                    f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16"
+                )
     return quant, quant if quant in CONVERTER_QUANTS else lossless or "bf16"
 
 
 def _stage_model(run: FinishedRun, model_folder: Path, tokenizer: Any, staged_model: Path) -> None:
-    """Build the folder that the converter reads: links to the model's files, with the base's SentencePiece file, which
-    transformers does not write again, and the added tokens where the converter looks for them."""
+    """Build the folder that the converter reads: links to the model's files, with the base's
+    SentencePiece file, which transformers does not write again, and the added tokens where the
+    converter looks for them."""
     staged_model.mkdir()
     for file in filter(Path.is_file, model_folder.iterdir()):
         (staged_model / file.name).symlink_to(file.resolve())
     pieces = staged_model / "tokenizer.model"
-    with contextlib.suppress(ModelError):  # a base that is gone: a fully trained model needs it no more
+    with contextlib.suppress(
+        ModelError
+    ):  # a base that is gone: a fully trained model needs it no more
         base_pieces = base_model_folder(run) / "tokenizer.model"
         if base_pieces.is_file() and not pieces.exists():
             pieces.symlink_to(base_pieces.resolve())
     if is_sentencepiece(tokenizer) and not pieces.exists():
-        # without it the converter ends in an error, or gives all pieces one score: another tokenizer
+        # without it the converter ends in an error, or gives all pieces one score: another
+        # tokenizer
         raise ModelError(
             "llama.cpp's converter reads a SentencePiece tokenizer from tokenizer.model, and "
             f"{model_folder} and the base have none; copy the published model's into "
             f"{model_folder}"
         )
-    # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no longer writes them
+    # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no
+    # longer writes them
     path = staged_model / "tokenizer_config.json"
     settings = read_json(path)
     added_tokens = {
-        str(token_id): {"content": token.content, "special": token.special, "normalized": token.normalized}
+        str(token_id): {
+            "content": token.content,
+            "special": token.special,
+            "normalized": token.normalized,
+        }
         for token_id, token in tokenizer.added_tokens_decoder.items()
     }
     path.unlink(missing_ok=True)  # a link: writing through it would change the model's own file
-    path.write_text(json.dumps({"added_tokens_decoder": added_tokens, **settings}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({"added_tokens_decoder": added_tokens, **settings}, indent=2) + "\n",
+        encoding="utf-8",
+    )
 
 
 def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
     """What the converter is told of the tokenizer: `pre` and `fields` of `run_llama_cpp.py`."""
     tokenizer, fields = prompts.tokenizer, dict[str, int]()
-    # a GGUF has three places for tokens that end an answer (eos, eot, eom): the template's end of turn must have one
+    # a GGUF has three places for tokens that end an answer (eos, eot, eom): the template's end of
+    # turn must have one
     stop_ids = sorted(
         prompts.stop_ids,
         key=lambda token: (
@@ -289,7 +345,8 @@ def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
     names = ["eos", "eot", "eom"] if tokenizer.eos_token_id is not None else ["eot", "eom"]
     for name, token in zip(names, stop_ids, strict=False):
         fields[f"{name}_token_id"] = token
-    # an engine has to put BOS before a prompt where training's began with it and the tokenizer puts it there by itself
+    # an engine has to put BOS before a prompt where training's began with it and the tokenizer puts
+    # it there by itself
     bos = [tokenizer.bos_token_id]
     is_added = list(tokenizer("a")["input_ids"])[:1] == bos
     adds_bos = is_added and any(pair.ids[:1] == bos for pair in prompts.probe_prompts()[:1])
@@ -303,12 +360,13 @@ def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
     }
 
 
-# --- an Ollama Modelfile: the chat template of training, written again in Go's template language, and checked ---------
+# --- an Ollama Modelfile: the chat template of training, written again in Go's template language, a
 #
-# Ollama does not run the template inside a GGUF. Its own is made of the texts that the chat template writes between
-# probe texts. A conversation alternates (Ollama joins neighbouring messages of one role), so it does not matter where
-# one turn ends and the next begins between two of them. What Ollama makes of conversations with its template has to be
-# the chat template's text, character by character.
+# Ollama does not run the template inside a GGUF. Its own is made of the texts that the chat
+# template writes between probe texts. A conversation alternates (Ollama joins neighbouring messages
+# of one role), so it does not matter where one turn ends and the next begins between two of them.
+# What Ollama makes of conversations with its template has to be the chat template's text, character
+# by character.
 _SYSTEM, _TURNS = "Qsys0Q", ("Quser1Q", "Qbot1Q", "Quser2Q", "Qbot2Q", "Quser3Q")
 
 
@@ -316,7 +374,8 @@ class UnsupportedTemplateError(TokenizerError):
     """The chat template does what a Modelfile cannot say."""
 
 
-# The chat template: messages to text up to where the answer begins; raises RenderError where it refuses them.
+# The chat template: messages to text up to where the answer begins; raises RenderError where it
+# refuses them.
 RenderFunction = Callable[[Sequence[Mapping[str, str]]], str]
 
 
@@ -338,15 +397,22 @@ class TemplateParts:
     is_system_last: bool = False
 
 
-def build_modelfile(run: FinishedRun, prompts: EnginePrompts, file: str, *, adds_bos: bool, context: int) -> str:
-    """The text of a Modelfile. `adds_bos`: the engine puts BOS before a prompt. `context`: positions of the
-    model. Raises UnsupportedTemplateError where a Modelfile cannot render what the chat template does."""
+def build_modelfile(
+    run: FinishedRun, prompts: EnginePrompts, file: str, *, adds_bos: bool, context: int
+) -> str:
+    """The text of a Modelfile. `adds_bos`: the engine puts BOS before a prompt. `context`:
+    positions of the model. Raises UnsupportedTemplateError where a Modelfile cannot render what the
+    chat template does.
+    """
     tokenizer = prompts.tokenizer
     stops = [tokenizer.decode([token], skip_special_tokens=False) for token in prompts.stop_ids]
     for stop in stops:
-        # Ollama stops at a text, not at a token: one that ordinary tokens spell too would end answers early
+        # Ollama stops at a text, not at a token: one that ordinary tokens spell too would end
+        # answers early
         if len(tokenizer(stop, add_special_tokens=False)["input_ids"]) != 1:
-            raise UnsupportedTemplateError(f"the stop token {stop!r} is not one token when it is written as text")
+            raise UnsupportedTemplateError(
+                f"the stop token {stop!r} is not one token when it is written as text"
+            )
     template, bos = "{{ .Prompt }}", str(tokenizer.bos_token) if adds_bos else ""
     try:
         if not prompts.is_plain_text:
@@ -360,8 +426,8 @@ def build_modelfile(run: FinishedRun, prompts: EnginePrompts, file: str, *, adds
 
 
 def format_modelfile(file: str, template: str, *, stops: Sequence[str], context: int) -> str:
-    """The text of a Modelfile. `context`: tokens of the longest conversation; Ollama's own limit cuts prompts silently.
-    Raises UnsupportedTemplateError where the template cannot be quoted."""
+    """The text of a Modelfile. `context`: tokens of the longest conversation; Ollama's own limit
+    cuts prompts silently. Raises UnsupportedTemplateError where the template cannot be quoted."""
     if '"""' in template:
         raise UnsupportedTemplateError('it writes """, which ends a text in a Modelfile')
     lines = [
@@ -375,9 +441,13 @@ def format_modelfile(file: str, template: str, *, stops: Sequence[str], context:
 
 
 def learn_template_parts(render: RenderFunction, *, bos: str = "") -> TemplateParts:
-    """Learn the parts of a chat template from probe conversations. `bos`: a text at the beginning that the engine puts
-    there. Raises UnsupportedTemplateError where they do not make up what the template writes."""
-    turns = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(_TURNS)]
+    """Learn the parts of a chat template from probe conversations. `bos`: a text at the beginning
+    that the engine puts there. Raises UnsupportedTemplateError where they do not make up what the
+    template writes."""
+    turns = [
+        {"role": ("user", "assistant")[index % 2], "content": text}
+        for index, text in enumerate(_TURNS)
+    ]
     start, *between, end = _split_at(render(turns), _TURNS)
     parts = TemplateParts(start.removeprefix(bos), between[0], between[1], end)
     try:
@@ -389,7 +459,9 @@ def learn_template_parts(render: RenderFunction, *, bos: str = "") -> TemplatePa
         parts = dataclasses.replace(parts, system=(before.removeprefix(bos), after))
     elif _SYSTEM in text:
         *_, before, after, _ = _split_at(text, (*_TURNS[:-1], _SYSTEM, _TURNS[-1]))
-        parts = dataclasses.replace(parts, system=(before.removeprefix(between[1]), after), is_system_last=True)
+        parts = dataclasses.replace(
+            parts, system=(before.removeprefix(between[1]), after), is_system_last=True
+        )
     for messages in probe_conversations():
         if messages[0]["role"] == "system" and parts.system is None:
             continue
@@ -420,18 +492,26 @@ def go_template(parts: TemplateParts) -> str:
         before, after = map(escape, parts.system)
         if parts.is_system_last:
             condition, index = "and $.System (eq (len (slice $.Messages $i)) 1)", "$i, $_ := "
-            question = f"{{{{ if {condition} }}}}{before}{{{{ $.System }}}}{after}{{{{ end }}}}{question}"
+            question = (
+                f"{{{{ if {condition} }}}}{before}{{{{ $.System }}}}{after}{{{{ end }}}}{question}"
+            )
         else:
-            start = f"{{{{ if .System }}}}{before}{{{{ .System }}}}{after}{{{{ else }}}}{start}{{{{ end }}}}"
-    answer = f"{escape(parts.question_to_answer)}{{{{ .Content }}}}{escape(parts.answer_to_question)}"
+            start = (
+                f"{{{{ if .System }}}}{before}{{{{ .System }}}}{after}{{{{ else }}}}{start}{{{{ end"
+                " }}"
+            )
+    answer = (
+        f"{escape(parts.question_to_answer)}{{{{ .Content }}}}{escape(parts.answer_to_question)}"
+    )
     return (
-        f'{start}{{{{ range {index}.Messages }}}}{{{{ if eq .Role "user" }}}}{question}'
-        f'{{{{ else if eq .Role "assistant" }}}}{answer}{{{{ end }}}}{{{{ end }}}}{escape(parts.end)}'
+        f'{start}{{{{ range {index}.Messages }}}}{{{{ if eq .Role "user" }}}}{question}{{{{ else if'
+        f' eq .Role "assistant" }}}}{answer}{{{{ end }}}}{{{{ end }}}}{escape(parts.end)}'
     )
 
 
 def render_as_ollama(parts: TemplateParts, messages: Sequence[Mapping[str, str]]) -> str:
-    """What Ollama makes of a conversation, whose roles alternate, with the template of these parts."""
+    """What Ollama makes of a conversation, whose roles alternate, with the template of these
+    parts."""
     contents, text, system = [message["content"] for message in messages], parts.start, ""
     if messages[0]["role"] == "system" and parts.system is not None:
         system = parts.system[0] + contents.pop(0) + parts.system[1]
@@ -440,5 +520,7 @@ def render_as_ollama(parts: TemplateParts, messages: Sequence[Mapping[str, str]]
         if index == len(contents) - 1 and parts.is_system_last:
             text += system
         is_answer = index % 2 == 1
-        text += parts.question_to_answer + content + parts.answer_to_question if is_answer else content
+        text += (
+            parts.question_to_answer + content + parts.answer_to_question if is_answer else content
+        )
     return text + parts.end

@@ -29,8 +29,8 @@ LLAMA_CPP_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c
 CONVERTER_FILE = "convert_hf_to_gguf.py"
 _VENDOR_PREFIX = f"llama_cpp_python-{LLAMA_CPP_VERSION}/vendor/llama.cpp/"
 
-# pip builds a source package's metadata by running its build system. This one answers from what is known already, so
-# that nothing is installed, compiled or run for a download.
+# pip builds a source package's metadata by running its build system. This one answers from what is
+# known already, so that nothing is installed, compiled or run for a download.
 _BUILD_SYSTEM = f"""
 from pathlib import Path
 
@@ -44,10 +44,14 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 
 
 def find_converter(checkout: Path | None) -> Path:
-    """The folder with llama.cpp's converters: the `checkout`, else the one in the cache, which is fetched the first
-    time. Raises ConfigError where `checkout` holds none, or they cannot be fetched."""
+    """The folder with llama.cpp's converters: the `checkout`, else the one in the cache, which is
+    fetched the first time. Raises ConfigError where `checkout` holds none, or they cannot be
+    fetched."""
     if checkout is not None:
-        if not (checkout / CONVERTER_FILE).is_file() or not (checkout / "gguf-py" / "gguf").is_dir():
+        if (
+            not (checkout / CONVERTER_FILE).is_file()
+            or not (checkout / "gguf-py" / "gguf").is_dir()
+        ):
             raise ConfigError(
                 f"LLAMA_CPP={one_line(str(checkout))} is not a checkout of llama.cpp, which has "
                 f"{CONVERTER_FILE} and gguf-py/; leave it out to fetch the converter"
@@ -59,11 +63,17 @@ def find_converter(checkout: Path | None) -> Path:
         return converter_folder
     with translate_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with hold_lock(folder / "lock", waiting_message="Another run is fetching llama.cpp's converter: waiting for it"):
+    with hold_lock(
+        folder / "lock",
+        waiting_message="Another run is fetching llama.cpp's converter: waiting for it",
+    ):
         # looked for again: another process may have unpacked it while this one waited for the lock
         if not (converter_folder / CONVERTER_FILE).is_file():
-            # always the same name, since this process holds the lock: what a killed one left is removed
-            with atomic.replace_path(converter_folder, temporary=folder / ".building") as staging_folder:
+            # always the same name, since this process holds the lock: what a killed one left is
+            # removed
+            with atomic.replace_path(
+                converter_folder, temporary=folder / ".building"
+            ) as staging_folder:
                 download_folder = staging_folder / "fetched"
                 unpack_converter(_download(download_folder), staging_folder)
                 shutil.rmtree(download_folder, ignore_errors=True)
@@ -72,11 +82,19 @@ def find_converter(checkout: Path | None) -> Path:
 
 def _download(folder: Path) -> Path:
     logger.info(
-        "llama.cpp's converter is not in the cache: fetching %s %s (73 MiB), once", LLAMA_CPP_PACKAGE, LLAMA_CPP_VERSION
+        "llama.cpp's converter is not in the cache: fetching %s %s (73 MiB), once",
+        LLAMA_CPP_PACKAGE,
+        LLAMA_CPP_VERSION,
     )
-    requirements, build_folder, download_folder = folder / "wanted.txt", folder / "build", folder / "download"
+    requirements, build_folder, download_folder = (
+        folder / "wanted.txt",
+        folder / "build",
+        folder / "download",
+    )
     (build_folder / "scikit_build_core").mkdir(parents=True)
-    requirements.write_text(f"{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} --hash=sha256:{LLAMA_CPP_SHA256}\n")
+    requirements.write_text(
+        f"{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} --hash=sha256:{LLAMA_CPP_SHA256}\n"
+    )
     (build_folder / "scikit_build_core" / "__init__.py").touch()
     (build_folder / "scikit_build_core" / "build.py").write_text(_BUILD_SYSTEM, encoding="utf-8")
     command = [
@@ -85,7 +103,9 @@ def _download(folder: Path) -> Path:
         *("--require-hashes", "--no-input", "--progress-bar", "off", "--disable-pip-version-check"),
         *("-r", str(requirements), "-d", str(download_folder)),
     ]
-    python_path = os.pathsep.join(filter(None, [str(build_folder), str(ROOT), os.environ.get("PYTHONPATH")]))
+    python_path = os.pathsep.join(
+        filter(None, [str(build_folder), str(ROOT), os.environ.get("PYTHONPATH")])
+    )
     process = subprocess.run(
         command,
         capture_output=True,
@@ -108,14 +128,18 @@ def _download(folder: Path) -> Path:
 
 
 def unpack_converter(archive: Path, target: Path) -> None:
-    """Write the converter of the source package, whose digest has been compared, into the folder `target`; raises
-    ConfigError where it cannot be unpacked."""
+    """Write the converter of the source package, whose digest has been compared, into the folder
+    `target`; raises ConfigError where it cannot be unpacked."""
     try:
         with tarfile.open(archive) as archive_file:
             for member in archive_file:
                 name = member.name.removeprefix(_VENDOR_PREFIX)
-                if name != member.name and name.startswith(("conversion/", "gguf-py/gguf/", CONVERTER_FILE, "LICENSE")):
-                    archive_file.extract(member.replace(name=name, deep=False), target, filter="data")
+                if name != member.name and name.startswith(
+                    ("conversion/", "gguf-py/gguf/", CONVERTER_FILE, "LICENSE")
+                ):
+                    archive_file.extract(
+                        member.replace(name=name, deep=False), target, filter="data"
+                    )
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ConfigError(f"{archive} cannot be unpacked: {one_line(str(error))}") from None
     if not (target / CONVERTER_FILE).is_file():
@@ -123,11 +147,17 @@ def unpack_converter(archive: Path, target: Path) -> None:
 
 
 def convert_to_gguf(
-    converter_folder: Path, model_folder: Path, target: Path, *, quant: str, name: str, vocabulary: Mapping[str, Any]
+    converter_folder: Path,
+    model_folder: Path,
+    target: Path,
+    *,
+    quant: str,
+    name: str,
+    vocabulary: Mapping[str, Any],
 ) -> None:
-    """Write the model in a folder as the GGUF `target`, by llama.cpp's converter in a process of its own. `name`: the
-    model's in the file. `vocabulary`: what `run_llama_cpp.py` is told. Raises BackendError with its last lines where it
-    failed."""
+    """Write the model in a folder as the GGUF `target`, by llama.cpp's converter in a process of
+    its own. `name`: the model's in the file. `vocabulary`: what `run_llama_cpp.py` is told. Raises
+    BackendError with its last lines where it failed."""
     words = [
         *("convert", str(converter_folder), str(model_folder)),
         *("--outfile", str(target), "--outtype", quant, "--model-name", name),
@@ -135,20 +165,33 @@ def convert_to_gguf(
     _run(
         words,
         target,
-        problem=f"llama.cpp's converter ({converter_folder}) failed; a newer checkout may do better (LLAMA_CPP=)",
+        problem=(
+            f"llama.cpp's converter ({converter_folder}) failed; a newer checkout may do better"
+            " (LLAMA_CPP=)"
+        ),
         SFT_PLAY_GGUF_VOCABULARY=json.dumps(vocabulary),
     )
 
 
 def quantize_gguf(source: Path, target: Path, quant: str) -> None:
-    """Write the GGUF `source` with weights in fewer bits, by llama.cpp's library in a process of its own. Raises
-    BackendError with its last lines where it failed."""
-    _run(["quantize", source, target, quant], target, problem=f"llama.cpp's library could not write {quant}")
+    """Write the GGUF `source` with weights in fewer bits, by llama.cpp's library in a process of
+    its own. Raises BackendError with its last lines where it failed."""
+    _run(
+        ["quantize", source, target, quant],
+        target,
+        problem=f"llama.cpp's library could not write {quant}",
+    )
 
 
 def _run(words: Sequence[str | Path], target: Path, *, problem: str, **variables: str) -> None:
-    inherited = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}  # it would hide gguf-py
-    fixed = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    inherited = {
+        key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"
+    }  # it would hide gguf-py
+    fixed = {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
     runner = [sys.executable, str(Path(__file__).with_name("run_llama_cpp.py"))]
     process = subprocess.run(
         [sys.executable, "-m", "sft_play.process.signals", *runner, *map(str, words)],

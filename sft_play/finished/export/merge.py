@@ -77,7 +77,11 @@ from sft_play.training.checkpoints.model_saving import (
     write_tensors,
 )
 from sft_play.training.measure.exact_match import collect_stop_ids
-from sft_play.training.model.model_loading import TORCH_DTYPES, quantization_config, silence_load_report
+from sft_play.training.model.model_loading import (
+    TORCH_DTYPES,
+    quantization_config,
+    silence_load_report,
+)
 from sft_play.training.model.nf4_experts import nf4_roundtrip
 from sft_play.training.prepare.library_messages import quiet_libraries
 from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, peft_loading_warning
@@ -93,7 +97,8 @@ logger = logging.getLogger(__name__)
 
 
 class AdaptedModel:
-    """The run's model on the meta device with its adapter, whose layers are merged as base weights come by."""
+    """The run's model on the meta device with its adapter, whose layers are merged as base weights
+    come by."""
 
     def __init__(self, run: FinishedRun, *, base: MergeBase | None) -> None:
         self.run, self.base = run, base
@@ -102,9 +107,11 @@ class AdaptedModel:
             run.weights, trust_remote_code=run.config.model.trust_remote_code
         )
         self.model_spec = build_model_spec(
-            run.config, self.precision, tokenizer_size=len(self.tokenizer),
+            run.config,
+            self.precision,
+            tokenizer_size=len(self.tokenizer),
             new_rows=added_token_rows(self.tokenizer, run.config),
-        )  # fmt: skip
+        )
         self.base_model = self._build_meta_model()
         tower = self.model_spec.text_tower
         self.key_mapping: dict[str, str] | None = None if tower is None else tower.key_mapping
@@ -115,15 +122,22 @@ class AdaptedModel:
         if base == "dequantized":
             from transformers.quantizers import AutoHfQuantizer
 
-            # transformers decides which layers it leaves alone (the head, what a class excludes): it is asked again
+            # transformers decides which layers it leaves alone (the head, what a class excludes):
+            # it is asked again
             model = self._build_meta_model()
             quantizer = AutoHfQuantizer.from_config(
-                quantization_config(self.precision, quantizes_experts=run.config.tuning.has_quantized_experts),
+                quantization_config(
+                    self.precision, quantizes_experts=run.config.tuning.has_quantized_experts
+                ),
                 pre_quantized=False,
             )
-            quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[self.precision.load], device_map=None)
+            quantizer.preprocess_model(
+                model=model, dtype=TORCH_DTYPES[self.precision.load], device_map=None
+            )
             self.quantized_names = {
-                name for name, _ in model.named_parameters() if quantizer.param_needs_quantization(model, name)
+                name
+                for name, _ in model.named_parameters()
+                if quantizer.param_needs_quantization(model, name)
             }
         self.adapted_layers: dict[str, Any] = {}
         self.fully_trained_tensors: dict[str, torch.Tensor] = {}
@@ -131,17 +145,26 @@ class AdaptedModel:
         # the rows.
         self.trained_embedding_rows: dict[str, tuple[list[int], torch.Tensor]] = {}
         self._load_adapter(self._build_meta_model())
-        shared = [source for name, source in tied_sources.items() if {name, source} <= self.adapted_layers.keys()]
+        shared = [
+            source
+            for name, source in tied_sources.items()
+            if {name, source} <= self.adapted_layers.keys()
+        ]
         if shared:
             raise ModelError(
-                f"the adapter cannot be merged: blocks of a {type(self.base_model).__name__} share {shared[0]}, and "
-                "each has changes of its own to it; serve the base with the adapter"
+                f"the adapter cannot be merged: blocks of a {type(self.base_model).__name__} share"
+                f" {shared[0]}, and each has changes of its own to it; serve the base with the"
+                " adapter"
             )
         # Tensors that the base ties to others and that training made different, with the name of
         # the other.
         self.untied_sources: dict[str, str] = {}
         for name, source in tied_sources.items():
-            trained = [self.fully_trained_tensors[key] for key in (name, source) if key in self.fully_trained_tensors]
+            trained = [
+                self.fully_trained_tensors[key]
+                for key in (name, source)
+                if key in self.fully_trained_tensors
+            ]
             if len(trained) == 1 or (trained and not torch.equal(*trained)):
                 self.untied_sources[name] = source
         self.tied_tensors = frozenset(tied_sources) - set(self.untied_sources)
@@ -154,7 +177,8 @@ class AdaptedModel:
                 trust_remote_code=self.run.config.model.trust_remote_code,
             )
             if self.model_spec.resize_to is not None:
-                # new rows from the mean of the old ones (the default) need numbers, which meta tensors lack
+                # new rows from the mean of the old ones (the default) need numbers, which meta
+                # tensors lack
                 model.resize_token_embeddings(self.model_spec.resize_to, mean_resizing=False)
         model.sft_tower = self.model_spec.text_tower
         return model.eval()
@@ -177,57 +201,85 @@ class AdaptedModel:
         names = model_names_by_saved_name(peft_model)
         mismatched_names = sorted(set(names) ^ set(saved))
         if mismatched_names:
-            raise ModelError(f"{file} is the adapter of another model: {mismatched_names[0]} is in one of them only")
+            raise ModelError(
+                f"{file} is the adapter of another model: {mismatched_names[0]} is in one of them"
+                " only"
+            )
         try:
             # PEFT's own loading would move what it reads to where the base is, which is nowhere
-            peft_model.load_state_dict({names[name]: saved[name] for name in saved}, strict=False, assign=True)
+            peft_model.load_state_dict(
+                {names[name]: saved[name] for name in saved}, strict=False, assign=True
+            )
         except RuntimeError as error:
-            raise ModelError(f"{file} is the adapter of another model: {one_line(str(error), limit=300)}") from None
+            raise ModelError(
+                f"{file} is the adapter of another model: {one_line(str(error), limit=300)}"
+            ) from None
         base_model = peft_model.get_base_model()
         for module_name, module in base_model.named_modules():
             if isinstance(module, ParamWrapper):  # nested, where a module has several such weights
-                self.adapted_layers[f"{module_name.removesuffix('.base_layer')}.{module.parameter_name}"] = module
+                self.adapted_layers[
+                    f"{module_name.removesuffix('.base_layer')}.{module.parameter_name}"
+                ] = module
             elif isinstance(module, LoraLayer):
                 self.adapted_layers[f"{module_name}.weight"] = module
             elif isinstance(module, ModulesToSaveWrapper):
                 for name, parameter in module.modules_to_save["default"].named_parameters():
                     self.fully_trained_tensors[f"{module_name}.{name}"] = parameter.detach()
-            elif isinstance(module, TrainableTokensWrapper) and module.token_adapter.tied_adapter is None:
+            elif (
+                isinstance(module, TrainableTokensWrapper)
+                and module.token_adapter.tied_adapter is None
+            ):
                 adapter = module.token_adapter
                 trained = adapter.trainable_tokens_delta["default"].detach()
-                self.trained_embedding_rows[f"{module_name}.weight"] = (adapter.token_indices["default"], trained)
+                self.trained_embedding_rows[f"{module_name}.weight"] = (
+                    adapter.token_indices["default"],
+                    trained,
+                )
 
     def trained_shape(self, name: str, base_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor after training, given the base's: embeddings may have more rows."""
         if name in self.trained_embedding_rows:
-            return (max(base_shape[0], max(self.trained_embedding_rows[name][0]) + 1), *base_shape[1:])
+            return (
+                max(base_shape[0], max(self.trained_embedding_rows[name][0]) + 1),
+                *base_shape[1:],
+            )
         if name in self.fully_trained_tensors:
             return tuple(self.fully_trained_tensors[name].shape)
         return base_shape
 
     def trained_tensor(self, name: str, base_tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of this name as it is after training, given the base's; in fp32 where training changed it."""
+        """The tensor of this name as it is after training, given the base's; in fp32 where training
+        changed it."""
         if name in self.fully_trained_tensors:
             return self.fully_trained_tensors[name]
         if name in self.trained_embedding_rows:
             row_indices, trained = self.trained_embedding_rows[name]
-            table = base_tensor.new_zeros(self.trained_shape(name, tuple(base_tensor.shape)), dtype=torch.float32)
+            table = base_tensor.new_zeros(
+                self.trained_shape(name, tuple(base_tensor.shape)), dtype=torch.float32
+            )
             table[: len(base_tensor)] = base_tensor
             table[row_indices] = trained
             return table
         tensor = base_tensor
         if name in self.quantized_names:
-            # from the dtype in which training loaded it before it quantised: from fp32 other values would round
-            # otherwise
+            # from the dtype in which training loaded it before it quantised: from fp32 other values
+            # would round otherwise
             tensor = nf4_roundtrip(base_tensor.to(TORCH_DTYPES[self.precision.load]))
         if name not in self.adapted_layers:
             return tensor
         layer = self.adapted_layers[name]
-        base_layer, parameter_name = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
+        base_layer, parameter_name = (
+            layer.get_base_layer(),
+            getattr(layer, "parameter_name", "weight"),
+        )
         meta_weight = getattr(base_layer, parameter_name)
-        setattr(base_layer, parameter_name, nn.Parameter(tensor.float().clone(), requires_grad=False))
+        setattr(
+            base_layer, parameter_name, nn.Parameter(tensor.float().clone(), requires_grad=False)
+        )
         try:
-            layer.merge(safe_merge=True)  # merges a copy, and raises ValueError unless all of it is finite (PEFT 0.21)
+            layer.merge(
+                safe_merge=True
+            )  # merges a copy, and raises ValueError unless all of it is finite (PEFT 0.21)
             return getattr(base_layer, parameter_name).data
         except ValueError as error:
             raise ModelError(f"the adapter makes values that are not finite: {error}") from None
@@ -241,7 +293,12 @@ class AdaptedModel:
 # The merged weights as files, from the base's files tensor by tensor.
 
 # Floating-point dtypes as safetensors names them; tensors of others pass through as they are.
-_FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_FLOAT_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
 
 
 def main_dtype(tensors: Iterable[FileTensor]) -> str:
@@ -253,41 +310,59 @@ def main_dtype(tensors: Iterable[FileTensor]) -> str:
 
 
 class MergedWeights:
-    """The merged weights, written from the base's files tensor by tensor. Raises ModelError where a layer that was
-    trained cannot be brought back into the files' tensors, or they would not be the class's, by names and shapes."""
+    """The merged weights, written from the base's files tensor by tensor. Raises ModelError where a
+    layer that was trained cannot be brought back into the files' tensors, or they would not be the
+    class's, by names and shapes.
+    """
 
     def __init__(self, adapted: AdaptedModel, base_folder: Path, dtype: torch.dtype | None) -> None:
         self._adapted, self._requested_dtype = adapted, dtype
         self._base_tensors = open_tensors(base_folder)
         file_dtype = main_dtype(self._base_tensors.values())
         if file_dtype not in _FLOAT_DTYPES:
-            raise ModelError(f"{base_folder} holds weights in {file_dtype}, into which no adapter can be merged")
+            raise ModelError(
+                f"{base_folder} holds weights in {file_dtype}, into which no adapter can be merged"
+            )
         # Dtype of the merged weights; tensors that the class keeps in fp32 stay so.
         self.dtype = dtype or _FLOAT_DTYPES[file_dtype]
-        # The most bytes that the files can have: as if everything that was trained whole came on top.
+        # The most bytes that the files can have: as if everything that was trained whole came on
+        # top.
         tensors = [
             *self._base_tensors.values(),
             *adapted.fully_trained_tensors.values(),
             *(rows for _, rows in adapted.trained_embedding_rows.values()),
         ]
         self.max_bytes = self.dtype.itemsize * sum(math.prod(tensor.shape) for tensor in tensors)
-        # What each tensor of the model comes from, by its name there; transformers' own table decides, as it does when
-        # loading. A private part of transformers (5.23): files of older layouts get today's names here, and experts
-        # that a file holds one by one are stacked into one tensor
+        # What each tensor of the model comes from, by its name there; transformers' own table
+        # decides, as it does when loading. A private part of transformers (5.23): files of older
+        # layouts get today's names here, and experts that a file holds one by one are stacked into
+        # one tensor
         self._sources, model = dict[str, "_Source"](), adapted.base_model
         transforms = get_model_conversion_mapping(model, adapted.key_mapping)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        converters = [
+            transform for transform in transforms if isinstance(transform, WeightConverter)
+        ]
+        by_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
         state = model.state_dict()
-        for key in sorted(self._base_tensors, key=dot_natural_key):  # the tenth expert comes after the ninth
-            target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        for key in sorted(
+            self._base_tensors, key=dot_natural_key
+        ):  # the tenth expert comes after the ninth
+            target, pattern = rename_source_key(
+                key, renamings, converters, model.base_model_prefix, state
+            )
             # a pattern is that of a converter; mere renamings have none
-            source = self._sources.setdefault(target, _Source(adapted, target, by_pattern.get(pattern)))
+            source = self._sources.setdefault(
+                target, _Source(adapted, target, by_pattern.get(pattern))
+            )
             source.patterns[key], source.shapes[key] = pattern, tuple(self._base_tensors[key].shape)
         # files hold a tied tensor once, under its source's name
         unwritten = {*adapted.untied_sources, *adapted.tied_tensors}
-        self._written_sources = [source for target, source in self._sources.items() if target not in unwritten]
+        self._written_sources = [
+            source for target, source in self._sources.items() if target not in unwritten
+        ]
         self._trained_targets = {
             *adapted.adapted_layers,
             *(adapted.fully_trained_tensors.keys() - unwritten),
@@ -317,32 +392,45 @@ class MergedWeights:
         )
 
     def _find_misfit(self) -> str | None:
-        """Find tensors that the class would miss, not know, or have in another shape, as transformers loads them;
-        None if there are none."""
+        """Find tensors that the class would miss, not know, or have in another shape, as
+        transformers loads them; None if there are none."""
         adapted, tensors = self._adapted, dict[str, torch.Tensor]()
         for name, shape in self._output_shapes():
             if name in tensors:
                 return f"two tensors would be {name}"
             tensors[name] = torch.empty(shape, device="meta")
         for source in self._sources.values():
-            # transformers joins these on the CPU wherever the model is, as Qwen4's table of n-grams: it needs data
-            if getattr(source.converter, "force_cpu", False) and source.patterns.keys() <= tensors.keys():
-                tensors[source.target] = source.join({key: tensors.pop(key) for key in source.patterns})
+            # transformers joins these on the CPU wherever the model is, as Qwen4's table of
+            # n-grams: it needs data
+            if (
+                getattr(source.converter, "force_cpu", False)
+                and source.patterns.keys() <= tensors.keys()
+            ):
+                tensors[source.target] = source.join(
+                    {key: tensors.pop(key) for key in source.patterns}
+                )
         model_class, extra = type(adapted.base_model), tensors.keys() - self._base_tensors.keys()
         config = copy.deepcopy(adapted.base_model.config)
         config.tie_word_embeddings = config.tie_word_embeddings and not adapted.untied_sources
         try:
             with silence_load_report():
                 model, load_report = model_class.from_pretrained(
-                    None, config=config, state_dict=tensors, device_map={"": "meta"}, ignore_mismatched_sizes=True,
-                    output_loading_info=True, key_mapping=adapted.key_mapping,
-                )  # fmt: skip
+                    None,
+                    config=config,
+                    state_dict=tensors,
+                    device_map={"": "meta"},
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                    key_mapping=adapted.key_mapping,
+                )
         except (RuntimeError, ValueError) as error:  # experts of different numbers cannot be joined
             return one_line(str(error), limit=300)
         problems = {
             "are missing": set(load_report["missing_keys"]) - tied_weight_names(model),
             "have another shape": {str(item[0]) for item in load_report["mismatched_keys"]},
-            "are unknown to it": set(load_report["unexpected_keys"]) & extra,  # the base's own unused ones are kept
+            "are unknown to it": (
+                set(load_report["unexpected_keys"]) & extra
+            ),  # the base's own unused ones are kept
         }
         for problem, names in problems.items():
             if names:
@@ -350,22 +438,34 @@ class MergedWeights:
         return None
 
     def _output_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the result. Tensors of the base keep their names, so that other engines read them as they
-        read the base."""
+        """Names and shapes of the result. Tensors of the base keep their names, so that other
+        engines read them as they read the base."""
         for source in self._written_sources:
             for key in source.patterns:
                 shape = self._base_tensors[key].shape
-                yield key, shape if source.converter else self._adapted.trained_shape(source.target, shape)
+                yield (
+                    key,
+                    (
+                        shape
+                        if source.converter
+                        else self._adapted.trained_shape(source.target, shape)
+                    ),
+                )
         for name, target in self._adapted.untied_sources.items():
             (key,) = self._sources[target].patterns
-            yield self._adapted.to_full_name(name), self._adapted.trained_shape(name, self._base_tensors[key].shape)
+            yield (
+                self._adapted.to_full_name(name),
+                self._adapted.trained_shape(name, self._base_tensors[key].shape),
+            )
 
     def _merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         untied_names = {target: name for name, target in self._adapted.untied_sources.items()}
         for source in self._written_sources:
             if source.target in self._trained_targets:
                 parts = {key: self._base_tensors[key].read() for key in source.patterns}
-                yield from source.split(self._adapted.trained_tensor(source.target, source.join(parts)))
+                yield from source.split(
+                    self._adapted.trained_tensor(source.target, source.join(parts))
+                )
             else:  # one tensor at a time is in memory
                 yield from ((key, self._base_tensors[key].read()) for key in source.patterns)
             if source.target in untied_names:  # what was one tensor in the base is two now
@@ -374,7 +474,8 @@ class MergedWeights:
                 yield self._adapted.to_full_name(name), self._adapted.trained_tensor(name, tensor)
 
     def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype that was asked for, as far as the class takes it, else that of the base's file."""
+        """The dtype that was asked for, as far as the class takes it, else that of the base's
+        file."""
         if self._requested_dtype is not None:
             dtype = saved_dtype_rule(self._adapted.base_model, self._requested_dtype)(name, tensor)
         elif name in self._base_tensors:
@@ -382,13 +483,17 @@ class MergedWeights:
         else:
             dtype = self.dtype
         if dtype == torch.float16 and float(tensor.float().abs().max()) > torch.finfo(dtype).max:
-            raise ConfigError(f"DTYPE=fp16 cannot hold {name}, which has values above 65,504; take DTYPE=bf16")
+            raise ConfigError(
+                f"DTYPE=fp16 cannot hold {name}, which has values above 65,504; take DTYPE=bf16"
+            )
         return dtype
 
 
 class _Source:
-    """The tensors of the base's files that one of the model comes from: one, or several that transformers joins on the
-    way, such as a projection of all experts. `patterns`: by the name in the files, the converter's pattern for it."""
+    """The tensors of the base's files that one of the model comes from: one, or several that
+    transformers joins on the way, such as a projection of all experts. `patterns`: by the name in
+    the files, the converter's pattern for it.
+    """
 
     def __init__(self, adapted: AdaptedModel, target: str, converter: Any) -> None:
         self._adapted, self.target, self.converter = adapted, target, converter
@@ -412,14 +517,19 @@ class _Source:
             return
         mapping = self._adapted.key_mapping or {}
         names = {apply_key_mapping(key, mapping): key for key in self.patterns}
-        for name, tensor in revert_weight_conversion(self._adapted.base_model, {self.target: joined}).items():
+        for name, tensor in revert_weight_conversion(
+            self._adapted.base_model, {self.target: joined}
+        ).items():
             yield names.get(name, name), tensor
 
     def can_be_split(self) -> bool:
-        """True if its tensors come out again under the names and with the shapes that the files have."""
+        """True if its tensors come out again under the names and with the shapes that the files
+        have."""
         parts = {key: torch.empty(shape, device="meta") for key, shape in self.shapes.items()}
         try:
-            split_shapes = {key: tuple(tensor.shape) for key, tensor in self.split(self.join(parts))}
+            split_shapes = {
+                key: tuple(tensor.shape) for key, tensor in self.split(self.join(parts))
+            }
         except Exception:  # a conversion that has no way back, each in its own way
             return False
         return split_shapes == self.shapes
@@ -447,16 +557,25 @@ class MergeResult(Answer):
     def lines(self) -> list[str]:
         lines = [f"Merged: {self.layers} layers"]
         if self.base is not None:
-            base_note = "what was trained" if self.base == "dequantized" else "not quite what was trained"
+            base_note = (
+                "what was trained" if self.base == "dequantized" else "not quite what was trained"
+            )
             lines.append(f"Base: {self.base}, {base_note}: the adapter was trained on NF4 weights")
         lines += self.notes
         if self.untied:
-            lines.append("Embeddings: input and output were one tensor in the base and are two now (both were trained)")
+            lines.append(
+                "Embeddings: input and output were one tensor in the base and are two now (both"
+                " were trained)"
+            )
         facts = f"{self.dtype}, {format_gib(self.bytes, digits=2)} GiB, {self.wall_s:.0f} s"
         variables = {"RUN": self.run}
         if self.path != self.run / MERGED_FOLDER:
             variables["OUT"] = self.path
-        return [*lines, f"Written to: {self.path} ({facts})", next_command_line("merge-test", **variables)]
+        return [
+            *lines,
+            f"Written to: {self.path} ({facts})",
+            next_command_line("merge-test", **variables),
+        ]
 
 
 def merge_run(
@@ -468,11 +587,12 @@ def merge_run(
     replace: bool = False,
     file_bytes: int = MAX_WEIGHTS_FILE_BYTES,
 ) -> MergeResult:
-    """Write the base with the run's adapter merged into it, as a folder that loads as any model, with the options of
-    docs/trained.md (merge). `file_bytes` is the size of one output file, which is held in RAM. Raises RunFolderError
-    where the run was trained whole and needs no merge, or the target exists; ConfigError where `base` is given for a
-    run without NF4 weights, the disk is too small, or a value has no place in fp16; ModelError where the base is
-    missing, or does not fit the adapter."""
+    """Write the base with the run's adapter merged into it, as a folder that loads as any model,
+    with the options of docs/trained.md (merge). `file_bytes` is the size of one output file, which
+    is held in RAM. Raises RunFolderError where the run was trained whole and needs no merge, or the
+    target exists; ConfigError where `base` is given for a run without NF4 weights, the disk is too
+    small, or a value has no place in fp16; ModelError where the base is missing, or does not fit
+    the adapter."""
     start_time = time.monotonic()
     target = out or run.folder.path / MERGED_FOLDER
     require_mergeable(run, base, target, replace=replace)
@@ -496,24 +616,47 @@ def merge_run(
             {"base": adapted.base, "dtype": dtype_name, "adapter_sha256": digest, "test": None},
         )
         size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
-    lost_note = peft_loading_warning(adapted.model_spec, trust_remote_code=run.config.model.trust_remote_code)
+    lost_note = peft_loading_warning(
+        adapted.model_spec, trust_remote_code=run.config.model.trust_remote_code
+    )
     return MergeResult(
-        run.folder.path, target, dtype_name, adapted.base, len(adapted.adapted_layers), bool(adapted.untied_sources),
-        size, round(time.monotonic() - start_time, 2), (f"Adapter: {lost_note}",) if lost_note else (),
-    )  # fmt: skip
+        run.folder.path,
+        target,
+        dtype_name,
+        adapted.base,
+        len(adapted.adapted_layers),
+        bool(adapted.untied_sources),
+        size,
+        round(time.monotonic() - start_time, 2),
+        (f"Adapter: {lost_note}",) if lost_note else (),
+    )
 
 
 def card_facts(
-    run: FinishedRun, model_spec: ModelSpec, stop_ids: list[int], *, kind: WeightsKind = "merged", dtype: str = ""
+    run: FinishedRun,
+    model_spec: ModelSpec,
+    stop_ids: list[int],
+    *,
+    kind: WeightsKind = "merged",
+    dtype: str = "",
 ) -> CardFacts:
     """What the card of a finished run's weights says; `dtype` is a merged model's."""
     return CardFacts(
-        kind=kind, name=run.folder.path.name, config=run.config, plan=run.plan(), model_spec=model_spec,
-        manifest=run.manifest, summary=read_summary(run.folder.path), stop_ids=stop_ids, dtype=dtype,
-    )  # fmt: skip
+        kind=kind,
+        name=run.folder.path.name,
+        config=run.config,
+        plan=run.plan(),
+        model_spec=model_spec,
+        manifest=run.manifest,
+        summary=read_summary(run.folder.path),
+        stop_ids=stop_ids,
+        dtype=dtype,
+    )
 
 
-def _write_configs(adapted: AdaptedModel, base_folder: Path, folder: Path, dtype: torch.dtype) -> list[int]:
+def _write_configs(
+    adapted: AdaptedModel, base_folder: Path, folder: Path, dtype: torch.dtype
+) -> list[int]:
     config = dequantised_config(read_json(base_folder / "config.json"))
     text_config = config.get("text_config") or config
     set_dtype(config, str(dtype).removeprefix("torch."))
@@ -521,36 +664,44 @@ def _write_configs(adapted: AdaptedModel, base_folder: Path, folder: Path, dtype
         config["tie_word_embeddings"] = text_config["tie_word_embeddings"] = False
     if adapted.model_spec.resize_to is not None:
         text_config["vocab_size"] = adapted.model_spec.resize_to
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
     adapted.tokenizer.save_pretrained(folder)
     stop_ids = write_generation_config(adapted.run, adapted.tokenizer, base_folder, folder)
-    # code of the model's own, which config.json's auto_map names, and what its class reads images with
+    # code of the model's own, which config.json's auto_map names, and what its class reads images
+    # with
     for file in (*base_folder.glob("*.py"), *base_folder.glob("*processor*.json")):
         shutil.copyfile(file, folder / file.name)
     return stop_ids
 
 
-def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, folder: Path) -> list[int]:
-    """Write the generation config of the model in `source`, with the stop tokens of training, into `folder`; returns
-    the stop tokens."""
+def write_generation_config(
+    run: FinishedRun, tokenizer: Any, source: Path, folder: Path
+) -> list[int]:
+    """Write the generation config of the model in `source`, with the stop tokens of training, into
+    `folder`; returns the stop tokens."""
     stop_token_ids = folder_stop_ids(run, tokenizer, source)
     set_stop_tokens(folder, stop_token_ids, tokenizer.pad_token_id, source_folder=source)
     return stop_token_ids
 
 
 def folder_stop_ids(run: FinishedRun, tokenizer: Any, folder: Path) -> list[int]:
-    """Tokens that end an answer as the run was trained: those of the model in a folder, by its generation config or
-    else its config, and what ends an assistant's turn."""
+    """Tokens that end an answer as the run was trained: those of the model in a folder, by its
+    generation config or else its config, and what ends an assistant's turn."""
     eos_token_ids = read_json(folder / "generation_config.json").get("eos_token_id")
     if eos_token_ids is None:
         eos_token_ids = read_json(folder / "config.json").get("eos_token_id")
-    return collect_stop_ids(run.config.task_mode, tokenizer, build_run_renderer(run, tokenizer), eos_token_ids)
+    return collect_stop_ids(
+        run.config.task_mode, tokenizer, build_run_renderer(run, tokenizer), eos_token_ids
+    )
 
 
 def ensure_whole_model_folder(run: FinishedRun, *, is_locked: bool) -> Path:
-    """The folder with the run's whole model: its own weights, or `merged/`, which is written now where it is missing or
-    of an earlier adapter. `is_locked`: the caller holds the run's lock, which a merge needs. Raises RunFolderError
-    where what was merged is not what was trained, or SftPlayError as `merge_run` does."""
+    """The folder with the run's whole model: its own weights, or `merged/`, which is written now
+    where it is missing or of an earlier adapter. `is_locked`: the caller holds the run's lock,
+    which a merge needs. Raises RunFolderError where what was merged is not what was trained, or
+    SftPlayError as `merge_run` does."""
     if not run.is_adapter:
         return run.weights
     merged = find_merged_model(run)
@@ -564,7 +715,8 @@ def ensure_whole_model_folder(run: FinishedRun, *, is_locked: bool) -> Path:
 
 
 def record_merge_test(folder: Path, *, ok: bool, divergence: float, limit: float) -> None:
-    """Add merge-test's verdict to the record; nothing where the folder has none: it may be anybody's model."""
+    """Add merge-test's verdict to the record; nothing where the folder has none: it may be
+    anybody's model."""
     record = read_merge_record(folder)
     if record:
         record["test"] = {

@@ -1,14 +1,15 @@
-"""Runs llama.cpp's converter, with what this toolkit knows better than it can guess, or its quantizer.
+"""Runs llama.cpp's converter, with what this toolkit knows better than it can guess, or its
+quantizer.
 
-A program of its own, which imports nothing of the toolkit: llama.cpp ends its process where it meets
-what it cannot do.
+A program of its own, which imports nothing of the toolkit: llama.cpp ends its process where it
+meets what it cannot do.
 
     python run_llama_cpp.py convert CONVERTER_FOLDER ARGUMENTS…
     python run_llama_cpp.py quantize FROM TO QUANT
 
-`SFT_PLAY_GGUF_VOCABULARY` is JSON for the converter: `pre`, the pre-tokenizer where it knows none for
-this tokenizer; `fields`, entries of the file (numbers, true or false) that are written as they are
-here, whatever the converter thinks of this architecture.
+`SFT_PLAY_GGUF_VOCABULARY` is JSON for the converter: `pre`, the pre-tokenizer where it knows none
+for this tokenizer; `fields`, entries of the file (numbers, true or false) that are written as they
+are here, whatever the converter thinks of this architecture.
 """
 
 import ctypes
@@ -27,8 +28,13 @@ def convert(folder: str) -> None:
     import gguf
 
     # checkouts of 2025 have the class in the script itself
-    text_model = getattr(sys.modules.get("conversion.base"), "TextModel", None) or converter.TextModel
-    find_pre_tokenizer, write_header = text_model.get_vocab_base_pre, gguf.GGUFWriter.write_header_to_file
+    text_model = (
+        getattr(sys.modules.get("conversion.base"), "TextModel", None) or converter.TextModel
+    )
+    find_pre_tokenizer, write_header = (
+        text_model.get_vocab_base_pre,
+        gguf.GGUFWriter.write_header_to_file,
+    )
 
     def get_vocab_base_pre(self: Any, tokenizer: Any) -> str:
         try:
@@ -51,7 +57,8 @@ def convert(folder: str) -> None:
 
 
 def quantize(source: str, target: str, quant: str) -> int:
-    """The exit code: 0, or what llama.cpp returned; 2 where this version of it does not know the type."""
+    """The exit code: 0, or what llama.cpp returned; 2 where this version of it does not know the
+    type."""
     import llama_cpp
 
     ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{quant.upper()}", None)
@@ -60,7 +67,9 @@ def quantize(source: str, target: str, quant: str) -> int:
         return 2
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = ftype
-    return int(llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)))
+    return int(
+        llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params))
+    )
 
 
 if __name__ == "__main__":

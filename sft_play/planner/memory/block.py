@@ -44,22 +44,31 @@ def mlp(block: ForwardPass, x: TensorRef) -> TensorRef:
 
 
 def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
-    """Routed experts, line by line as `grouped_mm_experts_forward` (transformers, integrations/moe.py). Which expert
-    gets a token does not change these bytes; one expert after another holds no more, except for gradients of the
-    weights."""
+    """Routed experts, line by line as `grouped_mm_experts_forward` (transformers,
+    integrations/moe.py). Which expert gets a token does not change these bytes; one expert after
+    another holds no more, except for gradients of the weights."""
     spec, rows = block.spec, block.tokens * block.spec.experts_per_token
     inner_elements = rows * spec.expert_width
     probabilities = block.tape.op((x,), block.tokens * spec.num_experts, 4, holds_output=True)
-    routing = block.tape.op((probabilities,), rows, 4 if spec.routes_in_fp32 else x.itemsize)  # (T * k,)
+    routing = block.tape.op(
+        (probabilities,), rows, 4 if spec.routes_in_fp32 else x.itemsize
+    )  # (T * k,)
     del probabilities
     indices = block.tape.new(rows, 8)
     gathered = block.tape.op(
-        (x,), rows * spec.hidden, x.itemsize, saved=(indices,), backward=block.index_backward(x, rows)
+        (x,),
+        rows * spec.hidden,
+        x.itemsize,
+        saved=(indices,),
+        backward=block.index_backward(x, rows),
     )
     # what the block reads dequantised or with an adapter, once, until its experts have run
     weights_in_use: list[TensorRef] = []
-    gate_up = _grouped_linear(block, gathered, 0, spec.hidden, 2 * spec.expert_width, weights_in_use)
-    # biases are gathered row by row before the product, and the name lives until the next ones replace it
+    gate_up = _grouped_linear(
+        block, gathered, 0, spec.hidden, 2 * spec.expert_width, weights_in_use
+    )
+    # biases are gathered row by row before the product, and the name lives until the next ones
+    # replace it
     bias = block.tape.new(gate_up.elements, gate_up.itemsize) if spec.has_expert_bias else None
     halves = block.split(gate_up, inner_elements, inner_elements)
     inner = _clamped_gate(block, halves) if spec.clamps_gate else _gate(block, halves)
@@ -68,7 +77,8 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     del inner
     if bias is not None:
         bias = block.tape.new(out.elements, out.itemsize)
-    # rows times their weights, in the wider dtype; the weights' gradient is the sum of a product of its size
+    # rows times their weights, in the wider dtype; the weights' gradient is the sum of a product of
+    # its size
     itemsize = max(out.itemsize, routing.itemsize)
     size, e, routing_itemsize = out.elements, out.itemsize, routing.itemsize
 
@@ -77,7 +87,9 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
         tape.meter.add_transient(size * itemsize)
         return (gradient, tape.new(rows, routing_itemsize))
 
-    weighted = block.tape.op((out, routing), size, itemsize, saved=(out, routing), backward=backward)
+    weighted = block.tape.op(
+        (out, routing), size, itemsize, saved=(out, routing), backward=backward
+    )
     del out, routing
     ordered = block.tape.op(
         (weighted,),
@@ -89,7 +101,10 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     del weighted
     # .view(T, k, h).sum(dim=1); the gradient of a sum is expanded, and copied to be seen as rows
     combined = block.tape.op(
-        (ordered,), x.elements, ordered.itemsize, backward=single_gradient(ordered.elements, ordered.itemsize)
+        (ordered,),
+        x.elements,
+        ordered.itemsize,
+        backward=single_gradient(ordered.elements, ordered.itemsize),
     )
     del ordered, bias, gathered
     combined = block.to(combined, x.itemsize)
@@ -98,15 +113,25 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
 
 
 def _grouped_linear(
-    block: ForwardPass, x: TensorRef, tensor_index: int, inputs: int, outputs: int, weights_in_use: list[TensorRef]
+    block: ForwardPass,
+    x: TensorRef,
+    tensor_index: int,
+    inputs: int,
+    outputs: int,
+    weights_in_use: list[TensorRef],
 ) -> TensorRef:
-    """Rows times the matrices of their experts; a trained weight holds its input. fp32 weights are cast to
-    autocast's dtype by training/prepare/experts.py, and the copy is held for x's gradient, as is a weight that was
-    dequantised (training/model/nf4_experts.py) or to which an adapter was added (PEFT's ParamWrapper)."""
+    """Rows times the matrices of their experts; a trained weight holds its input. fp32 weights are
+    cast to autocast's dtype by training/prepare/experts.py, and the copy is held for x's gradient,
+    as is a weight that was dequantised (training/model/nf4_experts.py) or to which an adapter was
+    added (PEFT's ParamWrapper).
+    """
     spec, autocast_itemsize = block.spec, block.spec.element_bytes.autocast
     elements, weight_itemsize = spec.num_experts * inputs * outputs, spec.element_bytes.weights
-    # experts of a block that a tensor-parallel rank shares have fewer elements than the whole tensor
-    tensor_elements, adapter_params = spec.expert_tensors[tensor_index] if spec.expert_tensors else (elements, 0)
+    # experts of a block that a tensor-parallel rank shares have fewer elements than the whole
+    # tensor
+    tensor_elements, adapter_params = (
+        spec.expert_tensors[tensor_index] if spec.expert_tensors else (elements, 0)
+    )
     adapter_params = adapter_params * elements // max(1, tensor_elements)
     x = block.to_autocast(x)
     trains_weight = spec.trains_weights or adapter_params > 0
@@ -119,7 +144,9 @@ def _grouped_linear(
     if adapter_params:
         # both factors in the weight's dtype, held by their product, which is added to the weight
         factors = (
-            [] if weight_itemsize == spec.element_bytes.adapters else [block.tape.new(adapter_params, weight_itemsize)]
+            []
+            if weight_itemsize == spec.element_bytes.adapters
+            else [block.tape.new(adapter_params, weight_itemsize)]
         )
         weight = block.tape.new(elements, weight_itemsize)
         saved += factors
@@ -142,7 +169,9 @@ def _grouped_linear(
             block.create_weight_gradient(elements, weight_itemsize)
         elif adapter_params:
             # the sum's gradient, of which the factors' are products
-            sum_gradient = tape.cast(tape.new(elements, autocast_itemsize or weight_itemsize), weight_itemsize)
+            sum_gradient = tape.cast(
+                tape.new(elements, autocast_itemsize or weight_itemsize), weight_itemsize
+            )
             block.create_weight_gradient(adapter_params, spec.element_bytes.adapters)
             del sum_gradient
         elif spec.uses_grouped_mm_fallback:
@@ -167,11 +196,16 @@ def _gate(block: ForwardPass, halves: list[TensorRef]) -> TensorRef:
 
 
 def _clamped_gate(block: ForwardPass, halves: list[TensorRef]) -> TensorRef:
-    """gpt-oss: (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)) (modeling_gpt_oss.py, `_apply_gate`)."""
-    gate, up = (block.tape.op((half,), half.elements, half.itemsize, saved=(half,)) for half in halves)
+    """gpt-oss: (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)) (modeling_gpt_oss.py,
+    `_apply_gate`)."""
+    gate, up = (
+        block.tape.op((half,), half.elements, half.itemsize, saved=(half,)) for half in halves
+    )
     halves.clear()
     activated = block.scale(gate)
-    activated = block.tape.op((activated,), activated.elements, activated.itemsize, holds_output=True)
+    activated = block.tape.op(
+        (activated,), activated.elements, activated.itemsize, holds_output=True
+    )
     activated = block.multiply(gate, activated)
     shifted_up = block.tape.op((up,), up.elements, up.itemsize, backward=shared_gradient(1))
     return block.multiply(shifted_up, activated)
@@ -189,7 +223,9 @@ def _dense_mlp(block: ForwardPass, x: TensorRef) -> TensorRef:
         )
         return linear(block, inner, "down")
     if uses_liger_gate:
-        inner = liger_gate(block.tape, linear(block, x, "gate"), linear(block, x, "up"), copies_inputs=False)
+        inner = liger_gate(
+            block.tape, linear(block, x, "gate"), linear(block, x, "up"), copies_inputs=False
+        )
     else:
         inner = block.multiply(_activate(block, linear(block, x, "gate")), linear(block, x, "up"))
     return linear(block, inner, "down")
@@ -212,14 +248,18 @@ def attention(block: ForwardPass, x: TensorRef) -> TensorRef:
     out = _attend(block, q, k, v)
     is_head_major = block.spec.concatenates_rotary and not _rotates_in_place(block)
     if is_head_major and block.spec.kernel in ("flash", "cudnn") and not block.spec.one_by_one:
-        # torch.cat left q contiguous head by head; both kernels lay their output out as q, and reshaping it copies
+        # torch.cat left q contiguous head by head; both kernels lay their output out as q, and
+        # reshaping it copies
         out = block.tape.op((out,), out.elements, out.itemsize)
     return linear(block, out, "o")
 
 
 def _query_key_value(block: ForwardPass, x: TensorRef) -> tuple[TensorRef, TensorRef, TensorRef]:
     spec = block.spec
-    q_size, kv_size = spec.heads * spec.head_dim * block.tokens, spec.kv_heads * spec.head_dim * block.tokens
+    q_size, kv_size = (
+        spec.heads * spec.head_dim * block.tokens,
+        spec.kv_heads * spec.head_dim * block.tokens,
+    )
     if "qkv" in block.linears:
         qkv = linear(block, x, "qkv")
         q, k, v = block.split(qkv, q_size, kv_size, qkv.elements - q_size - kv_size)
@@ -235,14 +275,20 @@ def _rotates_in_place(block: ForwardPass) -> bool:
     return block.spec.liger is not None and block.spec.liger.replaces_rotation
 
 
-def _rotate_query_key(block: ForwardPass, q: TensorRef, k: TensorRef) -> tuple[TensorRef, TensorRef]:
+def _rotate_query_key(
+    block: ForwardPass, q: TensorRef, k: TensorRef
+) -> tuple[TensorRef, TensorRef]:
     spec = block.spec
     if not spec.partial_rotary_factor:
         return q, k
     if _rotates_in_place(block):
         copies_input, copies_gradient = "qkv" in block.linears, spec.kernel == "eager"
-        sums_groups = spec.heads != spec.kv_heads and (spec.kernel == "efficient" or _is_masked_cudnn(spec))
-        q = liger_rotation(block.tape, q, copies_input=copies_input, copies_gradient=copies_gradient)
+        sums_groups = spec.heads != spec.kv_heads and (
+            spec.kernel == "efficient" or _is_masked_cudnn(spec)
+        )
+        q = liger_rotation(
+            block.tape, q, copies_input=copies_input, copies_gradient=copies_gradient
+        )
         return q, liger_rotation(
             block.tape, k, copies_input=copies_input, copies_gradient=copies_gradient or sums_groups
         )
@@ -257,7 +303,8 @@ def _is_masked_cudnn(spec: BlockSpec) -> bool:
 
 
 def _rotate(block: ForwardPass, x: TensorRef) -> TensorRef:
-    """x * cos + rotate_half(x) * sin: two more tensors of its size while it runs, forwards and backwards."""
+    """x * cos + rotate_half(x) * sin: two more tensors of its size while it runs, forwards and
+    backwards."""
     block.tape.meter.add_transient(3 * x.nbytes)
     return block.tape.op(
         (x,),
@@ -282,11 +329,16 @@ def _attend(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> Ten
         k, v = _repeat_heads(block, k, groups), _repeat_heads(block, v, groups)
     if kernel == "cudnn":
         return _cudnn_attention(block, q, k, v)
-    return _eager_attention(block, q, k, v) if kernel == "eager" else _efficient_attention(block, q, k, v)
+    return (
+        _eager_attention(block, q, k, v)
+        if kernel == "eager"
+        else _efficient_attention(block, q, k, v)
+    )
 
 
 def _repeat_heads(block: ForwardPass, x: TensorRef, groups: int) -> TensorRef:
-    """K or V for all query heads: a copy whose gradient is summed back; of a single head a view is enough."""
+    """K or V for all query heads: a copy whose gradient is summed back; of a single head a view is
+    enough."""
     if block.spec.kv_heads == 1 and block.spec.kernel in ("efficient", "cudnn"):
         return _view_with_separate_gradient(block, x)
     return block.tape.op((x,), x.elements * groups, x.itemsize)
@@ -300,7 +352,8 @@ def _view_with_separate_gradient(block: ForwardPass, x: TensorRef) -> TensorRef:
 
 
 def _attend_one_by_one(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
-    """Call attention once for each chat (training/model/attention_functions.py): keys and values of all heads.
+    """Call attention once for each chat (training/model/attention_functions.py): keys and values of
+    all heads.
 
     The calls' outputs are held and joined, and so are the gradients of what was divided."""
     groups = block.spec.heads // block.spec.kv_heads
@@ -319,10 +372,12 @@ def _tokens_per_call(block: ForwardPass) -> int:
 
 
 def _flash_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
-    """Flash attention (transformers/cuda/flash_attn): holds q, k, v, its output and a logsumexp in fp32."""
+    """Flash attention (transformers/cuda/flash_attn): holds q, k, v, its output and a logsumexp in
+    fp32."""
     spec, itemsize, tokens = block.spec, q.itemsize, _tokens_per_call(block)
     rows = tokens // block.length * spec.heads * round_up(block.length, 128)
-    # backward: softmax_d and dq_accum in fp32 (flash_api.cpp, mha_bwd; trace/kernels.py counts the same)
+    # backward: softmax_d and dq_accum in fp32 (flash_api.cpp, mha_bwd; trace/kernels.py counts the
+    # same)
     backward_bytes = 4 * rows + 4 * rows * round_up(spec.head_dim, 32)
     if spec.heads != spec.kv_heads and not spec.one_by_one:
         # dk and dv of all query heads, before they are summed to the grouped ones
@@ -331,8 +386,9 @@ def _flash_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRe
 
 
 def _varlen_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
-    """Flash attention on padded rows (transformers, `_upad_input`, `_pad_input`): it holds copies of q, k, v
-    without padding and their indices; its output is scattered into a tensor of the rows."""
+    """Flash attention on padded rows (transformers, `_upad_input`, `_pad_input`): it holds copies
+    of q, k, v without padding and their indices; its output is scattered into a tensor of the
+    rows."""
     indices = block.tape.new(block.tokens, 8)
     k, v = _gather(block, k, indices), _gather(block, v, indices)
     q = _gather(block, q, indices)
@@ -341,11 +397,18 @@ def _varlen_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorR
 
 
 def _gather(block: ForwardPass, x: TensorRef, indices: TensorRef) -> TensorRef:
-    return block.tape.op((x,), x.elements, x.itemsize, saved=(indices,), backward=block.index_backward(x, block.tokens))
+    return block.tape.op(
+        (x,),
+        x.elements,
+        x.itemsize,
+        saved=(indices,),
+        backward=block.index_backward(x, block.tokens),
+    )
 
 
 def _efficient_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
-    """Memory-efficient attention: like flash, and also holds the mask as a bias in the compute dtype."""
+    """Memory-efficient attention: like flash, and also holds the mask as a bias in the compute
+    dtype."""
     spec, call_tokens = block.spec, _tokens_per_call(block)
     bias = None
     if spec.masked:
@@ -360,8 +423,8 @@ def _efficient_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: Tens
 
 
 def _cudnn_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
-    """cuDNN's attention (native/cudnn/MHA.cpp): holds what flash attention does, and a mask as a bias, neither padded
-    nor expanded."""
+    """cuDNN's attention (native/cudnn/MHA.cpp): holds what flash attention does, and a mask as a
+    bias, neither padded nor expanded."""
     spec, bias = block.spec, None
     if spec.masked:
         mask_elements = block.batch * block.length**2
@@ -369,15 +432,23 @@ def _cudnn_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRe
         bias = block.tape.new(mask_elements, q.itemsize)
     # backward: sums of dO * O and dq in fp32 (cudnn-frontend, scaled_dot_product_flash_attention.h)
     backward_bytes = 4 * block.tokens * spec.heads * (1 + spec.head_dim)
-    if spec.heads != spec.kv_heads and not spec.masked:  # dk and dv of all query heads, before they are summed
+    if (
+        spec.heads != spec.kv_heads and not spec.masked
+    ):  # dk and dv of all query heads, before they are summed
         backward_bytes += 2 * block.tokens * spec.heads * spec.head_dim * q.itemsize
     return _fused_attention(block, q, k, v, backward_bytes, bias)
 
 
 def _fused_attention(
-    block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef, backward_bytes: int, bias: TensorRef | None = None
+    block: ForwardPass,
+    q: TensorRef,
+    k: TensorRef,
+    v: TensorRef,
+    backward_bytes: int,
+    bias: TensorRef | None = None,
 ) -> TensorRef:
-    """One kernel for scores, softmax and their product with V; `backward_bytes`: within its backward kernel."""
+    """One kernel for scores, softmax and their product with V; `backward_bytes`: within its
+    backward kernel."""
     spec = block.spec
     statistics = block.tape.new(block.tokens * spec.heads, 4)
     make_gradients = separate_gradients(q, k, v)
@@ -414,8 +485,8 @@ def _softmax(block: ForwardPass, scores: TensorRef) -> TensorRef:
 
 
 def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
-    """gpt-oss (modeling_gpt_oss.py, eager_attention_forward): a column joins the scores, their maximum is taken off,
-    and the softmax stays in the compute dtype."""
+    """gpt-oss (modeling_gpt_oss.py, eager_attention_forward): a column joins the scores, their
+    maximum is taken off, and the softmax stays in the compute dtype."""
     itemsize = q.itemsize
     scores = block.scale(block.tape.op((q, k), _score_elements(block), itemsize, saved=(q, k)))
     scores = block.tape.op((scores,), scores.elements, itemsize, backward=shared_gradient(1))
@@ -423,12 +494,16 @@ def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef
     sink_scores = block.tape.op((scores,), size, itemsize, backward=shared_gradient(1))
 
     # -grad is summed for the maximum, whose own gradient is scattered into zeros and added
-    maximum_backward = single_gradient(size, itemsize, transient=size * itemsize + segment_remainder(size * itemsize))
+    maximum_backward = single_gradient(
+        size, itemsize, transient=size * itemsize + segment_remainder(size * itemsize)
+    )
     sink_scores = block.tape.op((sink_scores,), size, itemsize, backward=maximum_backward)
 
     probabilities = _softmax(block, sink_scores)
     del scores, sink_scores
-    token_probabilities = block.tape.view(probabilities, probabilities.elements * block.length // (block.length + 1))
+    token_probabilities = block.tape.view(
+        probabilities, probabilities.elements * block.length // (block.length + 1)
+    )
     if token_probabilities.node is not None:
         # zeros of the whole, into which it is copied
         token_probabilities.node.backward = single_gradient(size, itemsize)
@@ -437,12 +512,16 @@ def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef
 
 def _weight_values(block: ForwardPass, scores: TensorRef, v: TensorRef) -> TensorRef:
     return block.tape.op(
-        (scores, v), block.tokens * block.spec.heads * block.spec.head_dim, v.itemsize, saved=(scores, v)
+        (scores, v),
+        block.tokens * block.spec.heads * block.spec.head_dim,
+        v.itemsize,
+        saved=(scores, v),
     )
 
 
 def _eager_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
-    """eager_attention_forward: S x S scores per head in the compute dtype, probabilities in fp32 and cast."""
+    """eager_attention_forward: S x S scores per head in the compute dtype, probabilities in fp32
+    and cast."""
     itemsize = q.itemsize
     if block.spec.has_sinks:
         return _sink_attention(block, q, k, v)
@@ -469,8 +548,8 @@ def _eager_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRe
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """One block, or the tail, in a step, above what is held before it. The peaks include its input and, in the backward
-    pass, its output's gradient."""
+    """One block, or the tail, in a step, above what is held before it. The peaks include its input
+    and, in the backward pass, its output's gradient."""
 
     forward: int
     # Held from its forward to its backward pass; without its own input, unless an operation holds
@@ -526,7 +605,8 @@ def block_bytes(
     input_has_grad: bool = True,
     is_accumulating: bool = False,
 ) -> BlockBytes:
-    """What one block takes for `batch` sequences of `length` tokens; its input's elements have `itemsize` bytes."""
+    """What one block takes for `batch` sequences of `length` tokens; its input's elements have
+    `itemsize` bytes."""
     tape = Tape()
     block = ForwardPass(tape, spec, batch, length, is_accumulating=is_accumulating)
     size = batch * length * spec.hidden
@@ -545,12 +625,19 @@ def block_bytes(
         return BlockBytes(LayerBytes(forward_bytes, cast=cast_bytes), grad_size[1])
     kept_bytes = tape.meter.live  # with the input, if an operation holds it
     backward_bytes = _backward_peak(tape, node, grad_size)
-    # gradients that are there when the forward runs again, and its peak until the last tensor is held
+    # gradients that are there when the forward runs again, and its peak until the last tensor is
+    # held
     recompute_peak = recompute_end + tape.live_at_first_use - kept_bytes
     gradient_bytes = sum(ref.nbytes for ref in block.gradients)
     return BlockBytes(
         LayerBytes(
-            forward_bytes, kept_bytes, backward_bytes, gradient_bytes, cast_bytes, tape.meter.dequantised, unheld_input
+            forward_bytes,
+            kept_bytes,
+            backward_bytes,
+            gradient_bytes,
+            cast_bytes,
+            tape.meter.dequantised,
+            unheld_input,
         ),
         grad_size[1],
         recompute_peak,
@@ -566,7 +653,8 @@ def _backward_peak(tape: Tape, node: Node, size: tuple[int, int]) -> int:
 
 @lru_cache(maxsize=8192)
 def forward_peak(spec: BlockSpec, *, batch: int, length: int, itemsize: int, training: bool) -> int:
-    """The block's peak where nothing is held, including its input: in evaluation, or before a checkpoint."""
+    """The block's peak where nothing is held, including its input: in evaluation, or before a
+    checkpoint."""
     tape = Tape(grad_enabled=False)
     block = ForwardPass(tape, spec, batch, length, is_accumulating=False, training=training)
     x = tape.new(batch * length * spec.hidden, itemsize)
@@ -577,28 +665,31 @@ def forward_peak(spec: BlockSpec, *, batch: int, length: int, itemsize: int, tra
 # --------------------------------------------------------------------------------------------------
 # The tail of a step: the last norm, the output head and the loss.
 
-# What computes the loss: TRL's chunked head; this toolkit over whole logits, for classes whose logits TRL's head does
-# not compute; the class's own loss, as other scripts take it (benchmarks).
+# What computes the loss: TRL's chunked head; this toolkit over whole logits, for classes whose
+# logits TRL's head does not compute; the class's own loss, as other scripts take it (benchmarks).
 LossName = Literal["chunked", "logits", "model"]
 # Of trl/kernels/chunked_logprob.py at TRL 1.16.0, whose lines are given.
 TOKEN_TILE = 4_096
-# Tokens and words whose logits TRL's chunked head holds at once (line 32; trainer/utils.py:1507). The tile is a full
-# one however small the vocabulary is (line 313).
+# Tokens and words whose logits TRL's chunked head holds at once (line 32; trainer/utils.py:1507).
+# The tile is a full one however small the vocabulary is (line 313).
 VOCAB_TILE = 32_768
 # fp32 numbers per token into which it reduces tiles (lines 306 to 312).
 STATISTICS_PER_TOKEN = 7
-# Bytes per element of a tile beside it where no Triton kernel reads it (line 66): the logits in fp32, which words come
-# before the label (a byte), and at most two more of fp32, such as `e` and `e * z` (`_forward_tile`, lines 231 to 247).
+# Bytes per element of a tile beside it where no Triton kernel reads it (line 66): the logits in
+# fp32, which words come before the label (a byte), and at most two more of fp32, such as `e` and `e
+# * z` (`_forward_tile`, lines 231 to 247).
 CPU_FORWARD_BYTES = 13
-# The same backward: `y`, `z`, `log_p`, `p`, `grad`, `is_target` (a byte) and two more of fp32 (`_backward_tile`, lines
-# 259 to 281); `t` where logits are capped.
+# The same backward: `y`, `z`, `log_p`, `p`, `grad`, `is_target` (a byte) and two more of fp32
+# (`_backward_tile`, lines 259 to 281); `t` where logits are capped.
 CPU_BACKWARD_BYTES, CPU_CAP_BYTES = 29, 4
 
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The output head: words, whether its weight trains, bytes of its weight, whether only rows of it train, in a copy
-    of the table that autograd holds and whose gradient is gone at once, and whether its logits are capped."""
+    """The output head: words, whether its weight trains, bytes of its weight, whether only rows of
+    it train, in a copy of the table that autograd holds and whose gradient is gone at once, and
+    whether its logits are capped.
+    """
 
     vocab_size: int
     trainable: bool
@@ -619,12 +710,17 @@ def head_bytes(
     needs_gradient: bool = True,
     on_gpu: bool = True,
 ) -> LayerBytes:
-    """Bytes of the tail for `batch` full rows of `length` tokens, all scored but the first token."""
+    """Bytes of the tail for `batch` full rows of `length` tokens, all scored but the first
+    token."""
     tape = Tape(grad_enabled=needs_gradient)
     tail = ForwardPass(tape, spec, batch, length, is_accumulating=is_accumulating)
     # the model's own forward keeps no other name for it
     x = norm(tail, tape.leaf(batch * length * spec.hidden, itemsize))
-    out = _chunked_loss(tail, x, head, on_gpu=on_gpu) if loss == "chunked" else LOSS_FUNCTIONS[loss](tail, x, head)
+    out = (
+        _chunked_loss(tail, x, head, on_gpu=on_gpu)
+        if loss == "chunked"
+        else LOSS_FUNCTIONS[loss](tail, x, head)
+    )
     forward_bytes = tape.meter.peak
     del x
     node = out.node
@@ -633,25 +729,36 @@ def head_bytes(
     elements = out.elements
     del out
     kept_bytes = tape.meter.live
-    backward_bytes = _backward_peak(tape, node, (elements, 4))  # the loss is fp32, whatever the logits are
-    return LayerBytes(forward_bytes, kept_bytes, backward_bytes, sum(ref.nbytes for ref in tail.gradients))
+    backward_bytes = _backward_peak(
+        tape, node, (elements, 4)
+    )  # the loss is fp32, whatever the logits are
+    return LayerBytes(
+        forward_bytes, kept_bytes, backward_bytes, sum(ref.nbytes for ref in tail.gradients)
+    )
 
 
 def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: bool) -> TensorRef:
-    """TRL's chunked head on the N scored tokens: a tile of logits and seven numbers per token. Forward: the rows N*h*e,
-    28N, the tile. Backward: fp32 gradients of the rows (4*N*h) and, where the head trains, of the whole weight (4*V*h),
-    each cast at the end (N*h*e, V*h*w) unless that is fp32. Rows and weights of another width are cast by tile. Where
-    there is no Triton, as on a CPU, torch's operators read each tile, and hold several more of its size."""
+    """TRL's chunked head on the N scored tokens: a tile of logits and seven numbers per token.
+    Forward: the rows N*h*e, 28N, the tile. Backward: fp32 gradients of the rows (4*N*h) and, where
+    the head trains, of the whole weight (4*V*h), each cast at the end (N*h*e, V*h*w) unless that is
+    fp32. Rows and weights of another width are cast by tile. Where there is no Triton, as on a CPU,
+    torch's operators read each tile, and hold several more of its size.
+    """
     tape, hidden = tail.tape, tail.spec.hidden
     scored_tokens = max(1, tail.batch * (tail.length - 1))
     compute_itemsize = tail.spec.element_bytes.autocast or x.itemsize
     makes_weight_gradient = head.trainable or head.trains_rows
-    saved_table = (tape.new(head.vocab_size * hidden, head.weight_itemsize),) if head.trains_rows else ()
+    saved_table = (
+        (tape.new(head.vocab_size * hidden, head.weight_itemsize),) if head.trains_rows else ()
+    )
     tokens, vocab_columns = min(scored_tokens, TOKEN_TILE), min(VOCAB_TILE, head.vocab_size)
     # of a tile that is wider than the vocabulary a CPU process has the pages that it touches
     tile_bytes = tokens * (VOCAB_TILE if on_gpu else vocab_columns) * compute_itemsize
-    # beside a tile, which its gradient overwrites in the backward pass: its rows and weights in the tile's dtype
-    cast_bytes = vocab_columns * hidden * compute_itemsize * (head.weight_itemsize != compute_itemsize)
+    # beside a tile, which its gradient overwrites in the backward pass: its rows and weights in the
+    # tile's dtype
+    cast_bytes = (
+        vocab_columns * hidden * compute_itemsize * (head.weight_itemsize != compute_itemsize)
+    )
     forward_bytes = backward_bytes = cast_bytes
     if not on_gpu:
         forward_bytes = max(cast_bytes, CPU_FORWARD_BYTES * tokens * vocab_columns)
@@ -659,15 +766,20 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
         larger_side = max(vocab_columns, tokens) if makes_weight_gradient else vocab_columns
         copied_elements = (tokens * vocab_columns + hidden * larger_side) * (compute_itemsize != 4)
         backward_bytes += max(
-            (CPU_BACKWARD_BYTES + CPU_CAP_BYTES * head.caps_logits) * tokens * vocab_columns, 4 * copied_elements
+            (CPU_BACKWARD_BYTES + CPU_CAP_BYTES * head.caps_logits) * tokens * vocab_columns,
+            4 * copied_elements,
         )
-    if cast_bytes:  # in the backward pass the next tile's weights are cast while this one's are still held (line 423)
-        next_columns = min(head.vocab_size - vocab_columns, VOCAB_TILE) or vocab_columns * (scored_tokens > TOKEN_TILE)
+    # in the backward pass the next tile's weights are cast while this one's are still held (line
+    # 423)
+    if cast_bytes:
+        next_columns = min(head.vocab_size - vocab_columns, VOCAB_TILE) or vocab_columns * (
+            scored_tokens > TOKEN_TILE
+        )
         backward_bytes = max(backward_bytes, cast_bytes + next_columns * hidden * compute_itemsize)
     tile_bytes += tokens * hidden * compute_itemsize * (x.itemsize != compute_itemsize)
     e = x.itemsize
-    # a GPU indexes out the rows that are scored, so padding and prompts cost no logits; a CPU scores all tokens, of
-    # several rows in a copy (trainer/utils.py:1642 to 1645)
+    # a GPU indexes out the rows that are scored, so padding and prompts cost no logits; a CPU
+    # scores all tokens, of several rows in a copy (trainer/utils.py:1642 to 1645)
     index_backward = single_gradient(x.elements, e, transient=x.nbytes * on_gpu)
     scored_rows = (
         tape.op((x,), scored_tokens * hidden, e, backward=index_backward)
@@ -704,16 +816,25 @@ def _chunked_loss(tail: ForwardPass, x: TensorRef, head: OutputHead, *, on_gpu: 
 def _logits_loss(tail: ForwardPass, x: TensorRef, head: OutputHead) -> TensorRef:
     """Whole logits, as the loss over a class's own logits reads them (`training.model.fused_head`).
 
-    Log-probabilities in fp32 of all but the last token, then the entropy, row by row. Backward 12*T*V, then T*V*e."""
+    Log-probabilities in fp32 of all but the last token, then the entropy, row by row. Backward
+    12*T*V, then T*V*e.
+    """
     tape, logits_elements = tail.tape, tail.batch * tail.length * head.vocab_size
     scored_tokens = max(1, tail.batch * (tail.length - 1))
     scored_elements = scored_tokens * head.vocab_size
-    logits = tail.dense(x, "head", tail.spec.hidden, head.vocab_size, head.weight_itemsize, trainable=head.trainable)
-    if logits.itemsize != 4 or tail.batch > 1:  # an fp32 copy; of a part of fp32 logits, log_softmax makes one itself
+    logits = tail.dense(
+        x, "head", tail.spec.hidden, head.vocab_size, head.weight_itemsize, trainable=head.trainable
+    )
+    if (
+        logits.itemsize != 4 or tail.batch > 1
+    ):  # an fp32 copy; of a part of fp32 logits, log_softmax makes one itself
         tape.meter.add_transient(2 * 4 * scored_elements)
-    # the zeros of `gather` and the gradient of log_softmax are gone where that of the logits has its width
+    # the zeros of `gather` and the gradient of log_softmax are gone where that of the logits has
+    # its width
     backward = single_gradient(
-        logits_elements, logits.itemsize, transient=2 * 4 * scored_elements - logits_elements * logits.itemsize
+        logits_elements,
+        logits.itemsize,
+        transient=2 * 4 * scored_elements - logits_elements * logits.itemsize,
     )
     log_probabilities = tape.op((logits,), scored_elements, 4, backward=backward, holds_output=True)
     tape.meter.add_transient(2 * 4 * scored_elements // tail.batch)
@@ -721,4 +842,6 @@ def _logits_loss(tail: ForwardPass, x: TensorRef, head: OutputHead) -> TensorRef
 
 
 # What takes the loss of whole logits; benchmarks add that of other scripts.
-LOSS_FUNCTIONS: dict[str, Callable[[ForwardPass, TensorRef, OutputHead], TensorRef]] = {"logits": _logits_loss}
+LOSS_FUNCTIONS: dict[str, Callable[[ForwardPass, TensorRef, OutputHead], TensorRef]] = {
+    "logits": _logits_loss
+}

@@ -24,30 +24,35 @@ from sft_play.planner.memory.structure import (
 # What stays between steps: weights, adapters, gradients and optimizer states, in full and as one
 # rank's shard.
 
-# Absmax values that share one of their own under double quantisation (bitsandbytes functional.py, quantize_4bit).
+# Absmax values that share one of their own under double quantisation (bitsandbytes functional.py,
+# quantize_4bit).
 ABSMAX_BLOCK = 256
 # Elements that share one absmax in bitsandbytes' 8-bit optimizers.
 STATE_BLOCK = 256
-# Elements of a tensor from which on its states are paged (bitsandbytes optimizer.py, `get_state_buffer`).
+# Elements of a tensor from which on its states are paged (bitsandbytes optimizer.py,
+# `get_state_buffer`).
 PAGED_MIN_ELEMENTS = 100_000
 
 
 def loads_by_unit(config: RunConfig, layout: Layout) -> bool:
-    """Whether ranks get the weights from the first one, a unit at a time, and keep their shards. DoRA's magnitudes are
-    computed from full weights; tensor parallelism divides differently."""
+    """Whether ranks get the weights from the first one, a unit at a time, and keep their shards.
+    DoRA's magnitudes are computed from full weights; tensor parallelism divides differently."""
     uses_dora = config.tuning.mode != "full" and config.tuning.lora.use_dora
     return layout.is_fsdp and layout.tensor_parallel == 1 and not uses_dora
 
 
 def nf4_bytes(elements: int) -> int:
-    """Bytes of a matrix in NF4 with double quantisation: packed weights, 8-bit absmax, their own absmax, codes. n/2 +
-    n/64 + 4 * n/64/256, a table of 256 and one of 16 in fp32, an offset (bitsandbytes, functional.py)."""
+    """Bytes of a matrix in NF4 with double quantisation: packed weights, 8-bit absmax, their own
+    absmax, codes. n/2 + n/64 + 4 * n/64/256, a table of 256 and one of 16 in fp32, an offset
+    (bitsandbytes, functional.py).
+    """
     blocks = math.ceil(elements / NF4_BLOCK)
     return math.ceil(elements / 2) + blocks + 4 * math.ceil(blocks / ABSMAX_BLOCK) + 1024 + 4 + 64
 
 
 def large_tensors(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
-    """Elements, count and whether qlora packs it, of the tensors that can be large: matrices, embedding, head."""
+    """Elements, count and whether qlora packs it, of the tensors that can be large: matrices,
+    embedding, head."""
     for elements, count in shape.packable_sizes:
         yield elements, count, True
     for linear, count in shape.linears:
@@ -74,14 +79,17 @@ def weight_bytes(shape: ModelShape, *, itemsize: int, is_nf4: bool) -> int:
 
 
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
-    """LoRA parameters: r * (inputs + outputs) on each target, an expert too; DoRA adds one number per output of a
-    layer."""
+    """LoRA parameters: r * (inputs + outputs) on each target, an expert too; DoRA adds one number
+    per output of a layer."""
     return sum(rows * columns * count for rows, columns, count in _lora_factors(shape, lora))
 
 
 def block_adapter_params(kind: LayerKind, lora: LoraConfig) -> int:
     """LoRA parameters of one block."""
-    return sum(rows * columns for rows, columns in _linear_lora_factors(kind.linears, kind.expert_weights, lora))
+    return sum(
+        rows * columns
+        for rows, columns in _linear_lora_factors(kind.linears, kind.expert_weights, lora)
+    )
 
 
 def _lora_factors(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[int, int, int]]:
@@ -107,14 +115,18 @@ def _linear_lora_factors(
             )
 
 
-EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
+EMBEDDING_NAMES = frozenset(
+    {"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"}
+)
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "output"})
 
 
 @dataclass(frozen=True)
 class TrainedParameters:
-    """What trains: parameters, bytes of one, whether embedding and head are among them, and bytes of a state's element.
-    States wider than the parameters are those of stochastic rounding, which steps one tensor at a time in fp32."""
+    """What trains: parameters, bytes of one, whether embedding and head are among them, and bytes
+    of a state's element. States wider than the parameters are those of stochastic rounding, which
+    steps one tensor at a time in fp32.
+    """
 
     params: int
     itemsize: int
@@ -136,48 +148,74 @@ class TrainedParameters:
         return self.state_itemsize > self.itemsize
 
 
-def trained_parameters(config: RunConfig, shape: ModelShape, element_bytes: ElementBytes) -> TrainedParameters:
+def trained_parameters(
+    config: RunConfig, shape: ModelShape, element_bytes: ElementBytes
+) -> TrainedParameters:
     """The trained parameters: all of them, or adapters and modules_to_save (PEFT copies those)."""
     table_sides = shape.vocab_size + shape.hidden_size
     if config.tuning.mode == "full":
-        linear_sides = sum(count * (linear.inputs + linear.outputs) for linear, count in shape.linears)
+        linear_sides = sum(
+            count * (linear.inputs + linear.outputs) for linear, count in shape.linears
+        )
         return TrainedParameters(
-            shape.params - shape.untrained_params, element_bytes.weights,
-            trains_embedding=True, trains_head=True, state_itemsize=element_bytes.states or element_bytes.weights,
-            small_tensor_params=shape.other_params, largest_elements=largest_tensor_elements(shape),
+            shape.params - shape.untrained_params,
+            element_bytes.weights,
+            trains_embedding=True,
+            trains_head=True,
+            state_itemsize=element_bytes.states or element_bytes.weights,
+            small_tensor_params=shape.other_params,
+            largest_elements=largest_tensor_elements(shape),
             matrix_sides=linear_sides + (2 - shape.tied) * table_sides + shape.other_params,
-        )  # fmt: skip
+        )
     lora = config.tuning.lora
     copied_modules = {name.rpartition(".")[2] for name in lora.modules_to_save}
-    trains_embedding, trains_head = bool(copied_modules & EMBEDDING_NAMES), bool(copied_modules & HEAD_NAMES)
+    trains_embedding, trains_head = (
+        bool(copied_modules & EMBEDDING_NAMES),
+        bool(copied_modules & HEAD_NAMES),
+    )
     adapter_and_copy_params = adapter_params(shape, lora) + shape.embedding_table_params * (
         trains_embedding + trains_head
     )
-    tables = 1 if shape.tied and not (trains_embedding or trains_head) else 2 - trains_embedding - trains_head
-    new_token_params = len(config.model.add_tokens) * tables * (shape.embedding_table_params // shape.vocab_size)
+    tables = (
+        1
+        if shape.tied and not (trains_embedding or trains_head)
+        else 2 - trains_embedding - trains_head
+    )
+    new_token_params = (
+        len(config.model.add_tokens) * tables * (shape.embedding_table_params // shape.vocab_size)
+    )
     factors = list(_lora_factors(shape, lora))
     sizes = [(rows * columns, count) for rows, columns, count in factors]
     return TrainedParameters(
-        adapter_and_copy_params + new_token_params, element_bytes.adapters, trains_embedding, trains_head,
+        adapter_and_copy_params + new_token_params,
+        element_bytes.adapters,
+        trains_embedding,
+        trains_head,
         element_bytes.adapters,
         new_token_params,
         small_tensor_params=sum(size * count for size, count in sizes if size < PAGED_MIN_ELEMENTS),
         largest_elements=max(
-            [size for size, _ in sizes] + [shape.embedding_table_params] * (trains_embedding or trains_head), default=0
+            [size for size, _ in sizes]
+            + [shape.embedding_table_params] * (trains_embedding or trains_head),
+            default=0,
         ),
         matrix_sides=sum((rows + columns) * count for rows, columns, count in factors)
         + table_sides * (trains_embedding + trains_head),
-    )  # fmt: skip
+    )
 
 
-def optimizer_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters, *, is_full: bool) -> int:
-    """Optimizer states in the allocator. AdamW: two of the parameter's dtype (torch keeps states in it), Muon one;
-    bitsandbytes' own, two of AdamW and one of Lion: fp32, or a byte and a 256th of an fp32 absmax, without those that
-    are paged; those of whole embeddings are fp32 always (transformers' `create_optimizer`). Adafactor: a row and a
-    column of fp32 for each matrix."""
+def optimizer_bytes(
+    optim: str, shape: ModelShape, parameters: TrainedParameters, *, is_full: bool
+) -> int:
+    """Optimizer states in the allocator. AdamW: two of the parameter's dtype (torch keeps states in
+    it), Muon one; bitsandbytes' own, two of AdamW and one of Lion: fp32, or a byte and a 256th of
+    an fp32 absmax, without those that are paged; those of whole embeddings are fp32 always
+    (transformers' `create_optimizer`). Adafactor: a row and a column of fp32 for each matrix."""
     if optim in BITSANDBYTES_OPTIMIZERS:
         states, fp32_params = _state_counts(optim, shape, parameters)
-        state_bytes = states * (4 * fp32_params + (parameters.params - fp32_params) * (1 + 4 / STATE_BLOCK))
+        state_bytes = states * (
+            4 * fp32_params + (parameters.params - fp32_params) * (1 + 4 / STATE_BLOCK)
+        )
         return int(state_bytes) - paged_bytes(optim, shape, parameters)
     if optim == "adafactor":
         return 4 * parameters.matrix_sides
@@ -185,16 +223,21 @@ def optimizer_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters
     if is_full and parameters.params == shape.params - shape.untrained_params:
         state_bytes += 2 * _segment_remainders(shape, parameters.state_itemsize)
     if optim == "muon":  # a single state of each matrix
-        state_bytes -= parameters.state_itemsize * sum(count * linear.weights for linear, count in shape.linears)
+        state_bytes -= parameters.state_itemsize * sum(
+            count * linear.weights for linear, count in shape.linears
+        )
     return state_bytes
 
 
 def paged_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
-    """Bytes of states in managed memory, outside the allocator; those of scales and small tensors never are."""
+    """Bytes of states in managed memory, outside the allocator; those of scales and small tensors
+    never are."""
     if not optim.startswith("paged"):
         return 0
     states, fp32_params = _state_counts(optim, shape, parameters)
-    return states * (4 * fp32_params + parameters.params - fp32_params - parameters.small_tensor_params)
+    return states * (
+        4 * fp32_params + parameters.params - fp32_params - parameters.small_tensor_params
+    )
 
 
 def _state_counts(optim: str, shape: ModelShape, parameters: TrainedParameters) -> tuple[int, int]:
@@ -206,18 +249,25 @@ def _state_counts(optim: str, shape: ModelShape, parameters: TrainedParameters) 
 
 
 def optimizer_temporary_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
-    """Temporary bytes of the optimizer's step. Fused AdamW: none; foreach AdamW (`adamw_torch`): the list of square
-    roots, as large as the parameters; Adafactor: two fp32 copies of the largest tensor, and where it has 16 bits it and
-    its gradient in fp32; Muon: a matrix's update, two iterates of it in bf16 and two products of its shorter sides
-    (torch/optim/_muon.py). Stochastic rounding steps an fp32 copy of one tensor and of its gradient."""
+    """Temporary bytes of the optimizer's step. Fused AdamW: none; foreach AdamW (`adamw_torch`):
+    the list of square roots, as large as the parameters; Adafactor: two fp32 copies of the largest
+    tensor, and where it has 16 bits it and its gradient in fp32; Muon: a matrix's update, two
+    iterates of it in bf16 and two products of its shorter sides (torch/optim/_muon.py). Stochastic
+    rounding steps an fp32 copy of one tensor and of its gradient.
+    """
     largest_elements, rounds = parameters.largest_elements, parameters.rounds_stochastically
     copies = 8 * largest_elements * rounds
     if optim == "adamw_torch":
-        return copies + (4 * largest_elements if rounds else parameters.itemsize * parameters.params)
+        return copies + (
+            4 * largest_elements if rounds else parameters.itemsize * parameters.params
+        )
     if optim == "muon":
-        matrices = [(linear.weights, min(linear.inputs, linear.outputs)) for linear, _ in shape.linears]
+        matrices = [
+            (linear.weights, min(linear.inputs, linear.outputs)) for linear, _ in shape.linears
+        ]
         return copies + max(
-            (parameters.state_itemsize + 4) * size + 4 * shorter_side**2 for size, shorter_side in matrices
+            (parameters.state_itemsize + 4) * size + 4 * shorter_side**2
+            for size, shorter_side in matrices
         )
     if optim == "adafactor":
         copies += (8 if parameters.state_itemsize == 4 else 16) * largest_elements
@@ -237,8 +287,11 @@ class ResidentBytes:
     host: int = 0
 
 
-def resident_bytes(config: RunConfig, shape: ModelShape, element_bytes: ElementBytes, layout: Layout) -> ResidentBytes:
-    """Weights with the class's buffers, adapters, gradients and states of one rank under its layout."""
+def resident_bytes(
+    config: RunConfig, shape: ModelShape, element_bytes: ElementBytes, layout: Layout
+) -> ResidentBytes:
+    """Weights with the class's buffers, adapters, gradients and states of one rank under its
+    layout."""
     mode, optim, itemsize = config.tuning.mode, config.train.optim, element_bytes.weights
     is_full, is_nf4 = mode == "full", mode == "qlora"
     parameters = trained_parameters(config, shape, element_bytes)
@@ -247,11 +300,13 @@ def resident_bytes(config: RunConfig, shape: ModelShape, element_bytes: ElementB
     if not is_full:
         frozen_bytes = weight_bytes(shape, itemsize=itemsize, is_nf4=is_nf4)
     if layout.is_zero:
-        # ZeRO-3 keeps whole on every rank, offloaded or not: NF4's constants, and norms and biases, which are below
-        # `stage3_param_persistence_threshold` (10 times the hidden size)
+        # ZeRO-3 keeps whole on every rank, offloaded or not: NF4's constants, and norms and biases,
+        # which are below `stage3_param_persistence_threshold` (10 times the hidden size)
         unsharded_bytes = _nf4_constant_bytes(shape) + itemsize * shape.other_params
         unsharded_bytes *= is_nf4 and layout.shards_params
-        resident = _zero_resident_bytes(parameters, frozen_bytes, unsharded_bytes, layout, optim, is_full=is_full)
+        resident = _zero_resident_bytes(
+            parameters, frozen_bytes, unsharded_bytes, layout, optim, is_full=is_full
+        )
         return replace(resident, weights=resident.weights + buffer_bytes)
     if layout.tensor_parallel > 1:
         parameters = tensor_parallel_parameters(config, shape, parameters, layout.tensor_parallel)
@@ -278,13 +333,17 @@ def resident_bytes(config: RunConfig, shape: ModelShape, element_bytes: ElementB
         adapters=adapter_bytes * (not is_full),
         gradients=held_bytes,
         optimizer=optimizer_bytes(optim, shape, parameters, is_full=is_full),
-        # DDP reduces copies in flat buckets (gradient_as_bucket_view is False by default), which stay allocated
+        # DDP reduces copies in flat buckets (gradient_as_bucket_view is False by default), which
+        # stay allocated
         gradient_buckets=trained_bytes * (layout.name == "ddp"),
     )
 
 
 def _segment_remainders(shape: ModelShape, itemsize: int) -> int:
-    return sum(count * segment_remainder(itemsize * elements) for elements, count, _ in large_tensors(shape))
+    return sum(
+        count * segment_remainder(itemsize * elements)
+        for elements, count, _ in large_tensors(shape)
+    )
 
 
 def _fsdp_resident_bytes(
@@ -297,9 +356,10 @@ def _fsdp_resident_bytes(
     upcasts_trained: bool,
     mode: str,
 ) -> ResidentBytes:
-    """FSDP2: everything divided by W. Under mixed precision what trains is made fp32 (accelerate, utils/fsdp_utils.py),
-    except adapters beside NF4 weights, which have the run's dtype: 4P/W, 4P/W of gradients and 8P/W of states. NF4's
-    packed weights are sharded too, their absmax is not (it is not a parameter)."""
+    """FSDP2: everything divided by W. Under mixed precision what trains is made fp32 (accelerate,
+    utils/fsdp_utils.py), except adapters beside NF4 weights, which have the run's dtype: 4P/W, 4P/W
+    of gradients and 8P/W of states. NF4's packed weights are sharded too, their absmax is not (it
+    is not a parameter)."""
     is_full, is_nf4 = mode == "full", mode == "qlora"
     itemsize = 4 if upcasts_trained and not is_nf4 else parameters.itemsize
     # rounded up: fully_shard pads every parameter to equal parts
@@ -322,19 +382,24 @@ def _fsdp_resident_bytes(
 def tensor_parallel_parameters(
     config: RunConfig, shape: ModelShape, parameters: TrainedParameters, ranks: int
 ) -> TrainedParameters:
-    """What one rank of a tensor-parallel group trains: its part of the blocks' linear layers, or of their adapters'
-    factors on the divided side; embedding, head and norms are whole on each."""
+    """What one rank of a tensor-parallel group trains: its part of the blocks' linear layers, or of
+    their adapters' factors on the divided side; embedding, head and norms are whole on each."""
     if ranks == 1:
         return parameters
     if config.tuning.mode == "full":
         return replace(parameters, params=parameters.params - _other_ranks_params(shape, ranks))
-    # other ranks have a part of lora_B in layers divided by their outputs, of lora_A in those divided by their inputs
+    # other ranks have a part of lora_B in layers divided by their outputs, of lora_A in those
+    # divided by their inputs
     lora, sides = config.tuning.lora, 0
     for kind in shape.layers:
         for role, linear in linears_by_role(kind, shape).items():
             if is_target(linear, lora.target_modules):
-                rank_linear = tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES)
-                sides += kind.count * (linear.inputs - rank_linear.inputs + linear.outputs - rank_linear.outputs)
+                rank_linear = tensor_parallel_linear(
+                    linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES
+                )
+                sides += kind.count * (
+                    linear.inputs - rank_linear.inputs + linear.outputs - rank_linear.outputs
+                )
     return replace(parameters, params=parameters.params - lora.stored_rank * sides)
 
 
@@ -343,29 +408,44 @@ def _other_ranks_params(shape: ModelShape, ranks: int) -> int:
 
 
 def _nf4_constant_bytes(shape: ModelShape) -> int:
-    """What NF4 holds beside its packed weights: absmax and codes, which are not parameters and so are never sharded."""
-    return sum(count * (nf4_bytes(elements) - -(-elements // 2)) for elements, count in shape.packable_sizes)
+    """What NF4 holds beside its packed weights: absmax and codes, which are not parameters and so
+    are never sharded."""
+    return sum(
+        count * (nf4_bytes(elements) - -(-elements // 2))
+        for elements, count in shape.packable_sizes
+    )
 
 
 def _zero_resident_bytes(
-    parameters: TrainedParameters, frozen_bytes: int, unsharded_bytes: int, layout: Layout, optim: str, *, is_full: bool
+    parameters: TrainedParameters,
+    frozen_bytes: int,
+    unsharded_bytes: int,
+    layout: Layout,
+    optim: str,
+    *,
+    is_full: bool,
 ) -> ResidentBytes:
-    """ZeRO in half precision (deepspeed/runtime/zero; bytes counted on real ranks): weights 2P, fp32 masters 4P/W,
-    states 8P/W, gradients 2P in stage 1 and 2P/W from stage 2 on, weights 2P/W in stage 3. Frozen weights are cut in
-    stage 3 too, NF4's packed bytes like others, but for `unsharded_bytes`. Offload: masters, states and fp32 gradients
-    are page-locked in the host's RAM, in stage 3 the weights too; a gradient leaves the GPU with its bucket (stage3.py
+    """ZeRO in half precision (deepspeed/runtime/zero; bytes counted on real ranks): weights 2P,
+    fp32 masters 4P/W, states 8P/W, gradients 2P in stage 1 and 2P/W from stage 2 on, weights 2P/W
+    in stage 3. Frozen weights are cut in stage 3 too, NF4's packed bytes like others, but for
+    `unsharded_bytes`. Offload: masters, states and fp32 gradients are page-locked in the host's
+    RAM, in stage 3 the weights too; a gradient leaves the GPU with its bucket (stage3.py
     `grad_partitions_flat_buffer`, stage_1_and_2.py)."""
     shard_params, keeps_states = -(-parameters.params // layout.shard), not layout.offloads_states
     weight_shard_bytes = 2 * (shard_params if layout.shards_params else parameters.params)
     gradient_bytes = 2 * (shard_params if layout.shards_gradients else parameters.params)
-    # two of fp32 for AdamW; paged states are managed memory, outside the allocator, but for their scales
-    state_bytes = {"paged_adamw_8bit": 8 * shard_params // STATE_BLOCK, "adafactor": shard_params // 12}.get(
-        optim, 8 * shard_params
-    )
+    # two of fp32 for AdamW; paged states are managed memory, outside the allocator, but for their
+    # scales
+    state_bytes = {
+        "paged_adamw_8bit": 8 * shard_params // STATE_BLOCK,
+        "adafactor": shard_params // 12,
+    }.get(optim, 8 * shard_params)
     if layout.shards_params:
         frozen_bytes = (frozen_bytes - unsharded_bytes) // layout.shard
     on_gpu = not layout.offloads_params
-    host_bytes = 16 * shard_params * layout.offloads_states  # fp32 masters, two states and gradients
+    host_bytes = (
+        16 * shard_params * layout.offloads_states
+    )  # fp32 masters, two states and gradients
     host_bytes += (weight_shard_bytes + frozen_bytes) * layout.offloads_params
     return ResidentBytes(
         weights=unsharded_bytes + (frozen_bytes + weight_shard_bytes * is_full) * on_gpu,
@@ -387,8 +467,9 @@ def _zero_resident_bytes(
 # [last norm, head], with the embedding where it is tied; the last unit stays gathered from the
 # forward to the backward pass.
 
-# DeepSpeed's `reduce_bucket_size`, `allgather_bucket_size` and, doubled, the most parameters it keeps gathered
-# (`stage3_max_live_parameters`) by its own defaults (deepspeed/runtime/zero/config.py).
+# DeepSpeed's `reduce_bucket_size`, `allgather_bucket_size` and, doubled, the most parameters it
+# keeps gathered (`stage3_max_live_parameters`) by its own defaults
+# (deepspeed/runtime/zero/config.py).
 ZERO_BUCKET_PARAMS = 500_000_000
 
 
@@ -413,7 +494,8 @@ class GatherBuffers:
         return self.tail * (not self.embedding)
 
     def forward_bytes(self, layer: int) -> int:
-        """While block `layer` computes: its parameters and its flat buffer; a tied embedding stays too."""
+        """While block `layer` computes: its parameters and its flat buffer; a tied embedding stays
+        too."""
         return 2 * self.blocks[layer] + self._tied_embedding
 
     @property
@@ -422,16 +504,23 @@ class GatherBuffers:
         return self.blocks[-1] + 2 * self.tail
 
     def _prefetched_unit(self, layer: int) -> int:
-        """The unit that is gathered while block `layer` runs backward: the one before it in the forward pass."""
+        """The unit that is gathered while block `layer` runs backward: the one before it in the
+        forward pass."""
         return (self.embedding, *self.blocks)[layer]
 
     def backward_bytes(self, layer: int) -> int:
-        """While block `layer` runs backward: its parameters, the next one's buffer, the last reduction's input."""
-        reduced_bytes = int((*self.blocks, self.tail)[layer + 1] * self.trained_share * self.reduce_ratio)
-        return self.blocks[layer] + self._prefetched_unit(layer) + reduced_bytes + self._tied_embedding
+        """While block `layer` runs backward: its parameters, the next one's buffer, the last
+        reduction's input."""
+        reduced_bytes = int(
+            (*self.blocks, self.tail)[layer + 1] * self.trained_share * self.reduce_ratio
+        )
+        return (
+            self.blocks[layer] + self._prefetched_unit(layer) + reduced_bytes + self._tied_embedding
+        )
 
     def _sharding_bytes(self, gradients: int) -> int:
-        """Gradients while they are sharded: themselves, the flat input, this rank's shard, and that in fp32."""
+        """Gradients while they are sharded: themselves, the flat input, this rank's shard, and that
+        in fp32."""
         return int(gradients * (1 + self.reduce_ratio + (2 + self.reduce_ratio) / self.ranks))
 
     def reduction_bytes(self, layer: int) -> int:
@@ -463,10 +552,12 @@ def build_gather_buffers(
     tensor_parallel_ranks: int,
     **fields: Any,
 ) -> GatherBuffers:
-    """The units of a model, `itemsize` bytes for what is gathered unpacked, with the adapters of `lora`, and the other
-    fields. Of blocks that tensor-parallel ranks share, the gathered part is one rank's."""
+    """The units of a model, `itemsize` bytes for what is gathered unpacked, with the adapters of
+    `lora`, and the other fields. Of blocks that tensor-parallel ranks share, the gathered part is
+    one rank's."""
     unit_bytes = [
-        _unit_bytes(kind, itemsize=itemsize, is_nf4=is_nf4, lora=lora) // tensor_parallel_ranks for kind in shape.layers
+        _unit_bytes(kind, itemsize=itemsize, is_nf4=is_nf4, lora=lora) // tensor_parallel_ranks
+        for kind in shape.layers
     ]
     table_bytes = itemsize * shape.embedding_table_params
     blocks = tuple(unit_bytes[index] for index in shape.layer_order)
@@ -477,7 +568,8 @@ def _unit_bytes(kind: LayerKind, *, itemsize: int, is_nf4: bool, lora: LoraConfi
     adapters = 0 if lora is None else itemsize * block_adapter_params(kind, lora)
     if not is_nf4:
         return itemsize * kind.params + adapters
-    # constants are whole on every rank already; FSDP shards what is packed (`bnb_4bit_quant_storage`)
+    # constants are whole on every rank already; FSDP shards what is packed
+    # (`bnb_4bit_quant_storage`)
     packed = sum(-(-elements // 2) for elements in kind.packable_sizes)
     return packed + itemsize * (kind.params - sum(kind.packable_sizes)) + adapters
 
@@ -491,13 +583,19 @@ def zero_bucket_bytes(
     packed_params: int = 0,
     reduces_in_fp32: bool = False,
 ) -> int:
-    """DeepSpeed's flat buffers in half precision: two of gradients being sent in stages 1 and 2, and in stage 3 one
-    beside the parameters that it keeps gathered. A bucket has the hidden size squared elements, as transformers fills
-    `reduce_bucket_size: auto` (integrations/deepspeed.py). `packed_params`: parameters in NF4, two of which
-    DeepSpeed sees as one element of one byte. `reduces_in_fp32`: gradients made in half precision travel in fp32."""
+    """DeepSpeed's flat buffers in half precision: two of gradients being sent in stages 1 and 2,
+    and in stage 3 one beside the parameters that it keeps gathered. A bucket has the hidden size
+    squared elements, as transformers fills `reduce_bucket_size: auto` (integrations/deepspeed.py).
+    `packed_params`: parameters in NF4, two of which DeepSpeed sees as one element of one byte.
+    `reduces_in_fp32`: gradients made in half precision travel in fp32.
+    """
     # two bytes an element, and a copy in fp32 being sent
     bucket = (6 if reduces_in_fp32 else 2) * min(hidden * hidden, trained_params)
     if layout.shards_params:
         plain_params = min(2 * ZERO_BUCKET_PARAMS, params - packed_params)
-        return bucket + 2 * plain_params + min(2 * ZERO_BUCKET_PARAMS - plain_params, packed_params // 2)
+        return (
+            bucket
+            + 2 * plain_params
+            + min(2 * ZERO_BUCKET_PARAMS - plain_params, packed_params // 2)
+        )
     return 2 * bucket

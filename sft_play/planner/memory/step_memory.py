@@ -10,7 +10,12 @@ from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.models.shape import ModelShape
-from sft_play.planner.kernels import GROUPED_MM_MIN_CAPABILITY, AttentionName, plan_experts, plan_kernels
+from sft_play.planner.kernels import (
+    GROUPED_MM_MIN_CAPABILITY,
+    AttentionName,
+    plan_experts,
+    plan_kernels,
+)
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import (
     BlockBytes,
@@ -54,7 +59,8 @@ _REQUIRED_TERMS = ("weights", "gradients", "optimizer", "activations", "loss_hea
 
 @dataclass(frozen=True)
 class Step:
-    """One training step of one rank, as the estimate assumes it: a full-length batch with every token scored."""
+    """One training step of one rank, as the estimate assumes it: a full-length batch with every
+    token scored."""
 
     micro_batch: int
     grad_accum: int
@@ -110,20 +116,24 @@ class Step:
 
 
 def cublas_workspace_bytes(capability: tuple[int, int] | None) -> int:
-    """Bytes of a thread's cuBLAS workspace, from the caching allocator: 32 MiB on compute capability 9, 10 and 12, else
-    `:4096:2:16:8` in KiB (aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`)."""
+    """Bytes of a thread's cuBLAS workspace, from the caching allocator: 32 MiB on compute
+    capability 9, 10 and 12, else `:4096:2:16:8` in KiB (aten/src/ATen/cuda/CublasHandlePool.cpp,
+    `parseChosenWorkspaceSize`)."""
     return 32 * MIB if capability and capability[0] in (9, 10, 12) else (4096 * 2 + 16 * 8) * 1024
 
 
 def is_padded(config: RunConfig, layout: Layout, *, rows: int, uses_masks: bool = True) -> bool:
-    """Whether rows of a batch, not packed, are padded to the longest with a mask; full blocks of text never are."""
+    """Whether rows of a batch, not packed, are padded to the longest with a mask; full blocks of
+    text never are."""
     return uses_masks and config.task_mode != "cpt" and rows > 1 and layout.context_parallel == 1
 
 
 class StepMemorySimulation:
     """A step's way through the model. `phases` yields every phase that can be the peak."""
 
-    def __init__(self, config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> None:
+    def __init__(
+        self, config: RunConfig, shape: ModelShape, precision: Precision, step: Step
+    ) -> None:
         layout = step.layout
         self.config, self.shape, self.step, self.precision = config, shape, step, precision
         self.is_full, self.is_nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
@@ -138,8 +148,13 @@ class StepMemorySimulation:
         # modules see what is gathered, adapters included
         if layout.is_fsdp and loaded_element_bytes.autocast is not None:
             gathered_itemsize = DTYPE_BYTES[self.gradient_sync.gathered_dtype]
-            self.element_bytes = ElementBytes(gathered_itemsize, loaded_element_bytes.autocast, gathered_itemsize)
-        self.weight_itemsize, self.trained_itemsize = DTYPE_BYTES[precision.load], self.element_bytes.adapters
+            self.element_bytes = ElementBytes(
+                gathered_itemsize, loaded_element_bytes.autocast, gathered_itemsize
+            )
+        self.weight_itemsize, self.trained_itemsize = (
+            DTYPE_BYTES[precision.load],
+            self.element_bytes.adapters,
+        )
         if layout.is_fsdp:
             self.weight_itemsize = self.element_bytes.weights
         if self.is_full:
@@ -147,17 +162,23 @@ class StepMemorySimulation:
         self.recomputed_layers = step.recomputed_layers(shape.num_layers)
         self.accumulates_gradients = step.grad_accum > 1
         delays_reduction = (
-            layout.is_fsdp and self.gradient_sync.interval != "micro_batch" and self.accumulates_gradients
+            layout.is_fsdp
+            and self.gradient_sync.interval != "micro_batch"
+            and self.accumulates_gradients
         )
-        # Full gradients that every rank keeps between micro-batches though it holds a shard of the weights: after
-        # set_requires_gradient_sync(False) FSDP2 reduces them only at the end of the step, in the dtype in which they
-        # are sent.
+        # Full gradients that every rank keeps between micro-batches though it holds a shard of the
+        # weights: after set_requires_gradient_sync(False) FSDP2 reduces them only at the end of the
+        # step, in the dtype in which they are sent.
         self.full_gradient_bytes = (
-            self.rank_parameters.params * DTYPE_BYTES[self.gradient_sync.reduced_dtype] * delays_reduction
+            self.rank_parameters.params
+            * DTYPE_BYTES[self.gradient_sync.reduced_dtype]
+            * delays_reduction
         )
         self._measured_by_mode: dict[tuple[BlockMode, int], MeasuredBlocks] = {}
         self._known_specs: dict[tuple[bool, bool], tuple[BlockSpec, ...]] = {}
-        self.specs = self._block_specs(has_padding=step.padded, has_packing=config.data.packing != "none")
+        self.specs = self._block_specs(
+            has_padding=step.padded, has_packing=config.data.packing != "none"
+        )
         # what is gathered: of no bytes where a rank holds all weights
         self.gather_buffers = build_gather_buffers(
             shape,
@@ -165,29 +186,45 @@ class StepMemorySimulation:
             is_nf4=self.is_nf4 and layout.shards_params,
             lora=None if self.is_full else config.tuning.lora,
             tensor_parallel_ranks=layout.tensor_parallel,
-            # with adapters a unit's gradients are about as small a part of it as the adapters are of the model
-            trained_share=1.0 if self.is_full else min(1.0, self.trained_parameters.params / max(1, shape.params)),
+            # with adapters a unit's gradients are about as small a part of it as the adapters are
+            # of the model
+            trained_share=(
+                1.0
+                if self.is_full
+                else min(1.0, self.trained_parameters.params / max(1, shape.params))
+            ),
             ranks=layout.shard,
-            reduce_ratio=DTYPE_BYTES[self.gradient_sync.reduced_dtype] / DTYPE_BYTES[self.gradient_sync.computed_dtype],
+            reduce_ratio=DTYPE_BYTES[self.gradient_sync.reduced_dtype]
+            / DTYPE_BYTES[self.gradient_sync.computed_dtype],
         )
         self.blocks, self.hidden_itemsizes = self._compute_blocks()
         self.layers = self._compute_layers()
 
-    # --- what the step is made of -------------------------------------------------------------------------------------
-    def _block_specs(self, *, has_padding: bool, has_packing: bool = False) -> tuple[BlockSpec, ...]:
+    # --- what the step is made of -----------------------------------------------------------------
+    def _block_specs(
+        self, *, has_padding: bool, has_packing: bool = False
+    ) -> tuple[BlockSpec, ...]:
         if (has_padding, has_packing) in self._known_specs:
             return self._known_specs[has_padding, has_packing]
         step, tuning = self.step, self.config.tuning
         lora, experts = tuning.lora, plan_experts(self.config, self.shape, self.precision)
-        uses_eager_experts = experts is not None and experts.name == "eager" and not self.shape.uses_custom_experts
+        uses_eager_experts = (
+            experts is not None and experts.name == "eager" and not self.shape.uses_custom_experts
+        )
         shared_fields: dict[str, Any] = {
-            "lora_dropout": lora.dropout, "uses_dora": lora.use_dora, "casts_inputs": step.casts_inputs,
-            "one_by_one": step.one_by_one, "uses_eager_experts": uses_eager_experts,
+            "lora_dropout": lora.dropout,
+            "uses_dora": lora.use_dora,
+            "casts_inputs": step.casts_inputs,
+            "one_by_one": step.one_by_one,
+            "uses_eager_experts": uses_eager_experts,
             "element_bytes": self.element_bytes,
-            "uses_grouped_mm_fallback": step.on_gpu
-            and (step.capability or GROUPED_MM_MIN_CAPABILITY) < GROUPED_MM_MIN_CAPABILITY and not uses_eager_experts,
+            "uses_grouped_mm_fallback": (
+                step.on_gpu
+                and (step.capability or GROUPED_MM_MIN_CAPABILITY) < GROUPED_MM_MIN_CAPABILITY
+                and not uses_eager_experts
+            ),
             "liger": plan_kernels(self.config, self.shape, step.layout, on_gpu=step.on_gpu).memory,
-        }  # fmt: skip
+        }
         specs = []
         for kind in self.shape.layers:
             # one by one each chat has a mask for its window
@@ -214,7 +251,8 @@ class StepMemorySimulation:
         blocks: list[BlockBytes] = []
         itemsizes = [self._table_itemsize(trains=self.trained_parameters.trains_embedding)]
         for layer, kind_index in enumerate(self.shape.layer_order):
-            # the first block's input has a gradient if the embedding trains, or checkpointing asks for one (PEFT)
+            # the first block's input has a gradient if the embedding trains, or checkpointing asks
+            # for one (PEFT)
             block = block_bytes(
                 self.specs[kind_index],
                 batch=self.step.micro_batch,
@@ -237,22 +275,31 @@ class StepMemorySimulation:
             if layer >= self.recomputed_layers:
                 layers.append(replace(kept_layer, cast=0))
                 continue
-            # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops it; the block runs
-            # forward again first, and its input stays until its backward pass has ended
+            # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops
+            # it; the block runs forward again first, and its input stays until its backward pass
+            # has ended
             lone_peak = self._lone_forward_peak(layer, batch, self.specs, training=True)
             peak = max(kept_layer.backward + kept_layer.input, block.recompute_peak)
-            checkpointed = replace(kept_layer, forward=lone_peak, saved=self._hidden_bytes(batch, layer), backward=peak)
+            checkpointed = replace(
+                kept_layer, forward=lone_peak, saved=self._hidden_bytes(batch, layer), backward=peak
+            )
             layers.append(checkpointed.offloaded if self.step.offloads else checkpointed)
         return layers
 
-    def _lone_forward_peak(self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool) -> int:
+    def _lone_forward_peak(
+        self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool
+    ) -> int:
         spec, itemsize = specs[self.shape.layer_order[layer]], self.hidden_itemsizes[layer]
-        return forward_peak(spec, batch=batch, length=self.step.length, itemsize=itemsize, training=training)
+        return forward_peak(
+            spec, batch=batch, length=self.step.length, itemsize=itemsize, training=training
+        )
 
     def _evaluation_layer(self, layer: int, rows: int, specs: Sequence[BlockSpec]) -> LayerBytes:
-        """A block where nothing is held for a backward pass; autocast keeps copies of its fp32 parameters there too."""
+        """A block where nothing is held for a backward pass; autocast keeps copies of its fp32
+        parameters there too."""
         return LayerBytes(
-            self._lone_forward_peak(layer, rows, specs, training=False), cast=self.blocks[layer].layer.cast
+            self._lone_forward_peak(layer, rows, specs, training=False),
+            cast=self.blocks[layer].layer.cast,
         )
 
     def _table_itemsize(self, *, trains: bool) -> int:
@@ -262,7 +309,8 @@ class StepMemorySimulation:
         return self.weight_itemsize
 
     def _table_copy_bytes(self) -> int:
-        """Bytes of the copy of a whole table that its rows are put into, of which only some train; else 0."""
+        """Bytes of the copy of a whole table that its rows are put into, of which only some train;
+        else 0."""
         trained = self.trained_parameters
         trains_rows = trained.new_token_params > 0 and not trained.trains_embedding
         return self.shape.embedding_table_params * self.weight_itemsize * trains_rows
@@ -274,7 +322,8 @@ class StepMemorySimulation:
                 self.shape.vocab_size,
                 self.trained_parameters.trains_head,
                 self._table_itemsize(trains=self.trained_parameters.trains_head),
-                self.trained_parameters.new_token_params > 0 and not self.trained_parameters.trains_head,
+                self.trained_parameters.new_token_params > 0
+                and not self.trained_parameters.trains_head,
                 self.shape.caps_logits,
             ),
             batch=batch,
@@ -287,21 +336,26 @@ class StepMemorySimulation:
         )
 
     def _is_accumulating(self) -> bool:
-        """Whether a gradient is added to an older one of full size; a rank that keeps shards divides each new one."""
+        """Whether a gradient is added to an older one of full size; a rank that keeps shards
+        divides each new one."""
         has_full_gradients = not self.step.layout.shards_gradients or self.full_gradient_bytes > 0
         return has_full_gradients and self.accumulates_gradients
 
     def _kept_gradient_bytes(self, gradients: int) -> int:
         if not self.step.layout.shards_gradients:
             return gradients
-        return self.resident.gradients * gradients // max(1, self.rank_parameters.params * self.trained_itemsize)
+        return (
+            self.resident.gradients
+            * gradients
+            // max(1, self.rank_parameters.params * self.trained_itemsize)
+        )
 
     def _batch_bytes(self, batch: int, specs: Sequence[BlockSpec], *, is_training: bool) -> int:
         return TOKEN_BYTES * batch * self.step.length + self._mask_bytes(batch, specs)
 
     def _mask_bytes(self, batch: int, specs: Sequence[BlockSpec]) -> int:
-        """The S x S masks that all blocks share: one for each kind of attention, booleans for sdpa, numbers for eager.
-        They end with the forward pass of the blocks, before the head."""
+        """The S x S masks that all blocks share: one for each kind of attention, booleans for sdpa,
+        numbers for eager. They end with the forward pass of the blocks, before the head."""
         step, mask_elements = self.step, batch * self.step.length**2
         if step.attention == "flash_attention_2":  # it takes the mask of B x S as it is
             return 0
@@ -311,14 +365,24 @@ class StepMemorySimulation:
             if step.attention == "eager" or (spec.masked and not spec.one_by_one)
         )
         attention_kinds = {kind.attention for kind in masked_kinds}
-        return len(attention_kinds) * mask_elements * (self.weight_itemsize if step.attention == "eager" else 1)
+        return (
+            len(attention_kinds)
+            * mask_elements
+            * (self.weight_itemsize if step.attention == "eager" else 1)
+        )
 
-    # --- phases ------------------------------------------------------------------------------------------------------
+    # --- phases -----------------------------------------------------------------------------------
     def _phase_terms(
         self, phase: StepPhase, gradients: int, activations: int, **extra_terms: int
     ) -> tuple[StepPhase, MemoryTerms]:
-        terms = self._resident_terms | {"gradients": gradients, "activations": activations} | extra_terms
-        return phase, {term: size for term, size in terms.items() if size or term in _REQUIRED_TERMS}
+        terms = (
+            self._resident_terms
+            | {"gradients": gradients, "activations": activations}
+            | extra_terms
+        )
+        return phase, {
+            term: size for term, size in terms.items() if size or term in _REQUIRED_TERMS
+        }
 
     @cached_property
     def _resident_terms(self) -> MemoryTerms:
@@ -333,13 +397,20 @@ class StepMemorySimulation:
                 packed_params=self.shape.packable_params * self.is_nf4,
                 reduces_in_fp32=DTYPE_BYTES[sync.reduced_dtype] > DTYPE_BYTES[sync.computed_dtype],
             )
-        workspace_bytes = WORKSPACE_THREADS * cublas_workspace_bytes(self.step.capability) * self.step.on_gpu
+        workspace_bytes = (
+            WORKSPACE_THREADS * cublas_workspace_bytes(self.step.capability) * self.step.on_gpu
+        )
         return {
-            "weights": resident.weights, "adapters": resident.adapters, "master_weights": resident.master_weights,
+            "weights": resident.weights,
+            "adapters": resident.adapters,
+            "master_weights": resident.master_weights,
             "gradients": 0,
-            "optimizer": resident.optimizer, "gradient_buckets": bucket_bytes, "workspaces": workspace_bytes,
-            "activations": 0, "loss_head": 0,
-        }  # fmt: skip
+            "optimizer": resident.optimizer,
+            "gradient_buckets": bucket_bytes,
+            "workspaces": workspace_bytes,
+            "activations": 0,
+            "loss_head": 0,
+        }
 
     def offloaded_bytes(self) -> int:
         """Bytes of RAM that checkpointed blocks' inputs take (`save_on_cpu`, page-locked)."""
@@ -349,28 +420,39 @@ class StepMemorySimulation:
         return self._hidden_bytes(self.step.micro_batch, layer)
 
     def phases(self) -> Iterator[tuple[StepPhase, MemoryTerms]]:
-        """Every phase that can be the peak, with its terms: of each part of the step the highest, then the others."""
+        """Every phase that can be the peak, with its terms: of each part of the step the highest,
+        then the others."""
         yield from self.training_phases.items()
         if self.step.eval_batch:
             yield from self.evaluation_phases(self.step.eval_batch)
         if self.step.saves:
-            # a sharded tensor is gathered one at a time, and copied once more on its way to the host
-            # the token embedding is the largest: fp32 where it trains under FSDP2
+            # a sharded tensor is gathered one at a time, and copied once more on its way to the
+            # host the token embedding is the largest: fp32 where it trains under FSDP2
             itemsize = 4 if self.is_full else self.element_bytes.weights
-            gathered_bytes = 2 * self.shape.embedding_table_params * itemsize * self.step.layout.shards_params
-            yield self._phase_terms("saving", self._gradients_between_steps(), 0, gather_buffers=gathered_bytes)
+            gathered_bytes = (
+                2 * self.shape.embedding_table_params * itemsize * self.step.layout.shards_params
+            )
+            yield self._phase_terms(
+                "saving", self._gradients_between_steps(), 0, gather_buffers=gathered_bytes
+            )
 
     @cached_property
     def training_phases(self) -> Mapping[StepPhase, MemoryTerms]:
         """The step itself: of each phase's visits the one with the most bytes."""
         held_bytes = [self._batch_bytes(self.step.micro_batch, self.specs, is_training=True)]
-        temporary_bytes = optimizer_temporary_bytes(self.config.train.optim, self.shape, self.rank_parameters)
+        temporary_bytes = optimizer_temporary_bytes(
+            self.config.train.optim, self.shape, self.rank_parameters
+        )
         if self.step.layout.shards_states:
             temporary_bytes //= self.step.layout.shard
-        update = self._phase_terms("optimizer", self.resident.gradients, 0, optimizer_step=temporary_bytes)
+        update = self._phase_terms(
+            "optimizer", self.resident.gradients, 0, optimizer_step=temporary_bytes
+        )
         # in this order: the forward pass fills `held_bytes`, which the backward pass reads
         return largest_by_phase(
-            itertools.chain(self._forward_phases(held_bytes), self._backward_phases(held_bytes), [update])
+            itertools.chain(
+                self._forward_phases(held_bytes), self._backward_phases(held_bytes), [update]
+            )
         )
 
     def _hidden_bytes(self, batch: int, layer: int) -> int:
@@ -380,7 +462,8 @@ class StepMemorySimulation:
         return self._hidden_bytes(batch, 0)
 
     def _gradients_between_steps(self) -> int:
-        """Gradients between steps: ZeRO-3 keeps their buffer (bytes counted on real ranks), all others free them."""
+        """Gradients between steps: ZeRO-3 keeps their buffer (bytes counted on real ranks), all
+        others free them."""
         layout = self.step.layout
         return self.resident.gradients * (layout.is_zero and layout.shards_params)
 
@@ -388,19 +471,23 @@ class StepMemorySimulation:
         return max(self.resident.gradients, self.full_gradient_bytes) * self.accumulates_gradients
 
     def _forward_phases(self, held_bytes: list[int]) -> Iterator[tuple[StepPhase, MemoryTerms]]:
-        """Through the blocks to the loss; `held_bytes` collects what is held before each block, and at the head:
-        inputs of checkpointed blocks, autocast's copies of fp32 adapters, the embedding's output until the model's
-        forward returns."""
+        """Through the blocks to the loss; `held_bytes` collects what is held before each block, and
+        at the head: inputs of checkpointed blocks, autocast's copies of fp32 adapters, the
+        embedding's output until the model's forward returns."""
         gather_buffers, batch = self.gather_buffers, self.step.micro_batch
         older_gradients, cast_bytes = self._older_gradient_bytes(), 0
         if self._table_copy_bytes():
             yield self._phase_terms(
-                "forward", older_gradients, held_bytes[-1] + self._table_copy_bytes() + self._hidden_bytes(batch, 0)
+                "forward",
+                older_gradients,
+                held_bytes[-1] + self._table_copy_bytes() + self._hidden_bytes(batch, 0),
             )
         for layer, block in enumerate(self.layers):
             cast_bytes += block.cast
             # where blocks are checkpointed, the first one's checkpoint is the same tensor
-            embedding_output = self._embedding_output_bytes(batch) if layer and not self.recomputed_layers else 0
+            embedding_output = (
+                self._embedding_output_bytes(batch) if layer and not self.recomputed_layers else 0
+            )
             yield self._phase_terms(
                 "forward",
                 older_gradients,
@@ -417,7 +504,9 @@ class StepMemorySimulation:
                 gather_buffers=gather_buffers.tail_gather_bytes,
             )
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
-        loss_head_bytes = max(0, head.forward - size)  # of the head's own peak; its input is counted beside it
+        loss_head_bytes = max(
+            0, head.forward - size
+        )  # of the head's own peak; its input is counted beside it
         yield self._phase_terms(
             "head",
             older_gradients,
@@ -429,11 +518,18 @@ class StepMemorySimulation:
     def _backward_phases(self, held_bytes: list[int]) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         gather_buffers = self.gather_buffers
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
-        gathered_bytes = gather_buffers.tail + gather_buffers.blocks[-1]  # its parameters, the last block's buffer
+        gathered_bytes = (
+            gather_buffers.tail + gather_buffers.blocks[-1]
+        )  # its parameters, the last block's buffer
         yield self._phase_terms(
-            "head", self._older_gradient_bytes(), held_bytes[-1], loss_head=head.backward, gather_buffers=gathered_bytes
+            "head",
+            self._older_gradient_bytes(),
+            held_bytes[-1],
+            loss_head=head.backward,
+            gather_buffers=gathered_bytes,
         )
-        # tied: one gradient with the embedding's, which it waits for: it is one sharded unit, or not yet added up
+        # tied: one gradient with the embedding's, which it waits for: it is one sharded unit, or
+        # not yet added up
         new_gradients = self._kept_gradient_bytes(head.gradients) * (not self.accumulates_gradients)
         if self.shape.tied and self.step.layout.shards_params:
             new_gradients = head.gradients
@@ -455,9 +551,11 @@ class StepMemorySimulation:
                     held_bytes[layer] + block.input,
                     gather_buffers=gather_buffers.reduction_bytes(layer),
                 )
-            gradient_bytes += self._kept_gradient_bytes(block.gradients) * (not self.accumulates_gradients)
-        # the embedding's gradient is dense (V*h); where it is also the head's, or an older one exists, or it is sharded
-        # only then, it is live in addition
+            gradient_bytes += self._kept_gradient_bytes(block.gradients) * (
+                not self.accumulates_gradients
+            )
+        # the embedding's gradient is dense (V*h); where it is also the head's, or an older one
+        # exists, or it is sharded only then, it is live in addition
         live_bytes = held_bytes[0] + self._hidden_bytes(self.step.micro_batch, 0)
         embedding_gradient = self._table_copy_bytes()
         if self.trained_parameters.trains_embedding:
@@ -467,25 +565,40 @@ class StepMemorySimulation:
             if not self.accumulates_gradients:
                 gradient_bytes -= self._kept_gradient_bytes(embedding_gradient)
             for gathered_bytes in gather_buffers.embedding_backward_bytes(embedding_gradient):
-                yield self._phase_terms("backward", gradient_bytes, live_bytes, gather_buffers=gathered_bytes)
+                yield self._phase_terms(
+                    "backward", gradient_bytes, live_bytes, gather_buffers=gathered_bytes
+                )
             return
-        # `gradient_bytes` has the embedding's gradient once, or its shard: `embedding_gradient` is beside it, and so is
-        # the head's, which waits to be added to an older one; PEFT's copies of tied modules are not tied
+        # `gradient_bytes` has the embedding's gradient once, or its shard: `embedding_gradient` is
+        # beside it, and so is the head's, which waits to be added to an older one; PEFT's copies of
+        # tied modules are not tied
         is_tied = self.shape.tied and self.is_full
-        if self._table_copy_bytes() or is_tied or self._is_accumulating() or self.step.layout.shards_gradients:
+        if (
+            self._table_copy_bytes()
+            or is_tied
+            or self._is_accumulating()
+            or self.step.layout.shards_gradients
+        ):
             live_bytes += embedding_gradient * (1 + (is_tied and self.accumulates_gradients))
         yield self._phase_terms("backward", gradient_bytes, live_bytes)
 
     def evaluation_phases(self, rows: int) -> Iterator[tuple[StepPhase, MemoryTerms]]:
-        """A batch of the evaluation: the last block of each kind, then the head. Nothing is held for a backward pass
-        but the embedding's output and autocast's copies; rows are not packed, so their mask is not the training's."""
+        """A batch of the evaluation: the last block of each kind, then the head. Nothing is held
+        for a backward pass but the embedding's output and autocast's copies; rows are not packed,
+        so their mask is not the training's.
+        """
         specs = self._block_specs(
-            has_padding=is_padded(self.config, self.step.layout, rows=rows, uses_masks=self.step.masks)
+            has_padding=is_padded(
+                self.config, self.step.layout, rows=rows, uses_masks=self.step.masks
+            )
         )
         batch_bytes = self._batch_bytes(rows, specs, is_training=False)
         gather_buffers, gradient_bytes = self.gather_buffers, self._gradients_between_steps()
         # blocks of one kind need the same, and the last of them comes with the most casts held
-        last_layers, cast_bytes = {kind_index: layer for layer, kind_index in enumerate(self.shape.layer_order)}, 0
+        last_layers, cast_bytes = (
+            {kind_index: layer for layer, kind_index in enumerate(self.shape.layer_order)},
+            0,
+        )
         for layer, index in enumerate(self.shape.layer_order):
             block = self._evaluation_layer(layer, rows, specs)
             if last_layers[index] == layer:
@@ -499,9 +612,17 @@ class StepMemorySimulation:
                 )
             cast_bytes += block.cast
         head = self._head_bytes(rows, needs_gradient=False)
-        live_bytes = batch_bytes + cast_bytes + self._hidden_bytes(rows, 0) + 2 * self._hidden_bytes(rows, -1)
+        live_bytes = (
+            batch_bytes
+            + cast_bytes
+            + self._hidden_bytes(rows, 0)
+            + 2 * self._hidden_bytes(rows, -1)
+        )
         yield self._phase_terms(
-            "evaluation", gradient_bytes, live_bytes, gather_buffers=gather_buffers.tail_gather_bytes
+            "evaluation",
+            gradient_bytes,
+            live_bytes,
+            gather_buffers=gather_buffers.tail_gather_bytes,
         )
         batch_bytes -= self._mask_bytes(rows, specs)
         yield self._phase_terms(
@@ -513,7 +634,9 @@ class StepMemorySimulation:
         )
 
 
-def largest_by_phase(phases: Iterable[tuple[StepPhase, MemoryTerms]]) -> Mapping[StepPhase, MemoryTerms]:
+def largest_by_phase(
+    phases: Iterable[tuple[StepPhase, MemoryTerms]],
+) -> Mapping[StepPhase, MemoryTerms]:
     """Select, of each phase's visits, the one with the most bytes."""
     largest_terms: dict[StepPhase, MemoryTerms] = {}
     for phase, terms in phases:
@@ -529,7 +652,8 @@ def largest_by_phase(phases: Iterable[tuple[StepPhase, MemoryTerms]]) -> Mapping
 # `trace.step` runs a class's own blocks; `MeasuredStepSimulation` takes their bytes in place of
 # those of `block`.
 
-# How a block runs: its activations stay for the backward pass, or are computed again there; or there is none.
+# How a block runs: its activations stay for the backward pass, or are computed again there; or
+# there is none.
 BlockMode = Literal["kept", "recomputed", "evaluated"]
 
 
@@ -560,8 +684,10 @@ class MeasuredBlocks:
 
 
 def interpolate(low: MeasuredBlocks, high: MeasuredBlocks, batch: int) -> MeasuredBlocks:
-    """The micro step of a batch between two that were measured, or on their line beyond them. A peak is the largest of
-    phases that grow with the batch at different rates, so that the line between two of them is not below it."""
+    """The micro step of a batch between two that were measured, or on their line beyond them. A
+    peak is the largest of phases that grow with the batch at different rates, so that the line
+    between two of them is not below it.
+    """
     fraction = (batch - low.batch) / (high.batch - low.batch)
 
     def blend(low_value: Any, high_value: Any) -> Any:
@@ -572,7 +698,10 @@ def interpolate(low: MeasuredBlocks, high: MeasuredBlocks, batch: int) -> Measur
         if isinstance(low_value, tuple):
             return tuple(map(blend, low_value, high_value))
         return type(low_value)(
-            *(blend(getattr(low_value, field.name), getattr(high_value, field.name)) for field in fields(low_value))
+            *(
+                blend(getattr(low_value, field.name), getattr(high_value, field.name))
+                for field in fields(low_value)
+            )
         )
 
     blended: MeasuredBlocks = blend(replace(low, ends=()), replace(high, ends=()))
@@ -588,7 +717,8 @@ def create_step_simulation(
 
 
 class MeasuredStepSimulation(StepMemorySimulation):
-    """A simulation whose blocks, and what is live around them, are those that `ModelShape.block_meter` measures."""
+    """A simulation whose blocks, and what is live around them, are those that
+    `ModelShape.block_meter` measures."""
 
     @property
     def was_measured_on_cpu(self) -> bool:
@@ -599,8 +729,13 @@ class MeasuredStepSimulation(StepMemorySimulation):
         return [], [self.weight_itemsize] * (self.shape.num_layers + 1)
 
     def _compute_layers(self) -> list[LayerBytes]:
-        layers = [self._measured_layer(self._block_mode(layer), layer) for layer in range(self.shape.num_layers)]
-        last_layer_extra = self._measured_blocks(self._block_mode(len(layers) - 1), self.step.micro_batch).last
+        layers = [
+            self._measured_layer(self._block_mode(layer), layer)
+            for layer in range(self.shape.num_layers)
+        ]
+        last_layer_extra = self._measured_blocks(
+            self._block_mode(len(layers) - 1), self.step.micro_batch
+        ).last
         layers[-1] = replace(layers[-1], saved=layers[-1].saved + last_layer_extra)
         return [layer_bytes.offloaded for layer_bytes in layers] if self.step.offloads else layers
 
@@ -608,7 +743,9 @@ class MeasuredStepSimulation(StepMemorySimulation):
         return self._measured_layer("recomputed", layer).saved
 
     def _batch_bytes(self, batch: int, specs: Sequence[BlockSpec], *, is_training: bool) -> int:
-        return self._measured_blocks(self._block_mode(0) if is_training else "evaluated", batch).before
+        return self._measured_blocks(
+            self._block_mode(0) if is_training else "evaluated", batch
+        ).before
 
     def _mask_bytes(self, batch: int, specs: Sequence[BlockSpec]) -> int:
         return 0  # what ends with the last block is not in the measured tail
@@ -629,9 +766,11 @@ class MeasuredStepSimulation(StepMemorySimulation):
             return estimated
         if not measured.ends:
             return replace(measured.tail, saved=estimated.saved)
-        # its tiles are full from some batch on, so that it bends between two batches, as the usual last norm and head
-        # do; what a class has beside them grows on a line
-        measured_ends = [self._head_bytes(rows, needs_gradient=needs_gradient) for rows in measured.ends]
+        # its tiles are full from some batch on, so that it bends between two batches, as the usual
+        # last norm and head do; what a class has beside them grows on a line
+        measured_ends = [
+            self._head_bytes(rows, needs_gradient=needs_gradient) for rows in measured.ends
+        ]
         estimated_ends = [
             super(MeasuredStepSimulation, self)._head_bytes(rows, needs_gradient=needs_gradient)
             for rows in measured.ends
@@ -643,10 +782,16 @@ class MeasuredStepSimulation(StepMemorySimulation):
                 getattr(one, peak) - getattr(other, peak)
                 for one, other in zip(measured_ends, estimated_ends, strict=True)
             )
-            return int(getattr(estimated, peak) + round(low_difference + fraction * (high_difference - low_difference)))
+            return int(
+                getattr(estimated, peak)
+                + round(low_difference + fraction * (high_difference - low_difference))
+            )
 
         return LayerBytes(
-            interpolate_peak("forward"), estimated.saved, interpolate_peak("backward"), measured.tail.gradients
+            interpolate_peak("forward"),
+            estimated.saved,
+            interpolate_peak("backward"),
+            measured.tail.gradients,
         )
 
     def _block_mode(self, layer: int) -> BlockMode:
@@ -660,7 +805,13 @@ class MeasuredStepSimulation(StepMemorySimulation):
         assert self.shape.block_meter is not None
         if (mode, batch) not in self._measured_by_mode:
             self._measured_by_mode[mode, batch] = self.shape.block_meter(
-                self.config, self.shape, self.precision, self.step, self.element_bytes, mode, batch,
+                self.config,
+                self.shape,
+                self.precision,
+                self.step,
+                self.element_bytes,
+                mode,
+                batch,
                 is_accumulating=self._is_accumulating(),
-            )  # fmt: skip
+            )
         return self._measured_by_mode[mode, batch]

@@ -17,16 +17,20 @@ from sft_play.planner.precision import DTYPE_BYTES, Precision, adapter_dtype
 from sft_play.spelling import did_you_mean
 from sft_play.text import MIB
 
-# From this size on a tensor gets its own segment, of whole 2 MiB (kMinLargeAlloc, CUDACachingAllocator.cpp).
+# From this size on a tensor gets its own segment, of whole 2 MiB (kMinLargeAlloc,
+# CUDACachingAllocator.cpp).
 OWN_SEGMENT_BYTES = 10 * MIB
 
 
 def segment_remainder(nbytes: int) -> int:
-    """Bytes that a large tensor's block has beyond its own: a remainder of at most 1 MiB is not split off."""
+    """Bytes that a large tensor's block has beyond its own: a remainder of at most 1 MiB is not
+    split off."""
     if nbytes < OWN_SEGMENT_BYTES:
         return 0
     remainder = -nbytes % (2 * MIB)
-    return remainder if remainder <= MIB else 0  # kSmallSize: a larger remainder becomes a block of its own
+    return (
+        remainder if remainder <= MIB else 0
+    )  # kSmallSize: a larger remainder becomes a block of its own
 
 
 # Weights that share one absmax in bitsandbytes' NF4: its default, and transformers sets no other.
@@ -52,8 +56,8 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Bytes of an element: loaded weights, autocast's dtype (None: no autocast), adapters, optimizer states (None: the
-    dtype of their parameter)."""
+    """Bytes of an element: loaded weights, autocast's dtype (None: no autocast), adapters,
+    optimizer states (None: the dtype of their parameter)."""
 
     weights: int = 2
     autocast: int | None = 2
@@ -63,7 +67,8 @@ class ElementBytes:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """A block's structure and how it is trained: everything that its bytes depend on besides the batch."""
+    """A block's structure and how it is trained: everything that its bytes depend on besides the
+    batch."""
 
     hidden: int
     heads: int
@@ -118,22 +123,28 @@ class BlockSpec:
     element_bytes: ElementBytes = field(default_factory=ElementBytes)
 
 
-# Roles of the linear layers that tensor parallelism divides by their inputs; the others by their outputs.
+# Roles of the linear layers that tensor parallelism divides by their inputs; the others by their
+# outputs.
 ROW_PARALLEL_ROLES = ("o", "down")
 
 
 def element_bytes(config: RunConfig, precision: Precision, layout: Layout = SINGLE) -> ElementBytes:
-    """Bytes of weights, autocast's dtype, adapters and states; DeepSpeed casts what trains to the compute dtype."""
+    """Bytes of weights, autocast's dtype, adapters and states; DeepSpeed casts what trains to the
+    compute dtype."""
     load, compute = DTYPE_BYTES[precision.load], None if precision.compute == "float32" else 2
     adapters = DTYPE_BYTES[adapter_dtype(config, precision)]
     if layout.is_zero and compute is not None:
         adapters = compute
-    # stochastic rounding steps in fp32 beside weights of two bytes; otherwise states have their parameter's dtype
-    return ElementBytes(load, compute, adapters, states=4 if precision.updates == "stochastic" else None)
+    # stochastic rounding steps in fp32 beside weights of two bytes; otherwise states have their
+    # parameter's dtype
+    return ElementBytes(
+        load, compute, adapters, states=4 if precision.updates == "stochastic" else None
+    )
 
 
 def configured_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
-    """A model's shapes as the run changes them: rows of new tokens, experts that stay in 16 bits."""
+    """A model's shapes as the run changes them: rows of new tokens, experts that stay in 16
+    bits."""
     if config.tuning.quantize_experts is False:
         shape = shape.without_packed_experts()
     # some models have spare rows, which the tokenizer alone knows
@@ -142,20 +153,32 @@ def configured_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
 
 def is_target(linear: LinearShape, targets: tuple[str, ...] | Literal["auto"]) -> bool:
     """Whether a linear layer gets an adapter."""
-    return linear.adaptable and (targets == "auto" or any(linear.matches(target) for target in targets))
+    return linear.adaptable and (
+        targets == "auto" or any(linear.matches(target) for target in targets)
+    )
 
 
 def stacked_adapter_params(stacked: StackedExpertWeight, lora: LoraConfig) -> int:
-    """Parameters of the adapter on a stacked tensor of experts, r * (inputs + outputs) for each; 0 without one."""
+    """Parameters of the adapter on a stacked tensor of experts, r * (inputs + outputs) for each; 0
+    without one."""
     targets = lora.adapted_parameters
     is_target_tensor = targets == "auto" or any(stacked.matches(target) for target in targets)
-    return lora.stored_rank * stacked.experts * (stacked.inputs + stacked.outputs) if is_target_tensor else 0
+    return (
+        lora.stored_rank * stacked.experts * (stacked.inputs + stacked.outputs)
+        if is_target_tensor
+        else 0
+    )
 
 
 def needs_attention_mask(kind: LayerKind, shape: ModelShape, *, length: int, padded: bool) -> bool:
-    """Whether attention gets a mask of S x S: real padding, or a window shorter than the rows (transformers omits it
-    where causality alone expresses it: masking_utils.py, `_ignore_causal_mask_sdpa`)."""
-    is_windowed = kind.attention in ("sliding", "chunked") and shape.window is not None and length >= shape.window
+    """Whether attention gets a mask of S x S: real padding, or a window shorter than the rows
+    (transformers omits it where causality alone expresses it: masking_utils.py,
+    `_ignore_causal_mask_sdpa`)."""
+    is_windowed = (
+        kind.attention in ("sliding", "chunked")
+        and shape.window is not None
+        and length >= shape.window
+    )
     return kind.attention != "none" and (padded or is_windowed)
 
 
@@ -170,8 +193,10 @@ def select_attention_kernel(
     unpads_rows: bool = False,
     uses_cudnn: bool = False,
 ) -> AttentionKernel:
-    """The kernel that runs: torch's choice for sdpa, or the one asked for. `unpads_rows`: rows are padded, which
-    flash-attn 2 takes without their padding. Keys and values are repeated where `needs_repeated_kv` says so."""
+    """The kernel that runs: torch's choice for sdpa, or the one asked for. `unpads_rows`: rows are
+    padded, which flash-attn 2 takes without their padding. Keys and values are repeated where
+    `needs_repeated_kv` says so.
+    """
     if attention == "eager":
         return "eager"
     if attention == "flash_attention_2" or not on_gpu:
@@ -180,14 +205,18 @@ def select_attention_kernel(
     call = sdpa_call(shape, masked=masked, half_precision=half_precision)
     kernel = sdpa_kernel(call, capability, uses_cudnn=uses_cudnn)
     if kernel == "math":
-        kernel = sdpa_kernel(replace(call, has_grouped_heads=False), capability, uses_cudnn=uses_cudnn)
+        kernel = sdpa_kernel(
+            replace(call, has_grouped_heads=False), capability, uses_cudnn=uses_cudnn
+        )
     return "efficient" if kernel == "math" else kernel  # of a GPU newer than the table
 
 
 def sdpa_call(shape: ModelShape, *, masked: bool, half_precision: bool) -> SdpaCall:
     """What transformers asks of PyTorch's sdpa for this model."""
     # heads that are grouped in a way that transformers would leave to PyTorch
-    has_grouped_heads = shape.num_heads != shape.num_kv_heads and shape.head_dim <= FLASH_MAX_HEAD_DIM
+    has_grouped_heads = (
+        shape.num_heads != shape.num_kv_heads and shape.head_dim <= FLASH_MAX_HEAD_DIM
+    )
     return SdpaCall(
         shape.head_dim,
         shape.head_dim,
@@ -200,10 +229,16 @@ def sdpa_call(shape: ModelShape, *, masked: bool, half_precision: bool) -> SdpaC
 def needs_repeated_kv(
     shape: ModelShape, *, attention: str, half_precision: bool, capability: tuple[int, int] | None
 ) -> bool:
-    """Whether a run on GPUs of this capability repeats keys and values for sdpa: grouped ones only flash attention
-    takes, and where it does not run, PyTorch would use its math kernel, with S x S scores in fp32."""
+    """Whether a run on GPUs of this capability repeats keys and values for sdpa: grouped ones only
+    flash attention takes, and where it does not run, PyTorch would use its math kernel, with S x S
+    scores in fp32.
+    """
     call = sdpa_call(shape, masked=False, half_precision=half_precision)
-    return attention == "sdpa" and call.has_grouped_heads and sdpa_kernel(call, capability, uses_cudnn=False) == "math"
+    return (
+        attention == "sdpa"
+        and call.has_grouped_heads
+        and sdpa_kernel(call, capability, uses_cudnn=False) == "math"
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -217,29 +252,43 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
         kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         linears=tuple(
-            (role, LinearSpec(linear.inputs, linear.outputs, lora.stored_rank if is_target(linear, targets) else 0))
+            (
+                role,
+                LinearSpec(
+                    linear.inputs,
+                    linear.outputs,
+                    lora.stored_rank if is_target(linear, targets) else 0,
+                ),
+            )
             for role, linear in linears_by_role(kind, shape).items()
         ),
         norm=shape.norm,
         has_post_norms=shape.norms_per_layer >= 4,
         qk_norm=shape.has_qk_norm,
         partial_rotary_factor=shape.rotary_dim / max(1, shape.head_dim),
-        concatenates_rotary=0 < shape.rotary_dim < shape.head_dim or (shape.has_fused_qkv and shape.rotary_dim > 0),
+        concatenates_rotary=0 < shape.rotary_dim < shape.head_dim
+        or (shape.has_fused_qkv and shape.rotary_dim > 0),
         attention_dropout=shape.attention_dropout,
         has_softcap=shape.attention_softcap is not None,
         has_sinks=shape.has_attention_sinks,
-        num_experts=kind.num_experts if kind.expert_width else 0,  # experts of unknown width are counted as none
+        num_experts=(
+            kind.num_experts if kind.expert_width else 0
+        ),  # experts of unknown width are counted as none
         experts_per_token=shape.experts_per_token,
         expert_width=kind.expert_width,
         expert_tensors=tuple(
-            (tensor.weights, 0 if is_full else stacked_adapter_params(tensor, lora)) for tensor in kind.expert_weights
+            (tensor.weights, 0 if is_full else stacked_adapter_params(tensor, lora))
+            for tensor in kind.expert_weights
         ),
-        has_expert_bias=kind.expert_params > 3 * shape.hidden_size * kind.expert_width * kind.num_experts > 0,
+        has_expert_bias=kind.expert_params
+        > 3 * shape.hidden_size * kind.expert_width * kind.num_experts
+        > 0,
         clamps_gate=shape.has_clamped_gate,
         routes_in_fp32=shape.routes_in_fp32,
         trains_weights=is_full,
         is_nf4=mode == "qlora",
-        has_nf4_experts=mode == "qlora" and all(tensor.is_packable for tensor in kind.expert_weights),
+        has_nf4_experts=mode == "qlora"
+        and all(tensor.is_packable for tensor in kind.expert_weights),
     )
 
 
@@ -264,13 +313,17 @@ def linears_by_role(kind: LayerKind, shape: ModelShape) -> dict[str, LinearShape
 
 
 def tensor_parallel_spec(spec: BlockSpec, ranks: int) -> BlockSpec:
-    """The block's part on one of `ranks`: heads and MLP columns are divided, hidden states are full."""
+    """The block's part on one of `ranks`: heads and MLP columns are divided, hidden states are
+    full."""
     if ranks == 1:
         return spec
     return replace(
         spec,
         linears=tuple(
-            (role, tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES))
+            (
+                role,
+                tensor_parallel_linear(linear, ranks, is_row_parallel=role in ROW_PARALLEL_ROLES),
+            )
             for role, linear in spec.linears
         ),
         heads=max(1, spec.heads // ranks),
@@ -294,22 +347,28 @@ OUTPUT_HEADS = ("lm_head", "embed_out")
 
 
 def check_adapter_targets(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError for adapter targets that match no linear layer, and for what is asked of experts that are not
-    there."""
+    """Raises ConfigError for adapter targets that match no linear layer, and for what is asked of
+    experts that are not there."""
     tuning, lora, targets = config.tuning, config.tuning.lora, config.tuning.lora.target_modules
     stacked = [tensor for kind in shape.layers for tensor in kind.expert_weights]
     adapted_parameters = () if tuning.mode == "full" else lora.adapted_parameters
     key = "tuning.lora.experts" if lora.experts else "tuning.lora.target_parameters"
-    options = ["tuning.quantize_experts=true"] * (tuning.quantize_experts is True) + [key] * bool(adapted_parameters)
+    options = ["tuning.quantize_experts=true"] * (tuning.quantize_experts is True) + [key] * bool(
+        adapted_parameters
+    )
     if options and not stacked:
         raise ConfigError(
-            f"{' and '.join(options)}: {one_line(config.model.name)} has no experts in one tensor; leave it out"
+            f"{' and '.join(options)}: {one_line(config.model.name)} has no experts in one tensor;"
+            " leave it out"
         )
     parameter_names = adapted_parameters if isinstance(adapted_parameters, tuple) else ()
-    if missing := [name for name in parameter_names if not any(tensor.matches(name) for tensor in stacked)]:
+    if missing := [
+        name for name in parameter_names if not any(tensor.matches(name) for tensor in stacked)
+    ]:
         tensor_names = ", ".join(sorted({tensor.path.rpartition(".")[2] for tensor in stacked}))
         raise ConfigError(
-            f"{key}: {one_line(', '.join(missing))} matches nothing; the stacked experts are: {tensor_names}"
+            f"{key}: {one_line(', '.join(missing))} matches nothing; the stacked experts are:"
+            f" {tensor_names}"
         )
     if config.tuning.mode == "full" or targets == "auto":
         return
@@ -321,9 +380,12 @@ def check_adapter_targets(config: RunConfig, shape: ModelShape) -> None:
         if target_name in OUTPUT_HEADS or not any(linear.matches(target_name) for linear in layers)
     ]
     if unmatched:
-        problems = "; ".join(f"{one_line(target)}{_unmatched_reason(target, shape, names)}" for target in unmatched)
+        problems = "; ".join(
+            f"{one_line(target)}{_unmatched_reason(target, shape, names)}" for target in unmatched
+        )
         raise ConfigError(
-            f"tuning.lora.target_modules: {problems}. The linear layers are: {', '.join(names)}; auto takes these"
+            f"tuning.lora.target_modules: {problems}. The linear layers are: {', '.join(names)};"
+            " auto takes these"
         )
 
 
@@ -332,7 +394,9 @@ def _unmatched_reason(target: str, shape: ModelShape, names: list[str]) -> str:
     if target in OUTPUT_HEADS:
         return " is the output head, which takes no adapter (the loss reads its weight)"
     if placement is not None:
-        reason = next((text for path, text in placement.excluded if f".{path}".endswith(f".{target}")), None)
+        reason = next(
+            (text for path, text in placement.excluded if f".{path}".endswith(f".{target}")), None
+        )
     elif any(linear.matches(target) for linear, _ in shape.linears):
         reason = no_adapter_reason(shape.model_type, target.rpartition(".")[2])
     if reason:

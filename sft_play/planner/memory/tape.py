@@ -58,17 +58,21 @@ class _Storage:
 
 
 class TensorRef:
-    """A handle on a storage: `elements` of `itemsize` bytes each, and the node that made it, if it has a gradient."""
+    """A handle on a storage: `elements` of `itemsize` bytes each, and the node that made it, if it
+    has a gradient."""
 
     __slots__ = ("elements", "is_view", "itemsize", "node", "storage")
 
-    def __init__(self, storage: _Storage, elements: int, itemsize: int, node: Node | None = None) -> None:
+    def __init__(
+        self, storage: _Storage, elements: int, itemsize: int, node: Node | None = None
+    ) -> None:
         self.storage, self.elements, self.itemsize, self.node = storage, elements, itemsize, node
         self.is_view = False
         storage.handles += 1
 
     def __del__(self) -> None:
-        # CPython calls this with the last reference, at once: the model is that a tensor dies with its last name
+        # CPython calls this with the last reference, at once: the model is that a tensor dies with
+        # its last name
         storage = self.storage
         storage.handles -= 1
         if not storage.handles:
@@ -175,17 +179,23 @@ class Tape:
         holds_output: bool = False,
         trains_weight: bool = False,
     ) -> TensorRef:
-        """The output of an operation: fresh storage, and a node where an input has a gradient or a weight trains.
-        Without a `backward` each input's gradient is a fresh tensor of its size. `holds_weight`: a parameter is held
-        too, which takes no bytes here."""
-        needs_node = self.grad_enabled and (trains_weight or any(ref.node is not None for ref in inputs))
-        # inputs are saved before an operation runs: recomputation can stop there, without this one's output
+        """The output of an operation: fresh storage, and a node where an input has a gradient or a
+        weight trains. Without a `backward` each input's gradient is a fresh tensor of its size.
+        `holds_weight`: a parameter is held too, which takes no bytes here."""
+        needs_node = self.grad_enabled and (
+            trains_weight or any(ref.node is not None for ref in inputs)
+        )
+        # inputs are saved before an operation runs: recomputation can stop there, without this
+        # one's output
         if needs_node and (saved or holds_weight):
             self.peak_at_last_save = self.meter.peak
         out = self.new(elements, itemsize)
         if needs_node:
             out.node = self.node(
-                inputs, saved, backward or separate_gradients(*inputs), holds_weight=holds_weight or holds_output
+                inputs,
+                saved,
+                backward or separate_gradients(*inputs),
+                holds_weight=holds_weight or holds_output,
             )
             if holds_output:
                 out.node.saved.append(out.detach())
@@ -207,7 +217,9 @@ class Tape:
             node = heapq.heappop(queue)
             if node.has_saved_tensors and not self.live_at_first_use:
                 self.live_at_first_use = self.meter.live
-            (output_gradient,) = pending.pop(id(node))  # all its consumers are newer, and so have run
+            (output_gradient,) = pending.pop(
+                id(node)
+            )  # all its consumers are newer, and so have run
             input_gradients = list(node.backward(self, output_gradient))
             del output_gradient
             node.saved.clear()
@@ -220,9 +232,9 @@ class Tape:
                 if key not in pending:
                     pending[key] = [incoming]
                     heapq.heappush(queue, input_node)
-                # in place, unless something else holds the older gradient (can_accumulate_inplace of
-                # input_buffer.cpp), or it is a view: of a matrix product over rows and tokens, whose two dimensions are
-                # seen as one
+                # in place, unless something else holds the older gradient (can_accumulate_inplace
+                # of input_buffer.cpp), or it is a view: of a matrix product over rows and tokens,
+                # whose two dimensions are seen as one
                 elif pending[key][0].storage.handles > 1 or pending[key][0].is_view:
                     pending[key][0] = self.new(incoming.elements, incoming.itemsize)
                 del incoming
@@ -235,7 +247,8 @@ def separate_gradients(*inputs: TensorRef) -> BackwardFormula:
 
 
 def single_gradient(elements: int, itemsize: int, *, transient: int = 0) -> BackwardFormula:
-    """A separate gradient of this size for the only input; `transient`: bytes beside it within the kernel."""
+    """A separate gradient of this size for the only input; `transient`: bytes beside it within the
+    kernel."""
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
         out = tape.new(elements, itemsize)
@@ -270,11 +283,19 @@ def round_up(size: int, multiple: int) -> int:
 
 
 class ForwardPass:
-    """A forward pass of one block on a tape; `gradients` are those of parameters that stay after the backward pass,
-    `cast_weights` autocast's copies of trained fp32 weights, by the name of the layer."""
+    """A forward pass of one block on a tape; `gradients` are those of parameters that stay after
+    the backward pass, `cast_weights` autocast's copies of trained fp32 weights, by the name of the
+    layer."""
 
     def __init__(
-        self, tape: Tape, spec: BlockSpec, batch: int, length: int, *, is_accumulating: bool, training: bool = True
+        self,
+        tape: Tape,
+        spec: BlockSpec,
+        batch: int,
+        length: int,
+        *,
+        is_accumulating: bool,
+        training: bool = True,
     ) -> None:
         self.tape, self.spec, self.batch, self.length = tape, spec, batch, length
         self.tokens = batch * length
@@ -289,13 +310,20 @@ class ForwardPass:
 
     def to_autocast(self, x: TensorRef) -> TensorRef:
         """x in the dtype in which autocast runs matrix products."""
-        return x if self.spec.element_bytes.autocast is None else self.to(x, self.spec.element_bytes.autocast)
+        return (
+            x
+            if self.spec.element_bytes.autocast is None
+            else self.to(x, self.spec.element_bytes.autocast)
+        )
 
     def add(self, a: TensorRef, b: TensorRef) -> TensorRef:
         """a + b: both get the incoming gradient itself."""
         has_same_itemsize = a.itemsize == b.itemsize
         return self.tape.op(
-            (a, b), a.elements, max(a.itemsize, b.itemsize), backward=shared_gradient(2) if has_same_itemsize else None
+            (a, b),
+            a.elements,
+            max(a.itemsize, b.itemsize),
+            backward=shared_gradient(2) if has_same_itemsize else None,
         )
 
     def scale(self, x: TensorRef) -> TensorRef:
@@ -303,7 +331,8 @@ class ForwardPass:
         return self.tape.op((x,), x.elements, x.itemsize)
 
     def multiply(self, a: TensorRef, b: TensorRef) -> TensorRef:
-        """a * b: each is held for the other's gradient; gradients are made in the wider dtype, then cast."""
+        """a * b: each is held for the other's gradient; gradients are made in the wider dtype, then
+        cast."""
         saved = [ref for ref, other in ((a, b), (b, a)) if other.node is not None]
         itemsize = max(a.itemsize, b.itemsize)
         cast_bytes = a.elements * itemsize * (a.itemsize != b.itemsize)
@@ -330,18 +359,25 @@ class ForwardPass:
         self.keep_gradient(self.tape.cast(gradient, itemsize))
 
     def keep_gradient(self, gradient: TensorRef) -> None:
-        """The gradient stays where there was none; otherwise it is added to the older one, and freed."""
+        """The gradient stays where there was none; otherwise it is added to the older one, and
+        freed."""
         if not self.is_accumulating:
             self.gradients.append(gradient)
 
-    def dense(self, x: TensorRef, name: str, inputs: int, outputs: int, itemsize: int, *, trainable: bool) -> TensorRef:
-        """x @ W: a trained weight holds its input; autocast's copy of an fp32 weight is held for x's gradient."""
+    def dense(
+        self, x: TensorRef, name: str, inputs: int, outputs: int, itemsize: int, *, trainable: bool
+    ) -> TensorRef:
+        """x @ W: a trained weight holds its input; autocast's copy of an fp32 weight is held for
+        x's gradient."""
         x = self.to_autocast(x)
         saved = [x] * trainable
         autocast_itemsize = self.spec.element_bytes.autocast
         if autocast_itemsize is not None and autocast_itemsize != itemsize:
-            weight = self.cast_weights.get(name) or self.tape.new(inputs * outputs, autocast_itemsize)
-            # autocast caches casts of leaves that require a gradient, and no others (autocast_mode.cpp, cached_cast)
+            weight = self.cast_weights.get(name) or self.tape.new(
+                inputs * outputs, autocast_itemsize
+            )
+            # autocast caches casts of leaves that require a gradient, and no others
+            # (autocast_mode.cpp, cached_cast)
             if trainable:
                 self.cast_weights[name] = weight
             saved.append(weight)
@@ -357,13 +393,21 @@ class ForwardPass:
         ) -> Grads:
             out = tape.new(size, e) if needs_gradient else None
             if out is not None:
-                out.is_view = True  # nn.Linear multiplies (B*S, h) and views the result as (B, S, h)
+                out.is_view = (
+                    True  # nn.Linear multiplies (B*S, h) and views the result as (B, S, h)
+                )
             if trainable:
                 self.create_weight_gradient(inputs * outputs, itemsize)
             return (out,)
 
         return self.tape.op(
-            (x,), rows * outputs, x.itemsize, saved=saved, backward=backward, holds_weight=True, trains_weight=trainable
+            (x,),
+            rows * outputs,
+            x.itemsize,
+            saved=saved,
+            backward=backward,
+            holds_weight=True,
+            trains_weight=trainable,
         )
 
     def split(self, x: TensorRef, *sizes: int) -> list[TensorRef]:
@@ -377,17 +421,20 @@ class ForwardPass:
         return parts
 
     def index_backward(self, x: TensorRef, rows: int) -> BackwardFormula:
-        """The gradient of x[indices]: put into zeros, by sorted positions (Indexing.cu: four int64 for each row)."""
+        """The gradient of x[indices]: put into zeros, by sorted positions (Indexing.cu: four int64
+        for each row)."""
         return single_gradient(x.elements, x.itemsize, transient=4 * 8 * rows)
 
 
-# --- Liger's kernels --------------------------------------------------------------------------------------------------
-# After liger-kernel 0.8.5, liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py: autograd functions of their own, which
-# need contiguous inputs and copy others.
-def liger_norm(tape: Tape, x: TensorRef, rows: int, *, in_place: bool, trains_weight: bool) -> TensorRef:
-    """A norm over each of `rows`: holds its input and one fp32 number a row, and gives its input's dtype. Backward the
-    gradient of the input replaces that of the output where `in_place`; a trained weight's is summed from an fp32 row of
-    each multiprocessor."""
+# --- Liger's kernels ------------------------------------------------------------------------------
+# After liger-kernel 0.8.5, liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py: autograd functions of
+# their own, which need contiguous inputs and copy others.
+def liger_norm(
+    tape: Tape, x: TensorRef, rows: int, *, in_place: bool, trains_weight: bool
+) -> TensorRef:
+    """A norm over each of `rows`: holds its input and one fp32 number a row, and gives its input's
+    dtype. Backward the gradient of the input replaces that of the output where `in_place`; a
+    trained weight's is summed from an fp32 row of each multiprocessor."""
     size, e, needs_gradient = x.elements, x.itemsize, x.node is not None
     statistics = tape.new(rows, 4)
 
@@ -398,13 +445,23 @@ def liger_norm(tape: Tape, x: TensorRef, rows: int, *, in_place: bool, trains_we
         return (out if needs_gradient else None,)
 
     return tape.op(
-        (x,), size, e, saved=(x, statistics), backward=backward, holds_weight=True, trains_weight=trains_weight
+        (x,),
+        size,
+        e,
+        saved=(x, statistics),
+        backward=backward,
+        holds_weight=True,
+        trains_weight=trains_weight,
     )
 
 
 def liger_gate(tape: Tape, gate: TensorRef, up: TensorRef, *, copies_inputs: bool) -> TensorRef:
-    """activation(gate) * up: holds both, or contiguous copies of them, over which their gradients are written."""
-    saved = [tape.new(ref.elements, ref.itemsize) if copies_inputs else ref.detach() for ref in (gate, up)]
+    """activation(gate) * up: holds both, or contiguous copies of them, over which their gradients
+    are written."""
+    saved = [
+        tape.new(ref.elements, ref.itemsize) if copies_inputs else ref.detach()
+        for ref in (gate, up)
+    ]
     size, e = gate.elements, gate.itemsize
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
@@ -415,10 +472,19 @@ def liger_gate(tape: Tape, gate: TensorRef, up: TensorRef, *, copies_inputs: boo
     return tape.op((gate, up), size, e, backward=backward, holds_weight=True)
 
 
-def liger_rotation(tape: Tape, x: TensorRef, *, copies_input: bool, copies_gradient: bool) -> TensorRef:
-    """x rotated where it lies, or in a contiguous copy; its gradient likewise. Sines and cosines are shared."""
-    out = tape.new(x.elements, x.itemsize) if copies_input else TensorRef(x.storage, x.elements, x.itemsize)
-    backward: BackwardFormula = separate_gradients(x) if copies_gradient else lambda tape, grad: (grad,)
+def liger_rotation(
+    tape: Tape, x: TensorRef, *, copies_input: bool, copies_gradient: bool
+) -> TensorRef:
+    """x rotated where it lies, or in a contiguous copy; its gradient likewise. Sines and cosines
+    are shared."""
+    out = (
+        tape.new(x.elements, x.itemsize)
+        if copies_input
+        else TensorRef(x.storage, x.elements, x.itemsize)
+    )
+    backward: BackwardFormula = (
+        separate_gradients(x) if copies_gradient else lambda tape, grad: (grad,)
+    )
     if tape.grad_enabled and x.node is not None:
         out.node = tape.node((x,), (), backward, holds_weight=True)
     return out
@@ -433,11 +499,19 @@ def norm(block: ForwardPass, x: TensorRef, *, is_head_norm: bool = False) -> Ten
     liger = block.spec.liger
     if liger is not None and (liger.replaces_head_norms or not is_head_norm):
         rows = x.elements // block.spec.head_dim if is_head_norm else block.tokens
-        return liger_norm(block.tape, x, rows, in_place=liger.writes_in_place, trains_weight=block.spec.trains_weights)
-    # x * rsqrt(mean(x ** 2)) in fp32, which is held; with the incoming gradient, which the mean's gradient
-    # replaces, the square's takes four more of its size
+        return liger_norm(
+            block.tape,
+            x,
+            rows,
+            in_place=liger.writes_in_place,
+            trains_weight=block.spec.trains_weights,
+        )
+    # x * rsqrt(mean(x ** 2)) in fp32, which is held; with the incoming gradient, which the mean's
+    # gradient replaces, the square's takes four more of its size
     wide, size = block.to(x, 4), x.elements
-    out = block.tape.op((wide,), size, 4, saved=(wide,), backward=single_gradient(size, 4, transient=12 * size))
+    out = block.tape.op(
+        (wide,), size, 4, saved=(wide,), backward=single_gradient(size, 4, transient=12 * size)
+    )
     del wide
     if block.spec.norm == "gemma":  # in fp32, then the input's dtype
         return block.to(_scale_by_weight(block, out), x.itemsize)
@@ -445,9 +519,19 @@ def norm(block: ForwardPass, x: TensorRef, *, is_head_norm: bool = False) -> Ten
 
 
 def _scale_by_weight(block: ForwardPass, x: TensorRef) -> TensorRef:
-    # type promotion: fp32 weights under autocast make the product fp32; Gemma's weight is cast up to x's fp32
-    itemsize = x.itemsize if block.spec.norm == "gemma" else max(x.itemsize, block.spec.element_bytes.weights)
-    size, e, trains_weight, needs_gradient = x.elements, x.itemsize, block.spec.trains_weights, x.node is not None
+    # type promotion: fp32 weights under autocast make the product fp32; Gemma's weight is cast up
+    # to x's fp32
+    itemsize = (
+        x.itemsize
+        if block.spec.norm == "gemma"
+        else max(x.itemsize, block.spec.element_bytes.weights)
+    )
+    size, e, trains_weight, needs_gradient = (
+        x.elements,
+        x.itemsize,
+        block.spec.trains_weights,
+        x.node is not None,
+    )
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
         out = tape.new(size, itemsize) if needs_gradient else None
@@ -473,8 +557,8 @@ def linear(block: ForwardPass, x: TensorRef, role: str) -> TensorRef:
         return _base_linear(block, x, role, spec)
     if block.spec.is_nf4:
         return _adapted_nf4_linear(block, x, role, spec)
-    # peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for each target; under
-    # autocast only where training/model/adapters.py leaves it
+    # peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for
+    # each target; under autocast only where training/model/adapters.py leaves it
     result = _base_linear(block, x, role, spec)
     itemsize = result.itemsize
     if (
@@ -484,7 +568,8 @@ def linear(block: ForwardPass, x: TensorRef, role: str) -> TensorRef:
         or block.spec.lora_dropout
     ):
         x = block.to(x, block.spec.element_bytes.adapters)
-    # result + lora_B(lora_A(dropout(x))) * scaling: fp32 where adapters are and autocast is not, then back
+    # result + lora_B(lora_A(dropout(x))) * scaling: fp32 where adapters are and autocast is not,
+    # then back
     result = block.add(result, _adapter_output(block, x, role, spec, result))
     return block.to(result, itemsize)
 
@@ -493,12 +578,18 @@ def _base_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) 
     if block.spec.is_nf4:
         return _nf4_linear(block, x, spec)
     return block.dense(
-        x, role, spec.inputs, spec.outputs, block.spec.element_bytes.weights, trainable=block.spec.trains_weights
+        x,
+        role,
+        spec.inputs,
+        spec.outputs,
+        block.spec.element_bytes.weights,
+        trainable=block.spec.trains_weights,
     )
 
 
 def _nf4_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef:
-    """bitsandbytes' 4-bit product: the weight is dequantised for each pass, with its fp32 absmax."""
+    """bitsandbytes' 4-bit product: the weight is dequantised for each pass, with its fp32
+    absmax."""
     x, input_itemsize = block.to_autocast(x), x.itemsize
     dequantised = spec.elements * x.itemsize
     absmax = 4 * math.ceil(spec.elements / NF4_BLOCK)
@@ -518,8 +609,8 @@ def _nf4_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef
         tape.meter.add_transient(dequantised + size * e, dequantised=dequantised)
         return (tape.new(size, e),)
 
-    # double quantisation: absmax is dequantised first, to fp32 (functional.py, dequantize_4bit), and is gone when the
-    # product runs
+    # double quantisation: absmax is dequantised first, to fp32 (functional.py, dequantize_4bit),
+    # and is gone when the product runs
     block.tape.meter.add_transient(dequantised + 2 * absmax)
     block.tape.meter.add_transient(dequantised + out_elements * x.itemsize)
     out = block.tape.op((x,), out_elements, x.itemsize, backward=backward, holds_weight=True)
@@ -527,9 +618,12 @@ def _nf4_linear(block: ForwardPass, x: TensorRef, spec: LinearSpec) -> TensorRef
 
 
 def _adapted_nf4_linear(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
-    """peft/tuners/lora/bnb.py, Linear4bit.forward: the base's result is cloned; no cast under autocast."""
+    """peft/tuners/lora/bnb.py, Linear4bit.forward: the base's result is cloned; no cast under
+    autocast."""
     result = _base_linear(block, x, role, spec)
-    result = block.tape.op((result,), result.elements, result.itemsize, backward=shared_gradient(1))  # result.clone()
+    result = block.tape.op(
+        (result,), result.elements, result.itemsize, backward=shared_gradient(1)
+    )  # result.clone()
     itemsize = result.itemsize
     if block.spec.element_bytes.autocast is None:
         x = block.to(x, block.spec.element_bytes.adapters)
@@ -539,7 +633,9 @@ def _adapted_nf4_linear(block: ForwardPass, x: TensorRef, role: str, spec: Linea
     return block.add(result, output)
 
 
-def _adapter_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, result: TensorRef) -> TensorRef:
+def _adapter_output(
+    block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, result: TensorRef
+) -> TensorRef:
     if block.spec.uses_dora:
         return _dora_output(block, x, role, spec, result)
     return block.scale(_lora_output(block, block.dropout(x, block.spec.lora_dropout), role, spec))
@@ -552,12 +648,16 @@ def _lora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) 
     return block.dense(low_rank, f"{role}.B", spec.rank, spec.outputs, itemsize, trainable=True)
 
 
-def _dora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, result: TensorRef) -> TensorRef:
-    """peft/tuners/lora/dora.py: BA, taken as B(A(identity)), and the plain weight live until the end. With dropout the
-    base runs again on what that left. The magnitude is fp32, and so is what it multiplies."""
+def _dora_output(
+    block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, result: TensorRef
+) -> TensorRef:
+    """peft/tuners/lora/dora.py: BA, taken as B(A(identity)), and the plain weight live until the
+    end. With dropout the base runs again on what that left. The magnitude is fp32, and so is what
+    it multiplies."""
     base = None if block.spec.lora_dropout else result
     x = block.dropout(x, block.spec.lora_dropout)
-    # the identity (i*i, held by A's product), BA and the plain weight (i*o each, as x); their sum's norm: two more
+    # the identity (i*i, held by A's product), BA and the plain weight (i*o each, as x); their sum's
+    # norm: two more
     element_bytes, e = block.spec.element_bytes, x.itemsize
     compute_itemsize = element_bytes.autocast or e
     identity = block.tape.new(spec.inputs * spec.inputs, element_bytes.adapters)
@@ -575,7 +675,9 @@ def _dora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, 
         copies_weight = block.spec.is_nf4 or block.spec.element_bytes.weights != cast_input.itemsize
         saved = [block.tape.new(spec.elements, cast_input.itemsize)] if copies_weight else []
         outputs = cast_input.elements // spec.inputs * spec.outputs
-        base = block.tape.op((cast_input,), outputs, cast_input.itemsize, saved=saved, holds_weight=True)
+        base = block.tape.op(
+            (cast_input,), outputs, cast_input.itemsize, saved=saved, holds_weight=True
+        )
         del cast_input, saved  # F.linear's own: only its node keeps them
     scaled_base = _scale_by_magnitude(block, base)
     scaled_lora = block.scale(_scale_by_magnitude(block, lora))

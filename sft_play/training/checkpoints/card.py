@@ -1,5 +1,5 @@
-"""The model card (README.md) of trained weights: base, data in figures, results, settings, how to use them; no rows,
-paths or secrets. `card.md.jinja` is its text."""
+"""The model card (README.md) of trained weights: base, data in figures, results, settings, how to
+use them; no rows, paths or secrets. `card.md.jinja` is its text."""
 
 import json
 import re
@@ -43,7 +43,8 @@ class CardBase:
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card is about. `stop`: token ids that end an answer. `manifest`, `summary`: the run's."""
+    """What a card is about. `stop`: token ids that end an answer. `manifest`, `summary`: the
+    run's."""
 
     kind: WeightsKind
     name: str
@@ -63,7 +64,8 @@ def write_card(folder: Path, facts: CardFacts) -> None:
 
 
 def answer_stop_ids(config: RunConfig, tokenizer: Any, renderer: Renderer) -> list[int]:
-    """Tokens that end an answer: the tokenizer's, those of the base's generation config, and the template's."""
+    """Tokens that end an answer: the tokenizer's, those of the base's generation config, and the
+    template's."""
     from transformers import GenerationConfig
 
     try:
@@ -78,21 +80,33 @@ def answer_stop_ids(config: RunConfig, tokenizer: Any, renderer: Renderer) -> li
 def render_card(facts: CardFacts, base: CardBase) -> str:
     """The card's text, with its front matter."""
     config, is_adapter = facts.config, facts.kind == "adapter"
-    method = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA (NF4 base)"}[config.tuning.mode]
+    method = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA (NF4 base)"}[
+        config.tuning.mode
+    ]
     versions = facts.manifest.get("versions") or {}
     trust_arguments = ["trust_remote_code=True"] * config.model.trust_remote_code
     classes, options = _loading_code(facts, base, trust_arguments)
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
+        loader=FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
         keep_trailing_newline=True,
-    )  # fmt: skip
+    )
     environment.filters["json"] = json.dumps  # jinja2's own escapes what HTML needs
     template_options = ""
     if kwargs := select_template_kwargs(config.data.chat_template_kwargs):
         template_options = f", **{kwargs!r}"
-    paths = [config.data.train_path, config.data.text_path, *(source.path for source in config.data.sources)]
+    paths = [
+        config.data.train_path,
+        config.data.text_path,
+        *(source.path for source in config.data.sources),
+    ]
     datasets = sorted(
-        {path.removeprefix("hub:").partition(":")[0] for path in paths if path and path.startswith("hub:")}
+        {
+            path.removeprefix("hub:").partition(":")[0]
+            for path in paths
+            if path and path.startswith("hub:")
+        }
     )
     front_matter = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
@@ -107,7 +121,9 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
         **({"base_model": base.name} if base.is_on_hub else {}),
     )
     figures = facts.summary.get("after") or facts.summary.get("before") or {"rows": 0}
-    result_rows = f"{figures['rows']:,} {str(facts.summary.get('split')).replace('val', 'validation')}"
+    result_rows = (
+        f"{figures['rows']:,} {str(facts.summary.get('split')).replace('val', 'validation')}"
+    )
     reports = {  # of each split; never a row, a path or a file's name
         name: entry["report"]
         for name, entry in (facts.manifest.get("data") or {}).items()
@@ -119,21 +135,39 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
         what={
             "adapter": f"A {method} adapter for `{base.name}`, which it needs.",
             "model": f"`{base.name}` after {method}, all weights.",
-            "merged": f"`{base.name}` with a {method} adapter merged into its weights ({facts.dtype}).",
+            "merged": (
+                f"`{base.name}` with a {method} adapter merged into its weights ({facts.dtype})."
+            ),
         }[facts.kind],
-        base=base, here=REPOSITORY_PLACEHOLDER, is_adapter=is_adapter, classes=classes, options=options,
-        trust=trust_arguments, resize_to=facts.model_spec.resize_to, stop=list(facts.stop_ids), plan=facts.plan,
-        config=config, template_options=template_options, method=method, train=config.train, lora=config.tuning.lora,
-        peft_config=facts.model_spec.peft_config, steps=facts.summary.get("steps") or config.train.max_steps,
-        results=list(result_figures(facts.summary)), result_rows=result_rows, reports=reports,
+        base=base,
+        here=REPOSITORY_PLACEHOLDER,
+        is_adapter=is_adapter,
+        classes=classes,
+        options=options,
+        trust=trust_arguments,
+        resize_to=facts.model_spec.resize_to,
+        stop=list(facts.stop_ids),
+        plan=facts.plan,
+        config=config,
+        template_options=template_options,
+        method=method,
+        train=config.train,
+        lora=config.tuning.lora,
+        peft_config=facts.model_spec.peft_config,
+        steps=facts.summary.get("steps") or config.train.max_steps,
+        results=list(result_figures(facts.summary)),
+        result_rows=result_rows,
+        reports=reports,
         licence=base.license.get("license_name") or base.license.get("license"),
-        versions=", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)) or "not recorded",
-    )  # fmt: skip
+        versions=", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name))
+        or "not recorded",
+    )
     return str(ModelCard(text))
 
 
 def describe_base(config: RunConfig) -> CardBase:
-    """What the base is called where others can find it, and its licence where its own card or config tells it."""
+    """What the base is called where others can find it, and its licence where its own card or
+    config tells it."""
     name = config.model.name
     if name == BASE_NAME:
         return CardBase(name, False, {})
@@ -155,7 +189,9 @@ def describe_base(config: RunConfig) -> CardBase:
 def _read_license(card: str) -> dict[str, str]:
     try:
         return _license_fields(ModelCard.load(card, ignore_metadata_errors=True).data.to_dict())
-    except Exception:  # no network, no card, not allowed, or other people's YAML: the licence is left out
+    except (
+        Exception
+    ):  # no network, no card, not allowed, or other people's YAML: the licence is left out
         return {}
 
 
@@ -169,7 +205,9 @@ def _license_fields(metadata: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _loading_code(facts: CardFacts, base: CardBase, trust_arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def _loading_code(
+    facts: CardFacts, base: CardBase, trust_arguments: Sequence[str]
+) -> tuple[list[str], list[str]]:
     config = facts.config
     classes = ["AutoModelForCausalLM", "AutoTokenizer"]
     if facts.model_spec.text_tower is not None:
@@ -186,14 +224,19 @@ def _loading_code(facts: CardFacts, base: CardBase, trust_arguments: Sequence[st
 
 
 def result_figures(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Name and values, in words, of each figure that was measured before training or after; exact match with how many
-    answers it is of, where they are fewer than the rows."""
-    measured, match_name = [summary.get(moment) or {} for moment in ("before", "after")], "exact match"
+    """Name and values, in words, of each figure that was measured before training or after; exact
+    match with how many answers it is of, where they are fewer than the rows."""
+    measured, match_name = (
+        [summary.get(moment) or {} for moment in ("before", "after")],
+        "exact match",
+    )
     for figures in measured:
         if 0 < figures.get("generated_rows", 0) < figures["rows"]:
             match_name = f"exact match of {figures['generated_rows']:,} answers"
     for key, name, template in (("loss", "loss", "{:.4f}"), ("exact_match", match_name, "{:.1%}")):
         values = [figures.get(key) for figures in measured]
         if any(value is not None for value in values):
-            before, after = ("not measured" if value is None else template.format(value) for value in values)
+            before, after = (
+                "not measured" if value is None else template.format(value) for value in values
+            )
             yield name, before, after

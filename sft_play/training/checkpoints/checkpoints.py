@@ -1,4 +1,5 @@
-"""Checkpoints: written aside, flushed, checked, renamed; and which one is the last that is still as it was written."""
+"""Checkpoints: written aside, flushed, checked, renamed; and which one is the last that is still as
+it was written."""
 
 import contextlib
 import hashlib
@@ -17,10 +18,12 @@ from sft_play.runs.files import sync_folder
 from sft_play.text import MIB
 
 CHECKPOINT_PREFIX = "checkpoint-"
-# Written last: names, sizes and digests of all files. A checkpoint that lacks it, or differs from it, is not used.
-# Beside the weights of a finished run it says what they were when they were written.
+# Written last: names, sizes and digests of all files. A checkpoint that lacks it, or differs from
+# it, is not used. Beside the weights of a finished run it says what they were when they were
+# written.
 COMPLETE_FILE = "complete.json"
-# What is hashed at once, several pieces at a time: one after the other, a large file would take as long as writing.
+# What is hashed at once, several pieces at a time: one after the other, a large file would take as
+# long as writing.
 HASH_PIECE_BYTES = 64 * MIB
 HASH_THREADS = 8
 STAGING_NAME = ".writing"
@@ -53,20 +56,28 @@ def create_staging(folder: Path) -> Path:
     return path
 
 
-def commit_checkpoint(staged: Path, folder: Path, *, required_files: Sequence[str] = RESUME_FILES) -> Path:
-    """Move a checkpoint that was written aside to its place, over one of the same step; returns its final path. Raises
-    TrainingError: a file that resuming needs is missing or empty."""
+def commit_checkpoint(
+    staged: Path, folder: Path, *, required_files: Sequence[str] = RESUME_FILES
+) -> Path:
+    """Move a checkpoint that was written aside to its place, over one of the same step; returns its
+    final path. Raises TrainingError: a file that resuming needs is missing or empty."""
     sizes = _file_sizes(staged)
     missing = [name for name in required_files if not sizes.get(name)]
-    if not any(name.endswith((".safetensors", ".distcp")) and size > 0 for name, size in sizes.items()):
+    if not any(
+        name.endswith((".safetensors", ".distcp")) and size > 0 for name, size in sizes.items()
+    ):
         missing.append("weights (*.safetensors, or *.distcp where every rank writes its part)")
     if missing:
-        raise TrainingError(f"the checkpoint {staged} was written without {', '.join(missing)}; is the disk full?")
+        raise TrainingError(
+            f"the checkpoint {staged} was written without {', '.join(missing)}; is the disk full?"
+        )
     record_digests(staged)
     sync_folder(staged)  # a rename can outlive a power cut that what it names does not
     final = folder / staged.name
     atomic.move_into_place(staged, final, backup=folder / f"{STAGING_NAME}-old")
-    with contextlib.suppress(OSError):  # it is whole, and only a power cut could still take its name back
+    with contextlib.suppress(
+        OSError
+    ):  # it is whole, and only a power cut could still take its name back
         sync_folder(folder, is_recursive=False)
     with contextlib.suppress(OSError):
         staged.parent.rmdir()
@@ -81,17 +92,17 @@ def record_digests(folder: Path) -> None:
 
 
 def require_unchanged(folder: Path) -> None:
-    """Raises ModelError where trained weights, or their tokenizer, are not what was written. Those of older runs have
-    no digests, and what people edit (`_EDITABLE_FILES`) may change."""
+    """Raises ModelError where trained weights, or their tokenizer, are not what was written. Those
+    of older runs have no digests, and what people edit (`_EDITABLE_FILES`) may change."""
     if not (folder / COMPLETE_FILE).is_file():
         return
     with report_wait(f"Comparing {folder} with its digests"):
         damage = find_damage(folder, editable=_EDITABLE_FILES)
     if damage is not None:
         raise ModelError(
-            f"{folder} is not what was written: {damage}. Put back a copy of it, or write it again (make "
-            "consolidate from the last checkpoint, make merge FORCE=1). If you changed it yourself, remove "
-            f"{folder / COMPLETE_FILE}"
+            f"{folder} is not what was written: {damage}. Put back a copy of it, or write it again"
+            " (make consolidate from the last checkpoint, make merge FORCE=1). If you changed it"
+            f" yourself, remove {folder / COMPLETE_FILE}"
         )
 
 
@@ -105,7 +116,9 @@ def _file_sizes(checkpoint: Path) -> dict[str, int]:
 
 # For each file the SHA-256 of the SHA-256 digests of its pieces.
 def _file_digests(checkpoint: Path, sizes: Mapping[str, int]) -> dict[str, str]:
-    pieces = [(name, start) for name, size in sizes.items() for start in range(0, size, HASH_PIECE_BYTES)]
+    pieces = [
+        (name, start) for name, size in sizes.items() for start in range(0, size, HASH_PIECE_BYTES)
+    ]
     hashes = {name: hashlib.sha256() for name in sizes}
     with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as pool:
         piece_digests = pool.map(lambda piece: _hash_piece(checkpoint / piece[0], piece[1]), pieces)
@@ -123,7 +136,8 @@ def _hash_piece(path: Path, start: int) -> bytes:
     return digest.digest()
 
 
-# The sizes and digests of the files by COMPLETE_FILE; empty where it is missing, damaged or was edited.
+# The sizes and digests of the files by COMPLETE_FILE; empty where it is missing, damaged or was
+# edited.
 def _read_record(checkpoint: Path) -> tuple[dict[str, int], dict[str, str]]:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         text = (checkpoint / COMPLETE_FILE).read_text(encoding="utf-8")
@@ -134,16 +148,17 @@ def _read_record(checkpoint: Path) -> tuple[dict[str, int], dict[str, str]]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether the checkpoint was finished, and all its files still have their sizes. Their contents are not read."""
+    """Whether the checkpoint was finished, and all its files still have their sizes. Their contents
+    are not read."""
     return find_damage(checkpoint, reads_contents=False) is None
 
 
 def find_damage(
     checkpoint: Path, *, reads_contents: bool = True, editable: re.Pattern[str] | None = None
 ) -> str | None:
-    """How a checkpoint differs from what was written, in words; None where it does not. `reads_contents`: all files are
-    read, and their digests compared. With `editable`, files of such names may have changed, and more of any name may be
-    there."""
+    """How a checkpoint differs from what was written, in words; None where it does not.
+    `reads_contents`: all files are read, and their digests compared. With `editable`, files of such
+    names may have changed, and more of any name may be there."""
     if not (checkpoint / COMPLETE_FILE).is_file():
         return f"it was never finished (no {COMPLETE_FILE})"
     expected, digests = _read_record(checkpoint)
@@ -155,7 +170,9 @@ def find_damage(
         sizes = {name: size for name, size in sizes.items() if name in expected}
     wrong = [name for name, size in expected.items() if sizes.get(name) != size]
     if wrong:
-        return ", ".join(f"{name} has {sizes.get(name, 0)} of {expected[name]} bytes" for name in wrong[:4])
+        return ", ".join(
+            f"{name} has {sizes.get(name, 0)} of {expected[name]} bytes" for name in wrong[:4]
+        )
     if len(sizes) > len(expected):
         return "it holds files that it was not written with"
     try:
@@ -163,11 +180,16 @@ def find_damage(
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
     changed = [name for name in expected if actual_digests[name] != digests[name]]
-    return f"{', '.join(changed[:4])}: the contents are not those that were written" if changed else None
+    return (
+        f"{', '.join(changed[:4])}: the contents are not those that were written"
+        if changed
+        else None
+    )
 
 
 def last_undamaged(folder: Path) -> tuple[Path | None, dict[Path, str]]:
-    """Find the last undamaged checkpoint (None: there is none), and the later ones, each with its damage."""
+    """Find the last undamaged checkpoint (None: there is none), and the later ones, each with its
+    damage."""
     damaged: dict[Path, str] = {}
     for path in sorted(_numbered_checkpoints(folder), key=checkpoint_step, reverse=True):
         damage = find_damage(path)
@@ -179,13 +201,18 @@ def last_undamaged(folder: Path) -> tuple[Path | None, dict[Path, str]]:
 
 def _numbered_checkpoints(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir() if folder.is_dir() else []:
-        if path.name.startswith(CHECKPOINT_PREFIX) and path.name.removeprefix(CHECKPOINT_PREFIX).isdigit():
+        if (
+            path.name.startswith(CHECKPOINT_PREFIX)
+            and path.name.removeprefix(CHECKPOINT_PREFIX).isdigit()
+        ):
             yield path
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints by rising step."""
-    return sorted((path for path in _numbered_checkpoints(folder) if is_complete(path)), key=checkpoint_step)
+    return sorted(
+        (path for path in _numbered_checkpoints(folder) if is_complete(path)), key=checkpoint_step
+    )
 
 
 def last_complete_checkpoint(folder: Path) -> Path | None:
@@ -201,12 +228,17 @@ def resume_note(folder: Path) -> str:
 
 
 def rotate_checkpoints(folder: Path, *, limit: int | None, best_checkpoint: Path | None) -> None:
-    """Remove the oldest complete checkpoints beyond `limit` (None: keep all), never the best one."""
+    """Remove the oldest complete checkpoints beyond `limit` (None: keep all), never the best
+    one."""
     if limit is None:
         return
     candidates = [
-        path for path in complete_checkpoints(folder) if best_checkpoint is None or path.name != best_checkpoint.name
+        path
+        for path in complete_checkpoints(folder)
+        if best_checkpoint is None or path.name != best_checkpoint.name
     ]
     for path in candidates[:-limit]:
-        (path / COMPLETE_FILE).unlink()  # first, so that a kill in between leaves nothing that looks complete
+        (
+            path / COMPLETE_FILE
+        ).unlink()  # first, so that a kill in between leaves nothing that looks complete
         shutil.rmtree(path)

@@ -1,4 +1,5 @@
-"""The trained weights on disk: written aside, read back and compared with the model, then renamed."""
+"""The trained weights on disk: written aside, read back and compared with the model, then
+renamed."""
 
 from __future__ import annotations
 
@@ -59,14 +60,22 @@ class FileTensor:
 
 
 def open_tensors(folder: Path) -> dict[str, FileTensor]:
-    """Every tensor in a folder's weights, none read yet; raises ModelError for a quantised one without scales."""
+    """Every tensor in a folder's weights, none read yet; raises ModelError for a quantised one
+    without scales."""
     tensors: dict[str, FileTensor] = {}
     for file in weight_files(folder):
-        archive: Any = safe_open(file, framework="pt")  # maps the file, as long as any of its tensors is held
+        archive: Any = safe_open(
+            file, framework="pt"
+        )  # maps the file, as long as any of its tensors is held
         for name in archive.keys():  # noqa: SIM118  (safe_open is no mapping)
-            tensor_slice = archive.get_slice(name)  # reads the file's header, and none of the tensor
+            tensor_slice = archive.get_slice(
+                name
+            )  # reads the file's header, and none of the tensor
             tensors[name] = FileTensor(
-                file, tuple(tensor_slice.get_shape()), str(tensor_slice.get_dtype()), partial(archive.get_tensor, name)
+                file,
+                tuple(tensor_slice.get_shape()),
+                str(tensor_slice.get_dtype()),
+                partial(archive.get_tensor, name),
             )
     method, fields = dequantisable_method(read_json(folder / "config.json"))
     if method == "mxfp4":
@@ -77,17 +86,24 @@ def open_tensors(folder: Path) -> dict[str, FileTensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read: those of the index where there is one, else all of them. A hub repository
-    may hold the same weights twice (`consolidated.safetensors` beside `model-*.safetensors`)."""
+    """The files that transformers would read: those of the index where there is one, else all of
+    them. A hub repository may hold the same weights twice (`consolidated.safetensors` beside
+    `model-*.safetensors`)."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        return sorted(
+            {
+                folder / name
+                for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            }
+        )
     single_file = folder / "model.safetensors"
     return [single_file] if single_file.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def fetch_base_folder(name: str, *, revision: str | None) -> Path:
-    """A base's folder: the local one, or the hub's, downloaded; raises ModelError where it cannot be fetched."""
+    """A base's folder: the local one, or the hub's, downloaded; raises ModelError where it cannot
+    be fetched."""
     folder = find_model_folder(name)
     if folder is not None:
         return folder
@@ -99,25 +115,36 @@ def fetch_base_folder(name: str, *, revision: str | None) -> Path:
         with report_wait(f"Downloading {one_line(name)} from the hub"):
             return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub's own errors, and those of every layer below it
-        problem = describe_broken_connection(error) or f"cannot be fetched: {one_line(str(error), limit=300)}"
+        problem = (
+            describe_broken_connection(error)
+            or f"cannot be fetched: {one_line(str(error), limit=300)}"
+        )
         raise ModelError(f"the base {name} {problem}") from error
 
 
 def describe_broken_connection(error: BaseException) -> str | None:
-    """Describe a download that a connection error ended, also as the cause of another error; None for any other."""
+    """Describe a download that a connection error ended, also as the cause of another error; None
+    for any other."""
     cause: BaseException | None = error
-    while cause is not None and not type(cause).__module__.startswith(("httpx", "httpcore", "requests", "urllib3")):
+    while cause is not None and not type(cause).__module__.startswith(
+        ("httpx", "httpcore", "requests", "urllib3")
+    ):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         return None
     message = one_line(str(cause) or type(cause).__name__, limit=200)
-    return f"did not come whole ({message}); files that did are kept, and the next start fetches the others"
+    return (
+        f"did not come whole ({message}); files that did are kept, and the next start fetches the"
+        " others"
+    )
 
 
-# --- stored quantised -------------------------------------------------------------------------------------------------
-# The values of four bits without their sign, which comes first (OCP Microscaling Formats 1.0, 5.3.3).
+# --- stored quantised -----------------------------------------------------------------------------
+# The values of four bits without their sign, which comes first (OCP Microscaling Formats 1.0,
+# 5.3.3).
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# How the scales of a tensor are called: DeepSeek-V3, Qwen and MiniMax; DeepSeek-V4; Mistral; per tensor.
+# How the scales of a tensor are called: DeepSeek-V3, Qwen and MiniMax; DeepSeek-V4; Mistral; per
+# tensor.
 _SCALE_NAMES = ("{key}_scale_inv", "{stem}.scale", "{stem}.qscale_weight", "{key}_scale")
 
 
@@ -141,16 +168,22 @@ def _read_mxfp4(blocks: FileTensor, scales: FileTensor) -> Any:
     return convert_moe_packed_tensors(blocks.read(), scales.read())
 
 
-def _block_tensors(tensors: Mapping[str, FileTensor], block_size: Any) -> Iterator[tuple[str, FileTensor]]:
+def _block_tensors(
+    tensors: Mapping[str, FileTensor], block_size: Any
+) -> Iterator[tuple[str, FileTensor]]:
     scales_by_key = dict[str, str]()
     for key, tensor in tensors.items():
         if tensor.dtype in ("F8_E4M3", "F8_E5M2", "F4", "I8", "U8"):
-            names = [name.format(key=key, stem=key.removesuffix(".weight")) for name in _SCALE_NAMES]
+            names = [
+                name.format(key=key, stem=key.removesuffix(".weight")) for name in _SCALE_NAMES
+            ]
             scales = next((name for name in names if name in tensors and name != key), None)
             if scales is not None:
                 scales_by_key[key] = scales
             elif tensor.dtype.startswith("F8") and not key.endswith("scale_inv"):
-                raise ModelError(f"{tensor.file} holds {key} in {tensor.dtype}, and no scales of it")
+                raise ModelError(
+                    f"{tensor.file} holds {key} in {tensor.dtype}, and no scales of it"
+                )
     scale_keys = set(scales_by_key.values())
     for key, tensor in tensors.items():
         if key in scales_by_key:
@@ -159,11 +192,16 @@ def _block_tensors(tensors: Mapping[str, FileTensor], block_size: Any) -> Iterat
             yield (
                 key,
                 FileTensor(
-                    tensor.file, shape, "BF16", partial(_read_blocks, tensor, tensors[scales_by_key[key]], block_size)
+                    tensor.file,
+                    shape,
+                    "BF16",
+                    partial(_read_blocks, tensor, tensors[scales_by_key[key]], block_size),
                 ),
             )
         # scales of activations, which 16 bits have no use for, are left out
-        elif key not in scale_keys and not key.endswith(("activation_scale", "input_scale", "qscale_act")):
+        elif key not in scale_keys and not key.endswith(
+            ("activation_scale", "input_scale", "qscale_act")
+        ):
             yield key, tensor
 
 
@@ -189,7 +227,8 @@ def _read_blocks(tensor: FileTensor, scales: FileTensor, block_size: Any) -> tor
     return (values * expanded).bfloat16()
 
 
-# Elements of a block on a side of `length` with `count` blocks; the config's size where it gives this count.
+# Elements of a block on a side of `length` with `count` blocks; the config's size where it gives
+# this count.
 def _block_length(length: int, count: int, configured: int) -> int:
     if math.ceil(length / configured) == count:
         return configured
@@ -205,16 +244,20 @@ def save_model(
     steps: int = 0,
     **write_options: Any,
 ) -> int:
-    """Save the adapter, or the whole model, with its tokenizer: written aside, read back and checked,
-    then renamed; returns the bytes of its tensors. `base_folder`: the base's folder, with the rest
-    of a whole class; `steps`: optimizer steps taken, after more than one of which a lora_B is not
-    zero; `write_options`: those of `write_weights`. Raises ModelError: what was written is empty,
-    not finite, or not what the model holds."""
+    """Save the adapter, or the whole model, with its tokenizer: written aside, read back and
+    checked, then renamed; returns the bytes of its tensors. `base_folder`: the base's folder, with
+    the rest of a whole class; `steps`: optimizer steps taken, after more than one of which a lora_B
+    is not zero; `write_options`: those of `write_weights`. Raises ModelError: what was written is
+    empty, not finite, or not what the model holds."""
     with atomic.replace_path(path, temporary=path.with_name(f".{path.name}.building")) as staging:
         write_weights(model, staging, **write_options)
-        (staging / "README.md").unlink(missing_ok=True)  # PEFT's blank form, which names the base by its path
+        (staging / "README.md").unlink(
+            missing_ok=True
+        )  # PEFT's blank form, which names the base by its path
         tokenizer.save_pretrained(staging)
-        size = check_saved_weights(staging, expected_shapes=saved_shapes(model), must_have_learned=steps > 1)
+        size = check_saved_weights(
+            staging, expected_shapes=saved_shapes(model), must_have_learned=steps > 1
+        )
         if base_folder is not None:
             expand_to_full_class(model, staging, base_folder)
         return size
@@ -228,9 +271,10 @@ def write_weights(
     tensors: NamedTensors | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a model's config and weights into a folder. `state_dict`: the weights, where the model holds only a part of
-    them; `tensors`: the same, one after the other, at most one file's worth in memory where `keeps_tensor_names`;
-    `dtype`: of whole weights in the files (None: unchanged), and of the model from then on."""
+    """Write a model's config and weights into a folder. `state_dict`: the weights, where the model
+    holds only a part of them; `tensors`: the same, one after the other, at most one file's worth in
+    memory where `keeps_tensor_names`; `dtype`: of whole weights in the files (None: unchanged), and
+    of the model from then on."""
     text_tower, options = find_text_tower(model), dict[str, Any]()
     if has_adapter(model):
         options["save_embedding_layers"] = embeddings_to_save(model)
@@ -251,13 +295,22 @@ def write_weights(
         write_tensors(folder, tensors, shapes=shapes, dtype_rule=dtype_rule)
     else:
         model.save_pretrained(
-            folder, **options,
-            state_dict={name: tensor.to(dtype_rule(name, tensor)) for name, tensor in tensors if tensor is not None},
-        )  # fmt: skip
+            folder,
+            **options,
+            state_dict={
+                name: tensor.to(dtype_rule(name, tensor))
+                for name, tensor in tensors
+                if tensor is not None
+            },
+        )
     if text_tower is not None and has_adapter(model):
-        # names of the whole class, as PEFT and serving engines expect; a suffix alone would match image layers too
+        # names of the whole class, as PEFT and serving engines expect; a suffix alone would match
+        # image layers too
         weights_path, config_path = folder / ADAPTER_FILE, folder / "adapter_config.json"
-        full_tensors = {text_tower.to_full_name(name): tensor for name, tensor in load_file(weights_path).items()}
+        full_tensors = {
+            text_tower.to_full_name(name): tensor
+            for name, tensor in load_file(weights_path).items()
+        }
         save_file(full_tensors, weights_path, {"format": "pt"})
         config = json.loads(config_path.read_text(encoding="utf-8"))
         suffixes = "|".join(re.escape(target) for target in sorted(config["target_modules"]))
@@ -266,27 +319,39 @@ def write_weights(
         if parameters:
             config["target_parameters"] = list(map(text_tower.to_full_name, parameters))
         if rows:
-            config["trainable_token_indices"] = {text_tower.to_full_name(name): row for name, row in rows.items()}
+            config["trainable_token_indices"] = {
+                text_tower.to_full_name(name): row for name, row in rows.items()
+            }
         config_path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors writes files that only their owner may read
     if dtype is not None:
         # transformers writes the dtype that the weights had in memory
         path = folder / "config.json"
-        saved_config = {**json.loads(path.read_text(encoding="utf-8")), "dtype": str(dtype).removeprefix("torch.")}
+        saved_config = {
+            **json.loads(path.read_text(encoding="utf-8")),
+            "dtype": str(dtype).removeprefix("torch."),
+        }
         path.write_text(json.dumps(saved_config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:
-    """Make of a folder with a language model's weights one of its whole class, under the names that the base's files
-    have; all else is the base's, bit by bit. A model of text stays as it is."""
+    """Make of a folder with a language model's weights one of its whole class, under the names that
+    the base's files have; all else is the base's, bit by bit. A model of text stays as it is."""
     text_tower = find_text_tower(model)
     if text_tower is None or has_adapter(model):
         return
     trained, base_tensors = open_tensors(folder), open_tensors(base_folder)
     # the first two parts of a name
-    trained_prefixes, tied_names = {tuple(name.split(".")[:2]) for name in trained}, tied_weight_names(model)
-    full_prefixes = tuple(full_prefix for text_prefix, full_prefix in text_tower.prefixes if full_prefix != text_prefix)
+    trained_prefixes, tied_names = (
+        {tuple(name.split(".")[:2]) for name in trained},
+        tied_weight_names(model),
+    )
+    full_prefixes = tuple(
+        full_prefix
+        for text_prefix, full_prefix in text_tower.prefixes
+        if full_prefix != text_prefix
+    )
     sources, unmatched = dict[str, FileTensor](), dict(trained)
     for key, file_tensor in base_tensors.items():
         name = apply_key_mapping(key, text_tower.key_mapping)
@@ -317,24 +382,32 @@ def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:
         ),
         shapes=shapes,
         dtype_rule=lambda name, tensor: tensor.dtype,
-    )  # fmt: skip
-    for file in {*(file_tensor.file for file_tensor in trained.values()), *folder.glob("*.index.json")}:
+    )
+    for file in {
+        *(file_tensor.file for file_tensor in trained.values()),
+        *folder.glob("*.index.json"),
+    }:
         file.unlink()
     for file in staging.iterdir():
         file.rename(folder / file.name)
     staging.rmdir()
     # the base's config.json with what training changed, and what its class reads images with
-    config = dequantised_config(json.loads((base_folder / "config.json").read_text(encoding="utf-8")))
+    config = dequantised_config(
+        json.loads((base_folder / "config.json").read_text(encoding="utf-8"))
+    )
     saved_dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
     if saved_dtype:
         set_dtype(config, saved_dtype)
     config.get("text_config", config)["vocab_size"] = model.config.vocab_size
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
     for file in base_folder.glob("*processor*.json"):
         shutil.copyfile(file, folder / file.name)
 
 
-# Tensors in the names and pieces that their class saves them in, a block at a time, where there is a way.
+# Tensors in the names and pieces that their class saves them in, a block at a time, where there is
+# a way.
 def _published_tensors(
     full_model: Any, tensors: Mapping[str, FileTensor], read: Callable[[FileTensor], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -344,7 +417,9 @@ def _published_tensors(
         blocks.setdefault(prefix, {})[name] = file_tensor
     for block in blocks.values():
         state = {name: read(file_tensor) for name, file_tensor in block.items()}
-        with contextlib.suppress(Exception):  # there is no such class, or a conversion fails in its own way
+        with contextlib.suppress(
+            Exception
+        ):  # there is no such class, or a conversion fails in its own way
             state = revert_weight_conversion(full_model, dict(state))
         yield from state.items()
 
@@ -368,8 +443,8 @@ def apply_key_mapping(name: str, key_mapping: Mapping[str, str]) -> str:
 def set_stop_tokens(
     folder: Path, stop_ids: Sequence[int], pad_id: int | None, *, source_folder: Path | None = None
 ) -> None:
-    """Write the tokens that end an answer into a model's generation config, whose other settings are those of the model
-    in `source_folder`, or its own."""
+    """Write the tokens that end an answer into a model's generation config, whose other settings
+    are those of the model in `source_folder`, or its own."""
     path = folder / "generation_config.json"
     generation_config = read_json((source_folder or folder) / path.name) | {"pad_token_id": pad_id}
     generation_config["eos_token_id"] = list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]
@@ -378,21 +453,40 @@ def set_stop_tokens(
 
 
 def embeddings_to_save(model: Any) -> bool | str:
-    """Whether PEFT should save a model's embeddings beside its adapter; "auto": it finds out. Not if all are in
-    `modules_to_save` or have rows that train, which would be saved twice (0.21); always if one trains without."""
+    """Whether PEFT should save a model's embeddings beside its adapter; "auto": it finds out. Not
+    if all are in `modules_to_save` or have rows that train, which would be saved twice (0.21);
+    always if one trains without.
+    """
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    unwrapped = [layer for layer in embedding_layers(model) if not isinstance(layer, AuxiliaryTrainingWrapper)]
+    unwrapped = [
+        layer
+        for layer in embedding_layers(model)
+        if not isinstance(layer, AuxiliaryTrainingWrapper)
+    ]
     if not unwrapped:
         return False
-    return any(weight.requires_grad for layer in unwrapped for weight in layer.parameters(recurse=False)) or "auto"
+    return (
+        any(
+            weight.requires_grad
+            for layer in unwrapped
+            for weight in layer.parameters(recurse=False)
+        )
+        or "auto"
+    )
 
 
-def saved_dtype_rule(model: Any, dtype: torch.dtype | None) -> Callable[[str, torch.Tensor], torch.dtype]:
-    """The dtype that each tensor is saved in: the given one, except for those that the class always keeps in fp32."""
+def saved_dtype_rule(
+    model: Any, dtype: torch.dtype | None
+) -> Callable[[str, torch.Tensor], torch.dtype]:
+    """The dtype that each tensor is saved in: the given one, except for those that the class always
+    keeps in fp32."""
     if dtype is None:
         return lambda name, tensor: tensor.dtype
-    fp32_modules = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    fp32_modules = {
+        *(model._keep_in_fp32_modules or ()),
+        *(model._keep_in_fp32_modules_strict or ()),
+    }
 
     def saved_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
         if not tensor.is_floating_point() or any(part in name for part in fp32_modules):
@@ -403,9 +497,11 @@ def saved_dtype_rule(model: Any, dtype: torch.dtype | None) -> Callable[[str, to
 
 
 def saved_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Name and whole shape, also under ZeRO-3 and FSDP, of every tensor that saving writes, tied ones once."""
+    """Name and whole shape, also under ZeRO-3 and FSDP, of every tensor that saving writes, tied
+    ones once."""
     parameters = {
-        name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in model.named_parameters()
     }
     if has_adapter(model):
         return {
@@ -424,8 +520,9 @@ def check_saved_weights(
     expected_shapes: dict[str, tuple[int, ...]] | None = None,
     must_have_learned: bool = False,
 ) -> int:
-    """Read back the tensors saved in a folder; returns their bytes. Raises ModelError: there are none, one is empty, of
-    another shape, not finite or missing, or no lora_B `must_have_learned`."""
+    """Read back the tensors saved in a folder; returns their bytes. Raises ModelError: there are
+    none, one is empty, of another shape, not finite or missing, or no lora_B
+    `must_have_learned`."""
     shapes: dict[str, tuple[int, ...]] = {}
     size, has_learned = 0, not must_have_learned
     for name, file_tensor in open_tensors(folder).items():
@@ -441,18 +538,29 @@ def check_saved_weights(
         # by the hub's names, one tensor per expert, only the number of values can be compared
         missing = sorted(set(expected_shapes) - set(shapes))
         wrong = [name for name, shape in expected_shapes.items() if shapes.get(name) != shape]
-        saved_values, expected_values = (sum(map(math.prod, sizes.values())) for sizes in (shapes, expected_shapes))
+        saved_values, expected_values = (
+            sum(map(math.prod, sizes.values())) for sizes in (shapes, expected_shapes)
+        )
         if wrong and (not missing or saved_values != expected_values):
-            problem = f"{wrong[0]} has the shape {shapes.get(wrong[0])} and not {expected_shapes[wrong[0]]}"
+            problem = (
+                f"{wrong[0]} has the shape {shapes.get(wrong[0])} and not"
+                f" {expected_shapes[wrong[0]]}"
+            )
             if missing:
                 names = ", ".join(missing[:3])
-                problem = f"it holds {saved_values:,} of {expected_values:,} values; missing by name: {names}"
+                problem = (
+                    f"it holds {saved_values:,} of {expected_values:,} values; missing by name:"
+                    f" {names}"
+                )
             raise ModelError(
-                f"{folder}: what was saved is not the model: {problem}. The last checkpoint is kept: continue from it "
-                "with make resume, or write it out with make consolidate"
+                f"{folder}: what was saved is not the model: {problem}. The last checkpoint is"
+                " kept: continue from it with make resume, or write it out with make consolidate"
             )
     if not has_learned and any("lora_B" in name for name in shapes):
-        raise ModelError(f"{folder}: every lora_B of the adapter is zero: what was trained did not reach the file")
+        raise ModelError(
+            f"{folder}: every lora_B of the adapter is zero: what was trained did not reach the"
+            " file"
+        )
     return size
 
 
@@ -461,7 +569,8 @@ NamedTensors = Iterable[tuple[str, torch.Tensor | None]]
 
 
 def keeps_tensor_names(model: Any, names: Iterable[str]) -> bool:
-    """Whether transformers saves the tensors as they are in memory; else it has to be given all at once."""
+    """Whether transformers saves the tensors as they are in memory; else it has to be given all at
+    once."""
     meta_tensors = {name: torch.empty(0, device="meta") for name in names}
     try:
         return set(revert_weight_conversion(model, dict(meta_tensors))) == set(meta_tensors)
@@ -477,9 +586,9 @@ def write_tensors(
     dtype_rule: Callable[[str, torch.Tensor], torch.dtype],
     max_file_bytes: int = MAX_WEIGHTS_FILE_BYTES,
 ) -> None:
-    """Write tensors as transformers' safetensors files, with an index where there are several. `shapes`: of all tensors
-    to come; `max_file_bytes`: most bytes of a file of several tensors. Raises ModelError: a tensor is not in `shapes`,
-    has another shape, or is missing at the end."""
+    """Write tensors as transformers' safetensors files, with an index where there are several.
+    `shapes`: of all tensors to come; `max_file_bytes`: most bytes of a file of several tensors.
+    Raises ModelError: a tensor is not in `shapes`, has another shape, or is missing at the end."""
     file_names: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
     byte_counts: dict[str, int] = {}
@@ -499,13 +608,18 @@ def write_tensors(
             )
         tensor = tensor.to(dtype_rule(name, tensor)).contiguous()
         byte_counts[name] = tensor.nbytes
-        if pending and sum(byte_counts[other] for other in pending) + tensor.nbytes > max_file_bytes:
+        if (
+            pending
+            and sum(byte_counts[other] for other in pending) + tensor.nbytes > max_file_bytes
+        ):
             write_file()
         pending[name] = tensor
     write_file()
     missing = sorted(set(shapes) - set(byte_counts))
     if missing:
-        raise ModelError(f"{folder}: {len(missing)} tensors were not gathered, such as {missing[0]}")
+        raise ModelError(
+            f"{folder}: {len(missing)} tensors were not gathered, such as {missing[0]}"
+        )
     if len(file_names) == 1:
         (folder / ".part0.safetensors").rename(folder / "model.safetensors")
         return

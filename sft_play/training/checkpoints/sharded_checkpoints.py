@@ -1,7 +1,8 @@
-"""Sharded checkpoints: each rank writes its part of weights and optimizer states, and reads what it needs of all.
+"""Sharded checkpoints: each rank writes its part of weights and optimizer states, and reads what it
+needs of all.
 
-The format is torch's distributed checkpoint, which any number of ranks can read. Names are flat: `model.NAME`,
-`optimizer.NAME.STATE`.
+The format is torch's distributed checkpoint, which any number of ranks can read. Names are flat:
+`model.NAME`, `optimizer.NAME.STATE`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from sft_play.training.checkpoints.full_state_dict import tied_weight_names
 SHARDS_FOLDER = "shards"
 # The table of contents, written once all parts are.
 CONTENTS_FILE = f"{SHARDS_FOLDER}/.metadata"
-# In a checkpoint: the optimizer's groups by the names of their parameters, and states that are not tensors.
+# In a checkpoint: the optimizer's groups by the names of their parameters, and states that are not
+# tensors.
 GROUPS_FILE = "optimizer_groups.pt"
 _ALLOWED_CLASSES = frozenset(
     {
@@ -43,7 +45,8 @@ _ALLOWED_CLASSES = frozenset(
             "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
             "ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
         )),
-        *(f"torch.distributed.checkpoint.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.distributed.checkpoint.filesystem._StoragePrefix",
         *("pathlib.PosixPath", "pathlib._local.PosixPath"),
     }
 )  # fmt: skip
@@ -56,13 +59,15 @@ def is_sharded(checkpoint: Path) -> bool:
 
 @dataclass(frozen=True)
 class CheckpointShard:
-    """This rank's part of weights and optimizer states, by the names in a checkpoint; groups and plain values."""
+    """This rank's part of weights and optimizer states, by the names in a checkpoint; groups and
+    plain values."""
 
     tensors: dict[str, torch.Tensor]
     groups_and_values: dict[str, Any]
 
     def copy_to_host(self) -> CheckpointShard:
-        """A copy of it on the host, also where it is there already, which training does not change."""
+        """A copy of it on the host, also where it is there already, which training does not
+        change."""
         stager = DefaultStager(StagingOptions(False, False, False, False))
         try:
             return CheckpointShard(stager.stage(self.tensors), deepcopy(self.groups_and_values))
@@ -79,7 +84,8 @@ def collect_shard(model: nn.Module, optimizer: Any) -> CheckpointShard:
         for name, state in states["state"].items()
     }
     return CheckpointShard(
-        {**_weight_tensors(model), **_state_tensors(states)}, {"param_groups": states["param_groups"], "values": values}
+        {**_weight_tensors(model), **_state_tensors(states)},
+        {"param_groups": states["param_groups"], "values": values},
     )
 
 
@@ -90,36 +96,52 @@ def save_shard(
     group: Any,
     on_done: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a checkpoint's weights and optimizer states, each rank its part, into a folder that all see; all call it.
-    No tensor is gathered. `group`: one that waits as long as a disk takes; `on_done` is called once all bytes of this
-    rank are on the disk. Raises TrainingError: a rank could not write."""
+    """Write a checkpoint's weights and optimizer states, each rank its part, into a folder that all
+    see; all call it. No tensor is gathered. `group`: one that waits as long as a disk takes;
+    `on_done` is called once all bytes of this rank are on the disk. Raises TrainingError: a rank
+    could not write."""
     with _explain_failure(f"the checkpoint {checkpoint} could not be written"):
-        dcp.save(shard.tensors, storage_writer=_PartWriter(checkpoint / SHARDS_FOLDER, on_done), process_group=group)
+        dcp.save(
+            shard.tensors,
+            storage_writer=_PartWriter(checkpoint / SHARDS_FOLDER, on_done),
+            process_group=group,
+        )
     if dist.get_rank() == 0:
         torch.save(shard.groups_and_values, checkpoint / GROUPS_FILE)
 
 
 def load_sharded_weights(model: nn.Module, checkpoint: Path, *, group: Any | None) -> None:
-    """Load weights into a model, divided or whole; all ranks. Raises TrainingError: one is missing or not read."""
+    """Load weights into a model, divided or whole; all ranks. Raises TrainingError: one is missing
+    or not read."""
     _load_tensors(_weight_tensors(model), checkpoint, group=group)
 
 
-def load_sharded_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any | None) -> None:
-    """Load states and groups into an optimizer; all ranks. Raises TrainingError: they are of other parameters."""
+def load_sharded_optimizer(
+    model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any | None
+) -> None:
+    """Load states and groups into an optimizer; all ranks. Raises TrainingError: they are of other
+    parameters."""
     saved = torch.load(checkpoint / GROUPS_FILE, weights_only=True)
     states = get_optimizer_state_dict(model, optimizer)  # creates them where no step was taken yet
-    saved_names, names = ([sorted(group["params"]) for group in source["param_groups"]] for source in (saved, states))
+    saved_names, names = (
+        [sorted(group["params"]) for group in source["param_groups"]] for source in (saved, states)
+    )
     if saved_names != names:
-        raise TrainingError(f"the checkpoint's optimizer has groups of {list(map(len, saved_names))} tensors, but this "
-                            f"one has {list(map(len, names))}: it was written for other trained weights")  # fmt: skip
+        raise TrainingError(
+            f"the checkpoint's optimizer has groups of {list(map(len, saved_names))} tensors, but"
+            f" this one has {list(map(len, names))}: it was written for other trained weights"
+        )
     _load_tensors(_state_tensors(states), checkpoint, group=group)
     for name, values in saved["values"].items():
         states["state"][name].update(values)
-    set_optimizer_state_dict(model, optimizer, {"state": states["state"], "param_groups": saved["param_groups"]})
+    set_optimizer_state_dict(
+        model, optimizer, {"state": states["state"], "param_groups": saved["param_groups"]}
+    )
 
 
 def stored_weight_specs(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name, shape and dtype of every weight in a checkpoint; raises TrainingError for a table that is not read."""
+    """Name, shape and dtype of every weight in a checkpoint; raises TrainingError for a table that
+    is not read."""
     entries = _PartReader(checkpoint / SHARDS_FOLDER).read_metadata().state_dict_metadata
     return {
         name.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
@@ -129,20 +151,28 @@ def stored_weight_specs(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], to
 
 
 def read_sharded_weights(checkpoint: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Some whole weights, read in this process alone; raises TrainingError where one is missing or not read."""
+    """Some whole weights, read in this process alone; raises TrainingError where one is missing or
+    not read."""
     specs = stored_weight_specs(checkpoint)
     missing = [name for name in names if name not in specs]
     if missing:
         raise TrainingError(f"the checkpoint {checkpoint} lacks {missing[0]}")
     weights = {name: torch.empty(specs[name][0], dtype=specs[name][1]) for name in names}
-    _load_tensors({f"model.{name}": tensor for name, tensor in weights.items()}, checkpoint, group=None)
+    _load_tensors(
+        {f"model.{name}": tensor for name, tensor in weights.items()}, checkpoint, group=None
+    )
     return weights
 
 
-# This rank's weights by their names in a checkpoint, tied ones once; writing into them changes the model.
+# This rank's weights by their names in a checkpoint, tied ones once; writing into them changes the
+# model.
 def _weight_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     tied = tied_weight_names(model)
-    return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
+    return {
+        f"model.{name}": tensor
+        for name, tensor in get_model_state_dict(model).items()
+        if name not in tied
+    }
 
 
 def _state_tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -200,7 +230,9 @@ class _PartReader(dcp.FileSystemReader):
             with path.open("rb") as file:
                 metadata = _ContentsUnpickler(file).load()
         except Exception as error:  # a damaged pickle raises almost anything
-            raise TrainingError(f"{path}, a checkpoint's table of contents, cannot be read: {error}") from None
+            raise TrainingError(
+                f"{path}, a checkpoint's table of contents, cannot be read: {error}"
+            ) from None
         if not isinstance(metadata, Metadata):
             raise TrainingError(f"{path} is not what torch's distributed checkpoint writes")
         metadata.state_dict_metadata = {

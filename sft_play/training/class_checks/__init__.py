@@ -1,3 +1,3 @@
-"""What a small model of the class shows, in place of lists of names: do rows stay apart, where do adapters go, which
-kernels compute the same.
+"""What a small model of the class shows, in place of lists of names: do rows stay apart, where do
+adapters go, which kernels compute the same.
 """

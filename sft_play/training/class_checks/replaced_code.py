@@ -1,8 +1,9 @@
-"""Code in place of the model's own, used where it is measured to compute the same: PyTorch's varlen kernel, Liger's
-kernels, compiled blocks.
+"""Code in place of the model's own, used where it is measured to compute the same: PyTorch's varlen
+kernel, Liger's kernels, compiled blocks.
 
-Logits and gradients of a small model have to agree in fp32; in 16 bits the other code must not be further from fp32
-than the plain one is. PyTorch's varlen kernel is compared with a call for each chat, on the run's own GPU.
+Logits and gradients of a small model have to agree in fp32; in 16 bits the other code must not be
+further from fp32 than the plain one is. PyTorch's varlen kernel is compared with a call for each
+chat, on the run's own GPU.
 
 Shape letters: T tokens of all chats, H heads, G heads of keys, D width of a head.
 """
@@ -31,23 +32,31 @@ from sft_play.machine.software import LIGER_PACKAGE
 from sft_play.planner.kernels import LIGER_VERSION
 from sft_play.planner.plan import Plan
 from sft_play.training import distributed
-from sft_play.training.class_checks.small_model import VOCABULARY_SIZE, pack_row, run_model, small_config, small_model
+from sft_play.training.class_checks.small_model import (
+    VOCABULARY_SIZE,
+    pack_row,
+    run_model,
+    small_config,
+    small_model,
+)
 from sft_play.training.model import attention_functions
 from sft_play.training.prepare.model_spec import ModelSpec, decoder_layers
 
 logger = logging.getLogger(__name__)
 
-# Difference in fp32, over the size of what is compared, that counts as rounding: 6e-6 at most for llama, mistral,
-# phi3, qwen2, qwen3 and gpt_oss, 1.1e-4 for qwen3_5, whose recurrence amplifies it (liger-kernel 0.8.5 in Triton's
-# interpreter, benchmarks/LOG.md); a norm that is wrong by 1% is further off.
+# Difference in fp32, over the size of what is compared, that counts as rounding: 6e-6 at most for
+# llama, mistral, phi3, qwen2, qwen3 and gpt_oss, 1.1e-4 for qwen3_5, whose recurrence amplifies it
+# (liger-kernel 0.8.5 in Triton's interpreter, benchmarks/LOG.md); a norm that is wrong by 1% is
+# further off.
 FP32_TOLERANCE = 1e-3
 # How many times as far from fp32 as the plain code other code may be in 16 bits.
 MAX_HALF_ERROR_RATIO = 1.5
 _ROWS, _LENGTH = 2, 23
-# Tokens of the chats on which a kernel is tried: one alone, and some beyond a kernel's tiles of 64 and 128.
+# Tokens of the chats on which a kernel is tried: one alone, and some beyond a kernel's tiles of 64
+# and 128.
 KERNEL_CHAT_LENGTHS = (100, 1, 27, 256, 129)
-# Relative error that counts as rounding in 16 bits, which give 0.004. A chat that sees another, or a window that is
-# off by one, is off by 0.09 and more.
+# Relative error that counts as rounding in 16 bits, which give 0.004. A chat that sees another, or
+# a window that is off by one, is off by 0.09 and more.
 KERNEL_TOLERANCE = 0.02
 
 TensorList = list[torch.Tensor]
@@ -66,17 +75,26 @@ class ClassCheck:
     @property
     def is_rounding(self) -> bool:
         """Whether both are rounding (a figure that is not a number is none)."""
-        return self.fp32_difference < FP32_TOLERANCE and self.half_precision_ratio < MAX_HALF_ERROR_RATIO
+        return (
+            self.fp32_difference < FP32_TOLERANCE
+            and self.half_precision_ratio < MAX_HALF_ERROR_RATIO
+        )
 
     @property
     def figures_text(self) -> str:
         """The measured differences in words."""
-        return f"{self.fp32_difference:.0e} in fp32, {self.half_precision_ratio:.2f} of the plain error in 16 bits"
+        return (
+            f"{self.fp32_difference:.0e} in fp32, {self.half_precision_ratio:.2f} of the plain"
+            " error in 16 bits"
+        )
 
 
-def all_ranks_agree(check: Callable[[], tuple[CheckResult, str | None]]) -> tuple[CheckResult | None, str | None]:
-    """What `check` returns where it has no problem on any rank; else None and the problem. All ranks call it. What
-    `check` raises is a problem too: a class can break at anything that is put into it."""
+def all_ranks_agree(
+    check: Callable[[], tuple[CheckResult, str | None]],
+) -> tuple[CheckResult | None, str | None]:
+    """What `check` returns where it has no problem on any rank; else None and the problem. All
+    ranks call it. What `check` raises is a problem too: a class can break at anything that is put
+    into it."""
     result, problem = None, None
     try:
         result, problem = check()
@@ -96,9 +114,10 @@ def check_replaced_code(
     dtype: torch.dtype,
     packed: bool = False,
 ) -> ClassCheck:
-    """How far other code is from the plain code on a small model of each config, the worst of them. `replace` puts it
-    into models for as long as its context is open; `packed`: in 16 bits rows lie one behind the other, told apart by
-    boundaries, for which attention has no kernel in fp32: there they are padded ones."""
+    """How far other code is from the plain code on a small model of each config, the worst of them.
+    `replace` puts it into models for as long as its context is open; `packed`: in 16 bits rows lie
+    one behind the other, told apart by boundaries, for which attention has no kernel in fp32: there
+    they are padded ones."""
     differences, ratios, generator = [], [0.0], np.random.default_rng(1)
     packs = [pack_row([generator.integers(3, VOCABULARY_SIZE, size=_LENGTH)]) for _ in range(_ROWS)]
     rows = [{"input_ids": pack["input_ids"], "labels": pack["labels"]} for pack in packs]
@@ -109,10 +128,17 @@ def check_replaced_code(
 
     for config in small_configs:
         with torch.random.fork_rng(devices=[]):
-            model = small_model(config, "sdpa" if packed else attention, trust_remote_code=False).to(device)
+            model = small_model(
+                config, "sdpa" if packed else attention, trust_remote_code=False
+            ).to(device)
             variants = [(model, False)]
             if dtype != torch.float32:
-                variants.append((small_model(config, attention, trust_remote_code=False).to(device, dtype), packed))
+                variants.append(
+                    (
+                        small_model(config, attention, trust_remote_code=False).to(device, dtype),
+                        packed,
+                    )
+                )
             reference, *reference_half = (compute(*variant) for variant in variants)
             with replace([model for model, _ in variants]):
                 replaced, *replaced_half = (compute(*variant) for variant in variants)
@@ -140,46 +166,73 @@ def _max_or_nan(figures: Sequence[float]) -> float:
 def _compare_on_small_models(
     check: Callable[..., ClassCheck], model: Any, plan: Plan, *, device: torch.device, problem: str
 ) -> tuple[ClassCheck, str | None]:
-    # what `check` finds for the class and the precision of a run's model; a problem where it is more than rounding
+    # what `check` finds for the class and the precision of a run's model; a problem where it is
+    # more than rounding
     attention = str(model.config._attn_implementation)
-    if attention == attention_functions.ULYSSES_ATTENTION:  # whole rows here, where no ranks share them
+    if (
+        attention == attention_functions.ULYSSES_ATTENTION
+    ):  # whole rows here, where no ranks share them
         attention = "sdpa"
-    result = check(model.config, attention=attention, device=device, dtype=getattr(torch, plan.precision.compute))
+    result = check(
+        model.config,
+        attention=attention,
+        device=device,
+        dtype=getattr(torch, plan.precision.compute),
+    )
     if result.is_rounding:
         return result, None
     return result, f"{problem}: {result.figures_text}"
 
 
-# --- PyTorch's varlen kernel ------------------------------------------------------------------------------------------
+# --- PyTorch's varlen kernel ----------------------------------------------------------------------
 # Heads of queries and of keys, and their width.
 HeadShape = tuple[int, int, int]
 
 
 def verify_varlen_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> None:
-    """Use PyTorch's kernel where the plan counts on it and it is proven here; all ranks do the same."""
+    """Use PyTorch's kernel where the plan counts on it and it is proven here; all ranks do the
+    same."""
     attention_functions.enable_flash(enabled=False)
-    if model_spec.attention.name != attention_functions.VARLEN_ATTENTION or plan.choice.step.one_by_one:
+    if (
+        model_spec.attention.name != attention_functions.VARLEN_ATTENTION
+        or plan.choice.step.one_by_one
+    ):
         return
     dtype = getattr(torch, plan.precision.compute)
 
     def check_kernel() -> tuple[float, str | None]:
         largest = 0.0
-        for heads, window in _kernel_cases(model_spec.hf_config, plan.choice.layout.tensor_parallel):
-            error = kernel_error(attention_functions.flash_attention, heads, window=window, dtype=dtype, device=device)
+        for heads, window in _kernel_cases(
+            model_spec.hf_config, plan.choice.layout.tensor_parallel
+        ):
+            error = kernel_error(
+                attention_functions.flash_attention,
+                heads,
+                window=window,
+                dtype=dtype,
+                device=device,
+            )
             largest = max(largest, error)
             if not error <= KERNEL_TOLERANCE:
-                return error, f"it is wrong on {device} for heads {heads}, window {window}: {error:.2g}"
+                return (
+                    error,
+                    f"it is wrong on {device} for heads {heads}, window {window}: {error:.2g}",
+                )
         return largest, None
 
     error, problem = all_ranks_agree(check_kernel)
     if problem is not None:
         logger.warning(
-            "Attention: falls back to one call of sdpa for each chat, with the same numbers, but slower and with more "
-            "memory than planned: PyTorch's varlen kernel: %s", problem,
-        )  # fmt: skip
+            "Attention: falls back to one call of sdpa for each chat, with the same numbers, but"
+            " slower and with more memory than planned: PyTorch's varlen kernel: %s",
+            problem,
+        )
         return
     attention_functions.enable_flash(enabled=True)
-    logger.debug("Attention: on this GPU PyTorch's varlen kernel is within %.1g of a call for each chat", error)
+    logger.debug(
+        "Attention: on this GPU PyTorch's varlen kernel is within %.1g of a call for each chat",
+        error,
+    )
 
 
 def kernel_error(
@@ -190,18 +243,24 @@ def kernel_error(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """How far a kernel's outputs and gradients are from those of a call for each chat in fp32 on the CPU
-    (`relative_difference`)."""
+    """How far a kernel's outputs and gradients are from those of a call for each chat in fp32 on
+    the CPU (`relative_difference`)."""
     generator, (queries, keys, width) = torch.Generator().manual_seed(1), heads
     shapes = [(sum(KERNEL_CHAT_LENGTHS), count, width) for count in (queries, keys, keys, queries)]
-    *values, weight = (torch.randn(shape, generator=generator).to(dtype).float() for shape in shapes)
+    *values, weight = (
+        torch.randn(shape, generator=generator).to(dtype).float() for shape in shapes
+    )
     inputs = [tensor.to(device, dtype).requires_grad_() for tensor in values]
     reference_inputs = [tensor.requires_grad_() for tensor in values]
     options: dict[str, Any] = {"scale": width**-0.5, "window": window}
-    boundaries = torch.tensor([0, *itertools.accumulate(KERNEL_CHAT_LENGTHS)], dtype=torch.int32, device=device)
+    boundaries = torch.tensor(
+        [0, *itertools.accumulate(KERNEL_CHAT_LENGTHS)], dtype=torch.int32, device=device
+    )
     output = kernel(*inputs, boundaries, max(KERNEL_CHAT_LENGTHS), **options)
     query, key, value = reference_inputs
-    reference = attention_functions.attention_per_chat(query, key, value, KERNEL_CHAT_LENGTHS, **options)
+    reference = attention_functions.attention_per_chat(
+        query, key, value, KERNEL_CHAT_LENGTHS, **options
+    )
     gradients = torch.autograd.grad(output, inputs, weight.to(device, dtype))
     return relative_difference(
         [tensor.detach().cpu().float() for tensor in (output, *gradients)],
@@ -212,12 +271,20 @@ def kernel_error(
 # Of all layers, where their sizes differ.
 def _kernel_cases(hf_config: Any, tensor_parallel: int) -> list[tuple[HeadShape, int | None]]:
     if getattr(hf_config, "is_heterogeneous", False):
-        layer_configs = [hf_config.per_layer_config[layer] for layer in range(hf_config.num_hidden_layers)]
-        return sorted({case for layer in layer_configs for case in _kernel_cases(layer, tensor_parallel)}, key=str)
+        layer_configs = [
+            hf_config.per_layer_config[layer] for layer in range(hf_config.num_hidden_layers)
+        ]
+        return sorted(
+            {case for layer in layer_configs for case in _kernel_cases(layer, tensor_parallel)},
+            key=str,
+        )
     queries = hf_config.num_attention_heads
     width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // queries
     keys = getattr(hf_config, "num_key_value_heads", None) or queries
-    widths = {width, getattr(hf_config, "global_head_dim", None) or width}  # Gemma 4's layers without a window
+    widths = {
+        width,
+        getattr(hf_config, "global_head_dim", None) or width,
+    }  # Gemma 4's layers without a window
     key_counts = {keys, getattr(hf_config, "num_global_key_value_heads", None) or keys}
     windows: list[int | None] = [None]
     if window := getattr(hf_config, "sliding_window", None):
@@ -237,32 +304,38 @@ def _kernel_cases(hf_config: Any, tensor_parallel: int) -> list[tuple[HeadShape,
 
 LIGER_MODULE = "liger_kernel"
 GATE_KERNELS = ("swiglu", "geglu")
-# What may be replaced, by the names of Liger's arguments; all others (its losses) are switched off. Gates stay in a
-# model with experts, which the package would replace too, by code that computes gradients of frozen weights and
-# multiplies in the dtype of the hidden states, not in autocast's (0.8.5, ops/fused_moe.py).
+# What may be replaced, by the names of Liger's arguments; all others (its losses) are switched off.
+# Gates stay in a model with experts, which the package would replace too, by code that computes
+# gradients of frozen weights and multiplies in the dtype of the hidden states, not in autocast's
+# (0.8.5, ops/fused_moe.py).
 REPLACEABLE_KERNELS = ("rms_norm", *GATE_KERNELS, "rope")
-# Closed, it puts back what Liger's functions replaced for this process's model: another stage begins without them.
+# Closed, it puts back what Liger's functions replaced for this process's model: another stage
+# begins without them.
 _kernels_of_run = contextlib.ExitStack()
 
 
 @dataclass(frozen=True)
 class ActiveKernels:
-    """The kernels of a run: what Liger's replaced (REPLACEABLE_KERNELS), or why the plain ones run where the config
-    asks for more."""
+    """The kernels of a run: what Liger's replaced (REPLACEABLE_KERNELS), or why the plain ones run
+    where the config asks for more."""
 
     replaced: tuple[str, ...] = ()
     reason: str | None = None
 
 
 def check_kernels(config: RunConfig, plan: Plan) -> None:
-    """Raises ConfigError where train.kernels=liger cannot be followed on this machine or in this layout."""
+    """Raises ConfigError where train.kernels=liger cannot be followed on this machine or in this
+    layout."""
     if config.train.kernels == "liger" and (problem := _liger_problem(plan)):
         raise ConfigError(f"train.kernels: liger: {problem}; use train.kernels=auto, or none")
 
 
-def activate_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> ActiveKernels:
-    """Replace what Liger has kernels for, if the config wants it and they are proven, in a model without adapters yet;
-    all ranks do the same. Raises ConfigError where they were asked for by name, and differ."""
+def activate_kernels(
+    model: Any, config: RunConfig, plan: Plan, *, device: torch.device
+) -> ActiveKernels:
+    """Replace what Liger has kernels for, if the config wants it and they are proven, in a model
+    without adapters yet; all ranks do the same. Raises ConfigError where they were asked for by
+    name, and differ."""
     _kernels_of_run.close()
     if config.train.kernels == "none":
         return ActiveKernels()
@@ -272,7 +345,11 @@ def activate_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch
         if problem is not None:
             return None, problem
         return _compare_on_small_models(
-            check_liger_kernels, model, plan, device=device, problem="they differ on a small model of this class"
+            check_liger_kernels,
+            model,
+            plan,
+            device=device,
+            problem="they differ on a small model of this class",
         )
 
     class_check, reason = all_ranks_agree(check)
@@ -287,20 +364,26 @@ def activate_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch
     return ActiveKernels(replaced)
 
 
-def check_liger_kernels(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> ClassCheck:
-    """How far Liger's kernels are from the plain code, on two small models, one with hidden states and one with an MLP
-    as wide as the real one's: wide rows take other ways through them."""
+def check_liger_kernels(
+    hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype
+) -> ClassCheck:
+    """How far Liger's kernels are from the plain code, on two small models, one with hidden states
+    and one with an MLP as wide as the real one's: wide rows take other ways through them."""
     small_configs = []
     for width in ("hidden_size", "intermediate_size"):
         small_configs.append(small_config(hf_config))
         if isinstance(getattr(hf_config, width, None), int):
             setattr(small_configs[-1], width, getattr(hf_config, width))
-    return check_replaced_code(small_configs, _liger_kernels, attention=attention, device=device, dtype=dtype)
+    return check_replaced_code(
+        small_configs, _liger_kernels, attention=attention, device=device, dtype=dtype
+    )
 
 
 def _liger_problem(plan: Plan) -> str | None:
     if importlib.util.find_spec(LIGER_MODULE) is None:
-        return f"{LIGER_PACKAGE} is not installed here (pip install {LIGER_PACKAGE}=={LIGER_VERSION})"
+        return (
+            f"{LIGER_PACKAGE} is not installed here (pip install {LIGER_PACKAGE}=={LIGER_VERSION})"
+        )
     if plan.hardware.device != "cuda":
         return "its kernels are Triton's, which need a CUDA GPU"
     if plan.choice.layout.tensor_parallel > 1:
@@ -310,23 +393,31 @@ def _liger_problem(plan: Plan) -> str | None:
 
 def _unknown_class_problem(model: Any) -> str | None:
     model_type = str(getattr(model.config, "model_type", None))
-    is_known = model_type in _liger_functions() and type(model).__module__.startswith("transformers.models.")
+    is_known = model_type in _liger_functions() and type(model).__module__.startswith(
+        "transformers.models."
+    )
     return None if is_known else f"it has no kernels for {one_line(model_type)}"
 
 
 def _liger_functions() -> dict[str, Any]:
-    return dict(importlib.import_module(f"{LIGER_MODULE}.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN)
+    return dict(
+        importlib.import_module(
+            f"{LIGER_MODULE}.transformers.monkey_patch"
+        ).MODEL_TYPE_TO_APPLY_LIGER_FN
+    )
 
 
 @contextlib.contextmanager
 def _liger_kernels(models: Sequence[Any]) -> Iterator[tuple[str, ...]]:
-    # yields their names; at the end the module that the class is from has its own names again, since Liger replaces
-    # classes and functions there too
+    # yields their names; at the end the module that the class is from has its own names again,
+    # since Liger replaces classes and functions there too
     module = sys.modules[type(models[0]).__module__]
     plain_names = dict(vars(module))
     try:
         replaced = [_apply_liger(model) for model in models]
-        del models  # open as long as a run lasts, it must not keep the model of a stage that has ended
+        del (
+            models
+        )  # open as long as a run lasts, it must not keep the model of a stage that has ended
         yield replaced[0]
     finally:
         for name, value in plain_names.items():
@@ -337,7 +428,9 @@ def _apply_liger(model: Any) -> tuple[str, ...]:
     apply_liger = _liger_functions()[model.config.model_type]
     options = inspect.signature(apply_liger).parameters
     has_experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
-    kinds = tuple(kind for kind in REPLACEABLE_KERNELS if not (has_experts and kind in GATE_KERNELS))
+    kinds = tuple(
+        kind for kind in REPLACEABLE_KERNELS if not (has_experts and kind in GATE_KERNELS)
+    )
     # what is left at its default is what the package has a kernel for in this class
     apply_liger(model=model, **{name: False for name in options if name not in (*kinds, "model")})
     return tuple(kind for kind in kinds if kind in options and options[kind].default)
@@ -351,14 +444,15 @@ def _apply_liger(model: Any) -> tuple[str, ...]:
 # summary has it.
 
 COMPILE_BACKEND = "inductor"
-# Graphs of one function beyond which dynamo compiles no more and runs plain code: kinds of blocks, each for one row
-# and for several, with inputs that need a gradient and without, checkpointed or not. torch's own limit of 8 is less.
+# Graphs of one function beyond which dynamo compiles no more and runs plain code: kinds of blocks,
+# each for one row and for several, with inputs that need a gradient and without, checkpointed or
+# not. torch's own limit of 8 is less.
 MAX_GRAPHS_PER_BLOCK = 32
 
 
 class CompileMonitor(TrainerCallback):
-    """Compiled blocks: their time, told to `on_compiled`, and what became of them; `close` ends the watch, and puts
-    torch's settings back; the blocks stay compiled."""
+    """Compiled blocks: their time, told to `on_compiled`, and what became of them; `close` ends the
+    watch, and puts torch's settings back; the blocks stay compiled."""
 
     def __init__(self) -> None:
         from torch._dynamo import config
@@ -372,16 +466,19 @@ class CompileMonitor(TrainerCallback):
         stack.callback(callback_handler.remove_start_callback, self._on_compile_start)
         callback_handler.register_end_callback(self._on_compile_end)
         stack.callback(callback_handler.remove_end_callback, self._on_compile_end)
-        # DDP's own optimizer splits graphs by its buckets, and takes none that recompute; blocks are small already
+        # DDP's own optimizer splits graphs by its buckets, and takes none that recompute; blocks
+        # are small already
         stack.enter_context(config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS_PER_BLOCK))
         self.close = stack.close
         self._initial_counts = _dynamo_counts()
 
     def figures(self) -> dict[str, Any]:
-        """`compile` of the summary: seconds in training passes, which the speed leaves out, graphs, and `breaks`, at
-        which plain code runs: between two graphs, or since too many kinds of passes were seen."""
+        """`compile` of the summary: seconds in training passes, which the speed leaves out, graphs,
+        and `breaks`, at which plain code runs: between two graphs, or since too many kinds of
+        passes were seen."""
         graphs, breaks = (
-            count - initial for count, initial in zip(_dynamo_counts(), self._initial_counts, strict=True)
+            count - initial
+            for count, initial in zip(_dynamo_counts(), self._initial_counts, strict=True)
         )
         return {"seconds": round(self._seconds, 2), "graphs": graphs, "breaks": breaks}
 
@@ -399,33 +496,54 @@ class CompileMonitor(TrainerCallback):
         figures = self.figures()
         if not self._has_warned and (figures["breaks"] or not figures["graphs"]):
             self._has_warned = True
-            logger.warning("Compiled blocks: %d graphs, and plain code runs at %d places (TORCH_LOGS=graph_breaks says "
-                           "where and why)", figures["graphs"], figures["breaks"])  # fmt: skip
+            logger.warning(
+                "Compiled blocks: %d graphs, and plain code runs at %d places"
+                " (TORCH_LOGS=graph_breaks says where and why)",
+                figures["graphs"],
+                figures["breaks"],
+            )
 
 
-def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> CompileMonitor | None:
-    """Compile a model's blocks, if wanted and proven; None where the plain code stays. All ranks do the same."""
+def compile_blocks(
+    model: Any, config: RunConfig, plan: Plan, *, device: torch.device
+) -> CompileMonitor | None:
+    """Compile a model's blocks, if wanted and proven; None where the plain code stays. All ranks do
+    the same."""
     if not config.train.compile:
         return None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
 
     problem = "a small model of this class computes something else compiled"
     class_check, reason = all_ranks_agree(
-        lambda: _compare_on_small_models(check_compiled_blocks, base, plan, device=device, problem=problem)
+        lambda: _compare_on_small_models(
+            check_compiled_blocks, base, plan, device=device, problem=problem
+        )
     )
     if class_check is None:
         logger.warning("Compiled blocks: none, the plain code runs: %s", reason)
         return None
     blocks, figures = compile_in_place(model), class_check.figures_text
-    logger.debug("Compiled blocks: %d, at their first pass (on a small model of this class: %s)", blocks, figures)
+    logger.debug(
+        "Compiled blocks: %d, at their first pass (on a small model of this class: %s)",
+        blocks,
+        figures,
+    )
     return CompileMonitor()
 
 
-def check_compiled_blocks(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> ClassCheck:
-    """How far compiled blocks are from the plain code; nothing stays compiled. Raises ValueError: no block compiles."""
+def check_compiled_blocks(
+    hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype
+) -> ClassCheck:
+    """How far compiled blocks are from the plain code; nothing stays compiled. Raises ValueError:
+    no block compiles."""
     packed = attention == attention_functions.VARLEN_ATTENTION and dtype != torch.float32
     return check_replaced_code(
-        [small_config(hf_config)], _compiled_blocks, attention=attention, device=device, dtype=dtype, packed=packed
+        [small_config(hf_config)],
+        _compiled_blocks,
+        attention=attention,
+        device=device,
+        dtype=dtype,
+        packed=packed,
     )
 
 
@@ -436,7 +554,9 @@ def _compiled_blocks(models: Sequence[Any]) -> Iterator[None]:
         compile_in_place(model)
     try:
         yield
-        if _dynamo_counts()[0] == initial_graphs:  # dynamo runs as plain code what it cannot compile, without an error
+        if (
+            _dynamo_counts()[0] == initial_graphs
+        ):  # dynamo runs as plain code what it cannot compile, without an error
             raise ValueError("none of its blocks compiles")
     finally:
         torch.compiler.reset()
@@ -454,5 +574,7 @@ def _dynamo_counts() -> tuple[int, int]:
     # graphs, and breaks or functions that it gave up
     from torch._dynamo.utils import counters
 
-    limit_breaks = sum(count for name, count in counters["unimplemented"].items() if "limit exceeded" in name)
+    limit_breaks = sum(
+        count for name, count in counters["unimplemented"].items() if "limit exceeded" in name
+    )
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()) + limit_breaks

@@ -1,1 +1,2 @@
-"""The training loop: TRL's trainer with the plan's numbers, rows and micro-batches, and the checks of each step."""
+"""The training loop: TRL's trainer with the plan's numbers, rows and micro-batches, and the checks
+of each step."""

@@ -1,4 +1,5 @@
-"""Callbacks that watch a run: gradients, values that are not finite, metrics, progress, requests to stop."""
+"""Callbacks that watch a run: gradients, values that are not finite, metrics, progress, requests to
+stop."""
 
 import contextlib
 import json
@@ -35,10 +36,10 @@ _LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
 
 
 class GradientCheck(TrainerCallback):
-    """Stops a run in which a trainable tensor gets no gradient, and names it. lora_A is checked once its lora_B has
-    left zero; a step that is not finite is not, since clipping by an infinite norm has set all gradients to zero. Those
-    that only longer rows or later steps give one are waited for. `late_gradients`: names of parameters, with * for
-    numbers."""
+    """Stops a run in which a trainable tensor gets no gradient, and names it. lora_A is checked
+    once its lora_B has left zero; a step that is not finite is not, since clipping by an infinite
+    norm has set all gradients to zero. Those that only longer rows or later steps give one are
+    waited for. `late_gradients`: names of parameters, with * for numbers."""
 
     def __init__(self, late_gradients: Collection[str] = ()) -> None:
         self._unchecked: dict[str, nn.Parameter] | None = None
@@ -50,68 +51,105 @@ class GradientCheck(TrainerCallback):
         return self._unchecked is not None and not self._unchecked
 
     def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
-        """Check the gradients of this step; raises TrainingError naming tensors that should have had one."""
+        """Check the gradients of this step; raises TrainingError naming tensors that should have
+        had one."""
         is_fp16 = getattr(args, "fp16", False)  # there the flag is that of the step before
-        if self.is_done or model is None or (not is_fp16 and getattr(optimizer, "step_was_skipped", False)):
+        if (
+            self.is_done
+            or model is None
+            or (not is_fp16 and getattr(optimizer, "step_was_skipped", False))
+        ):
             return
         if getattr(args, "deepspeed", None):
             self._unchecked = {}  # DeepSpeed keeps gradients in its own partitions
             return
         parameters = dict(model.named_parameters())
         if is_fp16:
-            gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-            if distributed.any_rank(not all(is_finite(engines.local_shard(gradient)) for gradient in gradients)):
+            gradients = [
+                parameter.grad for parameter in parameters.values() if parameter.grad is not None
+            ]
+            if distributed.any_rank(
+                not all(is_finite(engines.local_shard(gradient)) for gradient in gradients)
+            ):
                 return
         if self._unchecked is None:
-            self._unchecked = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+            self._unchecked = {
+                name: parameter for name, parameter in parameters.items() if parameter.requires_grad
+            }
             if not self._unchecked:
                 raise TrainingError("no tensor of the model is trainable")
         # any_rank is a collective: all ranks walk through the same names in the same order
         ready, without_gradient = [], []
         for name, parameter in self._unchecked.items():
             if _LORA_A.search(name):
-                lora_b = parameters.get(_LORA_A.sub(lambda match: match.group().replace("A", "B"), name))
+                lora_b = parameters.get(
+                    _LORA_A.sub(lambda match: match.group().replace("A", "B"), name)
+                )
                 if lora_b is not None and not _has_nonzero(lora_b.detach()):
                     continue
             ready.append(name)
             if not _has_nonzero(parameter.grad):
                 without_gradient.append(name)
         late = {name for name in without_gradient if trained_pattern(name) in self._late_gradients}
-        ready, faulty = ([name for name in names if name not in late] for names in (ready, without_gradient))
+        ready, faulty = (
+            [name for name in names if name not in late] for names in (ready, without_gradient)
+        )
         if faulty:
             raise TrainingError(
-                f"step {state.global_step + 1}: {len(faulty)} of {len(ready)} trainable tensors have no gradient "
-                f"({one_line(', '.join(faulty), limit=400)}); they would learn nothing, so the run stops. If "
-                "earlier steps had some, start a new run with a lower train.learning_rate"
+                f"step {state.global_step + 1}: {len(faulty)} of {len(ready)} trainable tensors"
+                f" have no gradient ({one_line(', '.join(faulty), limit=400)}); they would learn"
+                " nothing, so the run stops. If earlier steps had some, start a new run with a"
+                " lower train.learning_rate"
             )
         for name in ready:
             del self._unchecked[name]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Warn of tensors without a gradient: no row was long enough, or what multiplies them stayed zero."""
-        if late := [name for name in self._unchecked or {} if trained_pattern(name) in self._late_gradients]:
-            logger.warning("%d trainable tensors had no gradient, and are as they were: this class gives them one only "
-                           "in longer rows, or once what it multiplies them by has left zero (%s)",
-                           len(late), ", ".join(late[:3]))  # fmt: skip
+        """Warn of tensors without a gradient: no row was long enough, or what multiplies them
+        stayed zero."""
+        if late := [
+            name for name in self._unchecked or {} if trained_pattern(name) in self._late_gradients
+        ]:
+            logger.warning(
+                "%d trainable tensors had no gradient, and are as they were: this class gives them"
+                " one only in longer rows, or once what it multiplies them by has left zero (%s)",
+                len(late),
+                ", ".join(late[:3]),
+            )
 
 
 # On any rank; all ranks call it.
 def _has_nonzero(tensor: torch.Tensor | None) -> bool:
-    return distributed.any_rank(tensor is not None and bool(torch.count_nonzero(engines.local_shard(tensor))))
+    return distributed.any_rank(
+        tensor is not None and bool(torch.count_nonzero(engines.local_shard(tensor)))
+    )
 
 
 class MetricsFile(TrainerCallback):
-    """Appends what is logged to `metrics.jsonl`, and stops an fp16 run whose loss is NaN or infinite. `start_time`:
-    seconds since 1970; `stage`: written into every line, in a run that has stages."""
+    """Appends what is logged to `metrics.jsonl`, and stops an fp16 run whose loss is NaN or
+    infinite. `start_time`: seconds since 1970; `stage`: written into every line, in a run that has
+    stages."""
 
     def __init__(self, path: Path, *, start_time: float, stage: str | None = None) -> None:
         self._path, self._start_time = path, start_time
         self._stage = {"stage": stage} if stage is not None else {}
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, model: Any = None, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, Any] | None = None,
+        model: Any = None,
+        **_: Any,
     ) -> None:
         """Write one line; raises TrainingError for a loss in fp16 that is NaN or infinite."""
         if not state.is_world_process_zero or not logs:
@@ -124,7 +162,9 @@ class MetricsFile(TrainerCallback):
         }
         for key, value in logs.items():
             if isinstance(value, (int, float)) and key != "epoch":
-                entry[key] = value if math.isfinite(value) else str(value)  # JSON has no NaN or infinity
+                entry[key] = (
+                    value if math.isfinite(value) else str(value)
+                )  # JSON has no NaN or infinity
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
         if args.fp16:  # in other dtypes `NonFiniteStepGuard` has seen it
@@ -132,14 +172,15 @@ class MetricsFile(TrainerCallback):
             for loss in map(logs.get, loss_keys):
                 if isinstance(loss, float) and not math.isfinite(loss):
                     raise TrainingError(
-                        f"step {state.global_step}: the loss is {loss}; {describe_fp16_overflow(model)}"
+                        f"step {state.global_step}: the loss is {loss};"
+                        f" {describe_fp16_overflow(model)}"
                     )
 
 
 class StopController(TrainerCallback):
-    """Ends training with a checkpoint: after N steps of this process, in time for a limit in hours, or at the end of a
-    step after a signal. `pause_seconds`: seconds of the checkpoints and evaluations so far
-    (`Monitor.pause_seconds`)."""
+    """Ends training with a checkpoint: after N steps of this process, in time for a limit in hours,
+    or at the end of a step after a signal. `pause_seconds`: seconds of the checkpoints and
+    evaluations so far (`Monitor.pause_seconds`)."""
 
     def __init__(
         self,
@@ -160,10 +201,13 @@ class StopController(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock of a step."""
         self.has_begun = True
-        training_begun.set()  # of the process, for a wait in native code; the attribute is this stage's
+        # of the process, for a wait in native code; the attribute is this stage's
+        training_begun.set()
         self._step_start = self._elapsed_s()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Ask for a checkpoint and the end if it is time."""
         self._steps_done += 1
         self._longest_step_s = max(self._longest_step_s, self._elapsed_s() - self._step_start)
@@ -173,13 +217,19 @@ class StopController(TrainerCallback):
         if self._hours is not None:
             limit_s = self._hours * 3600
             reserved_s = min(600.0, 0.05 * limit_s)  # kept free for a checkpoint at least
-            evaluation_s, checkpoint_s = (max(self._pause_seconds.get(name) or [0]) for name in ("eval", "checkpoint"))
+            evaluation_s, checkpoint_s = (
+                max(self._pause_seconds.get(name) or [0]) for name in ("eval", "checkpoint")
+            )
             needed_s = self._longest_step_s + evaluation_s + max(checkpoint_s, reserved_s)
             if self._elapsed_s() + needed_s > limit_s:
                 should_stop = True
-                logger.info("train.max_hours=%g: saving at the end of step %d, then stopping", self._hours,
-                            state.global_step)  # fmt: skip
-        # a signal may reach one rank only, but all have to stop at the same step: -1 stops without one, -2 not at all
+                logger.info(
+                    "train.max_hours=%g: saving at the end of step %d, then stopping",
+                    self._hours,
+                    state.global_step,
+                )
+        # a signal may reach one rank only, but all have to stop at the same step: -1 stops without
+        # one, -2 not at all
         stop_signal = distributed.max_over_ranks(self.signal or (-1 if should_stop else -2))
         if stop_signal > -2:
             if stop_signal > 0:
@@ -188,32 +238,47 @@ class StopController(TrainerCallback):
             control.should_save = True
             control.should_training_stop = True
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave out evaluation and saving of an unfinished epoch: the resumed run does both at its end."""
-        # the Trainer calls this after a stop too; `epoch` is a float, a whole number at the end of an epoch
-        if self.has_stopped_early and state.epoch is not None and abs(state.epoch - round(state.epoch)) > 1e-6:
+    def on_epoch_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Leave out evaluation and saving of an unfinished epoch: the resumed run does both at its
+        end."""
+        # the Trainer calls this after a stop too; `epoch` is a float, a whole number at the end of
+        # an epoch
+        if (
+            self.has_stopped_early
+            and state.epoch is not None
+            and abs(state.epoch - round(state.epoch)) > 1e-6
+        ):
             control.should_evaluate = False
             control.should_save = False
 
 
 def stop_signals(stop_controller: StopController) -> StopSignals:
-    """While open, the first signal to stop ends the run after the current step (before the first step: at once); a
-    second signal ends it at once."""
+    """While open, the first signal to stop ends the run after the current step (before the first
+    step: at once); a second signal ends it at once."""
 
     def on_first_signal(signal_number: int) -> None:
         if not stop_controller.has_begun:  # there is nothing to save
             failures.kill_compilers()
             raise_interrupt(signal_number)
         stop_controller.signal = signal_number
-        if not failures.is_under_agent():  # the agent says it once, and stops ranks for other reasons too
-            logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(signal_number).name)
+        if (
+            not failures.is_under_agent()
+        ):  # the agent says it once, and stops ranks for other reasons too
+            logger.warning(
+                "%s: saving at the end of this step, then stopping",
+                signal.Signals(signal_number).name,
+            )
 
     return StopSignals(on_first_signal)
 
 
 class Progress(TrainerCallback):
-    """Loss, tokens per second, memory and time left: a line every few seconds, the same in the run's log.
-    `estimate_remaining`: seconds of what follows besides the steps that are left, and in words what these lack."""
+    """Loss, tokens per second, memory and time left: a line every few seconds, the same in the
+    run's log. `estimate_remaining`: seconds of what follows besides the steps that are left, and in
+    words what these lack.
+    """
 
     def __init__(
         self,
@@ -242,7 +307,9 @@ class Progress(TrainerCallback):
         self._start_time = self._last_line_time = self._pause_start = self._clock()
         self.start_step, self._paused_s = state.global_step, 0.0
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         """Write a line about this step, if it is time for one."""
         if logs and "loss" in logs:
             step, steps = state.global_step, state.max_steps
@@ -250,19 +317,24 @@ class Progress(TrainerCallback):
                 self._last_line_time = self._clock()
                 logger.info("step %d/%d  %s", step, steps, self.format_line(step, steps, logs))
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Stop the clock: evaluation and saving follow."""
         self.start_wait.close()
         self._pause_start = self._clock()
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Let the clock run again."""
         if self._pause_start:
             self._paused_s += self._clock() - self._pause_start
             self._pause_start = 0.0
 
     def format_line(self, step: int, steps: int, logs: Mapping[str, float]) -> str:
-        """Loss, tokens per second of all ranks, the highest peak memory of a rank, and the time left after `step`."""
+        """Loss, tokens per second of all ranks, the highest peak memory of a rank, and the time
+        left after `step`."""
         steps_done = max(1, step - self.start_step)
         pauses_s, caveat = self._estimate_remaining()
         remaining_s = self.training_s / steps_done * (steps - step) + pauses_s
@@ -273,17 +345,21 @@ class Progress(TrainerCallback):
 
 
 class RowsAndSeeds(TrainerCallback):
-    """Sets the epoch of the row order, which accelerate does not when a resumed run of several ranks
-    skips batches, and seeds dropout differently on every rank, where the Trainer seeds all alike."""
+    """Sets the epoch of the row order, which accelerate does not when a resumed run of several
+    ranks skips batches, and seeds dropout differently on every rank, where the Trainer seeds all
+    alike.
+    """
 
     def __init__(self, epoch_order: EpochOrder, layout: Layout) -> None:
         self._epoch_order, self._layout = epoch_order, layout
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Seed this rank; a resumed run restores its states later. The first one of a new run keeps the
-        numbers of one process; ranks of a tensor-parallel group drop alike."""
+        """Seed this rank; a resumed run restores its states later. The first one of a new run keeps
+        the numbers of one process; ranks of a tensor-parallel group drop alike."""
         rank = distributed.rank() // self._layout.tensor_parallel
-        if rank or state.global_step:  # 100,003: above any number of ranks, so that no two steps share a seed
+        if (
+            rank or state.global_step
+        ):  # 100,003: above any number of ranks, so that no two steps share a seed
             set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -295,15 +371,18 @@ class RowsAndSeeds(TrainerCallback):
 # Values that are not finite: a step that has them changes nothing, and no checkpoint holds them.
 
 
-# Steps that `train.on_nan: skip` leaves out one after the other at most. A bad row is in one step; where every step is
-# bad, the weights or the settings are at fault, and the rows that are left out meanwhile are lost.
+# Steps that `train.on_nan: skip` leaves out one after the other at most. A bad row is in one step;
+# where every step is bad, the weights or the settings are at fault, and the rows that are left out
+# meanwhile are lost.
 MAX_SKIPPED_STEPS = 5
 
 
 class NonFiniteStepGuard(TrainerCallback):
-    """Looks at each step's gradient norm and loss before the update, on all ranks alike: where one is NaN or infinite
-    nothing changes, and the run stops or goes on (`train.on_nan`). DeepSpeed leaves such a step out itself, and so does
-    loss scaling, which is how fp16 finds its scale; where it leaves out one after the other, there is none."""
+    """Looks at each step's gradient norm and loss before the update, on all ranks alike: where one
+    is NaN or infinite nothing changes, and the run stops or goes on (`train.on_nan`). DeepSpeed
+    leaves such a step out itself, and so does loss scaling, which is how fp16 finds its scale;
+    where it leaves out one after the other, there is none.
+    """
 
     def __init__(self, trainer: Any, on_nan: Literal["stop", "skip"]) -> None:
         self._trainer, self._on_nan = trainer, on_nan
@@ -323,12 +402,18 @@ class NonFiniteStepGuard(TrainerCallback):
         self._last_logged_step = self._trainer._globalstep_last_logged
 
     def check_step(self, norm: Any) -> None:
-        """Called once a step's gradients are whole, before the update; waits for the device once, and for the other
-        ranks. `norm`: None where an engine keeps it. Raises TrainingError: the run is to stop for this step."""
+        """Called once a step's gradients are whole, before the update; waits for the device once,
+        and for the other ranks. `norm`: None where an engine keeps it. Raises TrainingError: the
+        run is to stop for this step.
+        """
         trainer = self._trainer
-        if isinstance(norm, torch.Tensor):  # one wait for the device for both; DeepSpeed's norm is a number, or None
+        if isinstance(
+            norm, torch.Tensor
+        ):  # one wait for the device for both; DeepSpeed's norm is a number, or None
             full_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            values = torch.stack([full_norm.to(trainer._tr_loss.device).float(), trainer._tr_loss.float()])
+            values = torch.stack(
+                [full_norm.to(trainer._tr_loss.device).float(), trainer._tr_loss.float()]
+            )
             norm, loss = values.tolist()
         else:
             loss = trainer._tr_loss.item()
@@ -356,19 +441,29 @@ class NonFiniteStepGuard(TrainerCallback):
             self.steps_without_loss += 1
         step = int(trainer.state.global_step) + 1
         advice = (
-            f"{checkpoints.resume_note(Path(trainer.args.output_dir))}; look at the data of this step, or "
-            "start a new run with a lower train.learning_rate"
+            f"{checkpoints.resume_note(Path(trainer.args.output_dir))}; look at the data of this"
+            " step, or start a new run with a lower train.learning_rate"
         )
         if was_step_taken:  # bf16.check_grad_overflow: false
-            raise TrainingError(f"step {step}: {problem}, and DeepSpeed has updated the weights with it; {advice}")
+            raise TrainingError(
+                f"step {step}: {problem}, and DeepSpeed has updated the weights with it; {advice}"
+            )
         if self._on_nan == "stop":
-            raise TrainingError(f"step {step}: {problem}, so the step was not taken: nothing was changed. A resumed "
-                                f"run leaves such steps out with SET='train.on_nan=skip'; {advice}")  # fmt: skip
+            raise TrainingError(
+                f"step {step}: {problem}, so the step was not taken: nothing was changed. A resumed"
+                f" run leaves such steps out with SET='train.on_nan=skip'; {advice}"
+            )
         if self._consecutive_skips >= MAX_SKIPPED_STEPS:
-            raise TrainingError(f"step {step}: {problem}, and the {self._consecutive_skips - 1} steps before it were "
-                                f"skipped for the same; {advice}")  # fmt: skip
+            raise TrainingError(
+                f"step {step}: {problem}, and the {self._consecutive_skips - 1} steps before it"
+                f" were skipped for the same; {advice}"
+            )
         if distributed.is_first():
-            logger.warning("Step %d skipped: %s; weights, optimizer and learning rate stay as they were", step, problem)
+            logger.warning(
+                "Step %d skipped: %s; weights, optimizer and learning rate stay as they were",
+                step,
+                problem,
+            )
 
     def _count_scaling_skip(self, norm: float | None) -> None:
         trainer, is_skipped = self._trainer, norm is not None and not math.isfinite(norm)
@@ -380,10 +475,14 @@ class NonFiniteStepGuard(TrainerCallback):
         self._consecutive_skips += 1
         step = trainer.state.global_step + 1
         if self._consecutive_skips >= 17:  # loss scaling halves: 65,536 / 2^17 is one half
-            raise TrainingError(f"step {step}: this step and the {self._consecutive_skips - 1} before it were skipped, "
-                                "because gradients are not finite at any loss scale: "
-                                f"{describe_fp16_overflow(trainer.model)}")  # fmt: skip
-        logger.info("Step %d skipped: gradients not finite, which is how fp16 finds its loss scale", step)
+            raise TrainingError(
+                f"step {step}: this step and the {self._consecutive_skips - 1} before it were"
+                " skipped, because gradients are not finite at any loss scale:"
+                f" {describe_fp16_overflow(trainer.model)}"
+            )
+        logger.info(
+            "Step %d skipped: gradients not finite, which is how fp16 finds its loss scale", step
+        )
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """The optimizer can step again."""
@@ -391,16 +490,29 @@ class NonFiniteStepGuard(TrainerCallback):
             self._trainer.optimizer.step, self._optimizer_step = self._optimizer_step, None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Raises TrainingError for a run, shorter than the limit, in which every step was left out."""
-        if self._consecutive_skips and self._consecutive_skips == state.global_step == state.max_steps:
-            reason = f": {describe_fp16_overflow(self._trainer.model)}" if self._trainer.args.fp16 else ""
+        """Raises TrainingError for a run, shorter than the limit, in which every step was left
+        out."""
+        if (
+            self._consecutive_skips
+            and self._consecutive_skips == state.global_step == state.max_steps
+        ):
+            reason = (
+                f": {describe_fp16_overflow(self._trainer.model)}"
+                if self._trainer.args.fp16
+                else ""
+            )
             raise TrainingError(
-                f"all {self._consecutive_skips} steps had values that are not finite: nothing was learned{reason}"
+                f"all {self._consecutive_skips} steps had values that are not finite: nothing was"
+                f" learned{reason}"
             )
 
     def correct_mean_loss(self, logs: dict[str, float]) -> dict[str, float]:
-        """Logs whose loss is the mean of the steps that were not left out; without a loss where all were."""
-        steps, skipped = self._trainer.state.global_step - self._last_logged_step, self.steps_without_loss
+        """Logs whose loss is the mean of the steps that were not left out; without a loss where all
+        were."""
+        steps, skipped = (
+            self._trainer.state.global_step - self._last_logged_step,
+            self.steps_without_loss,
+        )
         self.steps_without_loss = 0
         if not skipped:
             return logs
@@ -413,9 +525,10 @@ def describe_fp16_overflow(model: Any) -> str:
     """Say what overflows in a model that leaves fp16's range, and what to do about it."""
     text_config = model.config.get_text_config()
     overflow = find_fp16_overflow(
-        text_config.model_type, is_eager=getattr(text_config, "_attn_implementation", None) == "eager",
+        text_config.model_type,
+        is_eager=getattr(text_config, "_attn_implementation", None) == "eager",
         attention_dropout=getattr(text_config, "attention_dropout", None) or 0.0,
-    )  # fmt: skip
+    )
     return format_fp16_overflow(text_config.model_type, overflow)
 
 
@@ -424,13 +537,16 @@ def _format_value(value: float | None) -> str:
 
 
 def require_finite(trainer: Any) -> None:
-    """Raises TrainingError on every rank where a weight that trains or a state is not finite on one of them."""
+    """Raises TrainingError on every rank where a weight that trains or a state is not finite on one
+    of them."""
     wrapped, tensors = trainer.model_wrapped, list[tuple[str, torch.Tensor]]()
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad:
             tensors.append((name, engines.local_shard(parameter.detach())))
     if engines.is_deepspeed(wrapped):
-        tensors += [("the fp32 copy of the weights", tensor) for tensor in engines.fp32_partitions(wrapped)]
+        tensors += [
+            ("the fp32 copy of the weights", tensor) for tensor in engines.fp32_partitions(wrapped)
+        ]
     for state in engines.unwrap_optimizer(trainer.optimizer).state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -439,11 +555,12 @@ def require_finite(trainer: Any) -> None:
     faulty_name = next((name for name in distributed.gather_values(local_name) if name), None)
     if faulty_name is not None:
         raise TrainingError(
-            f"step {trainer.state.global_step}: {faulty_name} has values that are not finite, so no checkpoint is "
-            f"written; {checkpoints.resume_note(Path(trainer.args.output_dir))}"
+            f"step {trainer.state.global_step}: {faulty_name} has values that are not finite, so no"
+            f" checkpoint is written; {checkpoints.resume_note(Path(trainer.args.output_dir))}"
         )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """True if all values are finite; read from the minimum and maximum, which need no copy of the tensor."""
+    """True if all values are finite; read from the minimum and maximum, which need no copy of the
+    tensor."""
     return not tensor.numel() or all(map(math.isfinite, torch.stack(tensor.aminmax()).tolist()))

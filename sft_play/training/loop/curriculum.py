@@ -1,7 +1,7 @@
 """A run with stages: all are prepared first, then each is trained on the weights of the one before.
 
-A stage is a run of its own in its own folder (`stages/NAME`), with a new optimizer, schedule and engine; it hands its
-weights on by disk, so every layout and `resume` go the same way.
+A stage is a run of its own in its own folder (`stages/NAME`), with a new optimizer, schedule and
+engine; it hands its weights on by disk, so every layout and `resume` go the same way.
 """
 
 import logging
@@ -31,8 +31,8 @@ STOPPED = "stopped"
 
 
 class StageSequence:
-    """The stages of a job, to be trained one after the other. `train_stage`: trains one stage, as `run.train_stage`
-    does."""
+    """The stages of a job, to be trained one after the other. `train_stage`: trains one stage, as
+    `run.train_stage` does."""
 
     def __init__(
         self,
@@ -48,13 +48,18 @@ class StageSequence:
         self._steps_trained = 0
 
     def train(self) -> dict[str, Any]:
-        """Train every stage that is not finished yet; returns the summary of the whole run. Raises RunFolderError: a
-        node would not see the weights of the stage before; Interrupted: the user stopped the run."""
-        is_adapter, manifest = self._prepared_stages[0].trains_adapter, self._job.folder.manifest_path
+        """Train every stage that is not finished yet; returns the summary of the whole run. Raises
+        RunFolderError: a node would not see the weights of the stage before; Interrupted: the user
+        stopped the run.
+        """
+        is_adapter, manifest = (
+            self._prepared_stages[0].trains_adapter,
+            self._job.folder.manifest_path,
+        )
         distributed.require_all(
             manifest.is_file(),
-            f"{manifest} does not exist, and every rank reads the weights of the stage before: set output.dir to a "
-            "disk that all nodes share",
+            f"{manifest} does not exist, and every rank reads the weights of the stage before: set"
+            " output.dir to a disk that all nodes share",
         )
         begins_from = self._prepared_stages[0].base_adapter_folder
         status = "finished"
@@ -66,19 +71,37 @@ class StageSequence:
             if distributed.broadcast_value(stage.folder.has_finished(is_adapter=is_adapter)):
                 logger.info("Stage %d of %d, %s, is finished", stage_number, stage_count, name)
                 summary = distributed.broadcast_value(read_summary(stage.folder.path))
-                self._summaries.append({  # figures of a stage whose summary is damaged come first
-                    "name": name, "before": None, "wall_s": 0.0, "peak_bytes": {}, "tokens_per_s": 0.0, "steps": 0,
-                    **summary,
-                })  # fmt: skip
+                self._summaries.append(
+                    {  # figures of a stage whose summary is damaged come first
+                        "name": name,
+                        "before": None,
+                        "wall_s": 0.0,
+                        "peak_bytes": {},
+                        "tokens_per_s": 0.0,
+                        "steps": 0,
+                        **summary,
+                    }
+                )
             elif self._remaining_steps() == 0:
                 status = STOPPED
                 break
             else:
                 train, batch = stage.loaded.config.train, stage.plan.batch
-                length = f"{train.max_steps:,} steps" if train.max_steps else f"{train.epochs:g} epochs"
-                logger.info("Stage %d of %d, %s: %s, learning rate %g, rows of at most %d tokens, micro %d x accum %d",
-                            stage_number, stage_count, name, length, stage.loaded.config.learning_rate,
-                            stage.plan.max_seq_len, batch.micro_batch, batch.grad_accum)  # fmt: skip
+                length = (
+                    f"{train.max_steps:,} steps" if train.max_steps else f"{train.epochs:g} epochs"
+                )
+                logger.info(
+                    "Stage %d of %d, %s: %s, learning rate %g, rows of at most %d tokens, micro %d"
+                    " x accum %d",
+                    stage_number,
+                    stage_count,
+                    name,
+                    length,
+                    stage.loaded.config.learning_rate,
+                    stage.plan.max_seq_len,
+                    batch.micro_batch,
+                    batch.grad_accum,
+                )
                 log_rows(stage, prepared)
                 status = self._train_prepared_stage(stage, prepared, begins_from)
                 if status != "finished":
@@ -98,13 +121,17 @@ class StageSequence:
         max_steps = self._job.loaded.config.train.stop_after_steps
         return None if max_steps is None else max(0, max_steps - self._steps_trained)
 
-    def _train_prepared_stage(self, stage: RunJob, prepared: Prepared, begins_from: Path | None) -> str:
+    def _train_prepared_stage(
+        self, stage: RunJob, prepared: Prepared, begins_from: Path | None
+    ) -> str:
         self._monitors.heartbeat.stop_clock()
         has_begun = distributed.broadcast_value(stage.folder.has_begun)
         checkpoint = find_last_checkpoint(stage.folder.checkpoints_path) if has_begun else None
         resumed_step = checkpoints.checkpoint_step(checkpoint) if checkpoint is not None else 0
         if distributed.is_first():
-            stage.folder.begin_stage(layout_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
+            stage.folder.begin_stage(
+                layout_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config
+            )
             if stage.deepspeed is not None:
                 stage.folder.write_json(DEEPSPEED_FILE, stage.deepspeed)
         distributed.barrier()
@@ -114,7 +141,10 @@ class StageSequence:
         stage_job = replace(stage, resume=bool(has_begun), loaded=loaded)
         try:
             summary = self._train_stage(
-                stage_job, prepared, replace(self._monitors, start_time=time.time()), begins_from=begins_from
+                stage_job,
+                prepared,
+                replace(self._monitors, start_time=time.time()),
+                begins_from=begins_from,
             )
         except Interrupted:
             self._write_summary(STOPPED, exit_code=Interrupted.exit_code)
@@ -127,20 +157,31 @@ class StageSequence:
     def _write_summary(self, status: str, *, exit_code: int) -> dict[str, Any]:
         job = self._job
         summary = _merge_summaries(self._summaries, [stage.loaded.config for stage in job.stages])
-        summary |= {"status": status, "exit": exit_code, "wall_s": round(time.time() - self._monitors.start_time, 2)}
+        summary |= {
+            "status": status,
+            "exit": exit_code,
+            "wall_s": round(time.time() - self._monitors.start_time, 2),
+        }
         if distributed.is_first():
             job.folder.write_json("summary.json", summary)
-            job.folder.update_manifest(status=status, ended=datetime.now(UTC).isoformat(timespec="seconds"))
+            job.folder.update_manifest(
+                status=status, ended=datetime.now(UTC).isoformat(timespec="seconds")
+            )
         return summary
 
 
-def _merge_summaries(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> dict[str, Any]:
-    # `before` is the first stage's if the last is evaluated on the same rows; speed is weighted by time
+def _merge_summaries(
+    stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]
+) -> dict[str, Any]:
+    # `before` is the first stage's if the last is evaluated on the same rows; speed is weighted by
+    # time
     last_stage = stages[-1] if stages else {}
     result = last_stage if len(stages) == len(configs) else {}
     is_same_split = _eval_data(configs[0]) == _eval_data(configs[-1])
     peaks = [stage["peak_bytes"] for stage in stages]
-    peak_sizes = [max(peak.get("measured_reserved") or 0, peak.get("measured_rss") or 0) for peak in peaks]
+    peak_sizes = [
+        max(peak.get("measured_reserved") or 0, peak.get("measured_rss") or 0) for peak in peaks
+    ]
     highest = stages[peak_sizes.index(max(peak_sizes))] if stages else {}
     wall_s = sum(stage["wall_s"] for stage in stages)
     tokens = sum(stage["tokens_per_s"] * stage["wall_s"] for stage in stages)
@@ -155,11 +196,14 @@ def _merge_summaries(stages: Sequence[dict[str, Any]], configs: Sequence[RunConf
         "steps": sum(stage["steps"] for stage in stages),
         "engine_proof": last_stage.get("engine_proof"),
         "evaluations": [
-            {"stage": stage["name"], **entry} for stage in stages for entry in stage.get("evaluations", ())
+            {"stage": stage["name"], **entry}
+            for stage in stages
+            for entry in stage.get("evaluations", ())
         ],
         "model_path": result.get("model_path"),
         "stages": [
-            {key: value for key, value in stage.items() if key not in ("evaluations", "samples")} for stage in stages
+            {key: value for key, value in stage.items() if key not in ("evaluations", "samples")}
+            for stage in stages
         ],
     }
 

@@ -1,4 +1,5 @@
-"""The training loop: transformers' Trainer with an order of rows and a loss that no layout changes."""
+"""The training loop: transformers' Trainer with an order of rows and a loss that no layout
+changes."""
 
 import contextlib
 import functools
@@ -27,18 +28,25 @@ from sft_play.training.loop.loop_checkpoints import FINAL_SAVE_TIMEOUT_S, Restor
 from sft_play.training.loop.loop_evaluation import EvaluatedLoop
 from sft_play.training.loop.optimizers import loraplus_groups
 from sft_play.training.loop.out_of_memory import TRAINING, StepMemory
-from sft_play.training.loop.rows import COUNT_KEYS, Collator, EpochOrder, StepBatches, TrainingRows, row_lengths
+from sft_play.training.loop.rows import (
+    COUNT_KEYS,
+    Collator,
+    EpochOrder,
+    StepBatches,
+    TrainingRows,
+    row_lengths,
+)
 from sft_play.training.loop.upstream import require_upstream_names
 from sft_play.training.measure.monitor import count_tokens
 from sft_play.training.model import attention_functions
 
 
 class PlannedLoop(EvaluatedLoop):
-    """A Trainer that trains on every row once, on a mean over tokens, whatever the number of ranks. `packs`: chats that
-    share a training row; `sorts_by_length`: the rows of a step are sorted by length; `adds_sources`: report the loss of
-    each of the monitor's sources; `adds_masks`: padded rows get a mask; `mix`: what an epoch has of each;
-    `loraplus_lr_ratio`: lora_B's learning rate over the others'. The other options are those of `EvaluatedLoop` and the
-    Trainer."""
+    """A Trainer that trains on every row once, on a mean over tokens, whatever the number of ranks.
+    `packs`: chats that share a training row; `sorts_by_length`: the rows of a step are sorted by
+    length; `adds_sources`: report the loss of each of the monitor's sources; `adds_masks`: padded
+    rows get a mask; `mix`: what an epoch has of each; `loraplus_lr_ratio`: lora_B's learning rate
+    over the others'. The other options are those of `EvaluatedLoop` and the Trainer."""
 
     # The library's class that the loop refines.
     upstream: type[Trainer] = Trainer
@@ -61,13 +69,18 @@ class PlannedLoop(EvaluatedLoop):
         **options: Any,
     ) -> None:
         require_upstream_names(self.upstream)
-        self._early_stopping = None if patience is None else EarlyStoppingCallback(early_stopping_patience=patience)
+        self._early_stopping = (
+            None if patience is None else EarlyStoppingCallback(early_stopping_patience=patience)
+        )
         self._loraplus_lr_ratio = loraplus_lr_ratio
         self._last_logged_step = 0
         self._micro_steps, self._micro_step = 1, 0
         self._slot_batches: list[Any] = []
         super().__init__(plan=plan, **options)
-        rows, attention = options["train_dataset"], str(self.model.config.get_text_config()._attn_implementation)
+        rows, attention = (
+            options["train_dataset"],
+            str(self.model.config.get_text_config()._attn_implementation),
+        )
         micro_batches, effective_batch = plan.micro_batches, plan.batch.effective_batch
         # the class was measured, and needs a mask
         if not micro_batches.padded and attention != attention_functions.VARLEN_ATTENTION:
@@ -77,30 +90,41 @@ class PlannedLoop(EvaluatedLoop):
         # packs of one shape for cuDNN
         min_tokens = plan.choice.step.seq_len if packs is not None and plan.choice.step.cudnn else 0
         self.epoch_order = EpochOrder(
-            len(lengths), seed=self.args.seed, lengths=lengths if sorts_by_length else None,
-            effective_batch=effective_batch, mix=mix,
-        )  # fmt: skip
+            len(lengths),
+            seed=self.args.seed,
+            lengths=lengths if sorts_by_length else None,
+            effective_batch=effective_batch,
+            mix=mix,
+        )
         context_parallel = self._layout.context_parallel
         # ranks of a tensor-parallel group get the same rows
         row_rank = distributed.rank() // self._layout.tensor_parallel
         data_parallel_rank, context_parallel_rank = divmod(row_rank, context_parallel)
         self._step_batches = StepBatches(
-            self.epoch_order, lengths, micro_batches, effective_batch=effective_batch,
-            rank=data_parallel_rank, ranks=self._layout.data_parallel,
-        )  # fmt: skip
+            self.epoch_order,
+            lengths,
+            micro_batches,
+            effective_batch=effective_batch,
+            rank=data_parallel_rank,
+            ranks=self._layout.data_parallel,
+        )
         self.step_memory = StepMemory(self, micro_batches)
         self.train_dataset: Any = TrainingRows(rows, packs=packs, joined=not micro_batches.padded)
         self.data_collator: Any = Collator(
             int(self.processing_class.pad_token_id),  # TRL makes sure that there is one
             flat=not micro_batches.padded or (packs is not None and has_boundaries),
-            adds_sources=adds_sources, adds_masks=adds_masks,
-            adds_chat_lengths=attention_functions.needs_chat_lengths(attention), min_tokens=min_tokens,
-            context_parallel_rank=context_parallel_rank, context_parallel_size=context_parallel,
-        )  # fmt: skip
+            adds_sources=adds_sources,
+            adds_masks=adds_masks,
+            adds_chat_lengths=attention_functions.needs_chat_lengths(attention),
+            min_tokens=min_tokens,
+            context_parallel_rank=context_parallel_rank,
+            context_parallel_size=context_parallel,
+        )
 
-    # --- rows ---------------------------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------
     def get_train_dataloader(self) -> Any:
-        """The batches of an epoch, cut for this rank, where accelerate would give out batches of one size in turn."""
+        """The batches of an epoch, cut for this rank, where accelerate would give out batches of
+        one size in turn."""
         workers = self.args.dataloader_num_workers
         loader = DataLoader(
             self.train_dataset,
@@ -109,17 +133,27 @@ class PlannedLoop(EvaluatedLoop):
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory,
             prefetch_factor=self.args.dataloader_prefetch_factor,
-            worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=self.args.process_index),
+            worker_init_fn=functools.partial(
+                seed_worker, num_workers=workers, rank=self.args.process_index
+            ),
         )
         accelerator = self.accelerator
-        # as for one process, whatever the ranks: else accelerate would give this rank only a share of its own batches
+        # as for one process, whatever the ranks: else accelerate would give this rank only a share
+        # of its own batches
         return prepare_data_loader(
-            loader, accelerator.device, num_processes=1, process_index=0, put_on_device=accelerator.device_placement,
+            loader,
+            accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=accelerator.device_placement,
             non_blocking=accelerator.non_blocking,
-        )  # fmt: skip
+        )
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **options: Any) -> Any:
-        """The batches of the next step, empty ones included, and its trained tokens; the wait for them is timed."""
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **options: Any
+    ) -> Any:
+        """The batches of the next step, empty ones included, and its trained tokens; the wait for
+        them is timed."""
         with self._monitor.timed_part("data"):
             self._slot_batches = batches = list(itertools.islice(epoch_iterator, num_batches))
             filled_batches = [batch for batch in batches if batch]
@@ -127,24 +161,31 @@ class PlannedLoop(EvaluatedLoop):
             if self.step_memory.has_halved:  # cut anew: all in the last slot
                 filled_batches = self.step_memory.collate_step()
                 batches[:] = [*({} for _ in batches[1:]), filled_batches]
-            # the Trainer counts only where the first batch has labels, and StepBatches puts the empty ones first
-            _, token_count = super().get_batch_samples(iter(filled_batches), len(filled_batches), *args, **options)
+            # the Trainer counts only where the first batch has labels, and StepBatches puts the
+            # empty ones first
+            _, token_count = super().get_batch_samples(
+                iter(filled_batches), len(filled_batches), *args, **options
+            )
         return batches, token_count
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """None are counted: the Trainer would walk all modules for each batch."""
         return 0
 
-    # --- training -----------------------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------
     @property
     def tokens_seen(self) -> int:
         """Tokens in the training batches since this process started, without padding."""
         return int(self._tokens_seen)
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """Train. Early stopping watches only here: evaluations before and after training do not count for it."""
+        """Train. Early stopping watches only here: evaluations before and after training do not
+        count for it."""
         # the longest rows are tried before the monitor begins to measure
-        callbacks: list[TrainerCallback] = [RowsAndSeeds(self.epoch_order, self._layout), self.step_memory]
+        callbacks: list[TrainerCallback] = [
+            RowsAndSeeds(self.epoch_order, self._layout),
+            self.step_memory,
+        ]
         callbacks += [self._monitor, self.non_finite_guard]
         checkpoint = options.get("resume_from_checkpoint")
         if self._early_stopping is not None:
@@ -162,7 +203,9 @@ class PlannedLoop(EvaluatedLoop):
                     last_checkpoint.forbid_pickled_code(Path(checkpoint)),
                     last_checkpoint.readable_checkpoint(self, Path(checkpoint)) as path,
                 ):
-                    output = super().train(*args, **{**options, "resume_from_checkpoint": str(path)})
+                    output = super().train(
+                        *args, **{**options, "resume_from_checkpoint": str(path)}
+                    )
             else:
                 output = super().train(*args, **options)
             self.finish_saving()
@@ -174,8 +217,9 @@ class PlannedLoop(EvaluatedLoop):
                 self.remove_callback(callback)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The optimizer without empty parameter groups, such as that of an adapter's biases: DeepSpeed drops one, and a
-        schedule made for two then fails (https://github.com/OpenRLHF/OpenRLHF/issues/1225)."""
+        """The optimizer without empty parameter groups, such as that of an adapter's biases:
+        DeepSpeed drops one, and a schedule made for two then fails
+        (https://github.com/OpenRLHF/OpenRLHF/issues/1225)."""
         is_new = self.optimizer is None  # under DeepSpeed the Trainer asks twice for the same one
         optimizer = super().create_optimizer(model)
         groups = optimizer.param_groups
@@ -187,19 +231,23 @@ class PlannedLoop(EvaluatedLoop):
     def _run_epoch(self, *args: Any, **options: Any) -> None:
         # resumed after its last step the Trainer would train one more: it looks only after each
         stopping = self._early_stopping
-        has_stopped = stopping and stopping.early_stopping_patience_counter >= stopping.early_stopping_patience
+        has_stopped = (
+            stopping
+            and stopping.early_stopping_patience_counter >= stopping.early_stopping_patience
+        )
         if has_stopped or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **options)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """One micro-step, or those of a list of batches; the sum of their losses. An empty batch takes
-        none. Where memory runs out, all micro-steps of the step are repeated with smaller ones."""
+        """One micro-step, or those of a list of batches; the sum of their losses. An empty batch
+        takes none. Where memory runs out, all micro-steps of the step are repeated with smaller
+        ones."""
         self.heartbeat.note(self.state.global_step + 1, TRAINING)
         if not inputs:
-            # on all ranks at once, and never in a step's last micro-step, which reduces the gradients: StepBatches puts
-            # the empty ones first
+            # on all ranks at once, and never in a step's last micro-step, which reduces the
+            # gradients: StepBatches puts the empty ones first
             return torch.zeros((), device=self.args.device)
 
         def compute(is_retry: bool) -> Any:
@@ -216,25 +264,37 @@ class PlannedLoop(EvaluatedLoop):
         return self.step_memory.run_with_retry(compute)
 
     def _train_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        inputs = send_to_device(inputs, self.args.device)  # a batch that was cut anew is on the host
-        self.current_gradient_accumulation_steps = self._micro_steps  # the Trainer's own number counts the empty ones
+        inputs = send_to_device(
+            inputs, self.args.device
+        )  # a batch that was cut anew is on the host
+        self.current_gradient_accumulation_steps = (
+            self._micro_steps
+        )  # the Trainer's own number counts the empty ones
         self._tokens_seen = self._tokens_seen + count_tokens(inputs)
         self._monitor.count_batch(inputs, ignored_label=IGNORED)
         self._micro_step += 1
-        defers_reduction = self._micro_step % self.micro_steps_per_reduction and self._micro_step < self._micro_steps
-        reduction_context = self.accelerator.no_sync(model) if defers_reduction else contextlib.nullcontext()
+        defers_reduction = (
+            self._micro_step % self.micro_steps_per_reduction
+            and self._micro_step < self._micro_steps
+        )
+        reduction_context = (
+            self.accelerator.no_sync(model) if defers_reduction else contextlib.nullcontext()
+        )
         with self._monitor.timed_part("forward_backward"), reduction_context:
             loss = self.compute_micro_step(model, inputs, *args, **options)
         step_tokens = next(iter(args), options.get("num_items_in_batch"))
         if step_tokens is not None:
-            # the loss was scaled up for DDP's mean over ranks; tensor-parallel ranks are not among those
+            # the loss was scaled up for DDP's mean over ranks; tensor-parallel ranks are not among
+            # those
             ranks = self.args.world_size // self._layout.tensor_parallel
             self._monitor.add(loss=loss.detach() * step_tokens / ranks)
         return loss
 
     def compute_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Forward and backward pass of a micro-step, not counted."""
-        inputs = {name: value for name, value in inputs.items() if name not in COUNT_KEYS}  # no model takes them
+        inputs = {
+            name: value for name, value in inputs.items() if name not in COUNT_KEYS
+        }  # no model takes them
         return super().training_step(model, inputs, *args, **options)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -252,8 +312,9 @@ class PlannedLoop(EvaluatedLoop):
             )
             self._last_logged_step = self.state.global_step
         if "train_loss" in logs:
-            # to the means logged so far the Trainer has added this rank's own sum since the last log, and divided by
-            # the steps of this process (transformers 5.23), or by all steps of the run (older versions)
+            # to the means logged so far the Trainer has added this rank's own sum since the last
+            # log, and divided by the steps of this process (transformers 5.23), or by all steps of
+            # the run (older versions)
             total_loss = self._total_loss_scalar + self._mean_loss_sum() - self._tr_loss.item()
             logs["train_loss"] = total_loss / max(1, self.state.global_step)
         super().log(logs, start_time)

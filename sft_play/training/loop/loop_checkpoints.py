@@ -1,5 +1,6 @@
-"""The checkpoints of the training loop: whole or absent, and readable under one process, DDP and FSDP alike. What the
-Trainer writes goes into a folder aside, is checked, and is renamed (`checkpoints`)."""
+"""The checkpoints of the training loop: whole or absent, and readable under one process, DDP and
+FSDP alike. What the Trainer writes goes into a folder aside, is checked, and is renamed
+(`checkpoints`)."""
 
 import contextlib
 import functools
@@ -21,7 +22,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from sft_play.errors import SftPlayError
 from sft_play.runs.files import free_disk_bytes, require_disk_space, sync_folder
 from sft_play.training import distributed, engines
-from sft_play.training.checkpoints import checkpoints, full_state_dict, last_checkpoint, sharded_checkpoints
+from sft_play.training.checkpoints import (
+    checkpoints,
+    full_state_dict,
+    last_checkpoint,
+    sharded_checkpoints,
+)
 from sft_play.training.checkpoints.model_saving import embeddings_to_save
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.loop.callbacks import NonFiniteStepGuard, require_finite
@@ -29,26 +35,36 @@ from sft_play.training.measure.monitor import Monitor
 
 logger = logging.getLogger(__name__)
 
-# In a checkpoint: sums of losses, rows and tokens, so that what is logged after a resume is the unbroken run's.
+# In a checkpoint: sums of losses, rows and tokens, so that what is logged after a resume is the
+# unbroken run's.
 LOGGING_STATE = "logging_state.json"
 
 
-# How long a run that fails waits for a checkpoint that was begun: other ranks may never write their parts.
+# How long a run that fails waits for a checkpoint that was begun: other ranks may never write their
+# parts.
 FINAL_SAVE_TIMEOUT_S = 300.0
 
 
 class RestoredCounters(TrainerCallback):
-    """Restores what a checkpoint counts and the Trainer does not read from it: early stopping's counter
-    now, and at the start of training the sums, once the Trainer has set them to zero; they do not
-    depend on the number of ranks."""
+    """Restores what a checkpoint counts and the Trainer does not read from it: early stopping's
+    counter now, and at the start of training the sums, once the Trainer has set them to zero; they
+    do not depend on the number of ranks."""
 
-    def __init__(self, trainer: Any, early_stopping: EarlyStoppingCallback | None, checkpoint: Path) -> None:
+    def __init__(
+        self, trainer: Any, early_stopping: EarlyStoppingCallback | None, checkpoint: Path
+    ) -> None:
         self._trainer, self._path = trainer, checkpoint / LOGGING_STATE
         if early_stopping is not None:
             # the Trainer saves it, and restores it only together with all other callbacks
             state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-            saved = state["stateful_callbacks"].get(EarlyStoppingCallback.__name__, {}).get("attributes", {})
-            early_stopping.early_stopping_patience_counter = int(saved.get("early_stopping_patience_counter", 0))
+            saved = (
+                state["stateful_callbacks"]
+                .get(EarlyStoppingCallback.__name__, {})
+                .get("attributes", {})
+            )
+            early_stopping.early_stopping_patience_counter = int(
+                saved.get("early_stopping_patience_counter", 0)
+            )
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Read the sums from the checkpoint."""
@@ -58,14 +74,18 @@ class RestoredCounters(TrainerCallback):
         self._trainer._total_loss_scalar = state["total_loss"]
         self._trainer.non_finite_guard.steps_without_loss = state["left_out"]
         monitor = self._trainer._monitor
-        monitor.samples_seen, monitor.tokens_seen = state["seen"]["samples"], state["seen"]["tokens"]
+        monitor.samples_seen, monitor.tokens_seen = (
+            state["seen"]["samples"],
+            state["seen"]["tokens"],
+        )
         monitor.tokens_before_start = monitor.tokens_seen
 
 
 class CheckpointWriter:
-    """A checkpoint that is written while training goes on, by a thread that also makes it whole and renames it: the
-    thread of torch's `async_save` is one that an exit waits for, and the rest would wait for the next step. `step`,
-    `needed_bytes`: of the checkpoint, and the bytes that it takes at least."""
+    """A checkpoint that is written while training goes on, by a thread that also makes it whole and
+    renames it: the thread of torch's `async_save` is one that an exit waits for, and the rest would
+    wait for the next step. `step`, `needed_bytes`: of the checkpoint, and the bytes that it takes
+    at least."""
 
     def __init__(self, write: Callable[[], None], *, step: int, needed_bytes: int) -> None:
         self.step, self.needed_bytes = step, needed_bytes
@@ -77,7 +97,9 @@ class CheckpointWriter:
     def _run(self) -> None:
         try:
             self._write()
-        except BaseException as error:  # torch's distributed checkpoint raises one that is no Exception
+        except (
+            BaseException
+        ) as error:  # torch's distributed checkpoint raises one that is no Exception
             self._error = error
         self._duration_s = time.monotonic() - self._start_time
 
@@ -89,15 +111,16 @@ class CheckpointWriter:
         return self._duration_s
 
     def wait_at_most(self, seconds: float) -> None:
-        """Wait for its end, but no longer: where this rank fails, others may never write their parts."""
+        """Wait for its end, but no longer: where this rank fails, others may never write their
+        parts."""
         self._thread.join(seconds)
 
 
 class CheckpointedLoop(Trainer):
-    """A Trainer whose checkpoints are whole or absent, and do not depend on the layout that wrote them.
-    `checkpoint_limit`: how many are kept, None for all; `saves_shards`: every rank writes its own part (FSDP only);
-    `async_save`: while training goes on; `on_nan`: what a step that is not finite does. The other options are the
-    Trainer's."""
+    """A Trainer whose checkpoints are whole or absent, and do not depend on the layout that wrote
+    them. `checkpoint_limit`: how many are kept, None for all; `saves_shards`: every rank writes its
+    own part (FSDP only); `async_save`: while training goes on; `on_nan`: what a step that is not
+    finite does. The other options are the Trainer's."""
 
     def __init__(
         self,
@@ -112,7 +135,9 @@ class CheckpointedLoop(Trainer):
     ) -> None:
         self._checkpoint_limit = checkpoint_limit
         self.saves_shards, self._saves_async = saves_shards, async_save
-        self._shard: sharded_checkpoints.CheckpointShard | None = None  # of the checkpoint that is about to be written
+        self._shard: sharded_checkpoints.CheckpointShard | None = (
+            None  # of the checkpoint that is about to be written
+        )
         self._checkpoint_writer: CheckpointWriter | None = None
         self.non_finite_guard = NonFiniteStepGuard(self, on_nan)
         self.heartbeat = heartbeat or Heartbeat(0.0)  # one that was never opened tells nobody
@@ -121,18 +146,19 @@ class CheckpointedLoop(Trainer):
         self._staging: Path | None = None
         super().__init__(**options)
 
-    # --- writing ------------------------------------------------------------------------------------------------------
+    # --- writing ----------------------------------------------------------------------------------
     def _mean_loss_sum(self) -> float:
         # of losses since the last log, the mean over ranks; all ranks call it
         return float(self.accelerator.gather(self._tr_loss.detach().reshape(1)).mean().item())
 
     def _get_output_dir(self, trial: Any) -> str:
-        # `_save_checkpoint` asks here for the folder to write to. args.output_dir is not changed instead, since the
-        # arguments are saved with each checkpoint
+        # `_save_checkpoint` asks here for the folder to write to. args.output_dir is not changed
+        # instead, since the arguments are saved with each checkpoint
         return str(self._staging or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # overridden since callbacks hear of a checkpoint (on_save) only once it is written: too late to write it aside
+        # overridden since callbacks hear of a checkpoint (on_save) only once it is written: too
+        # late to write it aside
         self.finish_saving()
         folder, step = Path(self.args.output_dir), self.state.global_step
         self.heartbeat.note(step, "saving a checkpoint")
@@ -150,26 +176,35 @@ class CheckpointedLoop(Trainer):
             self._staging = None
 
     @contextlib.contextmanager
-    def _require_room(self, step: int, needed_bytes: int, *, free_space: int | None = None) -> Iterator[None]:
+    def _require_room(
+        self, step: int, needed_bytes: int, *, free_space: int | None = None
+    ) -> Iterator[None]:
         folder = Path(self.args.output_dir)
         purpose = f"{checkpoints.resume_note(folder)}; that of step {step}"
         try:
             with require_disk_space(folder, needed_bytes, purpose, available_bytes=free_space):
                 yield
         except SftPlayError:
-            shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # it would keep the disk full
+            shutil.rmtree(
+                checkpoints.staging_path(folder), ignore_errors=True
+            )  # it would keep the disk full
             raise
 
     def finish_saving(self) -> None:
-        """Wait until the checkpoint written beside the training is whole; all ranks. Raises RunFolderError: no room."""
+        """Wait until the checkpoint written beside the training is whole; all ranks. Raises
+        RunFolderError: no room."""
         writer, self._checkpoint_writer = self._checkpoint_writer, None
         if writer is None:
             return
-        self.heartbeat.note(self.state.global_step, "waiting for a checkpoint", saved_bytes=writer.needed_bytes)
+        self.heartbeat.note(
+            self.state.global_step, "waiting for a checkpoint", saved_bytes=writer.needed_bytes
+        )
         with self._require_room(writer.step, writer.needed_bytes):
             duration_s = writer.wait()
             self.wait_for_disk()
-        logger.info("Checkpoint of step %d: written beside the training in %.0f s", writer.step, duration_s)
+        logger.info(
+            "Checkpoint of step %d: written beside the training in %.0f s", writer.step, duration_s
+        )
         self.pause_seconds["checkpoint"].append(duration_s)
 
     def _write_checkpoint(self, model: Any, trial: Any, needed_bytes: int) -> None:
@@ -182,22 +217,30 @@ class CheckpointedLoop(Trainer):
         super()._save_checkpoint(model, trial)
         self.wait_for_disk()  # every rank's files have to be there before the first one checks them
         if distributed.is_first_of_node() and not distributed.is_first():
-            sync_folder(staging)  # only the node that wrote a file can bring it to a disk that nodes share
+            sync_folder(
+                staging
+            )  # only the node that wrote a file can bring it to a disk that nodes share
         self.wait_for_disk()
         checkpoint_path = checkpoints.checkpoint_path(staging, step)
         if distributed.is_first():
             state = {
-                "loss_sum": loss_sum, "last_logged": self._globalstep_last_logged,
+                "loss_sum": loss_sum,
+                "last_logged": self._globalstep_last_logged,
                 "total_loss": self._total_loss_scalar,
-                "left_out": self.non_finite_guard.steps_without_loss, "seen": seen_counts,
-            }  # fmt: skip
+                "left_out": self.non_finite_guard.steps_without_loss,
+                "seen": seen_counts,
+            }
             (checkpoint_path / LOGGING_STATE).write_text(json.dumps(state), encoding="utf-8")
-            if self.state.best_global_step:  # the Trainer looked for the best one in the staging folder
+            if (
+                self.state.best_global_step
+            ):  # the Trainer looked for the best one in the staging folder
                 best = checkpoints.checkpoint_path(folder, self.state.best_global_step)
                 is_kept = best.exists() or self.state.best_global_step == step
                 self.state.best_model_checkpoint = str(best) if is_kept else None
                 self.state.save_to_json(str(checkpoint_path / "trainer_state.json"))
-        best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
+        best_path = (
+            Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
+        )
         required_files: tuple[str, ...] = checkpoints.RESUME_FILES
         if self.is_deepspeed_enabled:
             required_files = ("trainer_state.json", "latest")
@@ -209,8 +252,12 @@ class CheckpointedLoop(Trainer):
 
         def commit() -> None:
             if distributed.is_first():
-                checkpoints.commit_checkpoint(checkpoint_path, folder, required_files=required_files)
-                checkpoints.rotate_checkpoints(folder, limit=self._checkpoint_limit, best_checkpoint=best_path)
+                checkpoints.commit_checkpoint(
+                    checkpoint_path, folder, required_files=required_files
+                )
+                checkpoints.rotate_checkpoints(
+                    folder, limit=self._checkpoint_limit, best_checkpoint=best_path
+                )
 
         shard, self._shard = self._shard, None
         if shard is None:
@@ -231,10 +278,12 @@ class CheckpointedLoop(Trainer):
         distributed.barrier(distributed.long_timeout_group())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights; over ranks an adapter without its base, weights in parts with the optimizer's states."""
+        """Write the weights; over ranks an adapter without its base, weights in parts with the
+        optimizer's states."""
         if self._staging is not None:
-            # under their names in memory: the Trainer resumes by plain `load_state_dict`, which silently skips others,
-            # and the hub's differ for some classes. PEFT would write whole embeddings wherever they were resized
+            # under their names in memory: the Trainer resumes by plain `load_state_dict`, which
+            # silently skips others, and the hub's differ for some classes. PEFT would write whole
+            # embeddings wherever they were resized
             options: dict[str, Any] = {"save_original_format": False}
             if is_peft_model(self.model):
                 options = {"save_embedding_layers": embeddings_to_save(self.model)}
@@ -252,7 +301,8 @@ class CheckpointedLoop(Trainer):
         self.wait_for_disk()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # the Trainer's own for FSDP writes the model once more, and states by name that only FSDP reads back
+        # the Trainer's own for FSDP writes the model once more, and states by name that only FSDP
+        # reads back
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -268,7 +318,9 @@ class CheckpointedLoop(Trainer):
                 on_done = functools.partial(
                     note, step, "waiting for the parts of a checkpoint", saved_bytes=saved_bytes
                 )
-                sharded_checkpoints.save_shard(shard, path, group=distributed.long_timeout_group(), on_done=on_done)
+                sharded_checkpoints.save_shard(
+                    shard, path, group=distributed.long_timeout_group(), on_done=on_done
+                )
                 shard_count, seconds = distributed.world_size(), time.monotonic() - start_time
                 logger.info("Checkpoint of step %d: %d parts in %.0f s", step, shard_count, seconds)
         else:
@@ -280,7 +332,8 @@ class CheckpointedLoop(Trainer):
         self.wait_for_disk()
 
     def _save_rng_state(self, output_dir: str) -> None:
-        # all ranks' states are written where the first rank writes: other nodes may have another disk
+        # all ranks' states are written where the first rank writes: other nodes may have another
+        # disk
         if self.args.world_size <= 1:
             super()._save_rng_state(output_dir)
             return
@@ -292,9 +345,10 @@ class CheckpointedLoop(Trainer):
             for name, content in files.items():
                 (Path(output_dir) / name).write_bytes(content)
 
-    # --- reading ------------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # what `_save_optimizer_and_scheduler` wrote, under any layout: the Trainer reads only its own layout's form
+        # what `_save_optimizer_and_scheduler` wrote, under any layout: the Trainer reads only its
+        # own layout's form
         path = Path(checkpoint) if checkpoint is not None else None
         if path is not None and sharded_checkpoints.is_sharded(path):
             # inside accelerate's wrapper
@@ -310,27 +364,39 @@ class CheckpointedLoop(Trainer):
                 last_checkpoint.finish_loading(self, path)
             return
         else:
-            states = torch.load(path / "optimizer.pt", weights_only=True) if distributed.is_first() else None
+            states = (
+                torch.load(path / "optimizer.pt", weights_only=True)
+                if distributed.is_first()
+                else None
+            )
             full_state_dict.load_optimizer_states(self.model, self.optimizer.optimizer, states)
         self.lr_scheduler.load_state_dict(torch.load(path / "scheduler.pt", weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        # the Trainer knows neither parts (.distcp) nor whole safetensors for a model that FSDP has divided already; an
-        # adapter it reads with PEFT, which renames tensors as those of the base's published files and loses some; and a
-        # config.json as one of any class, which refuses words of some classes (DeepSeek-V4's kinds of layers)
+        # the Trainer knows neither parts (.distcp) nor whole safetensors for a model that FSDP has
+        # divided already; an adapter it reads with PEFT, which renames tensors as those of the
+        # base's published files and loses some; and a config.json as one of any class, which
+        # refuses words of some classes (DeepSeek-V4's kinds of layers)
         path = Path(resume_from_checkpoint)
         if sharded_checkpoints.is_sharded(path):
-            sharded_checkpoints.load_sharded_weights(self.model, path, group=distributed.long_timeout_group())
+            sharded_checkpoints.load_sharded_weights(
+                self.model, path, group=distributed.long_timeout_group()
+            )
         elif not self.is_fsdp_enabled and full_state_dict.has_adapter(self.model):
             full_state_dict.load_adapter_weights(self.model, path)
         elif not self.is_fsdp_enabled:
             full_state_dict.load_full_weights(self.model, path)
         else:
-            weights = full_state_dict.read_checkpoint_weights(path, self.model) if distributed.is_first() else {}
+            weights = (
+                full_state_dict.read_checkpoint_weights(path, self.model)
+                if distributed.is_first()
+                else {}
+            )
             full_state_dict.load_fsdp_weights(self.model, weights)
 
     def _load_best_model(self) -> None:
-        # at the end of training, with load_best_model_at_end; it reads files by itself, not by `_load_from_checkpoint`
+        # at the end of training, with load_best_model_at_end; it reads files by itself, not by
+        # `_load_from_checkpoint`
         self.finish_saving()
         self.heartbeat.stop_clock()
         # the others know where it was written aside
@@ -339,7 +405,11 @@ class CheckpointedLoop(Trainer):
         self.wait_for_disk()
         damage = distributed.broadcast_value(damage)
         if damage is not None:
-            logger.warning("The best checkpoint cannot be loaded, so the last weights are kept: %s: %s", best, damage)
+            logger.warning(
+                "The best checkpoint cannot be loaded, so the last weights are kept: %s: %s",
+                best,
+                damage,
+            )
             return
         if (
             self.is_fsdp_enabled
@@ -348,11 +418,15 @@ class CheckpointedLoop(Trainer):
         ):
             self._load_from_checkpoint(best)
             return
-        with last_checkpoint.readable_checkpoint(self, Path(best)) as path:  # it may have been written over other ranks
+        with last_checkpoint.readable_checkpoint(
+            self, Path(best)
+        ) as path:  # it may have been written over other ranks
             self.state.best_model_checkpoint = str(path)
             super()._load_best_model()
             last_checkpoint.finish_loading(self, path)
         self.state.best_model_checkpoint = best
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        full_state_dict.require_same_names(self.model, load_result.missing_keys, load_result.unexpected_keys)
+        full_state_dict.require_same_names(
+            self.model, load_result.missing_keys, load_result.unexpected_keys
+        )

@@ -1,4 +1,5 @@
-"""The evaluation of the training loop: a loss that no layout changes, and exact match of generated answers."""
+"""The evaluation of the training loop: a loss that no layout changes, and exact match of generated
+answers."""
 
 import contextlib
 import logging
@@ -29,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluatedLoop(CheckpointedLoop):
-    """A Trainer that evaluates every row once, as a mean over trained tokens, whatever the number of ranks.
-    `questions`: those that are asked while training; `evaluates_blocks`: held-out rows have one length. The other
-    options are those of `CheckpointedLoop` and the Trainer."""
+    """A Trainer that evaluates every row once, as a mean over trained tokens, whatever the number
+    of ranks. `questions`: those that are asked while training; `evaluates_blocks`: held-out rows
+    have one length. The other options are those of `CheckpointedLoop` and the Trainer."""
 
     # Of compiled blocks; None for plain ones.
     compile_monitor: CompileMonitor | None = None
@@ -48,10 +49,16 @@ class EvaluatedLoop(CheckpointedLoop):
         **options: Any,
     ) -> None:
         self.plan, self._layout = plan, plan.choice.layout
-        self._questions, self._stop_ids, self._max_new_tokens = list(questions), list(stop_ids), max_new_tokens
+        self._questions, self._stop_ids, self._max_new_tokens = (
+            list(questions),
+            list(stop_ids),
+            max_new_tokens,
+        )
         self._evaluates_blocks = evaluates_blocks
         self._trained_tokens_per_eval_row = 1.0
-        self._tokens_seen: torch.Tensor | int = 0  # becomes a tensor of the device, which nothing waits for
+        self._tokens_seen: torch.Tensor | int = (
+            0  # becomes a tensor of the device, which nothing waits for
+        )
         self._eval_head_sums: torch.Tensor | None = None
         self._eval_source_sums: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
@@ -63,19 +70,24 @@ class EvaluatedLoop(CheckpointedLoop):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The batches of an evaluation, the longest rows first."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
+        # the rows are reordered, not their sampler replaced: that is a private method of the
+        # Trainer
         order = longest_first_order(
-            dataset, batch_size=self.args.per_device_eval_batch_size, repeats=self._layout.context_parallel
+            dataset,
+            batch_size=self.args.per_device_eval_batch_size,
+            repeats=self._layout.context_parallel,
         )
         return super().get_eval_dataloader(dataset.select(order))
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """Evaluate as the Trainer does, but count a row once: every rank of a context-parallel group gets it."""
+        """Evaluate as the Trainer does, but count a row once: every rank of a context-parallel
+        group gets it."""
         output = super().evaluation_loop(*args, **options)
         return output._replace(num_samples=output.num_samples // self._layout.context_parallel)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""
+        """One evaluation batch, its loss weighted so that the mean over rows is the mean over
+        trained tokens."""
         self.heartbeat.note(self.state.global_step, "evaluating")
         rows = len(inputs["labels"])
         if self._max_eval_rows is not None and rows > self._max_eval_rows:
@@ -89,35 +101,49 @@ class EvaluatedLoop(CheckpointedLoop):
         if result is not None:
             if self._eval_progress is not None:  # all ranks evaluate as many
                 self._eval_progress.add(rows * self._layout.data_parallel)
-            # the Trainer repeats this number for each row of the batch, and takes the mean over all rows
+            # the Trainer repeats this number for each row of the batch, and takes the mean over all
+            # rows
             tokens = (scored_labels(inputs) != IGNORED).sum()
             counted_rows = rows / self._layout.context_parallel  # every rank of a group counts them
             loss = result[0] * tokens / (counted_rows * self._trained_tokens_per_eval_row)
-            loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))  # a batch may be masked whole: 0 / 0 is nan
+            loss = torch.where(
+                tokens > 0, loss, torch.zeros_like(loss)
+            )  # a batch may be masked whole: 0 / 0 is nan
             return loss, *result[1:]
         self._max_eval_rows = rows // 2
         return self.prediction_step(model, inputs, *args, **options)
 
     def evaluate(
-        self, eval_dataset: Any = None, *args: Any, questions: Sequence[Question] | None = None, **options: Any
+        self,
+        eval_dataset: Any = None,
+        *args: Any,
+        questions: Sequence[Question] | None = None,
+        **options: Any,
     ) -> dict[str, float]:
-        """Loss over trained tokens and, where there are questions (None: those asked while training), exact match of
-        generated answers; every row counts once. The random state is restored, so that evaluating changes no number of
-        the training."""
+        """Loss over trained tokens and, where there are questions (None: those asked while
+        training), exact match of generated answers; every row counts once. The random state is
+        restored, so that evaluating changes no number of the training."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         configured_batch_size = self.args.per_device_eval_batch_size
         ranks = self.args.world_size
         batch_size = balanced_batch_size(len(dataset), max_size=configured_batch_size, ranks=ranks)
-        # else accelerate would fill the last pass with rows from the beginning; one process needs no full batches
+        # else accelerate would fill the last pass with rows from the beginning; one process needs
+        # no full batches
         dataset = pad_to_multiple(dataset, multiple=batch_size * ranks if ranks > 1 else 1)
         self._trained_tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
         self._eval_head_sums = self._eval_source_sums = None
         # compiled blocks would be compiled once more for passes without gradients
         eager_context = (
-            torch.compiler.set_stance("force_eager") if self.compile_monitor is not None else contextlib.nullcontext()
+            torch.compiler.set_stance("force_eager")
+            if self.compile_monitor is not None
+            else contextlib.nullcontext()
         )
         # blocks of text are not asked for answers, which have a new length for every token
-        attention_context = contextlib.nullcontext() if self._evaluates_blocks else attention_functions.without_cudnn()
+        attention_context = (
+            contextlib.nullcontext()
+            if self._evaluates_blocks
+            else attention_functions.without_cudnn()
+        )
         prefix = str(options.get("metric_key_prefix", "eval"))
         with (
             torch.random.fork_rng(distributed.rng_devices()),
@@ -128,7 +154,9 @@ class EvaluatedLoop(CheckpointedLoop):
             # the Trainer has no argument for the batch size of one evaluation
             self.args.per_device_eval_batch_size = batch_size
             try:
-                with report_wait("Evaluating", unit="rows", count_total=lambda: len(dataset)) as self._eval_progress:
+                with report_wait(
+                    "Evaluating", unit="rows", count_total=lambda: len(dataset)
+                ) as self._eval_progress:
                     metrics: dict[str, float] = super().evaluate(dataset, *args, **options)
             finally:
                 self.args.per_device_eval_batch_size = configured_batch_size
@@ -139,24 +167,40 @@ class EvaluatedLoop(CheckpointedLoop):
             self.last_metrics = (self.state.global_step, metrics)
             figures = f"loss {metrics['eval_loss']:.4f}"
             if "eval_exact_match" in metrics:
-                figures += f", exact match {metrics['eval_exact_match']:.1%} of {len(active_questions):,} rows"
+                figures += (
+                    f", exact match {metrics['eval_exact_match']:.1%} of {len(active_questions):,}"
+                    " rows"
+                )
             logger.info("Validation at step %d: %s", self.state.global_step, figures)
         return metrics
 
-    def _measure_exact_match(self, questions: Sequence[Question], *, prefix: str) -> dict[str, float]:
+    def _measure_exact_match(
+        self, questions: Sequence[Question], *, prefix: str
+    ) -> dict[str, float]:
         with (
             attention_functions.full_rows_attention(self.model),
             self._monitor.peaks.during("generation"),
-            report_wait("Generating answers", unit="answers", count_total=lambda: len(questions)) as progress,
+            report_wait(
+                "Generating answers", unit="answers", count_total=lambda: len(questions)
+            ) as progress,
         ):
             self.last_answers = generate_answers(
-                self.model, self.processing_class, questions, stop_ids=self._stop_ids,
-                max_new_tokens=self._max_new_tokens, max_tokens=self.plan.answer_tokens,
-                try_batch=self.step_memory.try_batch, on_batch_end=progress.add,
-                on_batch_start=lambda: self.heartbeat.note(self.state.global_step, "generating answers"),
-            )  # fmt: skip
+                self.model,
+                self.processing_class,
+                questions,
+                stop_ids=self._stop_ids,
+                max_new_tokens=self._max_new_tokens,
+                max_tokens=self.plan.answer_tokens,
+                try_batch=self.step_memory.try_batch,
+                on_batch_end=progress.add,
+                on_batch_start=lambda: self.heartbeat.note(
+                    self.state.global_step, "generating answers"
+                ),
+            )
         metrics = {
-            f"{prefix}_exact_match": sum(answer.is_correct for answer in self.last_answers) / len(self.last_answers),
+            f"{prefix}_exact_match": (
+                sum(answer.is_correct for answer in self.last_answers) / len(self.last_answers)
+            ),
             f"{prefix}_generated_rows": len(self.last_answers),
         }
         self.log(metrics)
@@ -170,11 +214,21 @@ class EvaluatedLoop(CheckpointedLoop):
             return
         self._eval_head_sums = head if self._eval_head_sums is None else self._eval_head_sums + head
         if sources is not None:
-            self._eval_source_sums = sources if self._eval_source_sums is None else self._eval_source_sums + sources
+            self._eval_source_sums = (
+                sources if self._eval_source_sums is None else self._eval_source_sums + sources
+            )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; beside the loss of an evaluation what the head and the sources add up to over all ranks."""
-        prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
+        """Log; beside the loss of an evaluation what the head and the sources add up to over all
+        ranks."""
+        prefix = next(
+            (
+                key.removesuffix("loss")
+                for key in logs
+                if key.endswith("_loss") and key != "train_loss"
+            ),
+            None,
+        )
         if prefix is not None and self._eval_head_sums is not None:
             head, source_sums = self._eval_head_sums.tolist(), []
             if self._eval_source_sums is not None:
@@ -183,7 +237,11 @@ class EvaluatedLoop(CheckpointedLoop):
             self._eval_head_sums = self._eval_source_sums = None
             logs |= head_metrics([head for head, _, _ in sums_by_rank], prefix=prefix)
             if source_sums:
-                logs |= source_losses([sums for _, _, sums in sums_by_rank], self._monitor.sources, prefix=prefix)
-            tokens_seen = sum(tokens for _, tokens, _ in sums_by_rank[:: self._layout.tensor_parallel])
+                logs |= source_losses(
+                    [sums for _, _, sums in sums_by_rank], self._monitor.sources, prefix=prefix
+                )
+            tokens_seen = sum(
+                tokens for _, tokens, _ in sums_by_rank[:: self._layout.tensor_parallel]
+            )
             logs[f"{prefix}num_tokens"] = self._monitor.tokens_before_start + tokens_seen
         super().log(logs, start_time)

@@ -1,9 +1,11 @@
-"""What the optimizers of a run do that no library's does: Muon beside AdamW, LoRA+, stochastic rounding.
+"""What the optimizers of a run do that no library's does: Muon beside AdamW, LoRA+, stochastic
+rounding.
 
-Muon: torch's, for the weight matrices between the embeddings (https://arxiv.org/abs/2502.16982), scaled to AdamW's
-updates, so that it takes AdamW's learning rate and weight decay. LoRA+ (https://huggingface.co/papers/2402.12354): a
-rate of its own for lora_B and vectors; PEFT's function makes an optimizer that no schedule of the Trainer's groups
-knows. Stochastic rounding (https://arxiv.org/abs/2010.06192): updates too small for bf16 arrive in expectation.
+Muon: torch's, for the weight matrices between the embeddings (https://arxiv.org/abs/2502.16982),
+scaled to AdamW's updates, so that it takes AdamW's learning rate and weight decay. LoRA+
+(https://huggingface.co/papers/2402.12354): a rate of its own for lora_B and vectors; PEFT's
+function makes an optimizer that no schedule of the Trainer's groups knows. Stochastic rounding
+(https://arxiv.org/abs/2010.06192): updates too small for bf16 arrive in expectation.
 """
 
 from collections.abc import Callable, Collection
@@ -23,8 +25,11 @@ _NOISE_STRIDE = 1_000_003
 
 
 def muon_matrices(model: Any) -> frozenset[nn.Parameter]:
-    """The parameters that Muon steps: matrices, but for those of embeddings and of the output head."""
-    embedding_weights = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    """The parameters that Muon steps: matrices, but for those of embeddings and of the output
+    head."""
+    embedding_weights = {
+        module.weight for module in model.modules() if isinstance(module, nn.Embedding)
+    }
     embedding_weights.add(getattr(model.get_output_embeddings(), "weight", None))
     return frozenset(
         parameter
@@ -37,23 +42,36 @@ class MuonWithAdamW(Optimizer):
     """Two optimizers as one: Muon steps the `matrices` of each group, AdamW the rest."""
 
     def __init__(
-        self, params: Any, *, matrices: Collection[nn.Parameter], lr: float, weight_decay: float = 0.0, **adamw: Any
+        self,
+        params: Any,
+        *,
+        matrices: Collection[nn.Parameter],
+        lr: float,
+        weight_decay: float = 0.0,
+        **adamw: Any,
     ) -> None:
         parts: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for group in params:
             for is_muon, part in parts.items():
-                chosen = [parameter for parameter in group["params"] if (parameter in matrices) == is_muon]
+                chosen = [
+                    parameter for parameter in group["params"] if (parameter in matrices) == is_muon
+                ]
                 if chosen:
                     part.append({**group, "params": chosen})
         options = {"lr": lr, "weight_decay": weight_decay}
         # torch's optimizers refuse an empty list
-        self._muon = Muon(parts[True], **options, adjust_lr_fn="match_rms_adamw") if parts[True] else None
-        self._adamw = AdamW(parts[False], **options, **{"fused": True, **adamw}) if parts[False] else None
+        self._muon = (
+            Muon(parts[True], **options, adjust_lr_fn="match_rms_adamw") if parts[True] else None
+        )
+        self._adamw = (
+            AdamW(parts[False], **options, **{"fused": True, **adamw}) if parts[False] else None
+        )
         groups = [
             {**group, _IS_MUON_KEY: optimizer is self._muon}
-            for optimizer in (self._muon, self._adamw) if optimizer is not None
+            for optimizer in (self._muon, self._adamw)
+            if optimizer is not None
             for group in optimizer.param_groups
-        ]  # fmt: skip
+        ]
         super().__init__(groups, options)
 
     @torch.no_grad()
@@ -63,16 +81,21 @@ class MuonWithAdamW(Optimizer):
         for optimizer in (self._muon, self._adamw):
             if optimizer is None:
                 continue
-            # the groups of now, with their learning rates, and the states of this optimizer, which are what is saved
+            # the groups of now, with their learning rates, and the states of this optimizer, which
+            # are what is saved
             optimizer.param_groups = [
-                group for group in self.param_groups if group[_IS_MUON_KEY] == (optimizer is self._muon)
+                group
+                for group in self.param_groups
+                if group[_IS_MUON_KEY] == (optimizer is self._muon)
             ]
             optimizer.state = self.state
             optimizer.step()
         return loss
 
 
-def loraplus_groups(groups: list[dict[str, Any]], model: Any, *, ratio: float) -> list[dict[str, Any]]:
+def loraplus_groups(
+    groups: list[dict[str, Any]], model: Any, *, ratio: float
+) -> list[dict[str, Any]]:
     """Split each group of an optimizer in two (LoRA+): lora_B's parameters and vectors have `ratio`
     times its learning rate."""
     fast_ids, parts = set(), []
@@ -82,15 +105,20 @@ def loraplus_groups(groups: list[dict[str, Any]], model: Any, *, ratio: float) -
             fast_ids.add(id(parameter))
     for group in groups:
         for is_fast, factor in ((False, 1.0), (True, ratio)):
-            params = [parameter for parameter in group["params"] if (id(parameter) in fast_ids) == is_fast]
+            params = [
+                parameter for parameter in group["params"] if (id(parameter) in fast_ids) == is_fast
+            ]
             parts.append({**group, "params": params, "lr": group["lr"] * factor})
     return parts
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """fp32 numbers [...], overwritten, as one of their two bf16 neighbours: the mean is the number."""
+    """fp32 numbers [...], overwritten, as one of their two bf16 neighbours: the mean is the
+    number."""
     bits = values.view(torch.int32)
-    noise = torch.randint(_ROUNDING_RANGE, bits.shape, dtype=torch.int32, device=values.device, generator=generator)
+    noise = torch.randint(
+        _ROUNDING_RANGE, bits.shape, dtype=torch.int32, device=values.device, generator=generator
+    )
     bits.add_(noise.masked_fill_(~torch.isfinite(values), 0)).bitwise_and_(-_ROUNDING_RANGE)
     return values.to(torch.bfloat16)
 
@@ -114,7 +142,9 @@ class _StochasticRounding(Optimizer):
                     index += 1
                     if parameter.grad is not None:
                         self.param_groups = [{**group, "params": [parameter]}]
-                        self._step_parameter(parameter, noise_key=(groups[0][ROUNDED_STEPS_KEY], index))
+                        self._step_parameter(
+                            parameter, noise_key=(groups[0][ROUNDED_STEPS_KEY], index)
+                        )
         finally:
             self.param_groups = groups
         return loss
@@ -123,7 +153,8 @@ class _StochasticRounding(Optimizer):
         if parameter.dtype != torch.bfloat16:
             super().step()
             return
-        # the dtypes of data and gradient have to agree at every assignment: so the gradient goes first and comes last
+        # the dtypes of data and gradient have to agree at every assignment: so the gradient goes
+        # first and comes last
         rounded = parameter.data
         gradient: Any = parameter.grad
         parameter.grad = None
@@ -137,7 +168,9 @@ class _StochasticRounding(Optimizer):
             parameter.data = rounded
             parameter.grad = gradient
         generator = torch.Generator(rounded.device)
-        generator.manual_seed(((self._seed * _NOISE_STRIDE + noise_key[0]) * _NOISE_STRIDE + noise_key[1]) % 2**63)
+        generator.manual_seed(
+            ((self._seed * _NOISE_STRIDE + noise_key[0]) * _NOISE_STRIDE + noise_key[1]) % 2**63
+        )
         rounded.copy_(round_stochastically(exact, generator))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -157,6 +190,8 @@ class _StochasticRounding(Optimizer):
 
 
 def stochastic_rounding_class(optimizer_class: type[Optimizer]) -> type[Optimizer]:
-    """The class of an optimizer (torch.optim's or alike) that steps bf16 parameters by stochastic rounding, with noise
-    from `rounding_seed`, step and the tensor's number: the same on all ranks of DDP and in a resumed run."""
+    """The class of an optimizer (torch.optim's or alike) that steps bf16 parameters by stochastic
+    rounding, with noise from `rounding_seed`, step and the tensor's number: the same on all ranks
+    of DDP and in a resumed run.
+    """
     return type(f"Rounding{optimizer_class.__name__}", (_StochasticRounding, optimizer_class), {})

@@ -1,8 +1,8 @@
 """Memory that runs out in a step: it is repeated from its start, in micro-batches of half the size.
 
-Until the optimizer's update a step leaves only gradients, sums and random states, which are set back. Over ranks it
-cannot be repeated in place, since others wait in a collective: the processes end, with a note for whoever starts them
-again (`runs.folder`)."""
+Until the optimizer's update a step leaves only gradients, sums and random states, which are set
+back. Over ranks it cannot be repeated in place, since others wait in a collective: the processes
+end, with a note for whoever starts them again (`runs.folder`)."""
 
 import contextlib
 import logging
@@ -22,7 +22,11 @@ from sft_play.runs.folder import OomEvent, record_oom_event, write_oom_note
 from sft_play.training import distributed
 from sft_play.training.job import RunJob, measured_run
 from sft_play.training.loop.rows import FILLER_INDEX
-from sft_play.training.prepare.device_checks import free_memory, is_out_of_memory, out_of_memory_message
+from sft_play.training.prepare.device_checks import (
+    free_memory,
+    is_out_of_memory,
+    out_of_memory_message,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +41,8 @@ _STAND_IN_BYTES = 32 << 20
 
 
 class StepMemory(TrainerCallback):
-    """Repeats a step of the trainer that ran out of memory, and tries the longest rows before the first one.
-    `micro_batches`: how steps are divided, as planned."""
+    """Repeats a step of the trainer that ran out of memory, and tries the longest rows before the
+    first one. `micro_batches`: how steps are divided, as planned."""
 
     def __init__(self, trainer: Any, micro_batches: MicroBatches) -> None:
         ranks = trainer._layout.data_parallel
@@ -55,22 +59,30 @@ class StepMemory(TrainerCallback):
         """Whether no engine wraps the model, and no other rank waits for this one."""
         trainer = self._trainer
         has_engine = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        return distributed.world_size() == 1 and not has_engine and trainer.model_wrapped is trainer.model
+        return (
+            distributed.world_size() == 1
+            and not has_engine
+            and trainer.model_wrapped is trainer.model
+        )
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Keep what the step begins with, besides weights and optimizer."""
         trainer = self._trainer
         self._step_start = {
-            "random": [get() for get, _ in _random_states()], "loss": trainer._tr_loss.clone(),
-            "tokens": trainer._tokens_seen, "counted": trainer._monitor.sums,
-        }  # fmt: skip
+            "random": [get() for get, _ in _random_states()],
+            "loss": trainer._tr_loss.clone(),
+            "tokens": trainer._tokens_seen,
+            "counted": trainer._monitor.sums,
+        }
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """From here on the step is not repeated: the update takes the same memory for every micro-batch."""
+        """From here on the step is not repeated: the update takes the same memory for every
+        micro-batch."""
         self._trainer.heartbeat.note(self._trainer.state.global_step + 1, UPDATING)
 
     def run_with_retry(self, compute: Callable[[bool], T]) -> T:
-        """Return what `compute` does; out of memory, call it again in halved micro-batches (its argument: a retry)."""
+        """Return what `compute` does; out of memory, call it again in halved micro-batches (its
+        argument: a retry)."""
         is_retry = False
         while True:
             try:
@@ -83,14 +95,19 @@ class StepMemory(TrainerCallback):
             # only here: while the exception lives, so does what its frames hold
             self._restore_step_start()
             self._report_oom(message, retry="step", retry_rows=halved_plan.micro_batch)
-            self.batch_plan, self.micro_batches = halved_plan, self.micro_batches.resized(halved_plan.micro_batch)
+            self.batch_plan, self.micro_batches = (
+                halved_plan,
+                self.micro_batches.resized(halved_plan.micro_batch),
+            )
             self.has_halved = is_retry = True
 
     def collate_step(self) -> list[dict[str, Any]]:
         """The micro-batches of the present step, cut as they are now."""
         trainer = self._trainer
         steps_per_epoch = len(trainer._step_batches) // trainer._step_batches.slots
-        micro_steps = trainer._step_batches.step_rows(trainer.state.global_step % steps_per_epoch, self.micro_batches)
+        micro_steps = trainer._step_batches.step_rows(
+            trainer.state.global_step % steps_per_epoch, self.micro_batches
+        )
         trainer._micro_steps, trainer._micro_step = len(micro_steps), 0
         return [self._collate(rows_by_rank[0]) for rows_by_rank in micro_steps]
 
@@ -110,22 +127,30 @@ class StepMemory(TrainerCallback):
             batch.clear()  # those that are left of this step: the Trainer passes empty ones over
         free_memory()
 
-    def _report_oom(self, error: str, *, retry: Any, retry_rows: int, rows: int | None = None) -> None:
+    def _report_oom(
+        self, error: str, *, retry: Any, retry_rows: int, rows: int | None = None
+    ) -> None:
         step, activity = self._trainer.heartbeat.last_note
         rows = rows or self.batch_plan.micro_batch
-        event = OomEvent(step, activity, distributed.rank(), rows, retry_rows, retry, one_line(error, limit=200))
+        event = OomEvent(
+            step, activity, distributed.rank(), rows, retry_rows, retry, one_line(error, limit=200)
+        )
         logger.warning("Out of memory: %s", event.description)
         for callback in self.on_oom:
             callback(event)
 
     def try_batch(self, compute: Callable[[], T], row_count: int) -> T | None:
-        """Compute a batch outside training; return None where memory ran out, for the caller to repeat it in halves.
-        Raises the error where ranks share weights or rows: they compute together, so one cannot repeat it alone."""
+        """Compute a batch outside training; return None where memory ran out, for the caller to
+        repeat it in halves. Raises the error where ranks share weights or rows: they compute
+        together, so one cannot repeat it alone.
+        """
         try:
             return compute()
         except (RuntimeError, MemoryError) as error:
             layout = self._trainer._layout
-            is_shared = layout.shards_params or layout.tensor_parallel > 1 or layout.context_parallel > 1
+            is_shared = (
+                layout.shards_params or layout.tensor_parallel > 1 or layout.context_parallel > 1
+            )
             if row_count == 1 or is_shared or not is_out_of_memory(error):
                 raise
             message = str(error)
@@ -135,7 +160,8 @@ class StepMemory(TrainerCallback):
 
     @contextlib.contextmanager
     def raise_out_of_memory(self) -> Iterator[None]:
-        """While open, report running out of memory that ends this process, and raise it as OutOfMemory."""
+        """While open, report running out of memory that ends this process, and raise it as
+        OutOfMemory."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -157,12 +183,20 @@ class StepMemory(TrainerCallback):
             raise OutOfMemory(message, batch=None) from error
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Compute the longest rows of an epoch once and drop what came of it, so that a lack of memory shows now. Not
-        under DeepSpeed, which would count the gradients as a part of the first step; not for compiled blocks, which are
-        compiled for the shapes that come first; not for rotations that keep the longest row in mind."""
+        """Compute the longest rows of an epoch once and drop what came of it, so that a lack of
+        memory shows now. Not under DeepSpeed, which would count the gradients as a part of the
+        first step; not for compiled blocks, which are compiled for the shapes that come first; not
+        for rotations that keep the longest row in mind.
+        """
         trainer = self._trainer
-        rope_parameters = getattr(trainer.model.config.get_text_config(), "rope_parameters", None) or {}
-        if trainer.is_deepspeed_enabled or trainer.compile_monitor is not None or "dynamic" in str(rope_parameters):
+        rope_parameters = (
+            getattr(trainer.model.config.get_text_config(), "rope_parameters", None) or {}
+        )
+        if (
+            trainer.is_deepspeed_enabled
+            or trainer.compile_monitor is not None
+            or "dynamic" in str(rope_parameters)
+        ):
             return
         trainer.heartbeat.note(trainer.state.global_step + 1, TRAINING)
         self.on_step_begin()
@@ -172,7 +206,10 @@ class StepMemory(TrainerCallback):
     def _compute_longest_rows(self) -> None:
         # with stand-ins for optimizer states and for gradients of other micro-steps
         trainer = self._trainer
-        rows_by_rank, rank = trainer._step_batches.largest_micro_step(self.micro_batches), trainer._step_batches.rank
+        rows_by_rank, rank = (
+            trainer._step_batches.largest_micro_step(self.micro_batches),
+            trainer._step_batches.rank,
+        )
         device, stand_ins = trainer.args.device, []
         if not getattr(trainer.optimizer, "state", None):
             for _ in range(-(-trainer.plan.memory.terms.get("optimizer", 0) // _STAND_IN_BYTES)):
@@ -182,7 +219,9 @@ class StepMemory(TrainerCallback):
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         batch = self._collate(rows_by_rank[rank])
         trainer.current_gradient_accumulation_steps = 1  # the Trainer sets it in a step
-        trainer.compute_micro_step(trainer.model_wrapped, batch, torch.tensor(batch["labels"].numel(), device=device))
+        trainer.compute_micro_step(
+            trainer.model_wrapped, batch, torch.tensor(batch["labels"].numel(), device=device)
+        )
         del stand_ins
 
 
@@ -200,9 +239,14 @@ def _random_states() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
 def record_oom(job: RunJob, event: OomEvent) -> None:
     """Record that a step ran out of memory: for later plans, and in the run's folder."""
     plan = job.plan
-    is_planned = event.micro_batch == plan.batch.micro_batch and job.loaded.config.tuning.backend != "unsloth"
+    is_planned = (
+        event.micro_batch == plan.batch.micro_batch
+        and job.loaded.config.tuning.backend != "unsloth"
+    )
     if is_planned and event.doing in (TRAINING, UPDATING):
-        calibration.add_measured_run(measured_run(job.loaded.config, plan, ran_out_of=plan.budget_bytes))
+        calibration.add_measured_run(
+            measured_run(job.loaded.config, plan, ran_out_of=plan.budget_bytes)
+        )
     if event.again == "run":
         write_oom_note(job.folder, event)
     elif distributed.is_first():

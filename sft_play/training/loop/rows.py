@@ -38,7 +38,10 @@ def _iter_column_chunks(dataset: Dataset, column: str) -> Iterator[Any]:
 
 def row_lengths(dataset: Dataset) -> npt.NDArray[np.int64]:
     """Tokens of every row, in the order of the data set; no token is read."""
-    lengths = [pc.list_value_length(column).to_numpy() for column in _iter_column_chunks(dataset, "input_ids")]
+    lengths = [
+        pc.list_value_length(column).to_numpy()
+        for column in _iter_column_chunks(dataset, "input_ids")
+    ]
     return np.concatenate(lengths).astype(np.int64) if lengths else np.zeros(0, dtype=np.int64)
 
 
@@ -55,7 +58,8 @@ def trained_tokens(dataset: Dataset) -> int:
 
 
 def pad_to_multiple(dataset: Dataset, *, multiple: int) -> Dataset:
-    """The rows, followed by masked rows that make their number a multiple of `multiple` (batch x ranks)."""
+    """The rows, followed by masked rows that make their number a multiple of `multiple` (batch x
+    ranks)."""
     missing = -len(dataset) % multiple
     if not missing:
         return dataset
@@ -67,25 +71,31 @@ def pad_to_multiple(dataset: Dataset, *, multiple: int) -> Dataset:
 
 
 def balanced_batch_size(row_count: int, *, max_size: int, ranks: int) -> int:
-    """The smallest batch size with which `ranks` need as few batches for `row_count` as with `max_size`."""
+    """The smallest batch size with which `ranks` need as few batches for `row_count` as with
+    `max_size`."""
     batches_per_rank = max(1, -(-row_count // (max_size * ranks)))
     return max(1, -(-row_count // (batches_per_rank * ranks)))
 
 
-def longest_first_order(dataset: Dataset, *, batch_size: int = 1, repeats: int = 1) -> npt.NDArray[np.int64]:
-    """Row numbers by length, the longest first: a batch has rows of similar length. Every batch is there `repeats`
-    times in a row: ranks take turns, and each of a context-parallel group needs it."""
+def longest_first_order(
+    dataset: Dataset, *, batch_size: int = 1, repeats: int = 1
+) -> npt.NDArray[np.int64]:
+    """Row numbers by length, the longest first: a batch has rows of similar length. Every batch is
+    there `repeats` times in a row: ranks take turns, and each of a context-parallel group needs
+    it."""
     order = np.argsort(-row_lengths(dataset), kind="stable")
     batches = np.split(order, range(batch_size, len(order), batch_size))
     return np.concatenate([np.tile(rows, repeats) for rows in batches])
 
 
 class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """The training rows by number: rows of the data set or packs of them; FILLER_INDEX is a masked row. A row is
-    `input_ids`, `labels` and `sources` (all [T]); a pack, or a row that is `joined` to others, also has `chat_lengths`
-    (tokens of each chat). No chat's first token has a label."""
+    """The training rows by number: rows of the data set or packs of them; FILLER_INDEX is a masked
+    row. A row is `input_ids`, `labels` and `sources` (all [T]); a pack, or a row that is `joined`
+    to others, also has `chat_lengths` (tokens of each chat). No chat's first token has a label."""
 
-    def __init__(self, dataset: Dataset, *, packs: Packs | None = None, joined: bool = False) -> None:
+    def __init__(
+        self, dataset: Dataset, *, packs: Packs | None = None, joined: bool = False
+    ) -> None:
         self._has_chats = packs is not None or joined
         self._arrow_dataset = dataset.with_format("arrow")
         self._has_sources = "source" in dataset.column_names
@@ -100,7 +110,8 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Several rows, read from the table at once (a data loader calls this for a whole batch)."""
+        """Several rows, read from the table at once (a data loader calls this for a whole
+        batch)."""
         if not indices:
             return []
         parts = [self._row_indices(index) for index in indices]
@@ -139,13 +150,20 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class EpochOrder(torch.utils.data.Sampler[int]):
-    """Indices of an epoch: `count` rows, or those of `mix`, in accelerate's seedable order for seed and epoch. With
-    `lengths`, each `effective_batch` of rows (an optimizer step's) is sorted by them, the longest first."""
+    """Indices of an epoch: `count` rows, or those of `mix`, in accelerate's seedable order for seed
+    and epoch. With `lengths`, each `effective_batch` of rows (an optimizer step's) is sorted by
+    them, the longest first.
+    """
 
     def __init__(
-        self, count: int, *, seed: int, lengths: npt.NDArray[np.int64] | None = None, effective_batch: int = 1,
+        self,
+        count: int,
+        *,
+        seed: int,
+        lengths: npt.NDArray[np.int64] | None = None,
+        effective_batch: int = 1,
         mix: SourceMix | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._count, self._seed = count, seed
         self._lengths, self._effective_batch, self._mix = lengths, effective_batch, mix
         self.epoch = 0
@@ -173,10 +191,10 @@ class EpochOrder(torch.utils.data.Sampler[int]):
 
 
 class StepBatches(torch.utils.data.Sampler[list[int]]):
-    """The rows of this rank's micro-batches: `slots` to an optimizer step, of which the first are empty where it needs
-    fewer. The Trainer counts a fixed number, and synchronises gradients in the last. `epoch_order`: of rows, the
-    longest of each `effective_batch` (a step's) first where `micro_batches` is by tokens; `lengths`: tokens of each
-    row."""
+    """The rows of this rank's micro-batches: `slots` to an optimizer step, of which the first are
+    empty where it needs fewer. The Trainer counts a fixed number, and synchronises gradients in the
+    last. `epoch_order`: of rows, the longest of each `effective_batch` (a step's) first where
+    `micro_batches` is by tokens; `lengths`: tokens of each row."""
 
     # accelerate divides the number of rows by it to find rows that it has repeated; there are none.
     batch_size = 1
@@ -205,12 +223,17 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
             micro_steps = self._cut_micro_steps(rows, self._micro_batches)
             yield from ([] for _ in range(self.slots - len(micro_steps)))
             for rows_by_rank in micro_steps:
-                # a rank without a row of its own computes a masked one: all ranks make the same micro-steps
+                # a rank without a row of its own computes a masked one: all ranks make the same
+                # micro-steps
                 yield rows_by_rank[self.rank] or [FILLER_INDEX]
 
-    def _cut_micro_steps(self, rows: Sequence[int], micro_batches: MicroBatches) -> list[list[list[int]]]:
+    def _cut_micro_steps(
+        self, rows: Sequence[int], micro_batches: MicroBatches
+    ) -> list[list[list[int]]]:
         positions = micro_batches.assign_rows(self._lengths[rows].tolist(), ranks=self._ranks)
-        return [[[rows[position] for position in batch] for batch in batches] for batches in positions]
+        return [
+            [[rows[position] for position in batch] for batch in batches] for batches in positions
+        ]
 
     def step_rows(self, step: int, micro_batches: MicroBatches) -> list[list[list[int]]]:
         """The rows of a step of the epoch, by micro-step and rank, when cut by `micro_batches`."""
@@ -220,7 +243,8 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
         return self._cut_micro_steps(rows.tolist(), micro_batches)
 
     def largest_micro_step(self, micro_batches: MicroBatches) -> list[list[int]]:
-        """The micro-step that takes the most memory in the step with the epoch's longest row: its rows by rank."""
+        """The micro-step that takes the most memory in the step with the epoch's longest row: its
+        rows by rank."""
         longest_position = int(np.argmax(self._lengths[self._epoch_order.epoch_rows()]))
 
         def count_tokens(rows_by_rank: Sequence[Sequence[int]]) -> int:
@@ -229,7 +253,10 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
                 return max(len(batch) * int(batch.max()) for batch in lengths)
             return max(int(batch.sum()) for batch in lengths)
 
-        return max(self.step_rows(longest_position // self._effective_batch, micro_batches), key=count_tokens)
+        return max(
+            self.step_rows(longest_position // self._effective_batch, micro_batches),
+            key=count_tokens,
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -242,10 +269,11 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
 #
 # Shape letters: B rows, T tokens of the longest, N tokens of all rows.
 
-# Keys of a batch without a mask that the model is not given: tokens without padding, chats with a trained token.
+# Keys of a batch without a mask that the model is not given: tokens without padding, chats with a
+# trained token.
 COUNT_KEYS = ("token_count", "sample_count")
-# Key of rows, and of joined batches: tokens of each chat. Of a batch they are numbers of the host, which no library
-# moves to a device.
+# Key of rows, and of joined batches: tokens of each chat. Of a batch they are numbers of the host,
+# which no library moves to a device.
 CHAT_LENGTHS = "chat_lengths"
 # Key of a batch that the model is not given: the source of each token [B, T].
 SOURCE = "source"
@@ -253,8 +281,8 @@ SOURCE = "source"
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes micro-batches of rows, or of packs if they have `chat_lengths`. `flat`: join packs to a single row, as
-    flash attention needs; `adds_sources`: add SOURCE."""
+    """Makes micro-batches of rows, or of packs if they have `chat_lengths`. `flat`: join packs to a
+    single row, as flash attention needs; `adds_sources`: add SOURCE."""
 
     pad_id: int
     flat: bool = False
@@ -272,13 +300,15 @@ class Collator:
     context_parallel_size: int = 1
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Tensors by name: input_ids and labels [B, T], and attention_mask or position_ids of the same shape; of rows
-        without a mask position_ids [1, T]; none without rows."""
+        """Tensors by name: input_ids and labels [B, T], and attention_mask or position_ids of the
+        same shape; of rows without a mask position_ids [1, T]; none without rows."""
         if not rows:
             return {}
         is_packed = CHAT_LENGTHS in rows[0]
         min_tokens, flat = self.min_tokens if is_packed else 0, self.flat and is_packed
-        batch = self._tensors({"input_ids": self.pad_id, "labels": IGNORED}, rows, flat=flat, min_tokens=min_tokens)
+        batch = self._tensors(
+            {"input_ids": self.pad_id, "labels": IGNORED}, rows, flat=flat, min_tokens=min_tokens
+        )
         if is_packed:
             batch |= self._pack_tensors(rows)
         elif not self.adds_masks and self.context_parallel_size == 1:
@@ -286,13 +316,19 @@ class Collator:
             batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
             trained_rows = sum(bool((np.asarray(row["labels"]) != IGNORED).any()) for row in rows)
             counts = (sum(len(row["input_ids"]) for row in rows), trained_rows)
-            batch |= {name: torch.tensor(count) for name, count in zip(COUNT_KEYS, counts, strict=True)}
+            batch |= {
+                name: torch.tensor(count) for name, count in zip(COUNT_KEYS, counts, strict=True)
+            }
         else:
-            mask_rows = [{"attention_mask": np.ones(len(row["input_ids"]), dtype=np.int64)} for row in rows]
+            mask_rows = [
+                {"attention_mask": np.ones(len(row["input_ids"]), dtype=np.int64)} for row in rows
+            ]
             batch |= self._tensors({"attention_mask": 0}, mask_rows, flat=False)
         if self.adds_sources:
             source_rows = []
-            for row in rows:  # by token, or one for the whole row; 0 (chat) where the data set has none
+            for (
+                row
+            ) in rows:  # by token, or one for the whole row; 0 (chat) where the data set has none
                 sources = row.get("sources")
                 if sources is None:
                     sources = np.full(len(row["input_ids"]), int(row.get(SOURCE) or 0))
@@ -301,13 +337,19 @@ class Collator:
         return batch if self.context_parallel_size == 1 else self._context_parallel_slice(batch)
 
     def _context_parallel_slice(self, batch: dict[str, Any]) -> dict[str, Any]:
-        # this rank's tokens [B, T / parts] of a batch of rows; a part's last token predicts the first of the next
+        # this rank's tokens [B, T / parts] of a batch of rows; a part's last token predicts the
+        # first of the next
         rows, tokens = batch["input_ids"].shape
         padding = -tokens % self.context_parallel_size
         length = (tokens + padding) // self.context_parallel_size
-        token_slice = slice(self.context_parallel_rank * length, (self.context_parallel_rank + 1) * length)
-        # shifted before the cut: transformers would shift inside each part, and lose the label at its end
-        batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+        token_slice = slice(
+            self.context_parallel_rank * length, (self.context_parallel_rank + 1) * length
+        )
+        # shifted before the cut: transformers would shift inside each part, and lose the label at
+        # its end
+        batch["shift_labels"] = torch.nn.functional.pad(
+            batch["labels"][:, 1:], (0, 1), value=IGNORED
+        )
         if SOURCE in batch:
             batch[SOURCE] = torch.nn.functional.pad(batch[SOURCE][:, 1:], (0, 1), value=0)
         pad_values = {"input_ids": self.pad_id, "labels": IGNORED, "shift_labels": IGNORED}
@@ -315,7 +357,9 @@ class Collator:
         for name, table in batch.items():
             padded = torch.nn.functional.pad(table, (0, padding), value=pad_values.get(name, 0))
             tensors[name] = padded[:, token_slice].contiguous()
-        tensors["position_ids"] = torch.arange(token_slice.start, token_slice.stop).expand(rows, -1).contiguous()
+        tensors["position_ids"] = (
+            torch.arange(token_slice.start, token_slice.stop).expand(rows, -1).contiguous()
+        )
         trained_rows = (batch["shift_labels"] != IGNORED).any(1).sum()
         if self.context_parallel_rank > 0:  # a row is counted by the rank of its first part
             trained_rows = torch.tensor(0)
@@ -324,11 +368,18 @@ class Collator:
 
     def _pack_tensors(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         # where chats begin, for the model, and the counts of `COUNT_KEYS`, for the figures
-        positions = [{"position_ids": np.concatenate(list(map(np.arange, row[CHAT_LENGTHS])))} for row in rows]
-        tensors = self._tensors({"position_ids": 0}, positions, flat=self.flat, min_tokens=self.min_tokens)
+        positions = [
+            {"position_ids": np.concatenate(list(map(np.arange, row[CHAT_LENGTHS])))}
+            for row in rows
+        ]
+        tensors = self._tensors(
+            {"position_ids": 0}, positions, flat=self.flat, min_tokens=self.min_tokens
+        )
         lengths = np.concatenate([row[CHAT_LENGTHS] for row in rows])
         if self.flat:  # what transformers passes on to flash_attn_varlen_func; it wants int32
-            boundaries = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+            boundaries = torch.from_numpy(
+                np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            )
             longest = int(lengths.max())
             tensors |= {
                 "cu_seq_lens_q": boundaries,
@@ -346,16 +397,24 @@ class Collator:
         }
 
     def _tensors(
-        self, pad_values: dict[str, int], rows: Sequence[dict[str, Any]], *, flat: bool, min_tokens: int = 0
+        self,
+        pad_values: dict[str, int],
+        rows: Sequence[dict[str, Any]],
+        *,
+        flat: bool,
+        min_tokens: int = 0,
     ) -> dict[str, Any]:
-        # columns of rows: padded at the end to [B, T], T not below `min_tokens`, or joined to [1, N]
+        # columns of rows: padded at the end to [B, T], T not below `min_tokens`, or joined to [1,
+        # N]
         tensors: dict[str, Any] = {}
         for name, pad_value in pad_values.items():
             values = [np.asarray(row[name], dtype=np.int64) for row in rows]
             if flat:
                 tensors[name] = torch.from_numpy(np.concatenate(values)[None])
                 continue
-            table = np.full((len(values), max(min_tokens, *map(len, values))), pad_value, dtype=np.int64)
+            table = np.full(
+                (len(values), max(min_tokens, *map(len, values))), pad_value, dtype=np.int64
+            )
             for target, value in zip(table, values, strict=True):
                 target[: len(value)] = value
             tensors[name] = torch.from_numpy(table)
@@ -363,7 +422,8 @@ class Collator:
 
 
 def split_batch(batch: dict[str, Any], max_rows: int) -> list[dict[str, Any]]:
-    """A batch of several rows in parts of at most `max_rows`; what it has once stays whole in each."""
+    """A batch of several rows in parts of at most `max_rows`; what it has once stays whole in
+    each."""
     count = len(batch["labels"])
     by_row = {
         name: value

@@ -29,10 +29,18 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints.full_state_dict import load_adapter_weights
 from sft_play.training.class_checks.adapter_trial import freeze_parameters
-from sft_play.training.class_checks.replaced_code import activate_kernels, compile_blocks, verify_varlen_kernel
+from sft_play.training.class_checks.replaced_code import (
+    activate_kernels,
+    compile_blocks,
+    verify_varlen_kernel,
+)
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
-from sft_play.training.loop.optimizers import MuonWithAdamW, muon_matrices, stochastic_rounding_class
+from sft_play.training.loop.optimizers import (
+    MuonWithAdamW,
+    muon_matrices,
+    stochastic_rounding_class,
+)
 from sft_play.training.loop.rows import COUNT_KEYS, DEFAULT_SOURCES, SOURCE, row_lengths
 from sft_play.training.measure.board import TensorBoardWriter, build_hparams
 from sft_play.training.measure.evaluate import EvalSet
@@ -41,7 +49,13 @@ from sft_play.training.measure.monitor import Monitor, RunMonitors, head_sums, s
 from sft_play.training.measure.profile import build_profile_window
 from sft_play.training.model import adapters, attention_functions, tensor_parallel
 from sft_play.training.model.fused_head import set_backbone_prefix, use_class_logits
-from sft_play.training.model.model_loading import SourceWeights, load_for_sharding, load_model, read_model, shard_model
+from sft_play.training.model.model_loading import (
+    SourceWeights,
+    load_for_sharding,
+    load_model,
+    read_model,
+    shard_model,
+)
 from sft_play.training.prepare.lora_config import freeze_unmatched
 from sft_play.training.prepare.model_spec import ModelSpec, decoder_layers, resized_spec
 from sft_play.training.prepare.prepare import Prepared
@@ -58,10 +72,12 @@ def training_arguments(
     engine_options: Mapping[str, Any] | None = None,
     arguments_class: Callable[..., Any] | None = None,
 ) -> Any:
-    """The arguments of TRL's trainer, or of what `arguments_class` makes; `engine_options`: those that turn on its
-    layout."""
+    """The arguments of TRL's trainer, or of what `arguments_class` makes; `engine_options`: those
+    that turn on its layout."""
     train = config.train
-    eval_strategy, eval_steps = ("epoch", None) if config.eval.steps is None else ("steps", config.eval.steps)
+    eval_strategy, eval_steps = (
+        ("epoch", None) if config.eval.steps is None else ("steps", config.eval.steps)
+    )
     if not has_eval or eval_steps == 0:
         eval_strategy, eval_steps = "no", None
     save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", None)
@@ -70,21 +86,31 @@ def training_arguments(
         save_strategy, save_steps = eval_strategy, eval_steps
     optimizer_arguments: dict[str, Any] = {}
     if train.optim == "muon":
-        optimizer_arguments["optim"] = "adamw_torch_fused"  # `build_trainer` makes it, transformers knows no such name
+        optimizer_arguments["optim"] = (
+            "adamw_torch_fused"  # `build_trainer` makes it, transformers knows no such name
+        )
     elif train.optim.startswith("lion_"):
         optimizer_arguments["adam_beta2"] = 0.99  # Lion's own, under the name of AdamW's
     # rows are tokenised and cut already, so TRL must not do either
-    trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if arguments_class is None else {}
-    checkpointing_kwargs = {"use_reentrant": False} | ({"offload": True} if plan.choice.step.offloads else {})
+    trl_only = (
+        {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        if arguments_class is None
+        else {}
+    )
+    checkpointing_kwargs = {"use_reentrant": False} | (
+        {"offload": True} if plan.choice.step.offloads else {}
+    )
     return (arguments_class or SFTConfig)(
         output_dir=str(folder.checkpoints_path),
-        # as the Trainer counts: where micro-batches are cut by tokens, a step has as many slots as it may ever need
+        # as the Trainer counts: where micro-batches are cut by tokens, a step has as many slots as
+        # it may ever need
         per_device_train_batch_size=plan.trainer_batch.micro_batch,
         per_device_eval_batch_size=plan.eval_batch,
         gradient_accumulation_steps=plan.trainer_batch.grad_accum,
         num_train_epochs=train.epochs,
         max_steps=train.max_steps or -1,  # -1: num_train_epochs decides
-        **{option.external_names.trainer: option.value(config) for option in optimizer_options()} | optimizer_arguments,
+        **{option.external_names.trainer: option.value(config) for option in optimizer_options()}
+        | optimizer_arguments,
         bf16=plan.precision.compute == "bfloat16",
         fp16=plan.precision.compute == "float16",
         activation_checkpointing=plan.choice.checkpointed_layers > 0,
@@ -92,7 +118,8 @@ def training_arguments(
         logging_strategy="steps",
         logging_steps=train.logging_steps,
         logging_first_step=True,
-        logging_nan_inf_filter=False,  # it would hide a loss of nan from MetricsFile, which stops the run
+        # it would hide a loss of nan from MetricsFile, which stops the run
+        logging_nan_inf_filter=False,
         eval_strategy=eval_strategy,
         eval_steps=eval_steps,
         save_strategy=save_strategy,
@@ -100,13 +127,16 @@ def training_arguments(
         load_best_model_at_end=loads_best,
         metric_for_best_model=f"eval_{train.metric_for_best_model}",
         greater_is_better=train.metric_for_best_model == "exact_match",
-        report_to=[name for name in train.report_to if name != "tensorboard"],  # that is in plan_callbacks
+        report_to=[
+            name for name in train.report_to if name != "tensorboard"
+        ],  # that is in plan_callbacks
         dataloader_num_workers=train.dataloader_num_workers,
         # WSL page-locks so little that data loaders have run out of it (microsoft/WSL#8447, #14078)
         dataloader_pin_memory=train.dataloader_pin_memory
         and plan.hardware.device == "cuda"
         and not plan.hardware.pages,
-        dataloader_persistent_workers=False,  # they draw no seed at an epoch's start; a resumed run's do
+        # they draw no seed at an epoch's start; a resumed run's do
+        dataloader_persistent_workers=False,
         disable_tqdm=True,
         label_names=["labels"],
         remove_unused_columns=False,  # the collator needs columns that no model takes
@@ -116,22 +146,26 @@ def training_arguments(
 
 
 class PlannedTrainer(PlannedLoop, SFTTrainer):
-    """The loop with TRL's loss, which never holds whole logits, and with the adapters that TRL makes."""
+    """The loop with TRL's loss, which never holds whole logits, and with the adapters that TRL
+    makes."""
 
     upstream = SFTTrainer
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's loss, with its figures, and the losses by source, summed on the device and gathered once per log: TRL's
-        own method waits for the device and all ranks in every micro-step."""
+        """TRL's loss, with its figures, and the losses by source, summed on the device and gathered
+        once per log: TRL's own method waits for the device and all ranks in every micro-step."""
         has_balance = self.aux_loss_enabled  # of a mixture of experts: its routers' balancing loss
         options = {"output_router_logits": True} if has_balance else {}
         outputs = model(
             **{name: value for name, value in inputs.items() if name not in (SOURCE, *COUNT_KEYS)},
-            **options, use_cache=False, fused_lm_head=True,
-        )  # fmt: skip
-        # the tokens of the whole step, so that every token weighs the same whatever micro-batch it is in
+            **options,
+            use_cache=False,
+            fused_lm_head=True,
+        )
+        # the tokens of the whole step, so that every token weighs the same whatever micro-batch it
+        # is in
         tokens = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
         # at least 1: a batch without a trained token has a loss of zero
         loss = (-outputs.log_probs).sum() / torch.as_tensor(tokens).clamp(min=1)
@@ -139,18 +173,24 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
             # the tokens are those of all ranks, and DDP takes the mean over ranks
             loss = loss * (self.args.world_size // self._layout.tensor_parallel)
         if has_balance:  # a mean over the micro-step, so it is divided by the micro-steps of a step
-            micro_steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            micro_steps = (
+                self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            )
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / micro_steps
         source_losses = None
         if SOURCE in inputs:
             source_losses = source_sums(
-                outputs.log_probs, outputs.label_mask, inputs[SOURCE], count=len(self._monitor.sources)
+                outputs.log_probs,
+                outputs.label_mask,
+                inputs[SOURCE],
+                count=len(self._monitor.sources),
             )
         self._add_scores(head_sums(outputs), source_losses)
         return (loss, outputs) if return_outputs else loss
 
 
-# Turns checkpointing off in the layers after the first `count`: the Trainer can only turn on all of them.
+# Turns checkpointing off in the layers after the first `count`: the Trainer can only turn on all of
+# them.
 class _SelectiveCheckpointing(TrainerCallback):
     def __init__(self, count: int) -> None:
         self._count = count
@@ -166,12 +206,18 @@ def checkpoint_first_layers(model: torch.nn.Module, count: int) -> None:
 
 
 def set_adapter_dtype(model: Any, config: RunConfig, plan: Plan) -> None:
-    """Cast everything that trains beside a frozen base to its dtype, before an engine shards it: TRL makes adapters of
-    a quantised base bf16, in which most of lora_A would not move. Under DeepSpeed all compute in its compute dtype."""
+    """Cast everything that trains beside a frozen base to its dtype, before an engine shards it:
+    TRL makes adapters of a quantised base bf16, in which most of lora_A would not move. Under
+    DeepSpeed all compute in its compute dtype.
+    """
     is_zero = plan.choice.layout.is_zero
-    dtype = getattr(torch, plan.precision.compute if is_zero else adapter_dtype(config, plan.precision))
+    dtype = getattr(
+        torch, plan.precision.compute if is_zero else adapter_dtype(config, plan.precision)
+    )
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not hasattr(parameter, "ds_id"):  # with it, ZeRO-3 has sharded it already
+        if parameter.requires_grad and not hasattr(
+            parameter, "ds_id"
+        ):  # with it, ZeRO-3 has sharded it already
             is_magnitude = "lora_magnitude_vector" in name and not is_zero
             parameter.data = parameter.data.to(torch.float32 if is_magnitude else dtype)
 
@@ -196,24 +242,43 @@ def build_trainer(
     one that is not TRL's gets a model with its adapters, and None as `peft_config`. `options`:
     others of `PlannedLoop`. Raises DataError: weights of `sources` leave one of them without a row
     in an epoch."""
-    arguments = arguments or training_arguments(config, plan, folder, has_eval=eval_split is not None)
+    arguments = arguments or training_arguments(
+        config, plan, folder, has_eval=eval_split is not None
+    )
     rows = train_split.rows
     packs, sizes = None, tuple(sources.sizes) if sources else (len(rows),)
     if is_packing_enabled(config):
         lengths = np.split(row_lengths(rows), np.cumsum(sizes)[:-1])
-        packs_by_source = [pack_best_fit(source_lengths, plan.max_seq_len) for source_lengths in lengths]
+        packs_by_source = [
+            pack_best_fit(source_lengths, plan.max_seq_len) for source_lengths in lengths
+        ]
         packs, sizes = concatenate_packs(packs_by_source), tuple(map(len, packs_by_source))
-        logger.debug("Packing: %d chats in %d rows, %.1f a row", len(rows), len(packs), len(rows) / len(packs))
+        logger.debug(
+            "Packing: %d chats in %d rows, %.1f a row",
+            len(rows),
+            len(packs),
+            len(rows) / len(packs),
+        )
         if len(packs) < plan.batch.effective_batch and distributed.is_first():
-            logger.warning("Packing: %d rows are fewer than one effective batch of %d, so each step sees every chat; "
-                           "set a smaller %s", len(packs), plan.batch.effective_batch,
-                           config.train.effective_batch_options)  # fmt: skip
+            logger.warning(
+                "Packing: %d rows are fewer than one effective batch of %d, so each step sees every"
+                " chat; set a smaller %s",
+                len(packs),
+                plan.batch.effective_batch,
+                config.train.effective_batch_options,
+            )
     mix = sources.mix(seed=config.train.seed, sizes=sizes) if sources else None
-    is_muon, rounds_stochastically = config.train.optim == "muon", plan.precision.updates == "stochastic"
+    is_muon, rounds_stochastically = (
+        config.train.optim == "muon",
+        plan.precision.updates == "stochastic",
+    )
     if is_muon or rounds_stochastically:
         optimizer, optimizer_kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         if is_muon:
-            optimizer, optimizer_kwargs = MuonWithAdamW, optimizer_kwargs | {"matrices": muon_matrices(model)}
+            optimizer, optimizer_kwargs = (
+                MuonWithAdamW,
+                optimizer_kwargs | {"matrices": muon_matrices(model)},
+            )
         if rounds_stochastically:
             optimizer = stochastic_rounding_class(optimizer)
             optimizer_kwargs = optimizer_kwargs | {"rounding_seed": arguments.seed}
@@ -236,7 +301,9 @@ def build_trainer(
         monitor=monitor,
         evaluates_blocks=config.task_mode == "cpt",
         on_nan=config.train.on_nan,
-        loraplus_lr_ratio=1.0 if config.tuning.mode == "full" else config.tuning.lora.loraplus_lr_ratio,
+        loraplus_lr_ratio=(
+            1.0 if config.tuning.mode == "full" else config.tuning.lora.loraplus_lr_ratio
+        ),
         **options,
     )
     if peft_config is not None:
@@ -259,16 +326,19 @@ def build_plan_callbacks(
     resume_step: int | None = None,
     metric_tags: Sequence[str] = (),
 ) -> list[TrainerCallback]:
-    """The callbacks that follow from plan and config alone: selective checkpointing, TensorBoard (its curves end at
-    `resume_step`; `metric_tags` are the tags of held-out figures), a profile."""
+    """The callbacks that follow from plan and config alone: selective checkpointing, TensorBoard
+    (its curves end at `resume_step`; `metric_tags` are the tags of held-out figures), a profile."""
     callbacks: list[TrainerCallback] = []
     if plan.choice.checkpointing == "selective":
         callbacks.append(_SelectiveCheckpointing(plan.choice.checkpointed_layers))
     if "tensorboard" in config.train.report_to and distributed.is_first():
         board = TensorBoardWriter(
-            folder, hparams=build_hparams(config, plan), metric_tags=metric_tags, answers=lambda: trainer.last_answers,
+            folder,
+            hparams=build_hparams(config, plan),
+            metric_tags=metric_tags,
+            answers=lambda: trainer.last_answers,
             resume_step=resume_step,
-        )  # fmt: skip
+        )
         callbacks.append(board)
         trainer.step_memory.on_oom.append(board.write_oom)
     profile_window = build_profile_window(config, plan, folder.path / "profile", trainer)
@@ -288,8 +358,10 @@ def load_trainer(
     begins_from: Path | None,
     saves_shards: bool,
 ) -> PlannedLoop:
-    """Build the trainer with its model. `begins_from`: the folder of the weights of the stage before, or of the adapter
-    that the run continues; None: the model's own. `saves_shards`: every rank writes its part of a checkpoint."""
+    """Build the trainer with its model. `begins_from`: the folder of the weights of the stage
+    before, or of the adapter that the run continues; None: the model's own. `saves_shards`: every
+    rank writes its part of a checkpoint.
+    """
     config, plan, model_spec = job.loaded.config, job.plan, prepared.model_spec
     arguments = training_arguments(
         config,
@@ -305,7 +377,8 @@ def load_trainer(
         ),
     )
     if plan.choice.layout.is_fsdp and plan.hardware.device == "cpu":
-        # accelerate would choose DDP for CPU ranks; its state comes with the arguments, and the trainer reads it
+        # accelerate would choose DDP for CPU ranks; its state comes with the arguments, and the
+        # trainer reads it
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     attention_functions.join_context_parallel_group(plan.choice.layout, arguments.device)
     model, source = _load_model(job, model_spec, begins_from)
@@ -318,12 +391,22 @@ def load_trainer(
     stop_ids: Sequence[int] = ()
     if eval_set.questions or eval_set.training_questions:
         stop_ids = collect_stop_ids(
-            config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_eos_token_ids(model)
+            config.task_mode,
+            prepared.tokenizer.tokenizer,
+            prepared.renderer,
+            configured_eos_token_ids(model),
         )
     trainer = build_run_trainer(
-        job, prepared, eval_set, monitors, arguments=arguments, model=model, peft_config=model_spec.peft_config,
-        stop_ids=stop_ids, saves_shards=saves_shards,
-    )  # fmt: skip
+        job,
+        prepared,
+        eval_set,
+        monitors,
+        arguments=arguments,
+        model=model,
+        peft_config=model_spec.peft_config,
+        stop_ids=stop_ids,
+        saves_shards=saves_shards,
+    )
     trainer.kernels = active_kernels
     if begins_from is not None and prepared.trains_adapter:
         load_adapter_weights(trainer.model, begins_from)
@@ -333,12 +416,19 @@ def load_trainer(
         def read_weights() -> Mapping[str, torch.Tensor] | None:
             if source is not None or config.tuning.lora.init != "loftq":
                 return source
-            return dict(read_model(config, plan.precision, model_spec).named_parameters(remove_duplicate=False))
+            return dict(
+                read_model(config, plan.precision, model_spec).named_parameters(
+                    remove_duplicate=False
+                )
+            )
 
         adapters.initialize_adapters(
-            trainer.model, config.tuning.lora, seed=config.train.seed, device=trainer.args.device,
+            trainer.model,
+            config.tuning.lora,
+            seed=config.train.seed,
+            device=trainer.args.device,
             read_base_weights=read_weights,
-        )  # fmt: skip
+        )
     freeze_unmatched(trainer.model, config.tuning.trainable)
     freeze_parameters(trainer.model, model_spec.untrained_parameters)
     trainer.compile_monitor = compile_blocks(trainer.model, config, plan, device=arguments.device)
@@ -354,10 +444,14 @@ def load_trainer(
         )
     if source is not None:
         in_fp32 = needs_fp32_masters and config.tuning.mode != "qlora"
-        shard_model(trainer, source, layer_class=model_spec.layer_class, fp32_master_weights=in_fp32)
+        shard_model(
+            trainer, source, layer_class=model_spec.layer_class, fp32_master_weights=in_fp32
+        )
     if prepared.trains_adapter:
         is_sharded_later = plan.choice.layout.is_fsdp and source is None
-        adapters.freeze_pissa_half(trainer.model, config.tuning.lora, is_sharded_later=is_sharded_later)
+        adapters.freeze_pissa_half(
+            trainer.model, config.tuning.lora, is_sharded_later=is_sharded_later
+        )
     return trainer
 
 
@@ -372,7 +466,8 @@ def build_run_trainer(
     stop_ids: Sequence[int],
     **options: Any,
 ) -> PlannedLoop:
-    """The trainer of a run on its rows and questions; `options` are other ones of `build_trainer`."""
+    """The trainer of a run on its rows and questions; `options` are other ones of
+    `build_trainer`."""
     plan, splits = job.plan, prepared.splits
     return build_trainer(
         job.loaded.config,
@@ -399,17 +494,32 @@ def build_run_trainer(
     )
 
 
-def _load_model(job: RunJob, model_spec: ModelSpec, begins_from: Path | None) -> tuple[Any, SourceWeights | None]:
+def _load_model(
+    job: RunJob, model_spec: ModelSpec, begins_from: Path | None
+) -> tuple[Any, SourceWeights | None]:
     config, plan = job.loaded.config, job.plan
     if begins_from is not None and model_spec.peft_config is None:
         config = config.model_copy(
-            update={"model": config.model.model_copy(update={"name": str(begins_from), "revision": None})}
+            update={
+                "model": config.model.model_copy(
+                    update={"name": str(begins_from), "revision": None}
+                )
+            }
         )
         model_spec = resized_spec(model_spec)
     device, quant_storage = engines.load_device(plan, config), engines.quant_storage(plan, config)
-    if loads_by_unit(config, plan.choice.layout) and getattr(model_spec.hf_config, "quantization_config", None) is None:
+    if (
+        loads_by_unit(config, plan.choice.layout)
+        and getattr(model_spec.hf_config, "quantization_config", None) is None
+    ):
         return load_for_sharding(
-            config, plan.precision, model_spec, quant_storage=quant_storage,
+            config,
+            plan.precision,
+            model_spec,
+            quant_storage=quant_storage,
             read=lambda: read_model(config, plan.precision, model_spec),
-        )  # fmt: skip
-    return load_model(config, plan.precision, model_spec, device=device, quant_storage=quant_storage), None
+        )
+    return (
+        load_model(config, plan.precision, model_spec, device=device, quant_storage=quant_storage),
+        None,
+    )

@@ -1,5 +1,6 @@
-"""Lists the private names of transformers' and TRL's trainers that the training loop uses, and checks that the
-libraries' own methods still use each: otherwise overriding or reading it would have no effect."""
+"""Lists the private names of transformers' and TRL's trainers that the training loop uses, and
+checks that the libraries' own methods still use each: otherwise overriding or reading it would have
+no effect."""
 
 import importlib.metadata
 import inspect
@@ -35,7 +36,13 @@ USED_MEMBERS: MethodsByName = {
 # What TRL's loss computes with, and ours in its place.
 TRL_MEMBERS: MethodsByName = dict.fromkeys(
     (
-        *("log_probs", "label_mask", "average_tokens_across_devices", "aux_loss", "aux_loss_enabled"),
+        *(
+            "log_probs",
+            "label_mask",
+            "average_tokens_across_devices",
+            "aux_loss",
+            "aux_loss_enabled",
+        ),
         *("router_aux_loss_coef", "current_gradient_accumulation_steps", "entropy", "is_top1"),
     ),
     ("compute_loss",),
@@ -43,20 +50,30 @@ TRL_MEMBERS: MethodsByName = dict.fromkeys(
 
 
 def require_upstream_names(upstream: type) -> None:
-    """Check that the installed libraries still use every name as it is listed here; `upstream`: `Trainer`, or TRL's
-    `SFTTrainer`. Raises BackendError: naming the library, its version, and what changed."""
-    checks: list[tuple[Any, str, MethodsByName]] = [(Trainer, "transformers", {**OVERRIDDEN_METHODS, **USED_MEMBERS})]
+    """Check that the installed libraries still use every name as it is listed here; `upstream`:
+    `Trainer`, or TRL's `SFTTrainer`. Raises BackendError: naming the library, its version, and what
+    changed."""
+    checks: list[tuple[Any, str, MethodsByName]] = [
+        (Trainer, "transformers", {**OVERRIDDEN_METHODS, **USED_MEMBERS})
+    ]
     checks += [(upstream, "trl", TRL_MEMBERS)] if upstream is not Trainer else []
     for trainer_class, library, names in checks:
-        for name, method in ((name, method) for name, methods in names.items() for method in methods):
+        for name, method in (
+            (name, method) for name, methods in names.items() for method in methods
+        ):
             function: Any = getattr(trainer_class, method, None)
             # Unsloth replaces some, and what those use is not checked
-            is_library = str(getattr(function, "__module__", "")).startswith(("transformers.", "trl."))
-            # `co_names` has the attributes that a function's own code reads or calls, not those of functions inside it
-            used_names = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())
+            is_library = str(getattr(function, "__module__", "")).startswith(
+                ("transformers.", "trl.")
+            )
+            # `co_names` has the attributes that a function's own code reads or calls, not those of
+            # functions inside it
+            used_names = getattr(
+                getattr(inspect.unwrap(function), "__code__", None), "co_names", ()
+            )
             if (function is None or is_library) and name not in used_names:
                 raise BackendError(
-                    f"this training loop does not support {library} {importlib.metadata.version(library)}: "
-                    f"{trainer_class.__name__}.{method} no longer uses {name}; install the version of "
-                    "requirements.lock (make setup)"
+                    f"this training loop does not support {library}"
+                    f" {importlib.metadata.version(library)}: {trainer_class.__name__}.{method} no"
+                    f" longer uses {name}; install the version of requirements.lock (make setup)"
                 )

@@ -1,5 +1,7 @@
-"""What TensorBoard shows: curves, config, plan, manifest, answers of each evaluation, hparams, a layout. It takes each
-folder of event files for a run: the run's own `tb/` has what was trained on, a folder in it each held-out split."""
+"""What TensorBoard shows: curves, config, plan, manifest, answers of each evaluation, hparams, a
+layout. It takes each folder of event files for a run: the run's own `tb/` has what was trained on,
+a folder in it each held-out split.
+"""
 
 import json
 import re
@@ -18,8 +20,8 @@ from sft_play.training.measure.exact_match import GeneratedAnswer
 
 # First part of a held-out split's tags: its folder in `tb/`.
 SPLIT_FOLDERS = {"eval": "validation", "test": "test"}
-# The page of custom scalars: first how the run goes, then how the machine does. Each chart with its tags' patterns,
-# which TensorBoard matches from a tag's beginning.
+# The page of custom scalars: first how the run goes, then how the machine does. Each chart with its
+# tags' patterns, which TensorBoard matches from a tag's beginning.
 CHARTS = {
     "Run": {
         "Loss": ["train/loss$", "eval/loss$", "test/loss$"],
@@ -45,7 +47,8 @@ CHARTS = {
 
 
 def scalar_layout(tags: Collection[str]) -> dict[str, dict[str, list[Any]]]:
-    """The charts that have at least one of these tags to show, as torch's SummaryWriter takes a layout."""
+    """The charts that have at least one of these tags to show, as torch's SummaryWriter takes a
+    layout."""
     pages = {
         page: {
             title: ["Multiline", patterns]
@@ -77,9 +80,11 @@ def build_hparams(config: RunConfig, plan: Plan) -> dict[str, str | int | float 
 
 
 class TensorBoardWriter(TrainerCallback):
-    """Writes what is logged, one value of a tag a step, texts, hparams, answers, and the layout of what there is.
-    `metric_tags`: tags of the held-out figures that this run measures, for the table of hparams. `resume_step`: the
-    step that the run continues after (None: its first step); what was written after it is not shown."""
+    """Writes what is logged, one value of a tag a step, texts, hparams, answers, and the layout of
+    what there is. `metric_tags`: tags of the held-out figures that this run measures, for the table
+    of hparams. `resume_step`: the step that the run continues after (None: its first step); what
+    was written after it is not shown.
+    """
 
     def __init__(
         self,
@@ -98,26 +103,38 @@ class TensorBoardWriter(TrainerCallback):
         if resume_step is not None:
             self._purge_step = resume_step + 1
         else:
-            for path in folder.tensorboard_path.rglob("events.out.tfevents.*"):  # of a start that trained nothing
+            for path in folder.tensorboard_path.rglob(
+                "events.out.tfevents.*"
+            ):  # of a start that trained nothing
                 path.unlink()
-        for tag in ("train/", *self._metric_tags):  # TensorBoard gives out its colours in this order
+        for tag in (
+            "train/",
+            *self._metric_tags,
+        ):  # TensorBoard gives out its colours in this order
             self._get_writer(tag)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the settings and the hparams."""
         writer = self._get_writer("train/")
-        for name, language in (("config.yaml", "yaml"), ("plan.json", "json"), ("manifest.json", "json")):
+        for name, language in (
+            ("config.yaml", "yaml"),
+            ("plan.json", "json"),
+            ("manifest.json", "json"),
+        ):
             path = self._folder.path / name
             if path.is_file():
                 text = redact(path.read_text(encoding="utf-8", errors="replace"))
                 writer.add_text(path.stem, f"```{language}\n{text}\n```", state.global_step)
-        for event in read_oom_events(self._folder):  # ranks that started again for it could not write it before
+        for event in read_oom_events(
+            self._folder
+        ):  # ranks that started again for it could not write it before
             self.write_oom(event)
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard.summary import hparams as build_table
 
         experiment, start, end = build_table(
-            self._hparams, dict.fromkeys(("train/loss", *self._metric_tags, "train/tokens_per_s"), 0.0)
+            self._hparams,
+            dict.fromkeys(("train/loss", *self._metric_tags, "train/tokens_per_s"), 0.0),
         )
         metadata = experiment.value[0].metadata.plugin_data
         content = HParamsPluginData.FromString(metadata.content)
@@ -128,9 +145,11 @@ class TensorBoardWriter(TrainerCallback):
             # into this run's own file: `SummaryWriter.add_hparams` would make a second run for them
             writer.file_writer.add_summary(summary)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Write the figures, and some questions and answers beside their exact match. The Trainer's `on_evaluate` would
-        be too early for answers: it comes before they are generated."""
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """Write the figures, and some questions and answers beside their exact match. The Trainer's
+        `on_evaluate` would be too early for answers: it comes before they are generated."""
         step = state.global_step
         for tag, value in rewrite_logs(logs or {}).items():
             if not isinstance(value, (int, float)) or self._steps.get(tag, -1) >= step:
@@ -176,7 +195,10 @@ def format_answers(answers: Sequence[GeneratedAnswer]) -> str:
     lines = []
     for answer in answers:
         verdict = "right" if answer.is_correct else f"expected: {_quote(answer.question.reference)}"
-        lines.append(f"- asked: {_quote(answer.question.prompt_text)}\n  said: {_quote(answer.text)} ({verdict})")
+        lines.append(
+            f"- asked: {_quote(answer.question.prompt_text)}\n  said: {_quote(answer.text)}"
+            f" ({verdict})"
+        )
     return "\n".join(lines)
 
 

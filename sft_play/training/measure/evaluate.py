@@ -1,4 +1,5 @@
-"""The figures of the held-out rows before and after training: their loss, and the answers to their questions."""
+"""The figures of the held-out rows before and after training: their loss, and the answers to their
+questions."""
 
 import logging
 import math
@@ -21,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvalSet:
-    """The held-out split whose loss and answers are measured before and after training, and all questions."""
+    """The held-out split whose loss and answers are measured before and after training, and all
+    questions."""
 
     split: DataSplit | None
     name: str
@@ -34,8 +36,8 @@ class EvalSet:
         return {"test": "test", "val": "eval"}[self.name]
 
     def metric_tags(self, *, evaluates_in_training: bool) -> list[str]:
-        """The figures of a run, as TensorBoard's tags. `evaluates_in_training`: whether it evaluates the validation
-        rows."""
+        """The figures of a run, as TensorBoard's tags. `evaluates_in_training`: whether it
+        evaluates the validation rows."""
         questions_by_prefix = {}
         if evaluates_in_training:
             questions_by_prefix["eval"] = self.training_questions
@@ -62,9 +64,11 @@ class EvalMetrics:
     def as_json(self) -> dict[str, Any]:
         """`before` or `after` of the summary."""
         return {
-            "loss": self.loss, "exact_match": self.exact_match, "rows": self.rows,
+            "loss": self.loss,
+            "exact_match": self.exact_match,
+            "rows": self.rows,
             "generated_rows": self.generated_rows,
-        }  # fmt: skip
+        }
 
 
 def build_eval_set(job: RunJob, prepared: Prepared) -> EvalSet:
@@ -73,7 +77,9 @@ def build_eval_set(job: RunJob, prepared: Prepared) -> EvalSet:
     validation_questions = _held_out_questions(job, prepared, splits.val)
     if splits.test is None:
         return EvalSet(splits.val, "val", validation_questions, validation_questions)
-    return EvalSet(splits.test, "test", _held_out_questions(job, prepared, splits.test), validation_questions)
+    return EvalSet(
+        splits.test, "test", _held_out_questions(job, prepared, splits.test), validation_questions
+    )
 
 
 def _held_out_questions(job: RunJob, prepared: Prepared, split: DataSplit | None) -> list[Question]:
@@ -84,24 +90,31 @@ def _held_out_questions(job: RunJob, prepared: Prepared, split: DataSplit | None
         split, prepared.renderer, prepared.tokenizer.tokenizer, max_questions=max_questions
     )
     if not selected_questions:
-        logger.info("No held-out row ends with an answer that can be generated: exact match is not measured")
+        logger.info(
+            "No held-out row ends with an answer that can be generated: exact match is not measured"
+        )
     return selected_questions
 
 
 def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> EvalMetrics | None:
-    """Loss and exact match of the held-out rows with the present weights; None where there are no such rows."""
+    """Loss and exact match of the held-out rows with the present weights; None where there are no
+    such rows."""
     split, eval_questions, prefix = eval_set.split, eval_set.questions, eval_set.prefix
     if split is None:
         return None
     last_step, metrics = trainer.last_metrics
-    is_current = last_step == trainer.state.global_step > 0 and not trainer.args.load_best_model_at_end
+    is_current = (
+        last_step == trainer.state.global_step > 0 and not trainer.args.load_best_model_at_end
+    )
     if prefix == "test" or not is_current:  # else training ended with this very evaluation
         text = f"{len(split.rows):,} rows"
         if eval_questions:
             text += f", with {len(eval_questions):,} answers generated"
         logger.info("Evaluation on %s: %s", eval_set.name, text)
         metrics = trainer.evaluate(split.rows, metric_key_prefix=prefix, questions=eval_questions)
-    figures = EvalMetrics(metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows))
+    figures = EvalMetrics(
+        metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows)
+    )
     if eval_questions:
         answers = tuple(trainer.last_answers)
         figures = replace(figures, answers=answers, generated_rows=len(answers))
@@ -109,17 +122,32 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> EvalMetrics | None:
 
 
 def estimate_remaining(trainer: PlannedLoop, eval_set: EvalSet) -> tuple[float, str]:
-    """Estimate the seconds of evaluations (with answers), checkpoints and the final save that are still to come, each
-    as long as it last took in this run; the final save counts as a checkpoint. The text says what the estimate
-    leaves out."""
-    args, last_seconds = trainer.args, {name: seconds[-1] for name, seconds in trainer.pause_seconds.items()}
+    """Estimate the seconds of evaluations (with answers), checkpoints and the final save that are
+    still to come, each as long as it last took in this run; the final save counts as a checkpoint.
+    The text says what the estimate leaves out."""
+    args, last_seconds = (
+        trainer.args,
+        {name: seconds[-1] for name, seconds in trainer.pause_seconds.items()},
+    )
     evaluations = remaining_events(args.eval_strategy, args.eval_steps, trainer.state)
     checkpoints = remaining_events(args.save_strategy, args.save_steps, trainer.state)
-    # training ends with an evaluation of the validation rows, which is then that of the trained model too
-    if eval_set.name == "val" and eval_set.split is not None and (evaluations == 0 or args.load_best_model_at_end):
+    # training ends with an evaluation of the validation rows, which is then that of the trained
+    # model too
+    if (
+        eval_set.name == "val"
+        and eval_set.split is not None
+        and (evaluations == 0 or args.load_best_model_at_end)
+    ):
         evaluations += 1
-    counts = {"eval": evaluations, "test": int(eval_set.name == "test"), "checkpoint": checkpoints + 1}
-    for name, stand_in in (("eval", "test"), ("test", "eval")):  # rows that were not evaluated yet, by those that were
+    counts = {
+        "eval": evaluations,
+        "test": int(eval_set.name == "test"),
+        "checkpoint": checkpoints + 1,
+    }
+    for name, stand_in in (
+        ("eval", "test"),
+        ("test", "eval"),
+    ):  # rows that were not evaluated yet, by those that were
         if stand_in in last_seconds:
             last_seconds.setdefault(name, last_seconds[stand_in])
     # a resumed run, or one without eval.before_training, has timed none
@@ -130,8 +158,8 @@ def estimate_remaining(trainer: PlannedLoop, eval_set: EvalSet) -> tuple[float, 
 
 
 def remaining_events(strategy: str, interval_steps: float | None, state: TrainerState) -> int:
-    """Count the coming evaluations or saves of a run that does them every `interval_steps` and after the last step, or
-    once an epoch; one that is due after the present step counts."""
+    """Count the coming evaluations or saves of a run that does them every `interval_steps` and
+    after the last step, or once an epoch; one that is due after the present step counts."""
     # `epoch` counts micro-batches, of which the last step of an epoch may have fewer
     steps_per_epoch = math.ceil(state.global_step / state.epoch - 1e-6) if state.epoch else math.inf
     steps: float = {"steps": interval_steps, "no": math.inf}.get(strategy) or steps_per_epoch
@@ -139,11 +167,17 @@ def remaining_events(strategy: str, interval_steps: float | None, state: Trainer
 
 
 class InitialEvaluation(TrainerCallback):
-    """Measures before the first step: what the engine holds, and the figures of the held-out rows; as a callback where
-    an engine wraps the model when training begins."""
+    """Measures before the first step: what the engine holds, and the figures of the held-out rows;
+    as a callback where an engine wraps the model when training begins."""
 
     def __init__(
-        self, job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, peaks: MemoryPeaks, *, is_resumed: bool
+        self,
+        job: RunJob,
+        trainer: PlannedLoop,
+        eval_set: EvalSet,
+        peaks: MemoryPeaks,
+        *,
+        is_resumed: bool,
     ) -> None:
         self._job, self._trainer, self.eval_set, self._peaks = job, trainer, eval_set, peaks
         self._is_resumed = is_resumed
@@ -155,12 +189,16 @@ class InitialEvaluation(TrainerCallback):
         """Check the engine, then measure; raises TrainingError if it is not what the plan says."""
         self.engine_check = check = check_engine(self._trainer, self._job.plan)
         logger.debug(
-            "Engine: %s proved: the model is a %s over %d ranks", check.layout, check.wrapped_class, check.ranks
+            "Engine: %s proved: the model is a %s over %d ranks",
+            check.layout,
+            check.wrapped_class,
+            check.ranks,
         )
         self.measure()
 
     def measure(self) -> None:
-        """Loading is over: measure the held-out rows; a resumed run keeps the figures of its first start."""
+        """Loading is over: measure the held-out rows; a resumed run keeps the figures of its first
+        start."""
         self._peaks.close()
         folder, is_first = self._job.folder, distributed.is_first()
         if not self._job.loaded.config.eval.before_training or self.eval_set.split is None:

@@ -1,4 +1,5 @@
-"""Generated answers, compared word for word with what training teaches to write behind the same prompt; greedy."""
+"""Generated answers, compared word for word with what training teaches to write behind the same
+prompt; greedy."""
 
 import functools
 import itertools
@@ -15,7 +16,8 @@ from sft_play.data.sources.formats import Chat
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as token ids, its text as shown, and the reference: the answer that training teaches behind it."""
+    """A prompt as token ids, its text as shown, and the reference: the answer that training teaches
+    behind it."""
 
     prompt_ids: list[int]
     prompt_text: str
@@ -24,7 +26,8 @@ class Question:
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """A question with the text that the model generated; `token_ids`: its tokens, with the one that ended it."""
+    """A question with the text that the model generated; `token_ids`: its tokens, with the one that
+    ended it."""
 
     question: Question
     text: str
@@ -32,23 +35,32 @@ class GeneratedAnswer:
 
     @property
     def is_correct(self) -> bool:
-        """Whether the answer is the reference, word for word; white space at both ends does not count."""
+        """Whether the answer is the reference, word for word; white space at both ends does not
+        count."""
         return self.text.strip() == self.question.reference.strip()
 
 
-def select_questions(split: DataSplit, renderer: Renderer, tokenizer: Any, *, max_questions: int) -> list[Question]:
+def select_questions(
+    split: DataSplit, renderer: Renderer, tokenizer: Any, *, max_questions: int
+) -> list[Question]:
     """At most so many questions, evenly spaced over the split's chats."""
     count = min(max_questions, len(split.chats))
     chats = [split.chats[index * len(split.chats) // count] for index in range(count)]
-    return [question for question in build_questions(chats, renderer, tokenizer) if question is not None]
+    return [
+        question for question in build_questions(chats, renderer, tokenizer) if question is not None
+    ]
 
 
-def build_questions(chats: Sequence[Chat], renderer: Renderer, tokenizer: Any) -> list[Question | None]:
-    """The question of each chat's last answer. None where training teaches no answer behind the chat's prompt,
-    max_seq_len leaves no room for one, or a token that ends an answer stands inside it."""
+def build_questions(
+    chats: Sequence[Chat], renderer: Renderer, tokenizer: Any
+) -> list[Question | None]:
+    """The question of each chat's last answer. None where training teaches no answer behind the
+    chat's prompt, max_seq_len leaves no room for one, or a token that ends an answer stands inside
+    it."""
     if not chats:
         return []
-    # without the model's generation config: in training the model is not loaded yet, and these end every trained turn
+    # without the model's generation config: in training the model is not loaded yet, and these end
+    # every trained turn
     stop_ids = collect_stop_ids("sft", tokenizer, renderer, None)
 
     def build_question(chat: Chat) -> Question | None:
@@ -81,9 +93,15 @@ def configured_eos_token_ids(model: Any) -> Any:
     return getattr(getattr(model, "generation_config", None), "eos_token_id", None)
 
 
-def collect_stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, eos_token_ids: Any) -> list[int]:
-    """Tokens that end an answer: the tokenizer's and the generation config's, and the template's ends of turn."""
-    stop_ids = {tokenizer.eos_token_id, *(eos_token_ids if isinstance(eos_token_ids, list) else [eos_token_ids])}
+def collect_stop_ids(
+    task_mode: str, tokenizer: Any, renderer: Renderer, eos_token_ids: Any
+) -> list[int]:
+    """Tokens that end an answer: the tokenizer's and the generation config's, and the template's
+    ends of turn."""
+    stop_ids = {
+        tokenizer.eos_token_id,
+        *(eos_token_ids if isinstance(eos_token_ids, list) else [eos_token_ids]),
+    }
     if task_mode != "cpt":
         for marker in renderer.turn_locator().ends.end_markers:
             ids = tokenizer(marker, add_special_tokens=False)["input_ids"]
@@ -106,23 +124,26 @@ def generate_answers(
     on_batch_end: Callable[[int], None] = lambda count: None,
     try_batch: Callable[..., list[tuple[int, ...]] | None] = lambda compute, _: compute(),
 ) -> list[GeneratedAnswer]:
-    """What the model answers to each question, in the order asked. The model's mode is restored afterwards.
-    `max_tokens`: prompts and answers of a batch, with padding. `on_batch_start` is called before each batch,
-    `on_batch_end` with its rows after it. `try_batch` is given what generates it and its rows: None where they are too
-    many, and it is repeated in halves."""
+    """What the model answers to each question, in the order asked. The model's mode is restored
+    afterwards. `max_tokens`: prompts and answers of a batch, with padding. `on_batch_start` is
+    called before each batch, `on_batch_end` with its rows after it. `try_batch` is given what
+    generates it and its rows: None where they are too many, and it is repeated in halves."""
     was_training, text_config = model.training, model.config.get_text_config()
     router_logits = getattr(text_config, "output_router_logits", None)
     order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt_ids))
     generated_ids: dict[int, tuple[int, ...]] = {}
     model.eval()
     try:
-        if router_logits:  # of the experts' balance loss: with a cache its mask has another length (transformers 5.23)
+        # of the experts' balance loss: with a cache its mask has another length (transformers 5.23)
+        if router_logits:
             text_config.output_router_logits = False
         tokens = [len(question.prompt_ids) + max_new_tokens for question in questions]
         while batch := next(batch_by_tokens(order[len(generated_ids) :], tokens, max_tokens), None):
             on_batch_start()
             prompts = [questions[index].prompt_ids for index in batch]
-            generate = functools.partial(_generate, model, tokenizer, prompts, stop_ids, max_new_tokens)
+            generate = functools.partial(
+                _generate, model, tokenizer, prompts, stop_ids, max_new_tokens
+            )
             generated = try_batch(generate, len(batch)) or []
             generated_ids |= dict(zip(batch, generated, strict=False))
             on_batch_end(len(generated))
@@ -133,14 +154,18 @@ def generate_answers(
         if router_logits:
             text_config.output_router_logits = router_logits
     return [
-        GeneratedAnswer(question, decode_answer(tokenizer, generated_ids[index], stop_ids), generated_ids[index])
+        GeneratedAnswer(
+            question, decode_answer(tokenizer, generated_ids[index], stop_ids), generated_ids[index]
+        )
         for index, question in enumerate(questions)
     ]
 
 
-def batch_by_tokens(order: Sequence[int], tokens: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Cut indices, ordered by growing `tokens`, into batches of at most `max_tokens` tokens (rows x longest), or one
-    item."""
+def batch_by_tokens(
+    order: Sequence[int], tokens: Sequence[int], max_tokens: int
+) -> Iterator[list[int]]:
+    """Cut indices, ordered by growing `tokens`, into batches of at most `max_tokens` tokens (rows x
+    longest), or one item."""
     batch: list[int] = []
     for index in order:
         if batch and (len(batch) + 1) * tokens[index] > max_tokens:
@@ -152,7 +177,11 @@ def batch_by_tokens(order: Sequence[int], tokens: Sequence[int], max_tokens: int
 
 
 def _generate(
-    model: Any, tokenizer: Any, prompts: list[list[int]], stop_ids: Sequence[int], max_new_tokens: int
+    model: Any,
+    tokenizer: Any,
+    prompts: list[list[int]],
+    stop_ids: Sequence[int],
+    max_new_tokens: int,
 ) -> list[tuple[int, ...]]:
     longest = max(map(len, prompts))
     pad = tokenizer.pad_token_id
@@ -160,12 +189,24 @@ def _generate(
     if positions is not None:
         max_new_tokens = max(1, min(max_new_tokens, positions - longest))
     # on the left: the model continues what stands at the end of each row
-    ids_BT = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    mask_BT = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    ids_BT = torch.tensor(
+        [[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device
+    )
+    mask_BT = torch.tensor(
+        [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    )
     generated_BT = model.generate(
-        input_ids=ids_BT, attention_mask=mask_BT.to(model.device), do_sample=False, temperature=None, top_p=None,
-        top_k=None, max_new_tokens=max_new_tokens, eos_token_id=list(stop_ids), pad_token_id=pad, use_cache=True,
-    )  # fmt: skip
+        input_ids=ids_BT,
+        attention_mask=mask_BT.to(model.device),
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(stop_ids),
+        pad_token_id=pad,
+        use_cache=True,
+    )
     answers = []
     for row in generated_BT[:, longest:].tolist():
         end = next((position + 1 for position, token in enumerate(row) if token in stop_ids), None)

@@ -53,8 +53,8 @@ def _resident_bytes() -> int:
 
 
 class MemoryPeaks:
-    """The peak of each phase in this process: bytes of tensors, and of the allocator's reserved memory; on a CPU both
-    are resident memory beyond `baseline_bytes`."""
+    """The peak of each phase in this process: bytes of tensors, and of the allocator's reserved
+    memory; on a CPU both are resident memory beyond `baseline_bytes`."""
 
     def __init__(self, *, on_gpu: bool = False, baseline_bytes: int = 0) -> None:
         self.on_gpu, self.baseline_bytes = on_gpu, baseline_bytes
@@ -87,7 +87,8 @@ class MemoryPeaks:
 
     @contextlib.contextmanager
     def during(self, phase: RunPhase) -> Iterator[None]:
-        """While open, memory counts for this phase; then the one before continues, if there was one."""
+        """While open, memory counts for this phase; then the one before continues, if there was
+        one."""
         outer_phase = self._phase
         self.start(phase)
         try:
@@ -101,35 +102,55 @@ class MemoryPeaks:
         """The peaks of all phases so far."""
         if self._phase is not None:
             if self._sampler is None:
-                allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+                allocated, reserved = (
+                    torch.cuda.max_memory_allocated(),
+                    torch.cuda.max_memory_reserved(),
+                )
             else:
-                allocated = reserved = max(self._sampler.highest, _resident_bytes()) - self.baseline_bytes
+                allocated = reserved = (
+                    max(self._sampler.highest, _resident_bytes()) - self.baseline_bytes
+                )
             earlier_allocated, earlier_reserved = self._peaks.get(self._phase, (0, 0))
-            self._peaks[self._phase] = max(allocated, earlier_allocated), max(reserved, earlier_reserved)
+            self._peaks[self._phase] = (
+                max(allocated, earlier_allocated),
+                max(reserved, earlier_reserved),
+            )
         return dict(self._peaks)
 
     def summary_fields(self, plan: Plan) -> dict[str, Any]:
-        """`peak_bytes_by_moment` of the summary, predicted and measured, and `peak_bytes`: those of the highest."""
+        """`peak_bytes_by_moment` of the summary, predicted and measured, and `peak_bytes`: those of
+        the highest."""
         by_moment: dict[str, dict[str, Any]] = {}
         peaks = self.by_phase()
         for phase, (allocated, reserved) in peaks.items():
             predicted_allocated, predicted_reserved = plan.memory.phase_bytes(phase)
-            measured: dict[str, Any] = {"measured_allocated": allocated, "measured_reserved": reserved}
+            measured: dict[str, Any] = {
+                "measured_allocated": allocated,
+                "measured_reserved": reserved,
+            }
             if not self.on_gpu:
-                measured = dict.fromkeys(measured) | {"measured_rss": reserved, "level_rss": self.baseline_bytes}
+                measured = dict.fromkeys(measured) | {
+                    "measured_rss": reserved,
+                    "level_rss": self.baseline_bytes,
+                }
             by_moment[phase] = {
-                "predicted_allocated": predicted_allocated, "predicted_reserved": predicted_reserved, **measured,
-            }  # fmt: skip
+                "predicted_allocated": predicted_allocated,
+                "predicted_reserved": predicted_reserved,
+                **measured,
+            }
         highest = max(peaks, key=lambda phase: peaks[phase][1])
-        return {"peak_bytes": {"moment": highest, **by_moment[highest]}, "peak_bytes_by_moment": by_moment}
+        return {
+            "peak_bytes": {"moment": highest, **by_moment[highest]},
+            "peak_bytes_by_moment": by_moment,
+        }
 
 
 def start_memory_peaks(plan: Plan) -> MemoryPeaks:
     """The peaks of a run of which nothing is loaded yet."""
     on_gpu = plan.hardware.device == "cuda"
     if not on_gpu:
-        # What an earlier run in this process freed and the C library kept is resident already. This run would take
-        # from it without the process growing, and its measured peak would be 0.
+        # What an earlier run in this process freed and the C library kept is resident already. This
+        # run would take from it without the process growing, and its measured peak would be 0.
         gc.collect()
         release_free_memory()
     return MemoryPeaks(on_gpu=on_gpu, baseline_bytes=_resident_bytes())
@@ -137,32 +158,37 @@ def start_memory_peaks(plan: Plan) -> MemoryPeaks:
 
 @dataclass(frozen=True)
 class RunMonitors:
-    """What is tracked during a run: memory peaks, signs of life, and its start (seconds since 1970)."""
+    """What is tracked during a run: memory peaks, signs of life, and its start (seconds since
+    1970)."""
 
     peaks: MemoryPeaks
     heartbeat: Heartbeat
     start_time: float
 
 
-# --- what a run measures of itself between two logs: speed, where a step's time goes, memory, padding -----------------
+# --- what a run measures of itself between two logs: speed, where a step's time goes, memory, paddi
 #
 # Everything is summed on the device and read once per log, so that no step waits for it. Times on a
 # GPU are those between two events of the device; on a CPU, of the clock.
 
 # Parts of a step: waiting for rows, the micro-steps with their communication, the optimizer's step.
 STEP_PARTS = ("data", "forward_backward", "optimizer")
-# What happens between steps, and the phase that its memory is counted for, None for training's. Its time is logged,
-# but counts neither for the step nor for the speed.
-PAUSES: dict[str, RunPhase | None] = {"checkpoint": "saving", "evaluation": "evaluation", "profile": None}
+# What happens between steps, and the phase that its memory is counted for, None for training's. Its
+# time is logged, but counts neither for the step nor for the speed.
+PAUSES: dict[str, RunPhase | None] = {
+    "checkpoint": "saving",
+    "evaluation": "evaluation",
+    "profile": None,
+}
 # What sums over many tokens are kept in: fp32 would stop counting single tokens at 2**24.
 _SUM_DTYPE = torch.float64
 
 
 class Monitor(TrainerCallback):
-    """Measures this rank between two logs, and combines the figures of all ranks into what is logged. `plan`: what the
-    measured figures are compared with; `tensor_parallel`: consecutive ranks that see the same rows and are counted
-    once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by phase, which this starts and
-    ends."""
+    """Measures this rank between two logs, and combines the figures of all ranks into what is
+    logged. `plan`: what the measured figures are compared with; `tensor_parallel`: consecutive
+    ranks that see the same rows and are counted once; `sources`: names of the sources whose losses
+    are reported; `peaks`: the peaks by phase, which this starts and ends."""
 
     def __init__(
         self,
@@ -172,13 +198,17 @@ class Monitor(TrainerCallback):
         sources: Sequence[str] = DEFAULT_SOURCES,
         peaks: MemoryPeaks | None = None,
     ) -> None:
-        self.peaks, self._tensor_parallel, self.sources = peaks or MemoryPeaks(), tensor_parallel, tuple(sources)
+        self.peaks, self._tensor_parallel, self.sources = (
+            peaks or MemoryPeaks(),
+            tensor_parallel,
+            tuple(sources),
+        )
         self._plan, self._on_gpu = plan, self.peaks.on_gpu
         # Names of parts with their start and end, since they were last read.
         self._spans: list[tuple[str, Any, Any]] = []
         self._optimizer_start: Any = None
-        # Rows with a trained token (chats of packs), and tokens without padding, that all ranks have seen in the run,
-        # as of the last log.
+        # Rows with a trained token (chats of packs), and tokens without padding, that all ranks
+        # have seen in the run, as of the last log.
         self.samples_seen, self.tokens_seen = 0.0, 0.0
         # Of those tokens: seen before this process started.
         self.tokens_before_start = 0.0
@@ -195,14 +225,20 @@ class Monitor(TrainerCallback):
         return {"samples": self.samples_seen + samples, "tokens": self.tokens_seen + tokens}
 
     def _start_window(self) -> None:
-        # what micro-steps add to, on this rank since the last log; the head's and the sources' are vectors. It is never
-        # changed in place: a step that is repeated begins with an earlier one again
-        self.sums: dict[str, Any] = dict.fromkeys(("loss", "trained_tokens", "tokens", "places", "samples"), 0)
+        # what micro-steps add to, on this rank since the last log; the head's and the sources' are
+        # vectors. It is never changed in place: a step that is repeated begins with an earlier one
+        # again
+        self.sums: dict[str, Any] = dict.fromkeys(
+            ("loss", "trained_tokens", "tokens", "places", "samples"), 0
+        )
         self._paused_s, self._compile_s, self._window_start = 0.0, 0.0, time.perf_counter()
 
     def add(self, **values: Any) -> None:
-        """Add to the sums of this window: a micro-step's loss times its trained tokens, `head_sums`, `source_sums`."""
-        self.sums = self.sums | {name: self.sums.get(name, 0) + value for name, value in values.items()}
+        """Add to the sums of this window: a micro-step's loss times its trained tokens,
+        `head_sums`, `source_sums`."""
+        self.sums = self.sums | {
+            name: self.sums.get(name, 0) + value for name, value in values.items()
+        }
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Start measuring: what loading and the evaluation before training took is not counted."""
@@ -212,8 +248,8 @@ class Monitor(TrainerCallback):
 
     @contextlib.contextmanager
     def timed_part(self, name: str, *, label: str | None = None) -> Iterator[None]:
-        """Time the body as one of STEP_PARTS or of PAUSES; each pause has its own peak memory. `label`: its name in
-        `pause_seconds`."""
+        """Time the body as one of STEP_PARTS or of PAUSES; each pause has its own peak memory.
+        `label`: its name in `pause_seconds`."""
         start, start_time, phase = self._now(), time.perf_counter(), PAUSES.get(name)
         with self.peaks.during(phase) if phase else contextlib.nullcontext():
             yield
@@ -237,7 +273,8 @@ class Monitor(TrainerCallback):
         self._spans.append(("optimizer", self._optimizer_start, self._now()))
 
     def count_batch(self, inputs: Any, *, ignored_label: int) -> None:
-        """Count a batch that is about to be trained on; `ignored_label` is the label of tokens that are not."""
+        """Count a batch that is about to be trained on; `ignored_label` is the label of tokens that
+        are not."""
         trained = scored_labels(inputs) != ignored_label
         self.add(
             tokens=count_tokens(inputs),
@@ -247,9 +284,12 @@ class Monitor(TrainerCallback):
         )
 
     def take_metrics(self, *, steps: int, device: torch.device) -> dict[str, float]:
-        """The figures since the last log, `steps` optimizer steps ago, then start again; all ranks call it."""
+        """The figures since the last log, `steps` optimizer steps ago, then start again; all ranks
+        call it."""
         if self._on_gpu and self._spans:
-            self._spans[-1][2].synchronize()  # all are recorded on one stream, so the others are over too
+            self._spans[-1][
+                2
+            ].synchronize()  # all are recorded on one stream, so the others are over too
         seconds: dict[str, float] = {}
         for name, start, end in self._spans:
             span_s = start.elapsed_time(end) / 1000 if self._on_gpu else end - start
@@ -257,22 +297,33 @@ class Monitor(TrainerCallback):
         self._spans = []
         if self._compile_s:
             seconds["compile"] = self._compile_s
-            seconds["forward_backward"] = max(0.0, seconds.get("forward_backward", 0.0) - self._compile_s)
+            seconds["forward_backward"] = max(
+                0.0, seconds.get("forward_backward", 0.0) - self._compile_s
+            )
         elapsed = max(1e-9, time.perf_counter() - self._window_start - self._paused_s)
-        # the sums of every rank by name, each as a list: one vector and one collective, whatever is measured
-        # in GiB: allocated and reserved memory of this rank now (on a CPU resident), and the highest since loading
+        # the sums of every rank by name, each as a list: one vector and one collective, whatever is
+        # measured in GiB: allocated and reserved memory of this rank now (on a CPU resident), and
+        # the highest since loading
         present = [max(0, _resident_bytes() - self.peaks.baseline_bytes)]
         if self._on_gpu:
             present = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
-        peaks = [allocated for name, (allocated, _) in self.peaks.by_phase().items() if name != "loading"]
+        peaks = [
+            allocated for name, (allocated, _) in self.peaks.by_phase().items() if name != "loading"
+        ]
         memory_sizes = [size / GIB for size in (*present, max([present[0], *peaks]))]
         sums, sums_by_rank = self.sums | {"memory": memory_sizes}, []
-        parts = [torch.as_tensor(value, dtype=_SUM_DTYPE, device=device).flatten() for value in sums.values()]
+        parts = [
+            torch.as_tensor(value, dtype=_SUM_DTYPE, device=device).flatten()
+            for value in sums.values()
+        ]
         for numbers in distributed.gather_values(torch.cat(parts).tolist()):
             remaining = iter(numbers)
-            sums_by_rank.append({
-                name: list(itertools.islice(remaining, part.numel())) for name, part in zip(sums, parts, strict=True)
-            })  # fmt: skip
+            sums_by_rank.append(
+                {
+                    name: list(itertools.islice(remaining, part.numel()))
+                    for name, part in zip(sums, parts, strict=True)
+                }
+            )
         counted_ranks = sums_by_rank[:: self._tensor_parallel]  # one of each tensor-parallel group
         tokens, places, samples = (
             sum(sums[name][0] for sums in counted_ranks) for name in ("tokens", "places", "samples")
@@ -283,7 +334,9 @@ class Monitor(TrainerCallback):
         self.tokens_seen += tokens
         metrics = {
             "tokens_per_s": speed,
-            "tokens_per_s_per_gpu" if self._on_gpu else "tokens_per_s_per_rank": speed / len(sums_by_rank),
+            "tokens_per_s_per_gpu" if self._on_gpu else "tokens_per_s_per_rank": (
+                speed / len(sums_by_rank)
+            ),
             "step_time_s": elapsed / max(1, steps),
             "padding_share": 1 - tokens / max(1.0, places),
             "samples_seen": self.samples_seen,
@@ -294,7 +347,9 @@ class Monitor(TrainerCallback):
         if "sources" in sums_by_rank[0]:
             metrics |= source_losses([sums["sources"] for sums in counted_ranks], self.sources)
         metrics |= {f"time_{name}_s": seconds.get(name, 0.0) / max(1, steps) for name in STEP_PARTS}
-        metrics |= {f"time_{name}_s": seconds[name] for name in (*PAUSES, "compile") if name in seconds}
+        metrics |= {
+            f"time_{name}_s": seconds[name] for name in (*PAUSES, "compile") if name in seconds
+        }
         for rank, sums in enumerate(sums_by_rank):
             if len(sums_by_rank) > 1 and sums["trained_tokens"][0]:
                 metrics[f"loss_rank_{rank}"] = sums["loss"][0] / sums["trained_tokens"][0]
@@ -302,10 +357,14 @@ class Monitor(TrainerCallback):
         for name, *values in zip(names, *(sums["memory"] for sums in sums_by_rank), strict=True):
             metrics[f"memory_{name}_gib"] = max(values)
             if len(values) > 1:
-                metrics |= {f"memory_{name}_gib_rank_{rank}": value for rank, value in enumerate(values)}
+                metrics |= {
+                    f"memory_{name}_gib_rank_{rank}": value for rank, value in enumerate(values)
+                }
         if self._plan is not None:  # allocated bytes on a GPU, resident ones on a CPU
             memory = self._plan.memory
-            metrics["memory_predicted_gib"] = (memory.allocated if self._on_gpu else memory.reserved) / GIB
+            metrics["memory_predicted_gib"] = (
+                memory.allocated if self._on_gpu else memory.reserved
+            ) / GIB
             if self._plan.speed_known and self._plan.mfu is not None:
                 metrics["mfu"] = self._plan.mfu * speed / self._plan.speed.tokens_per_s
         return metrics
@@ -319,7 +378,8 @@ class Monitor(TrainerCallback):
 
 
 def scored_labels(inputs: Any) -> Any:
-    """The labels that are predicted: `shift_labels` where the batch has them, else those from the second token on."""
+    """The labels that are predicted: `shift_labels` where the batch has them, else those from the
+    second token on."""
     return inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
 
 
@@ -329,9 +389,15 @@ def count_tokens(inputs: Any) -> Any:
 
 
 def head_sums(outputs: Any) -> torch.Tensor:
-    """Sums of entropy, right predictions, scored tokens and routers' balance loss, and 1 if it has one: [5]."""
-    sums = [part.detach().sum(dtype=_SUM_DTYPE) for part in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
-    none = torch.zeros_like(sums[0])  # filled on the device: a number that is copied there would be waited for
+    """Sums of entropy, right predictions, scored tokens and routers' balance loss, and 1 if it has
+    one: [5]."""
+    sums = [
+        part.detach().sum(dtype=_SUM_DTYPE)
+        for part in (outputs.entropy, outputs.is_top1, outputs.label_mask)
+    ]
+    none = torch.zeros_like(
+        sums[0]
+    )  # filled on the device: a number that is copied there would be waited for
     balance = [none, none]
     if outputs.aux_loss is not None:
         balance = [outputs.aux_loss.detach().to(none), none + 1]
@@ -339,33 +405,47 @@ def head_sums(outputs: Any) -> torch.Tensor:
 
 
 def head_metrics(sums_by_rank: list[list[float]], *, prefix: str = "") -> dict[str, float]:
-    """TRL's figures from all ranks' sums: means over trained tokens, of `aux_loss` over micro-steps."""
-    entropy, correct, scored, balance, micro_steps = (sum(column) for column in zip(*sums_by_rank, strict=True))
+    """TRL's figures from all ranks' sums: means over trained tokens, of `aux_loss` over
+    micro-steps."""
+    entropy, correct, scored, balance, micro_steps = (
+        sum(column) for column in zip(*sums_by_rank, strict=True)
+    )
     metrics = {"entropy": entropy / max(1, scored), "mean_token_accuracy": correct / max(1, scored)}
     metrics |= {"aux_loss": balance / micro_steps} if micro_steps else {}
     return {f"{prefix}{name}": value for name, value in metrics.items()}
 
 
 def source_sums(
-    log_probs: torch.Tensor, scored: torch.Tensor, sources: torch.Tensor, *, count: int = len(DEFAULT_SOURCES)
+    log_probs: torch.Tensor,
+    scored: torch.Tensor,
+    sources: torch.Tensor,
+    *,
+    count: int = len(DEFAULT_SOURCES),
 ) -> torch.Tensor:
-    """For each of `count` sources the sum of its tokens' losses and their number: [sources, 2]. `log_probs`: of the
-    tokens from the second on [B, T - 1], or of each next token [B, T], zero unless `scored`; `sources`: of all tokens,
-    or of each next token [B, T]."""
+    """For each of `count` sources the sum of its tokens' losses and their number: [sources, 2].
+    `log_probs`: of the tokens from the second on [B, T - 1], or of each next token [B, T], zero
+    unless `scored`; `sources`: of all tokens, or of each next token [B, T]."""
     device = log_probs.device
     source_ids = torch.arange(count, device=device)[:, None, None]
-    is_source = (sources[:, -log_probs.shape[1] :].to(device) == source_ids) & scored  # [sources, B, T - 1]
-    losses = -torch.where(is_source, log_probs.detach().float(), 0.0).sum(dim=(1, 2), dtype=_SUM_DTYPE)
+    is_source = (
+        sources[:, -log_probs.shape[1] :].to(device) == source_ids
+    ) & scored  # [sources, B, T - 1]
+    losses = -torch.where(is_source, log_probs.detach().float(), 0.0).sum(
+        dim=(1, 2), dtype=_SUM_DTYPE
+    )
     return torch.stack([losses, is_source.sum(dim=(1, 2)).to(_SUM_DTYPE)], dim=1)
 
 
 def source_losses(
     sums_by_rank: list[list[float]], names: Sequence[str] = DEFAULT_SOURCES, *, prefix: str = ""
 ) -> dict[str, float]:
-    """Mean loss over the tokens of each source, from the sums of every rank; a source without tokens is left out."""
+    """Mean loss over the tokens of each source, from the sums of every rank; a source without
+    tokens is left out."""
     losses: dict[str, float] = {}
     for index, name in enumerate(names):
-        loss_sum, tokens = (sum(rank[2 * index + column] for rank in sums_by_rank) for column in (0, 1))
+        loss_sum, tokens = (
+            sum(rank[2 * index + column] for rank in sums_by_rank) for column in (0, 1)
+        )
         if tokens:
             losses[f"{prefix}loss_{name}"] = loss_sum / tokens
     return losses

@@ -1,4 +1,5 @@
-"""The end of a run: the trained weights are saved, the summary is written as JSON and logged in words."""
+"""The end of a run: the trained weights are saved, the summary is written as JSON and logged in
+words."""
 
 import logging
 import time
@@ -18,9 +19,18 @@ from sft_play.starter import CONFIG
 from sft_play.text import GIB, format_duration
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import full_state_dict
-from sft_play.training.checkpoints.card import CardFacts, answer_stop_ids, result_figures, write_card
+from sft_play.training.checkpoints.card import (
+    CardFacts,
+    answer_stop_ids,
+    result_figures,
+    write_card,
+)
 from sft_play.training.checkpoints.checkpoints import record_digests
-from sft_play.training.checkpoints.model_saving import fetch_base_folder, save_model, set_stop_tokens
+from sft_play.training.checkpoints.model_saving import (
+    fetch_base_folder,
+    save_model,
+    set_stop_tokens,
+)
 from sft_play.training.job import RunJob, resume_command
 from sft_play.training.loop.callbacks import StopController
 from sft_play.training.loop.loop import PlannedLoop
@@ -46,7 +56,8 @@ def build_summary(
     *,
     tokens_per_s: float,
 ) -> dict[str, Any]:
-    """`summary.json`; `finish_run` adds `model_path` once the weights are saved. `tokens_per_s`: of all ranks."""
+    """`summary.json`; `finish_run` adds `model_path` once the weights are saved. `tokens_per_s`: of
+    all ranks."""
     is_stopped, compile_monitor = stop_controller.has_stopped_early, trainer.compile_monitor
     metrics_before, updates = initial_evaluation.metrics, update_check.facts
     evaluations = []
@@ -65,11 +76,15 @@ def build_summary(
         "ran_out": trainer.step_memory.has_halved,
         "wall_s": round(time.time() - monitors.start_time, 2),
         "exit": Interrupted.exit_code if is_stopped and stop_controller.signal is not None else 0,
-        "engine_proof": plain_data(initial_evaluation.engine_check or engines.single_process_check(trainer)),
+        "engine_proof": plain_data(
+            initial_evaluation.engine_check or engines.single_process_check(trainer)
+        ),
         "updates": updates.as_json() if updates else None,
         "compile": compile_monitor.figures() if compile_monitor else None,
         "evaluations": evaluations,
-        "predicted_tokens_per_s": round(job.plan.speed.tokens_per_s, 2) if job.plan.speed_known else None,
+        "predicted_tokens_per_s": (
+            round(job.plan.speed.tokens_per_s, 2) if job.plan.speed_known else None
+        ),
     }
     if job.plan.kernels:  # what the plan counted, what was used, and why they differ
         used, counted = list(trainer.kernels.replaced), asdict(job.plan.kernels)
@@ -89,7 +104,9 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, start_step: int) -
     lines = [f"Steps: {steps_text} in {format_duration(summary['wall_s'])}; {speed}"]
     rows = (summary["after"] or summary["before"] or {}).get("rows")
     for name, before, after in result_figures(summary):
-        lines.append(f"Held-out {name} ({summary['split']}, {rows} rows): {before} before, {after} after")
+        lines.append(
+            f"Held-out {name} ({summary['split']}, {rows} rows): {before} before, {after} after"
+        )
     for sample in summary["samples"][:3]:
         verdict = "right" if sample["right"] else f"expected: {one_line(sample['expected'])}"
         lines.append(f"Asked: {one_line(sample['asked'])}")
@@ -105,11 +122,16 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, start_step: int) -
     return [*lines, f"Talk to it: make chat RUN={job.folder.shell_path}", *_next_step_lines(job)]
 
 
-def sample_answers(metrics_before: EvalMetrics | None, metrics_after: EvalMetrics | None) -> list[dict[str, Any]]:
-    """Some questions, evenly spaced, with the answers of the untrained (if asked) and the trained model."""
+def sample_answers(
+    metrics_before: EvalMetrics | None, metrics_after: EvalMetrics | None
+) -> list[dict[str, Any]]:
+    """Some questions, evenly spaced, with the answers of the untrained (if asked) and the trained
+    model."""
     answers = metrics_after.answers if metrics_after else ()
     answers_before = metrics_before.answers if metrics_before else ()
-    before_by_prompt = {answer.question.prompt_text: _truncate(answer.text) for answer in answers_before}
+    before_by_prompt = {
+        answer.question.prompt_text: _truncate(answer.text) for answer in answers_before
+    }
     count = min(MAX_KEPT_SAMPLES, len(answers))
     return [
         {
@@ -134,16 +156,21 @@ def format_peak(peak: Mapping[str, Any]) -> str:
         scope, measured = "above the libraries' own", peak["measured_rss"]
     predicted = peak["predicted_reserved"] or 0  # plans of earlier versions know no phases
     return (
-        f"Peak memory {scope}, in {peak['moment']}: {predicted / GIB:.2f} GiB predicted, {measured / GIB:.2f} GiB "
-        "measured"
+        f"Peak memory {scope}, in {peak['moment']}: {predicted / GIB:.2f} GiB predicted,"
+        f" {measured / GIB:.2f} GiB measured"
     )
 
 
 def _next_step_lines(job: RunJob) -> list[str]:
     if Path(job.loaded.path).name != Path(CONFIG).name:
         return []
-    model = "" if job.plan.hardware.gpus else "model.name=Qwen/Qwen2.5-0.5B-Instruct "  # at most CPU_PARAMS
-    return [f'Try next: make train CONFIG=configs/run_bnb.yaml SET="{model}data.train_path=…" (your own data)']
+    model = (
+        "" if job.plan.hardware.gpus else "model.name=Qwen/Qwen2.5-0.5B-Instruct "
+    )  # at most CPU_PARAMS
+    return [
+        f'Try next: make train CONFIG=configs/run_bnb.yaml SET="{model}data.train_path=…" (your own'
+        " data)"
+    ]
 
 
 def finish_run(
@@ -155,7 +182,8 @@ def finish_run(
     *,
     start_step: int,
 ) -> None:
-    """Save what was trained, write and log the summary; raises Interrupted if the user stopped the run."""
+    """Save what was trained, write and log the summary; raises Interrupted if the user stopped the
+    run."""
     steps, is_finished = summary["steps"], summary["status"] == "finished"
     if is_finished:
         with peaks.during("saving"):
@@ -164,19 +192,23 @@ def finish_run(
         summary["model_path"] = str(job.folder.model_path(is_adapter=prepared.trains_adapter))
     if distributed.is_first():
         job.folder.write_json("summary.json", summary)
-        job.folder.update_manifest(status=summary["status"], ended=datetime.now(UTC).isoformat(timespec="seconds"))
+        job.folder.update_manifest(
+            status=summary["status"], ended=datetime.now(UTC).isoformat(timespec="seconds")
+        )
         if is_finished and prepared.backend.name != "unsloth":  # its process knows no template
             write_model_card(job, prepared, summary)
         for line in summary_lines(job, summary, start_step=start_step):
             logger.info("%s", line)
-    distributed.barrier()  # a launcher ends rank 0 when another leaves before rank 0 has written the summary
+    # a launcher ends rank 0 when another leaves before rank 0 has written the summary
+    distributed.barrier()
     if summary["exit"]:
         hint = f"resume with: {resume_command(job)}" if distributed.is_first() else "by rank 0"
         raise Interrupted(f"stopped at step {steps}, state saved; {hint}")
 
 
 def write_model_card(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
-    """Write the model card of the trained weights; where the disk refuses it, the weights are whole without it."""
+    """Write the model card of the trained weights; where the disk refuses it, the weights are whole
+    without it."""
     card = CardFacts(
         kind="adapter" if prepared.trains_adapter else "model",
         name=job.folder.whole_run.path.name,
@@ -185,7 +217,9 @@ def write_model_card(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -
         model_spec=prepared.model_spec,
         manifest=job.folder.whole_run.read_manifest(),
         summary=summary,
-        stop_ids=answer_stop_ids(job.loaded.config, prepared.tokenizer.tokenizer, prepared.renderer),
+        stop_ids=answer_stop_ids(
+            job.loaded.config, prepared.tokenizer.tokenizer, prepared.renderer
+        ),
     )
     try:
         write_card(job.folder.model_path(is_adapter=prepared.trains_adapter), card)
@@ -193,24 +227,37 @@ def write_model_card(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -
         logger.warning("The model card could not be written: %s", error)
 
 
-def _save_trained_weights(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, steps: int) -> None:
-    path, tokenizer = job.folder.model_path(is_adapter=prepared.trains_adapter), prepared.tokenizer.tokenizer
+def _save_trained_weights(
+    job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, steps: int
+) -> None:
+    path, tokenizer = (
+        job.folder.model_path(is_adapter=prepared.trains_adapter),
+        prepared.tokenizer.tokenizer,
+    )
     dtype = None if prepared.trains_adapter else prepared.model_spec.dtype
     model = trainer.accelerator.unwrap_model(trainer.model)
     needed_bytes = engines.trained_bytes(trainer, dtype)
     free_space = distributed.broadcast_value(free_disk_bytes(path.parent))
     tensors = state = None
-    trainer.heartbeat.note(trainer.state.global_step, "saving the trained weights", saved_bytes=needed_bytes)
-    with require_disk_space(path.parent, needed_bytes, "the trained weights", available_bytes=free_space):
+    trainer.heartbeat.note(
+        trainer.state.global_step, "saving the trained weights", saved_bytes=needed_bytes
+    )
+    with require_disk_space(
+        path.parent, needed_bytes, "the trained weights", available_bytes=free_space
+    ):
         if trainer.is_fsdp_enabled and not prepared.trains_adapter:
             tensors = full_state_dict.full_tensors(trainer.model)
         else:
-            state = full_state_dict.gather_state_dict(trainer, from_fp32_masters=dtype is torch.float32)
+            state = full_state_dict.gather_state_dict(
+                trainer, from_fp32_masters=dtype is torch.float32
+            )
         if distributed.is_first():
             if prepared.tokenizer.original_template is not None:
                 tokenizer.chat_template = prepared.tokenizer.original_template
             has_trained_lora_b = any(
-                weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name
+                weight.requires_grad
+                for name, weight in model.named_parameters()
+                if "lora_B" in name
             )
             base_folder = None
             if prepared.model_spec.text_tower is not None and not prepared.trains_adapter:
@@ -218,15 +265,25 @@ def _save_trained_weights(job: RunJob, prepared: Prepared, trainer: PlannedLoop,
                 base_model = job.loaded.config.model
                 base_folder = fetch_base_folder(base_model.name, revision=base_model.revision)
             save_model(
-                model, tokenizer, path, base_folder=base_folder, state_dict=state, tensors=tensors, dtype=dtype,
+                model,
+                tokenizer,
+                path,
+                base_folder=base_folder,
+                state_dict=state,
+                tensors=tensors,
+                dtype=dtype,
                 steps=steps if has_trained_lora_b else 0,
-            )  # fmt: skip
+            )
             if not prepared.trains_adapter:  # whoever loads it ends answers where training did
                 set_stop_tokens(
-                    path, answer_stop_ids(job.loaded.config, tokenizer, prepared.renderer), tokenizer.pad_token_id
+                    path,
+                    answer_stop_ids(job.loaded.config, tokenizer, prepared.renderer),
+                    tokenizer.pad_token_id,
                 )
             record_digests(path)
         else:
-            for _ in tensors or ():  # gathering is collective: every rank has to walk through all tensors
+            for _ in (
+                tensors or ()
+            ):  # gathering is collective: every rank has to walk through all tensors
                 pass
     trainer.wait_for_disk()

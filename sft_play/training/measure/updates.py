@@ -1,5 +1,5 @@
-"""Whether the optimizer's updates reach the weights, read from live objects at the first steps: a run whose updates are
-rounded away looks like any other."""
+"""Whether the optimizer's updates reach the weights, read from live objects at the first steps: a
+run whose updates are rounded away looks like any other."""
 
 import logging
 from collections import Counter
@@ -16,17 +16,19 @@ from sft_play.training.prepare.experts import PACKED_ATTRIBUTE
 
 logger = logging.getLogger(__name__)
 
-# Steps that are compared, counted from the start of this process: at the first, lora_A has no gradient yet, since
-# lora_B begins at zero.
+# Steps that are compared, counted from the start of this process: at the first, lora_A has no
+# gradient yet, since lora_B begins at zero.
 COMPARED_STEPS = range(2, 5)
 
-# Share of moved elements below which updates count as lost. In fp32 nearly all that have a gradient move.
+# Share of moved elements below which updates count as lost. In fp32 nearly all that have a gradient
+# move.
 LOST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class UpdateFacts:
-    """Dtypes by torch's names, and the share of sampled elements with a gradient that a step changed."""
+    """Dtypes by torch's names, and the share of sampled elements with a gradient that a step
+    changed."""
 
     weights: tuple[str, ...]
     adapters: tuple[str, ...]
@@ -37,8 +39,13 @@ class UpdateFacts:
 
     @property
     def is_lost(self) -> bool:
-        """Whether most updates are rounded away; stochastic rounding moves few elements by design."""
-        return self.moved_share is not None and self.moved_share < LOST_SHARE and self.rounding != "stochastic"
+        """Whether most updates are rounded away; stochastic rounding moves few elements by
+        design."""
+        return (
+            self.moved_share is not None
+            and self.moved_share < LOST_SHARE
+            and self.rounding != "stochastic"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """`updates` of the summary."""
@@ -47,18 +54,22 @@ class UpdateFacts:
     @property
     def warning(self) -> str:
         """The warning for lost updates, with what to set."""
-        stepped_dtypes, setting = self.masters or self.adapters or self.weights, "a higher train.learning_rate"
+        stepped_dtypes, setting = (
+            self.masters or self.adapters or self.weights,
+            "a higher train.learning_rate",
+        )
         if stepped_dtypes != ("float32",):
             option = "tuning.lora.dtype" if self.adapters else "train.weight_updates"
             setting = f"{option}=auto, or {setting}"
         return (
-            f"Most updates are lost: a step moves {self.moved_share or 0.0:.1%} of what trains, since "
-            f"{' and '.join(stepped_dtypes)} has too few digits for them; set {setting}"
+            f"Most updates are lost: a step moves {self.moved_share or 0.0:.1%} of what trains,"
+            f" since {' and '.join(stepped_dtypes)} has too few digits for them; set {setting}"
         )
 
 
 class UpdateCheck(TrainerCallback):
-    """Compares samples of what trains before and after the first steps, on all ranks, and warns of what is lost."""
+    """Compares samples of what trains before and after the first steps, on all ranks, and warns of
+    what is lost."""
 
     def __init__(self, trainer: Any, rounding: WeightUpdates) -> None:
         self._trainer, self._rounding = trainer, rounding
@@ -72,10 +83,13 @@ class UpdateCheck(TrainerCallback):
         self._steps += 1
         is_moving = lr_scheduler is None or max(lr_scheduler.get_last_lr()) > 0
         if self._steps in COMPARED_STEPS and is_moving:
-            self._samples_before = [_sample_elements(tensor).clone() for tensor in stepped_tensors(self._trainer)]
+            self._samples_before = [
+                _sample_elements(tensor).clone() for tensor in stepped_tensors(self._trainer)
+            ]
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Note which of the sampled elements have a gradient. DeepSpeed has already stepped, and shows none."""
+        """Note which of the sampled elements have a gradient. DeepSpeed has already stepped, and
+        shows none."""
         if self._samples_before and not self._trainer.is_deepspeed_enabled:
             self._has_gradient = []
             for parameter in _trainable_parameters(self._trainer):
@@ -88,8 +102,12 @@ class UpdateCheck(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Compare, and take the result after the last step to compare."""
         if self._samples_before and not self._trainer.accelerator.optimizer_step_was_skipped:
-            masks = self._has_gradient or [torch.ones_like(before, dtype=torch.bool) for before in self._samples_before]
-            for before, mask, after in zip(self._samples_before, masks, stepped_tensors(self._trainer), strict=True):
+            masks = self._has_gradient or [
+                torch.ones_like(before, dtype=torch.bool) for before in self._samples_before
+            ]
+            for before, mask, after in zip(
+                self._samples_before, masks, stepped_tensors(self._trainer), strict=True
+            ):
                 self._moved_count += int(((_sample_elements(after) != before) & mask).sum())
                 self._compared_count += int(mask.sum())
         self._samples_before, self._has_gradient = [], None
@@ -104,7 +122,9 @@ class UpdateCheck(TrainerCallback):
     def _report_facts(self) -> None:
         moved, compared = map(distributed.sum_over_ranks, (self._moved_count, self._compared_count))
         moved_share = round(moved / compared, 4) if compared else None
-        self.facts = UpdateFacts(**training_dtypes(self._trainer), moved_share=moved_share, rounding=self._rounding)
+        self.facts = UpdateFacts(
+            **training_dtypes(self._trainer), moved_share=moved_share, rounding=self._rounding
+        )
         if self.facts.is_lost:
             logger.warning("%s", self.facts.warning)
 
@@ -119,7 +139,8 @@ def _trainable_parameters(trainer: Any) -> list[nn.Parameter]:
 
 
 def stepped_tensors(trainer: Any) -> list[torch.Tensor]:
-    """The tensors that this rank's optimizer updates: trained weights, their shards, or DeepSpeed's fp32 copies."""
+    """The tensors that this rank's optimizer updates: trained weights, their shards, or DeepSpeed's
+    fp32 copies."""
     wrapped = trainer.model_wrapped
     if engines.is_deepspeed(wrapped):
         return engines.fp32_partitions(wrapped)
@@ -127,12 +148,14 @@ def stepped_tensors(trainer: Any) -> list[torch.Tensor]:
 
 
 def training_dtypes(trainer: Any) -> dict[str, Any]:
-    """Dtypes of the base's weights (`nf4` in 4 bits), adapters, DeepSpeed's copies and optimizer states, the most
-    frequent first."""
+    """Dtypes of the base's weights (`nf4` in 4 bits), adapters, DeepSpeed's copies and optimizer
+    states, the most frequent first."""
     from accelerate.utils import is_peft_model
 
     has_adapters, wrapped = is_peft_model(trainer.model), trainer.model_wrapped
-    counters = {name: Counter[str]() for name in ("weights", "adapters", "masters", "optimizer_states")}
+    counters = {
+        name: Counter[str]() for name in ("weights", "adapters", "masters", "optimizer_states")
+    }
     for module in trainer.model.modules():
         packed = vars(module).get(PACKED_ATTRIBUTE, ())
         for name, parameter in module.named_parameters(recurse=False):
@@ -144,9 +167,15 @@ def training_dtypes(trainer: Any) -> dict[str, Any]:
     for state in engines.unwrap_optimizer(trainer.optimizer).state.values():
         for name, value in state.items():
             # without counters and the scales and code tables of 8-bit states
-            if isinstance(value, torch.Tensor) and value.dim() and not name.startswith(("qmap", "absmax")):
+            if (
+                isinstance(value, torch.Tensor)
+                and value.dim()
+                and not name.startswith(("qmap", "absmax"))
+            ):
                 counters["optimizer_states"][_dtype_name(value)] += 1
-    return {part: tuple(name for name, _ in counter.most_common()) for part, counter in counters.items()}
+    return {
+        part: tuple(name for name, _ in counter.most_common()) for part, counter in counters.items()
+    }
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -17,7 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
-from sft_play.config.load import ADAPTER_CONFIG_FILE, ADAPTER_KEY, ADAPTER_WEIGHTS_FILE, find_adapter_run
+from sft_play.config.load import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_KEY,
+    ADAPTER_WEIGHTS_FILE,
+    find_adapter_run,
+)
 from sft_play.config.schema import LoraConfig, RunConfig
 from sft_play.data.sources.files import file_digest
 from sft_play.errors import ModelError
@@ -38,15 +43,18 @@ from sft_play.training.prepare.model_spec import ModelSpec, build_meta_model, re
 # the same (tests/test_adapter_inputs.py).
 
 
-# True while autocast is off: nothing else casts then, as in generation, which PEFT runs on the base model.
+# True while autocast is off: nothing else casts then, as in generation, which PEFT runs on the base
+# model.
 class _OutsideAutocast:
     def __bool__(self) -> bool:
         return not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
 
 
 def cast_outside_autocast(model: nn.Module) -> int:
-    """Let LoRA layers cast their inputs only where autocast is off; returns how many there are. Not DoRA, which takes
-    its weights' dtype from the input, nor dropout, which draws in it, nor layers that are not linear."""
+    """Let LoRA layers cast their inputs only where autocast is off; returns how many there are. Not
+    DoRA, which takes its weights' dtype from the input, nor dropout, which draws in it, nor layers
+    that are not linear.
+    """
     lora_layers = [module for module in model.modules() if _is_plain_lora(module)]
     for layer in lora_layers:
         # PEFT asks this flag in every forward pass (tuners_utils.py, `_cast_input_dtype`, 0.21)
@@ -55,9 +63,14 @@ def cast_outside_autocast(model: nn.Module) -> int:
 
 
 def _is_plain_lora(module: Any) -> bool:
-    if not isinstance(module, LoraLayer) or not isinstance(module.get_base_layer(), nn.Linear | Conv1D):
+    if not isinstance(module, LoraLayer) or not isinstance(
+        module.get_base_layer(), nn.Linear | Conv1D
+    ):
         return False
-    has_dropout = any(isinstance(dropout, nn.Dropout) and dropout.p > 0 for dropout in module.lora_dropout.values())
+    has_dropout = any(
+        isinstance(dropout, nn.Dropout) and dropout.p > 0
+        for dropout in module.lora_dropout.values()
+    )
     return not module.lora_variant and not has_dropout
 
 
@@ -72,7 +85,8 @@ def _is_plain_lora(module: Any) -> bool:
 # PEFT's divides by no scale: at 2 it adds as much error as it takes off.
 
 
-# Of the randomised SVD: power iterations (PiSSA's own fastest comparison has 16), and directions that are dropped.
+# Of the randomised SVD: power iterations (PiSSA's own fastest comparison has 16), and directions
+# that are dropped.
 SVD_ITERATIONS, SVD_EXTRA_RANK = 16, 8
 
 
@@ -85,9 +99,9 @@ def initialize_adapters(
     device: torch.device,
     read_base_weights: Callable[[], Mapping[str, torch.Tensor] | None],
 ) -> None:
-    """Put a model's adapters where `tuning.lora.init` says; the same numbers on every rank. `read_base_weights`
-    returns the base's own, where the model holds none or only what NF4 makes of them; None: the model's. Raises
-    ModelError: the base's files hold no 16-bit weights."""
+    """Put a model's adapters where `tuning.lora.init` says; the same numbers on every rank.
+    `read_base_weights` returns the base's own, where the model holds none or only what NF4 makes of
+    them; None: the model's. Raises ModelError: the base's files hold no 16-bit weights."""
     if lora.init == "default":
         return
     base_weights = read_base_weights()
@@ -101,15 +115,22 @@ def initialize_adapters(
                 continue  # what NF4 left alone has lost nothing
             name = base_parameter_name(f"{path}.weight")
             with gather_zero3_parameter(base.weight):
-                weight = dequantize_module_weight(base) if base_weights is None else base_weights[name]
+                weight = (
+                    dequantize_module_weight(base) if base_weights is None else base_weights[name]
+                )
                 if not weight.is_floating_point():
                     raise ModelError(
-                        f"tuning.lora.init={lora.init}: {name} is stored as {weight.dtype}, and 16 bits are needed"
+                        f"tuning.lora.init={lora.init}: {name} is stored as {weight.dtype}, and 16"
+                        " bits are needed"
                     )
                 if getattr(layer, "fan_in_fan_out", False):  # GPT-2's are transposed
                     weight = weight.T
                 weight = weight.to(device)
-                target = weight.float() if lora.init == "pissa" else nf4_roundtrip(weight).neg_().add_(weight)
+                target = (
+                    weight.float()
+                    if lora.init == "pissa"
+                    else nf4_roundtrip(weight).neg_().add_(weight)
+                )
                 b, a = low_rank_factors(target, lora.r, scale=layer.scaling["default"])
                 if lora.init == "pissa":
                     b, a = torch.cat([b, -b], dim=1), torch.cat([a, a])
@@ -118,7 +139,9 @@ def initialize_adapters(
                     factor["default"].weight.copy_(value)
 
 
-def low_rank_factors(matrix: torch.Tensor, rank: int, *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def low_rank_factors(
+    matrix: torch.Tensor, rank: int, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """B and A with scale x B A the best approximation of a matrix at this rank, in equal parts."""
     left, singular_values, right = torch.svd_lowrank(
         matrix, q=min(rank + SVD_EXTRA_RANK, *matrix.shape), niter=SVD_ITERATIONS
@@ -127,25 +150,38 @@ def low_rank_factors(matrix: torch.Tensor, rank: int, *, scale: float) -> tuple[
     return left[:, :rank] * roots, (right[:, :rank] * roots).T
 
 
-def freeze_pissa_half(model: nn.Module, lora: LoraConfig, *, is_sharded_later: bool = False) -> None:
-    """Let half of PiSSA's adapters have no gradient; raises ModelError where FSDP divides them only later."""
+def freeze_pissa_half(
+    model: nn.Module, lora: LoraConfig, *, is_sharded_later: bool = False
+) -> None:
+    """Let half of PiSSA's adapters have no gradient; raises ModelError where FSDP divides them only
+    later."""
     if lora.init != "pissa":
         return
     if is_sharded_later:
         raise ModelError(
-            "tuning.lora.init=pissa: under FSDP this base is divided only when training begins, where half of an "
-            "adapter cannot be frozen; use STRATEGY=ddp or zero3"
+            "tuning.lora.init=pissa: under FSDP this base is divided only when training begins,"
+            " where half of an adapter cannot be frozen; use STRATEGY=ddp or zero3"
         )
     for name, weight in model.named_parameters():
         is_lora_a = ".lora_A." in name
         if not weight.requires_grad or not (is_lora_a or ".lora_B." in name):
             continue
         dim: Literal[0, 1] = 0 if is_lora_a else 1
-        if isinstance(weight, DTensor):  # FSDP2 calls these with the reduced gradient, and no others
-            is_frozen = torch.arange(weight.shape[dim], device=weight.device) >= weight.shape[dim] // 2
-            full_mask = (is_frozen[:, None] if dim == 0 else is_frozen).expand(weight.shape).contiguous()
-            mask = distribute_tensor(full_mask, weight.device_mesh, weight.placements, src_data_rank=None)
-            weight.register_post_accumulate_grad_hook(partial(_zero_local_half, frozen_mask=mask.to_local()))
+        if isinstance(
+            weight, DTensor
+        ):  # FSDP2 calls these with the reduced gradient, and no others
+            is_frozen = (
+                torch.arange(weight.shape[dim], device=weight.device) >= weight.shape[dim] // 2
+            )
+            full_mask = (
+                (is_frozen[:, None] if dim == 0 else is_frozen).expand(weight.shape).contiguous()
+            )
+            mask = distribute_tensor(
+                full_mask, weight.device_mesh, weight.placements, src_data_rank=None
+            )
+            weight.register_post_accumulate_grad_hook(
+                partial(_zero_local_half, frozen_mask=mask.to_local())
+            )
         else:  # before DDP and DeepSpeed see it
             weight.register_hook(partial(_zero_half, dim=dim))
 
@@ -189,8 +225,13 @@ def read_base_adapter(config: RunConfig, model_spec: ModelSpec) -> BaseAdapter |
     manifest_data = (run[1].get("data") if run else None) or {}
     # the adapter's base has to be the model: by digest where both are files here, else by name
     recorded_weights = manifest_data.get("weights") or {}
-    name, sha256 = config.model.name, base_weights_identity(config.model.name, model_spec.hf_config)["sha256"]
-    config_base = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    name, sha256 = (
+        config.model.name,
+        base_weights_identity(config.model.name, model_spec.hf_config)["sha256"],
+    )
+    config_base = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8")).get(
+        "base_model_name_or_path"
+    )
     adapter_base = str(recorded_weights.get("path") or config_base or "")
     recorded_sha256, is_local = recorded_weights.get("sha256"), find_model_folder(name) is not None
     if not recorded_weights and is_local and Path(adapter_base).is_dir():
@@ -198,18 +239,25 @@ def read_base_adapter(config: RunConfig, model_spec: ModelSpec) -> BaseAdapter |
     # a digest of files has 64 digits, a commit of the hub 40
     if is_local and recorded_sha256 is not None and len(str(recorded_sha256)) == len(str(sha256)):
         if recorded_sha256 != sha256:
-            raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on other weights ({one_line(adapter_base)}) than "
-                             f"those of model.name={one_line(name)}")  # fmt: skip
+            raise ModelError(
+                f"{ADAPTER_KEY}: {folder} was trained on other weights ({one_line(adapter_base)})"
+                f" than those of model.name={one_line(name)}"
+            )
     elif adapter_base and _short_name(adapter_base) != _short_name(name):
-        raise ModelError(f"{ADAPTER_KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is "
-                         f"{one_line(name)}: give the adapter's own base, or correct its "
-                         f"{ADAPTER_CONFIG_FILE}")  # fmt: skip
+        raise ModelError(
+            f"{ADAPTER_KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is "
+            f"{one_line(name)}: give the adapter's own base, or correct its "
+            f"{ADAPTER_CONFIG_FILE}"
+        )
     require_unchanged(folder)
     file = folder / ADAPTER_WEIGHTS_FILE
-    model = build_meta_model(resized_spec(model_spec), trust_remote_code=config.model.trust_remote_code)
+    model = build_meta_model(
+        resized_spec(model_spec), trust_remote_code=config.model.trust_remote_code
+    )
     state = model.state_dict()
     expected_shapes = {
-        name: tuple(state[parameter_name].shape) for name, parameter_name in model_names_by_saved_name(model).items()
+        name: tuple(state[parameter_name].shape)
+        for name, parameter_name in model_names_by_saved_name(model).items()
     }
     to_saved_name = model_spec.text_tower.to_full_name if model_spec.text_tower is not None else str
     try:
@@ -223,16 +271,22 @@ def read_base_adapter(config: RunConfig, model_spec: ModelSpec) -> BaseAdapter |
         raise ModelError(f"{ADAPTER_KEY}: {file} cannot be read: {one_line(str(error))}") from None
     problem = ""
     for name in sorted({**expected_shapes, **saved}):
-        shape, expected_shape = tuple(saved[name].shape) if name in saved else None, expected_shapes.get(name)
+        shape, expected_shape = (
+            tuple(saved[name].shape) if name in saved else None,
+            expected_shapes.get(name),
+        )
         if shape != expected_shape:
             problem = f"{one_line(name)} has the shape {shape} there and {expected_shape} here"
         elif not saved[name].isfinite().all():
             problem = f"{one_line(name)} has values that are not finite"
         if problem:
-            raise ModelError(f"{ADAPTER_KEY}: {file} does not fit {one_line(config.model.name)}: {problem}")
+            raise ModelError(
+                f"{ADAPTER_KEY}: {file} does not fit {one_line(config.model.name)}: {problem}"
+            )
     digest = file_digest(file)
     note = (
-        f"Adapter: continues {folder} ({len(saved)} tensors, digest {digest[:12]}), with a new optimizer and schedule"
+        f"Adapter: continues {folder} ({len(saved)} tensors, digest {digest[:12]}), with a new"
+        " optimizer and schedule"
     )
     return BaseAdapter(folder, digest, run[0].name if run else None, note)
 

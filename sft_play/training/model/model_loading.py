@@ -1,4 +1,5 @@
-"""The model with its weights: read from safetensors, quantised for qlora, refused where any are missing."""
+"""The model with its weights: read from safetensors, quantised for qlora, refused where any are
+missing."""
 
 import contextlib
 import datetime
@@ -25,8 +26,16 @@ from sft_play.models.config_json import find_model_folder
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.process.waiting import report_wait
 from sft_play.training import distributed
-from sft_play.training.checkpoints.full_state_dict import embedding_layers, gather_zero3_parameter, tied_weight_names
-from sft_play.training.checkpoints.model_saving import describe_broken_connection, fetch_base_folder, open_tensors
+from sft_play.training.checkpoints.full_state_dict import (
+    embedding_layers,
+    gather_zero3_parameter,
+    tied_weight_names,
+)
+from sft_play.training.checkpoints.model_saving import (
+    describe_broken_connection,
+    fetch_base_folder,
+    open_tensors,
+)
 from sft_play.training.model import attention_functions, nf4_experts
 from sft_play.training.prepare.model_spec import ModelSpec, model_location, resized_spec
 
@@ -37,8 +46,8 @@ TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-# For `from_pretrained`, which looks for an adapter beside a model's files, and then puts it on them, or loads the base
-# that the adapter names in their place: none is found in this folder.
+# For `from_pretrained`, which looks for an adapter beside a model's files, and then puts it on
+# them, or loads the base that the adapter names in their place: none is found in this folder.
 NO_ADAPTER_KWARGS = {"adapter_kwargs": {"subfolder": "none"}}
 
 
@@ -50,9 +59,11 @@ def load_model(
     device: str | None,
     quant_storage: DtypeName | None = None,
 ) -> Any:
-    """The model with its weights, quantised where the mode says so, on `device`; None leaves the placement to ZeRO-3,
-    which divides plain weights while they are read, and NF4's when the engine starts. `quant_storage`: the dtype of
-    packed 4-bit weights (None: bytes); FSDP can divide only floating-point ones. Raises ModelError: as `read_model`."""
+    """The model with its weights, quantised where the mode says so, on `device`; None leaves the
+    placement to ZeRO-3, which divides plain weights while they are read, and NF4's when the engine
+    starts. `quant_storage`: the dtype of packed 4-bit weights (None: bytes); FSDP can divide only
+    floating-point ones. Raises ModelError: as `read_model`.
+    """
     options: dict[str, Any] = {}
     if config.tuning.mode == "qlora":
         options["quantization_config"] = quantization_config(
@@ -60,7 +71,9 @@ def load_model(
         )
     is_on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
-        options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
+        options["device_map"] = {
+            "": device
+        }  # straight to the GPU: no second copy in the host's memory
     attention_functions.set_kv_repetition(enabled=model_spec.attention.repeats_kv)
     model = read_model(config, precision, model_spec, options)
     keep_4bit_trainable(model)
@@ -71,10 +84,15 @@ def load_model(
 
 
 def read_model(
-    config: RunConfig, precision: Precision, model_spec: ModelSpec, options: Mapping[str, Any] | None = None
+    config: RunConfig,
+    precision: Precision,
+    model_spec: ModelSpec,
+    options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The model with its weights and the embeddings that its tokenizer needs, in RAM unless the `options` for
-    `from_pretrained` say otherwise. Raises ModelError: weights are missing, not safetensors, or cannot be fetched."""
+    """The model with its weights and the embeddings that its tokenizer needs, in RAM unless the
+    `options` for `from_pretrained` say otherwise. Raises ModelError: weights are missing, not
+    safetensors, or cannot be fetched.
+    """
     load_kwargs: dict[str, Any] = {
         "config": model_spec.hf_config,
         "revision": config.model.revision,
@@ -90,27 +108,37 @@ def read_model(
         load_kwargs["key_mapping"] = model_spec.text_tower.key_mapping
     model_class: Any = AutoModelForCausalLM
     source: str | None = model_location(config)
-    if model_spec.is_dequantised:  # of a class of transformers' own, which alone takes tensors in place of a folder
+    if (
+        model_spec.is_dequantised
+    ):  # of a class of transformers' own, which alone takes tensors in place of a folder
         model_class, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_spec.hf_config)], None
         tensors: dict[str, Any] = dict(
             open_tensors(fetch_base_folder(config.model.name, revision=config.model.revision))
         )
-        if "device_map" not in load_kwargs and is_deepspeed_zero3_enabled():  # which reads no tensors later
+        if (
+            "device_map" not in load_kwargs and is_deepspeed_zero3_enabled()
+        ):  # which reads no tensors later
             tensors = {name: tensor.read() for name, tensor in tensors.items()}
         load_kwargs["state_dict"] = tensors
         del load_kwargs["trust_remote_code"]
     try:
-        with silence_load_report(), report_wait(f"Loading the weights of {one_line(config.model.name)}"):
+        with (
+            silence_load_report(),
+            report_wait(f"Loading the weights of {one_line(config.model.name)}"),
+        ):
             model, loading_info = model_class.from_pretrained(source, **load_kwargs)
     except torch.OutOfMemoryError:  # a RuntimeError that `explain_out_of_memory` words
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         local_folder = find_model_folder(config.model.name)
-        problem = describe_broken_connection(error) or f"cannot be loaded: {one_line(str(error), limit=300)}"
+        problem = (
+            describe_broken_connection(error)
+            or f"cannot be loaded: {one_line(str(error), limit=300)}"
+        )
         if local_folder is not None and not any(local_folder.glob("*.safetensors")):
             problem = (
-                f"are no safetensors ({local_folder}); pickled weights can run code and are not read: convert them "
-                "where that is safe (save_pretrained of transformers)"
+                f"are no safetensors ({local_folder}); pickled weights can run code and are not"
+                " read: convert them where that is safe (save_pretrained of transformers)"
             )
         raise ModelError(f"the weights of {config.model.name} {problem}") from error
     model.sft_tower = model_spec.text_tower
@@ -123,13 +151,18 @@ def read_model(
     require_all_weights(model, loading_info, config.model.name)
     unused_names = sorted(loading_info.get("unexpected_keys", ()))
     if unused_names and model_spec.text_tower is None:
-        logger.warning("Model: %d tensors of the weights are not used, such as %s", len(unused_names), unused_names[0])
+        logger.warning(
+            "Model: %d tensors of the weights are not used, such as %s",
+            len(unused_names),
+            unused_names[0],
+        )
     if model_spec.resize_to is not None:
-        # new rows from the mean and covariance of the old ones (the default), where they have none of their own
+        # new rows from the mean and covariance of the old ones (the default), where they have none
+        # of their own
         has_unset_rows = model_spec.resize_to - model_spec.vocab_size > len(model_spec.new_rows)
         model.resize_token_embeddings(model_spec.resize_to, mean_resizing=has_unset_rows)
-    # rows of added tokens begin as the mean of their pieces', so that a model begins near what the text meant to it
-    # before (https://nlp.stanford.edu/~johnhew/vocab-expansion.html)
+    # rows of added tokens begin as the mean of their pieces', so that a model begins near what the
+    # text meant to it before (https://nlp.stanford.edu/~johnhew/vocab-expansion.html)
     tables = {id(layer.weight): layer.weight for layer in embedding_layers(model)}.values()
     for table in tables if any(model_spec.new_rows.values()) else ():
         with gather_zero3_parameter(table, writer=0), torch.no_grad():
@@ -140,7 +173,8 @@ def read_model(
 
 @contextlib.contextmanager
 def silence_load_report() -> Iterator[None]:
-    """transformers' table of missing and unused tensors switched off: both are checked and reported here."""
+    """transformers' table of missing and unused tensors switched off: both are checked and reported
+    here."""
     library_logger = logging.getLogger("transformers.modeling_utils")
     level = library_logger.level
     library_logger.setLevel(logging.ERROR)
@@ -153,8 +187,9 @@ def silence_load_report() -> Iterator[None]:
 def quantization_config(
     precision: Precision, quant_storage: DtypeName | None = None, *, quantizes_experts: bool = True
 ) -> BitsAndBytesConfig:
-    """NF4 with double quantisation, computing in the run's precision (https://huggingface.co/papers/2305.14314);
-    with `quantizes_experts` stacked experts are quantised too."""
+    """NF4 with double quantisation, computing in the run's precision
+    (https://huggingface.co/papers/2305.14314); with `quantizes_experts` stacked experts are
+    quantised too."""
     nf4_experts.register_expert_quantizer()
     bnb_config = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -172,13 +207,17 @@ def require_all_weights(model: Any, loading_info: dict[str, Any], name: str) -> 
     missing = sorted(set(loading_info.get("missing_keys", ())) - tied_weight_names(model))
     wrong = [*missing, *map(str, loading_info.get("mismatched_keys", ()))]
     if wrong:
-        raise ModelError(f"the weights of {name} do not match its config.json: "
-                         f"{one_line(', '.join(wrong[:6]), limit=300)} ({len(missing)} missing)")  # fmt: skip
+        raise ModelError(
+            f"the weights of {name} do not match its config.json: "
+            f"{one_line(', '.join(wrong[:6]), limit=300)} ({len(missing)} missing)"
+        )
 
 
 def keep_4bit_trainable(model: nn.Module) -> None:
-    """Keep bitsandbytes (0.50.2) from repacking 4-bit weights for inference on CPUs with AVX512-BF16, at the first
-    forward in eval mode: training afterwards passes no gradient through a frozen layer, with one warning only."""
+    """Keep bitsandbytes (0.50.2) from repacking 4-bit weights for inference on CPUs with
+    AVX512-BF16, at the first forward in eval mode: training afterwards passes no gradient through a
+    frozen layer, with one warning only.
+    """
     for module in model.modules():
         if type(module).__name__ == "Linear4bit" and hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -203,9 +242,9 @@ def load_for_sharding(
     quant_storage: DtypeName | None,
     read: Callable[[], Any],
 ) -> tuple[Any, SourceWeights]:
-    """The model without its weights, ready for adapters and `shard_model`, and the weights on the first rank, which
-    alone calls `read`; `quant_storage`: of packed 4-bit weights. Raises ModelError on every rank: it could not read
-    it."""
+    """The model without its weights, ready for adapters and `shard_model`, and the weights on the
+    first rank, which alone calls `read`; `quant_storage`: of packed 4-bit weights. Raises
+    ModelError on every rank: it could not read it."""
     attention_functions.set_kv_repetition(enabled=model_spec.attention.repeats_kv)
     weights: dict[str, torch.Tensor] = {}
     payload: list[Any] = [None]
@@ -240,7 +279,10 @@ def load_for_sharding(
                 setattr(module, name, tensor)
     for path, module in model.named_modules():
         if any(tensor.is_meta for _, tensor in _non_parameter_tensors(module)):
-            raise ModelError(f"{path} keeps a tensor that its weights do not have; use STRATEGY=ddp or zero3 for it")
+            raise ModelError(
+                f"{path} keeps a tensor that its weights do not have; use STRATEGY=ddp or zero3"
+                " for it"
+            )
     model.generation_config = generation_config
     model.config.use_cache = False
     keep_4bit_trainable(model)
@@ -249,7 +291,9 @@ def load_for_sharding(
 
 def _non_parameter_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, tensor) for name, tensor in module._buffers.items() if tensor is not None)
-    yield from ((name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor))
+    yield from (
+        (name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)
+    )
 
 
 def _build_empty_model(
@@ -267,7 +311,9 @@ def _build_empty_model(
     if config.tuning.mode == "qlora":
         from transformers.quantizers import AutoHfQuantizer
 
-        quantizer = AutoHfQuantizer.from_config(quantization_config(precision, quant_storage), pre_quantized=False)
+        quantizer = AutoHfQuantizer.from_config(
+            quantization_config(precision, quant_storage), pre_quantized=False
+        )
         quantizer.preprocess_model(model=model, dtype=TORCH_DTYPES[precision.load], device_map=None)
         quantizer.postprocess_model(model)
         if config.tuning.has_quantized_experts:
@@ -277,8 +323,11 @@ def _build_empty_model(
     return model.eval()
 
 
-# Parameters with one element's memory: PEFT creates adapters on the base's device, where they need memory.
-def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load_dtype: torch.dtype) -> None:
+# Parameters with one element's memory: PEFT creates adapters on the base's device, where they need
+# memory.
+def _put_placeholders(
+    model: nn.Module, dtypes: Mapping[str, torch.dtype], load_dtype: torch.dtype
+) -> None:
     placeholders: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -299,28 +348,36 @@ def _is_4bit(parameter: Any) -> bool:
     return type(parameter).__name__ == "Params4bit"
 
 
-def shard_model(trainer: Any, source: SourceWeights, *, layer_class: str, fp32_master_weights: bool) -> None:
-    """Fill the trainer's model and divide it, one unit after the other; all ranks call it. The units are accelerate's
-    (`fsdp2_prepare_model`, which leaves a divided model alone). At its peak a rank holds its parts, the current unit
-    whole, and one tensor as it arrived. `fp32_master_weights`: what trains is kept in fp32,
-    beside computation in 16 bits."""
+def shard_model(
+    trainer: Any, source: SourceWeights, *, layer_class: str, fp32_master_weights: bool
+) -> None:
+    """Fill the trainer's model and divide it, one unit after the other; all ranks call it. The
+    units are accelerate's (`fsdp2_prepare_model`, which leaves a divided model alone). At its peak
+    a rank holds its parts, the current unit whole, and one tensor as it arrived.
+    `fp32_master_weights`: what trains is kept in fp32, beside computation in 16 bits."""
     model, device = trainer.model, trainer.args.device
     plugin, mesh = trainer.accelerator.state.fsdp_plugin, trainer.accelerator.torch_device_mesh
     options = {
         "reshard_after_forward": plugin.reshard_after_forward,
         "offload_policy": plugin.cpu_offload,
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-        "mesh": mesh[tuple(trainer.accelerator.parallelism_config.fsdp_dim_names)] if mesh is not None else None,
+        "mesh": (
+            mesh[tuple(trainer.accelerator.parallelism_config.fsdp_dim_names)]
+            if mesh is not None
+            else None
+        ),
     }
     filler = _ParameterFiller(model, source, device, fp32_master_weights=fp32_master_weights)
     for modules, overrides in _shard_units(model, layer_class):
         for module in modules:
             filler.fill(module)
         fully_shard(modules if len(modules) > 1 else modules[0], **{**options, **overrides})
-    plugin.auto_wrap_policy = None  # accelerate would look for layers by a class name that FSDP2 has changed
+    plugin.auto_wrap_policy = (
+        None  # accelerate would look for layers by a class name that FSDP2 has changed
+    )
     for parameter in model.parameters():
-        # accelerate matches the optimizer's parameters by the addresses of their parts, and those of all empty parts (a
-        # dimension shorter than the ranks) are 0
+        # accelerate matches the optimizer's parameters by the addresses of their parts, and those
+        # of all empty parts (a dimension shorter than the ranks) are 0
         part = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         if part.numel() == 0:
             part.data_ptr = partial(id, parameter)
@@ -350,16 +407,25 @@ def _shard_units(model: Any, layer_class: str) -> Iterator[tuple[list[nn.Module]
 # Gives each parameter its value once, in every module that holds it.
 class _ParameterFiller:
     def __init__(
-        self, model: nn.Module, source: SourceWeights, device: torch.device, *, fp32_master_weights: bool
+        self,
+        model: nn.Module,
+        source: SourceWeights,
+        device: torch.device,
+        *,
+        fp32_master_weights: bool,
     ) -> None:
         self._source, self._device, self._fp32_master_weights = source, device, fp32_master_weights
-        storages = [parameter.quant_storage for parameter in model.parameters() if _is_4bit(parameter)]
+        storages = [
+            parameter.quant_storage for parameter in model.parameters() if _is_4bit(parameter)
+        ]
         self._quant_storage = storages[0] if storages else torch.uint8
         self._holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for path, module in model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    self._holders.setdefault(id(parameter), []).append((f"{path}.{name}", module, name))
+                    self._holders.setdefault(id(parameter), []).append(
+                        (f"{path}.{name}", module, name)
+                    )
         self._filled: set[int] = set()
 
     def fill(self, unit: nn.Module) -> None:
@@ -378,7 +444,9 @@ class _ParameterFiller:
                 value = self._receive(holders[0][0], parameter, parameter.shape[::-1]).T
             else:
                 value = self._receive(holders[0][0], parameter, parameter.shape)
-            filled = type(parameter)(value, requires_grad=False, **vars(parameter)).to(self._device)  # quantises
+            filled = type(parameter)(value, requires_grad=False, **vars(parameter)).to(
+                self._device
+            )  # quantises
         else:
             value = self._receive(holders[0][0], parameter, parameter.shape)
             filled = nf4_experts.fill_packed(module, holders[0][2], value, self._quant_storage)
@@ -392,8 +460,12 @@ class _ParameterFiller:
     def _receive(self, name: str, parameter: nn.Parameter, shape: torch.Size) -> torch.Tensor:
         if distributed.is_first():
             source_tensor = self._source.get(base_parameter_name(name), parameter)
-            assert source_tensor.untyped_storage().nbytes() >= source_tensor.nbytes, f"{name} has no value"
-            tensor = source_tensor.detach().to(self._device, parameter.dtype, copy=True).contiguous()
+            assert source_tensor.untyped_storage().nbytes() >= source_tensor.nbytes, (
+                f"{name} has no value"
+            )
+            tensor = (
+                source_tensor.detach().to(self._device, parameter.dtype, copy=True).contiguous()
+            )
         else:
             tensor = torch.empty(shape, dtype=parameter.dtype, device=self._device)
         if dist.get_world_size() > 1:

@@ -1,7 +1,9 @@
-"""Experts in 4 bits: weights that are one tensor for all experts of a block, which bitsandbytes' layers do not reach.
+"""Experts in 4 bits: weights that are one tensor for all experts of a block, which bitsandbytes'
+layers do not reach.
 
-Each is packed as transformers reads it; in a pass of the block's experts, code that reads the weight gets it
-dequantised, once, and it lives until the backward pass unless the block is checkpointed.
+Each is packed as transformers reads it; in a pass of the block's experts, code that reads the
+weight gets it dequantised, once, and it lives until the backward pass unless the block is
+checkpointed.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from sft_play.training.class_checks.adapter_trial import direct_weight_reads
 from sft_play.training.prepare.experts import PACKED_ATTRIBUTE, stacked_experts
 
 
-# --- a packed weight --------------------------------------------------------------------------------------------------
+# --- a packed weight ------------------------------------------------------------------------------
 class PackedWeight:
-    """How a packed weight is read: by its `nf4_state` (None: not packed yet), with the adapter that PEFT adds."""
+    """How a packed weight is read: by its `nf4_state` (None: not packed yet), with the adapter that
+    PEFT adds."""
 
     def __init__(self, nf4_state: NF4State | None = None) -> None:
         self.nf4_state = nf4_state
@@ -38,7 +41,9 @@ class PackedWeight:
         """A tensor with the weight's shape, dtype and device, and the memory of one element."""
         if self.nf4_state is None:
             return packed
-        return torch.empty((), dtype=self.nf4_state.dtype, device=packed.device).expand(self.nf4_state.shape)
+        return torch.empty((), dtype=self.nf4_state.dtype, device=packed.device).expand(
+            self.nf4_state.shape
+        )
 
     def dequantise(self, packed: torch.Tensor) -> Any:
         """The weight, experts x rows x columns."""
@@ -86,24 +91,31 @@ def _drop_cache(module: nn.Module, inputs: Any, output: Any) -> None:
     vars(module).pop("_sft_read", None)
 
 
-# Elements that bitsandbytes packs at once: its kernels count in 32 bits. Larger tensors are packed in parts.
+# Elements that bitsandbytes packs at once: its kernels count in 32 bits. Larger tensors are packed
+# in parts.
 MAX_PACKED_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class NF4State:
-    """bitsandbytes' state of each part of a packed weight, one row to it: its CPU kernel reads others wrongly."""
+    """bitsandbytes' state of each part of a packed weight, one row to it: its CPU kernel reads
+    others wrongly."""
 
     states: tuple[Any, ...]
     shape: torch.Size
     dtype: torch.dtype
 
 
-def pack_nf4(weight: torch.Tensor, quant_storage: torch.dtype = torch.uint8) -> tuple[nn.Parameter, NF4State]:
+def pack_nf4(
+    weight: torch.Tensor, quant_storage: torch.dtype = torch.uint8
+) -> tuple[nn.Parameter, NF4State]:
     """A weight in NF4 with double quantisation, kept in tensors of the `quant_storage` dtype."""
     parts = [
         functional.quantize_4bit(
-            part.reshape(1, -1), compress_statistics=True, quant_type="nf4", quant_storage=quant_storage
+            part.reshape(1, -1),
+            compress_statistics=True,
+            quant_type="nf4",
+            quant_storage=quant_storage,
         )
         for part in weight.split(max(1, MAX_PACKED_ELEMENTS // weight[0].numel()))
     ]
@@ -120,30 +132,44 @@ def unpack_nf4(packed: torch.Tensor, nf4_state: NF4State) -> Any:
     element_counts = [state.shape.numel() for state in nf4_state.states]
     packed_counts = [count // 2 // packed.element_size() for count in element_counts]
     for target, part, state in zip(
-        weight.view(-1).split(element_counts), packed.split(packed_counts), nf4_state.states, strict=True
+        weight.view(-1).split(element_counts),
+        packed.split(packed_counts),
+        nf4_state.states,
+        strict=True,
     ):
         target.copy_(functional.dequantize_4bit(part, state)[0])
     return weight
 
 
 def nf4_roundtrip(weight: torch.Tensor) -> Any:
-    """The values that a weight, of one layer or of all experts, has in NF4 with double quantisation, in fp32."""
+    """The values that a weight, of one layer or of all experts, has in NF4 with double
+    quantisation, in fp32."""
     if weight.dim() == 3:
         packed, nf4_state = pack_nf4(weight)
         return unpack_nf4(packed.data, nf4_state).float()
     # `to` is what quantises, on the device that the weight is on already too (bitsandbytes 0.50)
-    quantized = Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4").to(weight.device)
-    return functional.dequantize_4bit(quantized.data, quantized.quant_state).float().reshape(weight.shape)
+    quantized = Params4bit(
+        weight, requires_grad=False, compress_statistics=True, quant_type="nf4"
+    ).to(weight.device)
+    return (
+        functional.dequantize_4bit(quantized.data, quantized.quant_state)
+        .float()
+        .reshape(weight.shape)
+    )
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 class ExpertQuantizer(Bnb4BitHfQuantizer):
     """bitsandbytes' 4 bits for linear layers, as in transformers, and for stacked experts too."""
 
     @staticmethod
     def get_modules_to_not_convert(model: Any, *args: Any, **options: Any) -> list[str]:
-        """What stays as it is: the head, what a class excludes, weights that its code reads itself."""
-        return [*Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *args, **options), *direct_weight_reads(model)]
+        """What stays as it is: the head, what a class excludes, weights that its code reads
+        itself."""
+        return [
+            *Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *args, **options),
+            *direct_weight_reads(model),
+        ]
 
     def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> Any:
         """Whether a tensor of this name is packed when it is read."""
@@ -169,29 +195,39 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
 
 
 class _ExpertQuantize(Bnb4bitQuantize):
-    def convert(self, input_dict: Any, full_layer_name: str | None = None, model: Any = None, **options: Any) -> Any:
+    def convert(
+        self, input_dict: Any, full_layer_name: str | None = None, model: Any = None, **options: Any
+    ) -> Any:
         packed: dict[str, Any] = {}
         for name in list(input_dict):
             value = input_dict.pop(name)  # its memory is free once it is packed
             module, _ = get_module_from_name(model, name)
             if isinstance(module, Linear4bit):
-                packed |= super().convert({name: value}, full_layer_name=full_layer_name, model=model, **options)
+                packed |= super().convert(
+                    {name: value}, full_layer_name=full_layer_name, model=model, **options
+                )
                 continue
             weight = value[0] if isinstance(value, list) else value
             del value
-            packed[name], nf4_state = pack_nf4(weight, self.hf_quantizer.quantization_config.bnb_4bit_quant_storage)
+            packed[name], nf4_state = pack_nf4(
+                weight, self.hf_quantizer.quantization_config.bnb_4bit_quant_storage
+            )
             packed[name].packed_experts = nf4_state
         return packed
 
 
 def prepare_packed_experts(model: nn.Module) -> None:
-    """Let every stacked weight of a model on the meta device be packed when it arrives (`fill_packed`)."""
+    """Let every stacked weight of a model on the meta device be packed when it arrives
+    (`fill_packed`)."""
     for _, module, name in list(stacked_experts(model)):
         install_packed_weight(module, name, PackedWeight())
 
 
-def fill_packed(module: nn.Module, name: str, weight: torch.Tensor, quant_storage: torch.dtype) -> nn.Parameter | None:
-    """Pack a weight that arrived for a module of `prepare_packed_experts`; None where it is none of those."""
+def fill_packed(
+    module: nn.Module, name: str, weight: torch.Tensor, quant_storage: torch.dtype
+) -> nn.Parameter | None:
+    """Pack a weight that arrived for a module of `prepare_packed_experts`; None where it is none of
+    those."""
     packed_weight = vars(module).get(PACKED_ATTRIBUTE, {}).get(name)
     if packed_weight is None:
         return None
@@ -199,9 +235,10 @@ def fill_packed(module: nn.Module, name: str, weight: torch.Tensor, quant_storag
     return packed
 
 
-# --- adapters ---------------------------------------------------------------------------------------------------------
+# --- adapters -------------------------------------------------------------------------------------
 def register_expert_quantizer() -> None:
-    """Make transformers quantise experts too wherever it quantises to 4 bits, and PEFT adapt such experts."""
+    """Make transformers quantise experts too wherever it quantises to 4 bits, and PEFT adapt such
+    experts."""
     AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = ExpertQuantizer
     ParamWrapper.get_param = _get_param
     ParamWrapper._activate_lora = _activate_lora
@@ -232,7 +269,9 @@ def _activate_lora(wrapper: ParamWrapper, adapters: list[str]) -> Iterator[None]
         with _PEFT_ACTIVATE_LORA(wrapper, adapters):
             yield
         return
-    packed_weight.adapters = [wrapper.get_delta_factors(adapter) for adapter in adapters if adapter in wrapper.lora_A]
+    packed_weight.adapters = [
+        wrapper.get_delta_factors(adapter) for adapter in adapters if adapter in wrapper.lora_A
+    ]
     try:
         yield
     finally:

@@ -1,1 +1,2 @@
-"""What is decided before weights are read: tokenizer, model class, adapters, attention, the machine."""
+"""What is decided before weights are read: tokenizer, model class, adapters, attention, the
+machine."""

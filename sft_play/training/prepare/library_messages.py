@@ -7,7 +7,8 @@ from sft_play.process.waiting import importing
 
 
 def quiet_libraries() -> None:
-    """Silence the libraries' deprecation warnings, and their progress bars where there is no terminal."""
+    """Silence the libraries' deprecation warnings, and their progress bars where there is no
+    terminal."""
     with importing():
         from datasets.utils.logging import disable_progress_bar
         from transformers.utils import logging as transformers_logging

@@ -1,6 +1,8 @@
-"""What is known of a model before its weights are read: class, attention, adapters, vocabulary, by its shapes alone.
+"""What is known of a model before its weights are read: class, attention, adapters, vocabulary, by
+its shapes alone.
 
-`planner.kernels` has the rule for attention; here the implementation is checked against the model's class.
+`planner.kernels` has the rule for attention; here the implementation is checked against the model's
+class.
 """
 
 import copy
@@ -25,7 +27,12 @@ from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.models.config_json import find_model_folder, quantised_storage_note, refuse_quantised
 from sft_play.models.families import dequantisable_method
-from sft_play.planner.kernels import ExpertsImplementation, is_hub_kernel, require_attention_package, select_attention
+from sft_play.planner.kernels import (
+    ExpertsImplementation,
+    is_hub_kernel,
+    require_attention_package,
+    select_attention,
+)
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
 from sft_play.training.checkpoints.full_state_dict import model_names_by_saved_name
@@ -46,7 +53,8 @@ from sft_play.training.prepare.lora_config import build_peft_config, trainable_n
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """An attention of transformers, why it was chosen, and whether keys and values are repeated (`sdpa`)."""
+    """An attention of transformers, why it was chosen, and whether keys and values are repeated
+    (`sdpa`)."""
 
     name: str
     reason: str
@@ -55,7 +63,8 @@ class AttentionChoice:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What is known of the model before any weights are read: its config, class, adapters and choices."""
+    """What is known of the model before any weights are read: its config, class, adapters and
+    choices."""
 
     hf_config: Any
     attention: AttentionChoice
@@ -89,7 +98,8 @@ class ModelSpec:
 
 
 def resized_spec(model_spec: ModelSpec) -> ModelSpec:
-    """The spec of a model whose embeddings are resized already, such as one that an earlier stage has saved."""
+    """The spec of a model whose embeddings are resized already, such as one that an earlier stage
+    has saved."""
     if model_spec.resize_to is None:
         return replace(model_spec, new_rows={})
     hf_config = copy.deepcopy(model_spec.hf_config)
@@ -108,10 +118,11 @@ def build_model_spec(
     uses_masks: bool = True,
     uses_boundaries: bool = False,
 ) -> ModelSpec:
-    """Everything about the model that can be checked without its weights, on the meta device. `uses_masks`
-    (`Step.masks`) and `uses_boundaries` (`Step.varlen`) are the plan's hopes, which are measured. Raises ModelError:
-    the class is unknown or cannot be divided so, a target, module or pattern matches nothing, or the vocabulary does
-    not fit; ConfigError: packing is on, and the class does not keep the chats of a row apart."""
+    """Everything about the model that can be checked without its weights, on the meta device.
+    `uses_masks` (`Step.masks`) and `uses_boundaries` (`Step.varlen`) are the plan's hopes, which
+    are measured. Raises ModelError: the class is unknown or cannot be divided so, a target, module
+    or pattern matches nothing, or the vocabulary does not fit; ConfigError: packing is on, and the
+    class does not keep the chats of a row apart."""
     full_config = _load_full_config(config)
     notes = _drop_quantization_config(full_config, config)
     is_dequantised = bool(notes)
@@ -123,16 +134,22 @@ def build_model_spec(
         shares_rows=layout.context_parallel > 1,
     )
     if repeats_kv and attention.name in ("sdpa", attention_functions.ULYSSES_ATTENTION):
-        reason = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
+        reason = (
+            "keys and values are repeated to all heads, since no kernel for grouped heads runs on"
+            " this GPU"
+        )
         attention = replace(attention, reason=f"{attention.reason}; {reason}", repeats_kv=True)
     notes += experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
     try:
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.model.trust_remote_code)
+            skeleton = AutoModelForCausalLM.from_config(
+                hf_config, trust_remote_code=config.model.trust_remote_code
+            )
     except Exception as error:  # each model class checks its config in its own way
         class_name, message = type(hf_config).__name__, one_line(str(error), limit=300)
         raise ModelError(
-            f"{config.model.name}: transformers cannot build a {class_name} from its config.json: {message}"
+            f"{config.model.name}: transformers cannot build a {class_name} from its config.json:"
+            f" {message}"
         ) from error
     chosen_experts = experts.choose_experts(config, skeleton, precision)
     if chosen_experts is not None:  # the config says it to whatever builds or loads the model
@@ -148,7 +165,9 @@ def build_model_spec(
         peft_config, adapter_notes = build_peft_config(config, skeleton, new_rows=list(new_rows))
         notes += adapter_notes
     else:
-        untrained_parameters = parameters_without_gradient(skeleton, trust_remote_code=config.model.trust_remote_code)
+        untrained_parameters = parameters_without_gradient(
+            skeleton, trust_remote_code=config.model.trust_remote_code
+        )
         if untrained_parameters:
             names = one_line(", ".join(sorted(untrained_parameters)), limit=200)
             notes.append(f"Trainable: all but {names}, which get no gradient by their class")
@@ -161,17 +180,27 @@ def build_model_spec(
     notes += attention_notes
     layer_counts = Counter(type(block).__name__ for block in decoder_layers(skeleton))
     model_spec = ModelSpec(
-        hf_config, attention, locate_text_tower(full_config, skeleton), peft_config, vocab_size, resize_to,
-        max(layer_counts, key=lambda name: layer_counts[name], default=""),  # some models have others beside it
-        tuple(notes), uses_masks,
+        hf_config,
+        attention,
+        locate_text_tower(full_config, skeleton),
+        peft_config,
+        vocab_size,
+        resize_to,
+        max(
+            layer_counts, key=lambda name: layer_counts[name], default=""
+        ),  # some models have others beside it
+        tuple(notes),
+        uses_masks,
         tensor_parallel.tensor_parallel_plan(skeleton) if layout.tensor_parallel > 1 else {},
-        hf_config.dtype or full_config.dtype,  # an image-text model's config may have it outside the text config only
+        hf_config.dtype
+        # an image-text model's config may have it outside the text config only
+        or full_config.dtype,
         chosen_experts,
         untrained_parameters,
         late_gradients(skeleton, trust_remote_code=config.model.trust_remote_code),
         new_rows,
         is_dequantised,
-    )  # fmt: skip
+    )
     if config.tuning.trainable == "all":
         return model_spec
     meta_model = build_meta_model(model_spec, trust_remote_code=config.model.trust_remote_code)
@@ -196,22 +225,34 @@ def _measure_attention(
     uses_masks: bool,
     uses_boundaries: bool,
 ) -> tuple[AttentionChoice, bool, list[str]]:
-    notes, trust_remote_code, max_row_tokens = [], config.model.trust_remote_code, config.model.max_seq_len
+    notes, trust_remote_code, max_row_tokens = (
+        [],
+        config.model.trust_remote_code,
+        config.model.max_seq_len,
+    )
     if is_packing_enabled(config):
         notes.append(
             require_packable(
-                hf_config, attention=attention.name, max_row_tokens=max_row_tokens, trust_remote_code=trust_remote_code
+                hf_config,
+                attention=attention.name,
+                max_row_tokens=max_row_tokens,
+                trust_remote_code=trust_remote_code,
             )
         )
     if uses_boundaries and attention.name == "sdpa":
-        boundaries = check_boundaries(hf_config, max_row_tokens=max_row_tokens, trust_remote_code=trust_remote_code)
+        boundaries = check_boundaries(
+            hf_config, max_row_tokens=max_row_tokens, trust_remote_code=trust_remote_code
+        )
         notes.append(f"Attention: {boundaries.reason}")
         if not boundaries.is_needed:
             attention = replace(attention, name=attention_functions.VARLEN_ATTENTION)
     # full blocks of text have no padding, and a part of a row has no mask (`context_parallel`)
     if not uses_masks and config.task_mode != "cpt" and layout.context_parallel == 1:
         padding = check_padding(
-            hf_config, attention=attention.name, max_row_tokens=max_row_tokens, trust_remote_code=trust_remote_code
+            hf_config,
+            attention=attention.name,
+            max_row_tokens=max_row_tokens,
+            trust_remote_code=trust_remote_code,
         )
         notes.append(f"Attention: {padding.reason}")
         uses_masks = padding.is_needed
@@ -224,28 +265,42 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def build_meta_model(model_spec: ModelSpec, *, trust_remote_code: bool) -> Any:
-    """The model with its adapter, where it has one, on the meta device: names and shapes, no weights."""
+    """The model with its adapter, where it has one, on the meta device: names and shapes, no
+    weights."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_spec.hf_config, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(
+            model_spec.hf_config, trust_remote_code=trust_remote_code
+        )
         model.sft_tower = model_spec.text_tower
         peft_config = model_spec.peft_config
         return model if peft_config is None else get_peft_model(model, copy.deepcopy(peft_config))
 
 
 def peft_loading_warning(model_spec: ModelSpec, *, trust_remote_code: bool) -> str:
-    """How many of the adapter's tensors PEFT loses when it loads them, and what to do; empty where it loses none."""
-    full_config = model_spec.text_tower.full_config if model_spec.text_tower else model_spec.hf_config
-    if model_spec.peft_config is None or get_checkpoint_conversion_mapping(full_config.model_type) is None:
+    """How many of the adapter's tensors PEFT loses when it loads them, and what to do; empty where
+    it loses none."""
+    full_config = (
+        model_spec.text_tower.full_config if model_spec.text_tower else model_spec.hf_config
+    )
+    if (
+        model_spec.peft_config is None
+        or get_checkpoint_conversion_mapping(full_config.model_type) is None
+    ):
         return ""
     adapted_model = build_meta_model(model_spec, trust_remote_code=trust_remote_code)
     tower = model_spec.text_tower
-    published_model = tower.build_full_model() if tower is not None else adapted_model.get_base_model()
+    published_model = (
+        tower.build_full_model() if tower is not None else adapted_model.get_base_model()
+    )
     names = model_names_by_saved_name(adapted_model)
     lost_names = names_lost_by_peft(published_model, names) if published_model is not None else []
     if not lost_names:
         return ""
-    return (f"PEFT alone would load it without {len(lost_names)} of {len(names)} tensors, as it renames those of this "
-            "class wrongly: give others the model of make merge; the commands here load them all")  # fmt: skip
+    return (
+        f"PEFT alone would load it without {len(lost_names)} of {len(names)} tensors, as it renames"
+        " those of this class wrongly: give others the model of make merge; the commands here load"
+        " them all"
+    )
 
 
 def model_location(config: RunConfig) -> str:
@@ -256,9 +311,13 @@ def model_location(config: RunConfig) -> str:
 def _load_full_config(config: RunConfig) -> Any:
     model, location = config.model, model_location(config)
     try:
-        return AutoConfig.from_pretrained(location, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        return AutoConfig.from_pretrained(
+            location, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
     except Exception as error:  # each config class checks its fields in its own way
-        raise ModelError(f"the config of {model.name} cannot be read: {one_line(str(error), limit=300)}") from error
+        raise ModelError(
+            f"the config of {model.name} cannot be read: {one_line(str(error), limit=300)}"
+        ) from error
 
 
 def _saved_tensor_names(config: RunConfig) -> set[str]:
@@ -267,7 +326,9 @@ def _saved_tensor_names(config: RunConfig) -> set[str]:
     try:
         if folder is not None:
             return set(open_tensors(folder))
-        return set(get_safetensors_metadata(config.model.name, revision=config.model.revision).weight_map)
+        return set(
+            get_safetensors_metadata(config.model.name, revision=config.model.revision).weight_map
+        )
     except ModelError:
         raise
     except Exception:  # no network, or broken files
@@ -278,40 +339,62 @@ def _find_model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool
     # `nn.Module` for code that comes with the model
     for name in hf_config.architectures or ():
         if name.endswith(("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")):
-            raise ModelError(f"{config.model.name} is a {name}, not a causal language model; take the language model")
+            raise ModelError(
+                f"{config.model.name} is a {name}, not a causal language model; take the language"
+                " model"
+            )
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     if config.model.trust_remote_code and getattr(hf_config, "auto_map", None):
         if is_dequantised:
-            raise ModelError(f"the weights of {config.model.name} are stored quantised, and its class is code of its "
-                             "own; take the 16-bit model")  # fmt: skip
+            raise ModelError(
+                f"the weights of {config.model.name} are stored quantised, and its class is code of"
+                " its own; take the 16-bit model"
+            )
         return nn.Module
-    raise ModelError(f"{config.model.name} is a {type(hf_config).__name__}, which transformers does not know as a "
-                     "causal language model; this toolkit trains causal language models")  # fmt: skip
+    raise ModelError(
+        f"{config.model.name} is a {type(hf_config).__name__}, which transformers does not know as"
+        " a causal language model; this toolkit trains causal language models"
+    )
 
 
-def _resized_vocab_size(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added_rows: set[int]) -> int | None:
+def _resized_vocab_size(
+    config: RunConfig, vocab_size: int, tokenizer_size: int, *, added_rows: set[int]
+) -> int | None:
     if tokenizer_size <= vocab_size:
         return None
     saved_modules = {name.rpartition(".")[2] for name in config.tuning.lora.modules_to_save}
-    has_untrained_rows = config.tuning.mode != "full" and not added_rows >= set(range(vocab_size, tokenizer_size))
+    has_untrained_rows = config.tuning.mode != "full" and not added_rows >= set(
+        range(vocab_size, tokenizer_size)
+    )
     # wte: GPT-2's embedding, which is its head too
-    if has_untrained_rows and not {"embed_tokens", "lm_head"} <= saved_modules and "wte" not in saved_modules:
+    if (
+        has_untrained_rows
+        and not {"embed_tokens", "lm_head"} <= saved_modules
+        and "wte" not in saved_modules
+    ):
         raise ModelError(
-            f"the tokenizer has {tokenizer_size} tokens and the model {vocab_size} embeddings: take the model's own, "
-            "or train the new ones by tuning.lora.modules_to_save=[embed_tokens, lm_head] or tuning.mode=full"
+            f"the tokenizer has {tokenizer_size} tokens and the model {vocab_size} embeddings: take"
+            " the model's own, or train the new ones by tuning.lora.modules_to_save=[embed_tokens,"
+            " lm_head] or tuning.mode=full"
         )
     return tokenizer_size
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
-def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool = False) -> AttentionChoice:
-    """The implementation that was asked for, or sdpa where the model has it; `shares_rows`: one for rows whose tokens
-    several ranks share. Raises ModelError: the model lacks the one that was asked for, or cannot share rows."""
+# --- attention ------------------------------------------------------------------------------------
+def choose_attention(
+    config: RunConfig, model_class: Any, *, shares_rows: bool = False
+) -> AttentionChoice:
+    """The implementation that was asked for, or sdpa where the model has it; `shares_rows`: one for
+    rows whose tokens several ranks share. Raises ModelError: the model lacks the one that was asked
+    for, or cannot share rows.
+    """
     if shares_rows:
         if not getattr(model_class, "_supports_attention_backend", False):
-            raise ModelError(f"{model_class.__name__} cannot share rows over context-parallel ranks: it does not call "
-                             "its attention through transformers; use a layout without cp")  # fmt: skip
+            raise ModelError(
+                f"{model_class.__name__} cannot share rows over context-parallel ranks: it does not"
+                " call its attention through transformers; use a layout without cp"
+            )
         return AttentionChoice(
             attention_functions.ULYSSES_ATTENTION,
             "sdpa over whole rows, each rank for some of the heads (context parallelism)",
@@ -320,12 +403,17 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
     has_sdpa = bool(getattr(model_class, "_supports_sdpa", False))
     if requested == "auto":
         if select_attention(requested, has_sdpa=has_sdpa) == "sdpa":
-            return AttentionChoice("sdpa", "sdpa: PyTorch's fused attention, no S x S matrix unless rows need a mask")
+            return AttentionChoice(
+                "sdpa", "sdpa: PyTorch's fused attention, no S x S matrix unless rows need a mask"
+            )
         return AttentionChoice(
-            "eager", f"eager: {model_class.__name__} has no sdpa; memory grows with the length squared"
+            "eager",
+            f"eager: {model_class.__name__} has no sdpa; memory grows with the length squared",
         )
     if requested == "sdpa" and not has_sdpa:
-        raise ModelError(f"model.attn_implementation=sdpa: {model_class.__name__} has none; use eager or auto")
+        raise ModelError(
+            f"model.attn_implementation=sdpa: {model_class.__name__} has none; use eager or auto"
+        )
     require_attention_package(requested)
     if is_hub_kernel(requested) or requested == "flash_attention_2":
         kernel = requested.partition("@")[0]
@@ -333,6 +421,10 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
         if not getattr(model_class, "_supports_flash_attn", False):
             raise ModelError(f"{setting} has none; use sdpa")
         compatible = getattr(model_class, "_compatible_flash_implementations", None)
-        if compatible and kernel not in compatible:  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
-            raise ModelError(f"{setting} runs only with other kernels ({', '.join(compatible)}); use auto")
+        if (
+            compatible and kernel not in compatible
+        ):  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
+            raise ModelError(
+                f"{setting} runs only with other kernels ({', '.join(compatible)}); use auto"
+            )
     return AttentionChoice(requested, f"{requested}, as model.attn_implementation says")

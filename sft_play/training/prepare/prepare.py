@@ -1,4 +1,5 @@
-"""Everything that is checked and decided before any weight is read: backend, tokenizer, the model's shapes, rows."""
+"""Everything that is checked and decided before any weight is read: backend, tokenizer, the model's
+shapes, rows."""
 
 import hashlib
 import json
@@ -63,8 +64,8 @@ class Prepared:
 
 
 def prepare_stages(job: RunJob) -> list[Prepared]:
-    """Check the devices, and prepare every stage: its tokenizer, the model's shapes and the rows. Raises SftPlayError
-    for what the user can fix."""
+    """Check the devices, and prepare every stage: its tokenizer, the model's shapes and the rows.
+    Raises SftPlayError for what the user can fix."""
     largest_stage = job.largest_stage
     quiet_libraries()
     for stage in job.stage_jobs:
@@ -84,9 +85,12 @@ def prepare(job: RunJob) -> Prepared:
     with stage_context(job.folder.stage_name):
         config = job.loaded.config
         backend = choose_backend(
-            config, job.plan.hardware, layout=job.plan.layout, is_rank="RANK" in os.environ,
+            config,
+            job.plan.hardware,
+            layout=job.plan.layout,
+            is_rank="RANK" in os.environ,
             has_stages=job.folder.stage_name is not None,
-        )  # fmt: skip
+        )
         if backend.fallback_from:
             logger.warning("Backend: %s", backend.reason)
         require_available_model(config.model.name, revision=config.model.revision)
@@ -94,32 +98,48 @@ def prepare(job: RunJob) -> Prepared:
         tokenizer = load_tokenizer(config)
         step, plan = job.plan.choice.step, job.plan
         model_spec = build_model_spec(
-            config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), new_rows=tokenizer.new_rows,
+            config,
+            plan.precision,
+            tokenizer_size=len(tokenizer.tokenizer),
+            new_rows=tokenizer.new_rows,
             layout=plan.choice.layout,
-            repeats_kv=plan.repeats_kv, uses_masks=step.masks, uses_boundaries=step.varlen,
-        )  # fmt: skip
+            repeats_kv=plan.repeats_kv,
+            uses_masks=step.masks,
+            uses_boundaries=step.varlen,
+        )
         attention = model_spec.attention.name
-        needs_masks = (step.varlen and attention == "sdpa") or (model_spec.uses_masks and not step.masks)
+        needs_masks = (step.varlen and attention == "sdpa") or (
+            model_spec.uses_masks and not step.masks
+        )
         if needs_masks and plan.masked_bytes is not None:
             logger.warning(
-                "Attention: the plan left out masks that a small model of the class needs; with them this run needs "
-                "%.2f GiB, where %.2f were planned and %.2f are there",
-                plan.masked_bytes / GIB, plan.memory.required / GIB, plan.budget_bytes / GIB,
-            )  # fmt: skip
+                "Attention: the plan left out masks that a small model of the class needs; with"
+                " them this run needs %.2f GiB, where %.2f were planned and %.2f are there",
+                plan.masked_bytes / GIB,
+                plan.memory.required / GIB,
+                plan.budget_bytes / GIB,
+            )
         if attention in ("sdpa", "eager") and attention != step.attention:
-            logger.warning("Attention: the model's class runs %s, but the plan assumed %s: memory and speed will "
-                           "differ from the plan", attention, step.attention)  # fmt: skip
+            logger.warning(
+                "Attention: the model's class runs %s, but the plan assumed %s: memory and speed"
+                " will differ from the plan",
+                attention,
+                step.attention,
+            )
         if backend.name == "unsloth":
             # the plan has judged the class by its shapes, which code of a model's own may belie
             problem = unsloth_model_problem(
                 job.plan.precision,
                 is_text_tower=model_spec.text_tower is not None,
-                is_transposed=model_spec.peft_config is not None and model_spec.peft_config.fan_in_fan_out,
+                is_transposed=model_spec.peft_config is not None
+                and model_spec.peft_config.fan_in_fan_out,
             )
             if model_spec.resize_to is not None:
                 problem = "the tokenizer is larger than the model's embeddings"
             if problem:
-                raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
+                raise BackendError(
+                    f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb"
+                )
         if backend.name == "bnb":
             check_trackers(config)
             check_kernels(config, job.plan)
@@ -129,13 +149,20 @@ def prepare(job: RunJob) -> Prepared:
         splits = _build_splits(job, tokenizer, model_spec)
         for note in (*tokenizer.notes, *splits.notes, *model_spec.notes):
             logger.debug("%s", note)
-        if peft_warning := peft_loading_warning(model_spec, trust_remote_code=config.model.trust_remote_code):
+        if peft_warning := peft_loading_warning(
+            model_spec, trust_remote_code=config.model.trust_remote_code
+        ):
             logger.warning("Adapter: %s", peft_warning)
         prepared = Prepared(
-            backend, tokenizer, splits, model_spec,
-            Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today),
+            backend,
+            tokenizer,
+            splits,
+            model_spec,
+            Renderer(
+                tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today
+            ),
             base_adapter,
-        )  # fmt: skip
+        )
         if job.folder.stage_name is None:
             log_rows(job, prepared)
         return prepared
@@ -153,13 +180,28 @@ def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec
         today=job.today,
     )
     if config.train.load_best_model_at_end and splits.val is None:
-        raise ConfigError("train.load_best_model_at_end=true needs validation rows: give data.val_path or val_fraction")
+        raise ConfigError(
+            "train.load_best_model_at_end=true needs validation rows: give data.val_path or"
+            " val_fraction"
+        )
     for name, split in splits.named.items():
         stats = replace(split.stats, split=name)
-        for finding in judge_split(stats, config.data, max_seq_len=plan.max_seq_len, max_positions=None):
+        for finding in judge_split(
+            stats, config.data, max_seq_len=plan.max_seq_len, max_positions=None
+        ):
             is_reported_for_train = name != "train" and finding.name.startswith("columns")
-            level = logging.INFO if finding.verdict == "WARN" and not is_reported_for_train else logging.DEBUG
-            logger.log(level, "Data %s: %s: %s", name, finding.name.partition(":")[0], finding.found.partition("\n")[0])
+            level = (
+                logging.INFO
+                if finding.verdict == "WARN" and not is_reported_for_train
+                else logging.DEBUG
+            )
+            logger.log(
+                level,
+                "Data %s: %s: %s",
+                name,
+                finding.name.partition(":")[0],
+                finding.found.partition("\n")[0],
+            )
         if name == "train":
             for finding in judge_special_tokens(stats, tokenizer.tokenizer):
                 logger.debug("Data train: %s: %s", finding.name, finding.found)
@@ -169,13 +211,16 @@ def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec
 def log_rows(job: RunJob, prepared: Prepared) -> None:
     """Log what is trained and held out, and the first row; of a stage when it begins."""
     plan, splits, tokenizer = job.plan, prepared.splits, prepared.tokenizer
-    held_out = [f"{len(split.rows):,} {name}" for name, split in splits.named.items() if name != "train"]
+    held_out = [
+        f"{len(split.rows):,} {name}" for name, split in splits.named.items() if name != "train"
+    ]
     line = splits.train.stats.short_line(max_seq_len=plan.max_seq_len)
     logger.info("Data: %s; held out: %s", line, " and ".join(held_out) or "none")
     row_count, effective_batch = len(splits.train.rows), plan.batch.effective_batch
     if row_count < effective_batch:
         logger.warning(
-            "Data train: %d rows are fewer than one effective batch of %d: each step sees all of them",
+            "Data train: %d rows are fewer than one effective batch of %d: each step sees all of"
+            " them",
             row_count,
             effective_batch,
         )
@@ -189,7 +234,8 @@ def log_rows(job: RunJob, prepared: Prepared) -> None:
 
 
 def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]) -> dict[str, Any]:
-    """`data` of the manifest: path, digest and report of each file, with its stage's name before it."""
+    """`data` of the manifest: path, digest and report of each file, with its stage's name before
+    it."""
     facts: dict[str, Any] = {}
     for job, prepared in zip(stage_jobs, prepared_stages, strict=True):
         stage_prefix = f"stage {job.folder.stage_name} " if job.folder.stage_name else ""
@@ -197,19 +243,27 @@ def data_facts(stage_jobs: Sequence[RunJob], prepared_stages: Sequence[Prepared]
             facts[f"{stage_prefix}{name}"] = {"path": str(path), "sha256": source_digest(path)}
         for name, split in prepared.splits.named.items():
             facts.setdefault(f"{stage_prefix}{name}", {})["report"] = split.stats.as_json()
-        facts["weights"] = base_weights_identity(job.loaded.config.model.name, prepared.model_spec.hf_config)
+        facts["weights"] = base_weights_identity(
+            job.loaded.config.model.name, prepared.model_spec.hf_config
+        )
         facts["tokenizer"] = {"path": "tokenizer", "sha256": prepared.tokenizer.sha256}
         if prepared.base_adapter is not None:
             adapter = prepared.base_adapter
-            facts["adapter"] = {"path": str(adapter.folder), "sha256": adapter.sha256, "run": adapter.run}
+            facts["adapter"] = {
+                "path": str(adapter.folder),
+                "sha256": adapter.sha256,
+                "run": adapter.run,
+            }
     return facts
 
 
 def require_agreement(job: RunJob, prepared: Prepared, facts: Mapping[str, Any]) -> None:
-    """Raises SftPlayError on all ranks where they do not read the same data (`facts`), model, settings and versions,
-    each from its own disk."""
+    """Raises SftPlayError on all ranks where they do not read the same data (`facts`), model,
+    settings and versions, each from its own disk."""
     inputs = {
-        f"the {name}" if name in MODEL_FACTS else f"the content of the {name} file": str(fact["sha256"])[:12]
+        f"the {name}" if name in MODEL_FACTS else f"the content of the {name} file": str(
+            fact["sha256"]
+        )[:12]
         for name, fact in facts.items()
         if "sha256" in fact
     }
@@ -218,5 +272,7 @@ def require_agreement(job: RunJob, prepared: Prepared, facts: Mapping[str, Any])
     settings = json.dumps(resolved_config_without_paths(job.loaded.config), sort_keys=True)
     inputs["the settings of the run"] = hashlib.sha256(settings.encode()).hexdigest()[:12]
     versions = installed_versions()
-    inputs |= {f"the version of {name}": str(versions[name]) for name in ("sft_play", *COMPUTE_PACKAGES)}
+    inputs |= {
+        f"the version of {name}": str(versions[name]) for name in ("sft_play", *COMPUTE_PACKAGES)
+    }
     distributed.require_same_inputs(inputs)

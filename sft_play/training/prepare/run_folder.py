@@ -1,4 +1,5 @@
-"""The run folder during a run: the first rank creates or checks it, holds its lock, writes its log and any failure."""
+"""The run folder during a run: the first rank creates or checks it, holds its lock, writes its log
+and any failure."""
 
 import contextlib
 import logging
@@ -14,7 +15,14 @@ from sft_play.log import escape_control, start_log_file
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import DTYPE_SHORT_NAMES
 from sft_play.runs.files import explain_disk_refusals
-from sft_play.runs.folder import DEEPSPEED_FILE, END_ENTRIES, OOM_ENTRY, RESTARTS_ENTRY, check_same_run, new_manifest
+from sft_play.runs.folder import (
+    DEEPSPEED_FILE,
+    END_ENTRIES,
+    OOM_ENTRY,
+    RESTARTS_ENTRY,
+    check_same_run,
+    new_manifest,
+)
 from sft_play.runs.lookup import RunLock, create_run, discard_run, lock_run, write_initial_files
 from sft_play.training import distributed
 from sft_play.training.checkpoints import checkpoints
@@ -25,9 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def open_run_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> Iterator[None]:
-    """The first rank creates the run folder or checks the one to resume, and writes its log; the others wait. Raises
-    RunFolderError: another process is writing it, or its run had other settings."""
+def open_run_folder(
+    job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]
+) -> Iterator[None]:
+    """The first rank creates the run folder or checks the one to resume, and writes its log; the
+    others wait. Raises RunFolderError: another process is writing it, or its run had other
+    settings."""
     if not distributed.is_first():
         distributed.barrier()  # rank 0 creates the folder, or fails and says why
         yield
@@ -41,14 +52,18 @@ def open_run_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Map
         except BaseException as error:
             if isinstance(error, Exception) and not job.folder.manifest_path.is_file():
                 raise RunFolderError(
-                    f"{job.folder.path} was removed or renamed while the run trained in it, so it ends here; under "
-                    "another name it can be resumed (make resume RUN=PATH)"
+                    f"{job.folder.path} was removed or renamed while the run trained in it, so it"
+                    " ends here; under another name it can be resumed (make resume RUN=PATH)"
                 ) from error
             failure = error
             if isinstance(error, OutOfMemory) and error.__cause__ is not None:
                 failure = error.__cause__
             # only for the user's mistakes: a fault of ours keeps its folder and log for a report
-            is_unused = not job.resume and isinstance(failure, SftPlayError) and not job.folder.metrics_path.exists()
+            is_unused = (
+                not job.resume
+                and isinstance(failure, SftPlayError)
+                and not job.folder.metrics_path.exists()
+            )
             try:
                 if isinstance(failure, Interrupted):
                     pass  # its state was saved, and `finish_run` has written so
@@ -59,7 +74,9 @@ def open_run_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Map
                     message = escape_control(f"{type(failure).__name__}: {failure}")
                     job.folder.update_manifest(status=status, error=message)
             except OSError as write_error:  # it must not hide what went wrong
-                logger.warning("The manifest could not be written: %s", write_error.strerror or write_error)
+                logger.warning(
+                    "The manifest could not be written: %s", write_error.strerror or write_error
+                )
             raise
         finally:
             logging.getLogger().removeHandler(log_handler)
@@ -67,7 +84,8 @@ def open_run_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Map
 
 
 def log_start(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
-    """Log what begins, or goes on from a checkpoint: the backend, its precision, where it runs, and its folder."""
+    """Log what begins, or goes on from a checkpoint: the backend, its precision, where it runs, and
+    its folder."""
     ranks = job.plan.choice.layout.ranks
     device = f"{ranks} GPU{'s' * (ranks != 1)}"
     if not job.plan.hardware.gpus:
@@ -87,45 +105,70 @@ def log_start(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
     else:
         logger.info("Starting new %s run with %s precision on %s", backend, precision, device)
     logger.info("Run folder: %s", job.folder.path)
-    logger.debug("Learning rate: %g (%s)", job.loaded.config.learning_rate, job.loaded.config.train.lr_scheduler_type)
+    logger.debug(
+        "Learning rate: %g (%s)",
+        job.loaded.config.learning_rate,
+        job.loaded.config.train.lr_scheduler_type,
+    )
 
 
 def layout_facts(plan: Plan) -> dict[str, Any]:
-    """How a run is spread, for the manifest: the batch arithmetic that a resumed run must share, and `processes`, which
-    are more than `ranks` where some share rows."""
+    """How a run is spread, for the manifest: the batch arithmetic that a resumed run must share,
+    and `processes`, which are more than `ranks` where some share rows."""
     return {
         "batch": {
-            "micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks
+            "micro_batch": plan.batch.micro_batch,
+            "grad_accum": plan.batch.grad_accum,
+            "ranks": plan.batch.ranks,
         },
         "layout": plan.layout,
         "processes": plan.choice.layout.ranks,
-    }  # fmt: skip
+    }
 
 
-def _claim_folder(job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]) -> RunLock:
+def _claim_folder(
+    job: RunJob, prepared_stages: Sequence[Prepared], facts: Mapping[str, Any]
+) -> RunLock:
     if job.resume:
         run_lock = job.lock or lock_run(job.folder, role=job.lock_role)
         if job.folder.has_trained:
             spread, backend = layout_facts(job.plan), prepared_stages[0].backend.name
-            check_same_run(job.folder, job.loaded, data=dict(facts), batch=spread["batch"], backend=backend)
+            check_same_run(
+                job.folder, job.loaded, data=dict(facts), batch=spread["batch"], backend=backend
+            )
             resume_times = job.folder.read_manifest().get("resumed", [])
             resume_times.append(datetime.now(UTC).isoformat(timespec="seconds"))
             # how the stopped run ended is not how this one does
-            job.folder.update_manifest(status="running", resumed=resume_times, **dict.fromkeys(END_ENTRIES), **spread)
+            job.folder.update_manifest(
+                status="running", resumed=resume_times, **dict.fromkeys(END_ENTRIES), **spread
+            )
             return run_lock
-        logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
+        logger.info(
+            "%s: no step was trained, so the run starts from the beginning", job.folder.path
+        )
     manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
     manifest |= layout_facts(job.plan)
     # what sums on a CPU are rounded by
-    manifest["cpu"] = {"threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()}
+    manifest["cpu"] = {
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
     if job.resume:  # no step was trained, since memory ran out or a process died
         previous_manifest = job.folder.read_manifest()
-        manifest |= {name: previous_manifest[name] for name in (OOM_ENTRY, RESTARTS_ENTRY) if name in previous_manifest}
+        manifest |= {
+            name: previous_manifest[name]
+            for name in (OOM_ENTRY, RESTARTS_ENTRY)
+            if name in previous_manifest
+        }
     manifest["backend"] = prepared_stages[0].backend.name
     manifest["choices"] = []  # everything that was decided for the user
     for stage_job, prepared in zip(job.stage_jobs, prepared_stages, strict=True):
         manifest["choices"] += [f"Backend: {prepared.backend.reason}", *stage_job.plan.reasons]
-        manifest["choices"] += [*prepared.tokenizer.notes, *prepared.splits.notes, *prepared.model_spec.notes]
+        manifest["choices"] += [
+            *prepared.tokenizer.notes,
+            *prepared.splits.notes,
+            *prepared.model_spec.notes,
+        ]
     if prepared_stages[0].renderer.tokenizer_parts.writes_date:
         manifest["template_date"] = str(prepared_stages[0].renderer.today)
     if job.resume:

@@ -1,4 +1,5 @@
-"""The tokenizer of a run: loaded, with a pad token and a chat template; every choice is reported."""
+"""The tokenizer of a run: loaded, with a pad token and a chat template; every choice is
+reported."""
 
 import hashlib
 from collections.abc import Mapping
@@ -12,29 +13,46 @@ from sft_play.log import one_line
 from sft_play.models.config_json import find_model_folder
 from sft_play.process.waiting import importing
 
-# Templates by name for models without one: chatml needs its two tokens, plain only an end-of-text token.
+# Templates by name for models without one: chatml needs its two tokens, plain only an end-of-text
+# token.
 BUILT_IN_TEMPLATES = {
     "chatml": (
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
-        "+ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' +"
+        " message['content'] + '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{"
+        " '<|im_start|>assistant\n' }}{% endif %}"
     ),
     "plain": (
-        "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] "
-        "+ eos_token + '\n' }}{% else %}{{ message['role'] | capitalize + ': ' + message['content'] + '\n' }}"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ 'Assistant: ' +"
+        " message['content'] + eos_token + '\n' }}{% else %}{{ message['role'] | capitalize + ': '"
+        " + message['content'] + '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{"
+        " 'Assistant: ' }}{% endif %}"
     ),
 }
 
 # Tokens that a built-in template needs in the vocabulary.
 TEMPLATE_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}
 
-# Tokens of real vocabularies that may pad, in the order in which they are tried; eos is the last resort.
-PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|vision_pad|>", "<|endoftext|>", "<unk>")
+# Tokens of real vocabularies that may pad, in the order in which they are tried; eos is the last
+# resort.
+PAD_TOKENS = (
+    "<|pad|>",
+    "<pad>",
+    "[PAD]",
+    "<|finetune_right_pad_id|>",
+    "<|vision_pad|>",
+    "<|endoftext|>",
+    "<unk>",
+)
 
 # Files of which a folder with a tokenizer has one.
 _TOKENIZER_FILES = (
-    "merges.txt", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
-)  # fmt: skip
+    "merges.txt",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
 
 # The name in data.chat_template for TRL's training variant of the tokenizer's own template.
 TRAINING_TEMPLATE = "training"
@@ -42,8 +60,9 @@ TRAINING_TEMPLATE = "training"
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer ready to train with; `notes` say what was chosen, `sha256` identifies it, `original_template` is the
-    chat template to save with the weights where the run uses a training variant of it."""
+    """A tokenizer ready to train with; `notes` say what was chosen, `sha256` identifies it,
+    `original_template` is the chat template to save with the weights where the run uses a training
+    variant of it."""
 
     tokenizer: Any
     notes: tuple[str, ...]
@@ -54,27 +73,37 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
-    """The tokenizer of the run's model, with a pad token and, for chats, a chat template. Raises TokenizerError: it
-    cannot be loaded, has a token that should be added, or has no template for chats."""
+    """The tokenizer of the run's model, with a pad token and, for chats, a chat template. Raises
+    TokenizerError: it cannot be loaded, has a token that should be added, or has no template for
+    chats."""
     model = config.model
     folder = find_model_folder(model.name)
     if folder is not None and not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        raise TokenizerError(f"{folder} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})")
+        raise TokenizerError(
+            f"{folder} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})"
+        )
     with importing():
         from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if folder else model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+            str(folder) if folder else model.name,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
         )
     except Exception as error:  # a damaged file raises almost anything
         reason = one_line(str(error), limit=300)
         raise TokenizerError(f"the tokenizer of {model.name} cannot be loaded: {reason}") from error
     new_rows = _add_tokens(tokenizer, config)
-    original_template = tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None
-    added_notes = [f"Tokens: {len(new_rows)} added, {min(new_rows)} to {max(new_rows)}"] if new_rows else []
+    original_template = (
+        tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None
+    )
+    added_notes = (
+        [f"Tokens: {len(new_rows)} added, {min(new_rows)} to {max(new_rows)}"] if new_rows else []
+    )
     notes = [*added_notes, *_set_pad_token(tokenizer), *_set_template(tokenizer, config)]
-    # for training, and saved with the weights; generated answers are padded on the left by hand (`exact_match`)
+    # for training, and saved with the weights; generated answers are padded on the left by hand
+    # (`exact_match`)
     tokenizer.padding_side = "right"
     # of what determines a text's tokens: the tokenizer's own state and its chat template
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -89,14 +118,23 @@ def _add_tokens(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]
     if not tokens:
         return {}
     pieces = [tuple(tokenizer(token, add_special_tokens=False)["input_ids"]) for token in tokens]
-    problems = [f"{one_line(token)} is listed twice" for token in sorted(set(tokens)) if tokens.count(token) > 1]
+    problems = [
+        f"{one_line(token)} is listed twice"
+        for token in sorted(set(tokens))
+        if tokens.count(token) > 1
+    ]
     for token, ids in zip(tokens, pieces, strict=True):
         if token in vocabulary or (len(ids) == 1 and ids[0] != tokenizer.unk_token_id):
-            problems.append(f"{one_line(token)} is one token already (id {ids[0] if ids else vocabulary[token]})")
+            problems.append(
+                f"{one_line(token)} is one token already (id"
+                f" {ids[0] if ids else vocabulary[token]})"
+            )
         elif not ids:
             problems.append(f"{one_line(repr(token))} is no text to the tokenizer")
     if problems:
-        raise TokenizerError(f"model.add_tokens: {'; '.join(problems)}; list only tokens that are new to it")
+        raise TokenizerError(
+            f"model.add_tokens: {'; '.join(problems)}; list only tokens that are new to it"
+        )
     from transformers import AddedToken
 
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
@@ -104,13 +142,15 @@ def _add_tokens(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]
     for token, token_id in zip(tokens, new_ids, strict=True):
         if tokenizer.decode([token_id]) != token:
             raise TokenizerError(
-                f"model.add_tokens: the tokenizer of {config.model.name} cannot take {one_line(token)}"
+                f"model.add_tokens: the tokenizer of {config.model.name} cannot take"
+                f" {one_line(token)}"
             )
     return dict(zip(new_ids, pieces, strict=True))
 
 
 def added_token_rows(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]:
-    """The ids of `model.add_tokens` in a tokenizer that has them; what they began as is not known."""
+    """The ids of `model.add_tokens` in a tokenizer that has them; what they began as is not
+    known."""
     return dict.fromkeys(tokenizer.convert_tokens_to_ids(list(config.model.add_tokens)), ())
 
 
@@ -118,45 +158,65 @@ def _set_pad_token(tokenizer: Any) -> list[str]:
     # padding is masked by length, never by id, so eos may pad too
     if tokenizer.pad_token is not None:
         if tokenizer.pad_token_id == tokenizer.eos_token_id:
-            return [f"Pad token: {tokenizer.pad_token}, which is also the end token; padding is masked by length"]
+            return [
+                f"Pad token: {tokenizer.pad_token}, which is also the end token; padding is masked"
+                " by length"
+            ]
         return []
     vocabulary = tokenizer.get_vocab()
     pad_token = next((token for token in PAD_TOKENS if token in vocabulary), tokenizer.eos_token)
     if pad_token is None:
-        raise TokenizerError("the tokenizer has neither a pad nor an eos token; set one in its tokenizer_config.json")
+        raise TokenizerError(
+            "the tokenizer has neither a pad nor an eos token; set one in its tokenizer_config.json"
+        )
     tokenizer.pad_token = pad_token
-    return [f"Pad token: the tokenizer has none; {pad_token} pads (masked by length, so it is still learned elsewhere)"]
+    return [
+        f"Pad token: the tokenizer has none; {pad_token} pads (masked by length, so it is still"
+        " learned elsewhere)"
+    ]
 
 
 def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
     template, vocabulary = config.data.chat_template, tokenizer.get_vocab()
-    lacking = {name: [token for token in tokens if token not in vocabulary] for name, tokens in TEMPLATE_TOKENS.items()}
+    lacking = {
+        name: [token for token in tokens if token not in vocabulary]
+        for name, tokens in TEMPLATE_TOKENS.items()
+    }
     if template is None:
         if config.task_mode == "cpt" or tokenizer.chat_template is not None:
             return []
         # without eos neither template fits: no answer would have an end
-        fitting = [name for name in lacking if not lacking[name] and tokenizer.eos_token is not None]
+        fitting = [
+            name for name in lacking if not lacking[name] and tokenizer.eos_token is not None
+        ]
         raise TokenizerError(
-            f"the tokenizer of {config.model.name} has no chat template; give data.chat_template a Jinja file or a "
-            f"built-in name that fits this vocabulary ({', '.join(fitting)}), or train plain text with task_mode=cpt"
+            f"the tokenizer of {config.model.name} has no chat template; give data.chat_template a"
+            f" Jinja file or a built-in name that fits this vocabulary ({', '.join(fitting)}), or"
+            " train plain text with task_mode=cpt"
         )
     if template == TRAINING_TEMPLATE:
         from trl.chat_template_utils import get_training_chat_template
 
         own_template = tokenizer.chat_template
         if own_template is None:
-            raise TokenizerError("data.chat_template=training: the tokenizer has no template of its own")
+            raise TokenizerError(
+                "data.chat_template=training: the tokenizer has no template of its own"
+            )
         try:
             variant = get_training_chat_template(tokenizer)
         except ValueError:
             raise TokenizerError(
-                "data.chat_template=training: TRL has no training variant of this tokenizer's chat template; give "
-                "data.chat_template a Jinja file, or see docs/masks.md for what to do with an inexact one"
+                "data.chat_template=training: TRL has no training variant of this tokenizer's chat"
+                " template; give data.chat_template a Jinja file, or see docs/masks.md for what to"
+                " do with an inexact one"
             ) from None
         if variant in (None, own_template):  # None: the template needs none
             return ["Chat template: the tokenizer's own, which needs no training variant"]
         tokenizer.chat_template = str(variant)
-        return ["Chat template: TRL's training variant of the tokenizer's own, which is saved with the weights"]
+        return [
+            "Chat template: TRL's training variant of the tokenizer's own, which is saved with the"
+            " weights"
+        ]
     path = Path(template).expanduser()
     if path.is_file():
         try:
@@ -166,11 +226,13 @@ def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
         return [f"Chat template: {path}"]
     if template not in BUILT_IN_TEMPLATES:
         raise TokenizerError(
-            f"data.chat_template={one_line(template)} is neither a file (looked from {Path.cwd()}) nor a built-in "
-            f"name ({', '.join(BUILT_IN_TEMPLATES)})"
+            f"data.chat_template={one_line(template)} is neither a file (looked from {Path.cwd()})"
+            f" nor a built-in name ({', '.join(BUILT_IN_TEMPLATES)})"
         )
     if lacking[template]:
-        raise TokenizerError(f"data.chat_template={template} needs {' and '.join(lacking[template])} in the "
-                             "vocabulary; use data.chat_template=plain or a Jinja file")  # fmt: skip
+        raise TokenizerError(
+            f"data.chat_template={template} needs {' and '.join(lacking[template])} in the "
+            "vocabulary; use data.chat_template=plain or a Jinja file"
+        )
     tokenizer.chat_template = BUILT_IN_TEMPLATES[template]
     return [f"Chat template: the built-in {template}"]
