@@ -102,9 +102,9 @@ def optimizer_option(default: Any, external_names: ExternalNames, **limits: Any)
     entry here."""
     return Field(
         default,
-        json_schema_extra={OWNER: "training.loop.trainer", EXTERNAL_NAMES: external_names},
+        json_schema_extra={OWNER: "training.loop.trainer", EXTERNAL_NAMES: external_names},  # type: ignore[dict-item]
         **limits,
-    )  # type: ignore[dict-item]
+    )
 
 
 # The optimizers that are AdamW, or have it beside them.
