@@ -48,9 +48,8 @@ class Installer(NamedTuple):
 def clean_environ(environ: Mapping[str, str]) -> Dict[str, str]:
     """The environment for pip and uv: with the user's proxies and indexes, without `MISLEADING`."""
     kept = {name: value for name, value in environ.items() if name not in MISLEADING}
-    kept.update(
-        PIP_USER="0", PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1"
-    )  # a question would end in the log
+    # a question would end in the log
+    kept.update(PIP_USER="0", PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")
     return kept
 
 

@@ -13,9 +13,8 @@ stdout.
 
 import signal
 
-if (
-    __name__ == "__main__"
-):  # Ctrl-C among the imports below: nothing is open, so end without a traceback
+# Ctrl-C among the imports below: nothing is open, so end without a traceback
+if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
@@ -92,9 +91,8 @@ class Environment(NamedTuple):
     folder: str
     pins: str
     target: str
-    needs: Tuple[
-        str, ...
-    ]  # what pip is asked for; empty: this project with its tools for development
+    # what pip is asked for; empty: this project with its tools for development
+    needs: Tuple[str, ...]
 
     @property
     def lock_file(self) -> str:
@@ -556,9 +554,8 @@ def ensure(
         return
     with build_lock(root, what):
         refuse_foreign(venv)
-        if not is_ready(
-            root, venv, wanted, what, torch
-        ):  # another make may have built it while we waited
+        # another make may have built it while we waited
+        if not is_ready(root, venv, wanted, what, torch):
             python = wanted or search_python()
             build(root, venv, python, run or Logged(root / what.log_file), what, environ, asked)
 

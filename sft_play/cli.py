@@ -30,12 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code (0 done, 2 the user can fix it, 3 does not fit, 130
     stopped)."""
     argv = sys.argv[1:] if argv is None else argv
-    os.environ.update(
-        openmp_wait_variables(os.environ)
-    )  # OpenMP reads these once, when torch is loaded
-    os.environ.update(
-        allocator_variables(os.environ)
-    )  # torch reads this when it starts CUDA; ranks inherit both
+    # OpenMP reads these once, when torch is loaded
+    os.environ.update(openmp_wait_variables(os.environ))
+    # torch reads this when it starts CUDA; ranks inherit both
+    os.environ.update(allocator_variables(os.environ))
     command = next((word for word in argv if not word.startswith("-")), "sft-play")
     log.set_up_logging(log.escape_control(command)[:20], stream=sys.stderr)
     failures.install_process_guards()
@@ -45,9 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         request = read_request(argv, os.environ)
         log.set_up_logging(request.command, stream=sys.stderr if is_json else sys.stdout)
-        if (
-            request.trust
-        ):  # given as a flag; ranks and `checkpoints.last_checkpoint` read the variable
+        # given as a flag; ranks and `checkpoints.last_checkpoint` read the variable
+        if request.trust:
             os.environ["TRUST"] = "1"
         if request.out is not None:
             require_writable_out(request.out)

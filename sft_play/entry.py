@@ -36,23 +36,26 @@ def main(command: "Optional[str]" = None) -> int:
     catches_interrupt = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     if catches_interrupt:
         # Nothing is open yet, and imports may swallow or reword an exception that interrupts them.
-        early_message = "stopped by the user before anything was started"
         signal.signal(
             signal.SIGINT,
             lambda number, frame: os._exit(
-                _exit_with_message(command_name, argv, early_message, exit_codes.EXIT_STOPPED)
+                _exit_with_message(
+                    command_name,
+                    argv,
+                    "stopped by the user before anything was started",
+                    exit_codes.EXIT_STOPPED,
+                )
             ),
         )
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, [signal.SIGINT]
-    )  # the Makefile blocks it while Python starts
+    # the Makefile blocks it while Python starts
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if sys.version_info < MIN_PYTHON:
-        needed = "{}.{}".format(*MIN_PYTHON)
-        old = (
-            f"{sys.executable} is {_python_version()}, and sft_play needs {needed} or newer;"
-            f" {_install_hint(argv)}"
+        return _exit_with_message(
+            command_name,
+            argv,
+            f"{sys.executable} is {_python_version()}, and sft_play needs"
+            f" {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer; {_install_hint(argv)}",
         )
-        return _exit_with_message(command_name, argv, old)
     try:
         from sft_play import cli, log
 
@@ -62,6 +65,13 @@ def main(command: "Optional[str]" = None) -> int:
         if text is None:
             raise
         return _exit_with_message(command_name, argv, text)
+    except MemoryError:
+        return _exit_with_message(
+            command_name,
+            argv,
+            "the memory of this machine ran out while the program was loaded",
+            exit_codes.EXIT_TOO_LARGE,
+        )
     except Exception as error:
         _write_missing_answer(argv, exit_codes.EXIT_FAULT, repr(error))
         raise
@@ -130,18 +140,18 @@ def _write_redacted_traceback(error_type: "Any", error: "Any", error_traceback: 
 
 def missing_package_message(error: ModuleNotFoundError, argv: "Sequence[str]") -> "Optional[str]":
     """Return the message for a package that is not installed. None where the missing module is
-    ours, or of an installed package: that is a bug, and keeps its traceback."""
+    ours, Python's own (a Python built without it), or of an installed package: that is no package
+    to install, and keeps its traceback."""
     import contextlib
     from importlib.util import find_spec
 
     package = (error.name or "sft_play").partition(".")[0]
     with contextlib.suppress(ImportError, ValueError):
-        if find_spec(package) is not None:
+        if package in sys.stdlib_module_names or find_spec(package) is not None:
             return None
-    hint = _install_hint(argv, package)
     return (
         f"{sys.executable} ({_python_version()}) has no package {package}, which sft_play needs;"
-        f" {hint}"
+        f" {_install_hint(argv, package)}"
     )
 
 
@@ -163,8 +173,10 @@ def _install_hint(argv: "Sequence[str]", package: str = "") -> str:
     if (root / "requirements.lock").exists():
         command = next(iter(argv), "train")
         python = os.path.join(checkout, ".venv", "bin", "python")  # noqa: PTH118
-        run = f"make {command}, or make setup and then {python} -m sft_play {command}"
-        hints.append(f"run it in the project's environment: {run}")
+        hints.append(
+            f"run it in the project's environment: make {command}, or make setup and then"
+            f" {python} -m sft_play {command}"
+        )
     if sys.version_info >= MIN_PYTHON:
         hints.append(f"install what it needs there: {sys.executable} -m pip install -e {target}")
     return "; or ".join(hints) or "install it into another Python"

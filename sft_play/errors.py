@@ -109,16 +109,14 @@ def translate_library_errors() -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def stage_context(name: str | None) -> Iterator[None]:
-    """Adds the name of a curriculum's stage to errors about it; None: the run has none."""
-    with error_prefix(name and f"stage {name}"):
-        yield
+def stage_context(name: str | None) -> contextlib.AbstractContextManager[None]:
+    """Add the name of a curriculum's stage to errors about it; None: the run has none."""
+    return error_prefix(name and f"stage {name}")
 
 
 @contextlib.contextmanager
 def error_prefix(prefix: str | None) -> Iterator[None]:
-    """Puts words before the message of an error; None: nothing."""
+    """Put words before the message of an error; None: nothing."""
     try:
         yield
     except SftPlayError as error:

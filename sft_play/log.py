@@ -104,7 +104,7 @@ class _PlainFormatter(logging.Formatter):
 
 
 def _is_new_warning(seen_messages: set[str], record: logging.LogRecord) -> bool:
-    """Lets a library's warning through once: repeated at every step, it would bury other
+    """Let a library's warning through once: repeated at every step, it would bury other
     messages."""
     if record.levelno < logging.WARNING or record.name.startswith("sft_play"):
         return True
@@ -114,7 +114,7 @@ def _is_new_warning(seen_messages: set[str], record: logging.LogRecord) -> bool:
 
 
 def _is_first_on_node(folder: Path, record: logging.LogRecord) -> bool:
-    """Lets a warning through on the first rank of a node that has it; the others would repeat
+    """Let a warning through on the first rank of a node that has it; the others would repeat
     it."""
     if record.levelno != logging.WARNING:
         return True
@@ -134,9 +134,8 @@ def _escaped_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
     """A record whose text is safe to show: libraries have handlers of their own, and quote a
     stranger's files."""
     record = _make_record(*args, **kwargs)
-    with contextlib.suppress(
-        Exception
-    ):  # values that do not fit into the text: its handler reports it
+    # values that do not fit into the text: its handler reports it
+    with contextlib.suppress(Exception):
         record.msg, record.args = escape_control(record.getMessage()), None
     return record
 
@@ -162,13 +161,12 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
     if os.environ.get("WHY", "0") not in ("", "0"):  # ranks inherit it
         handler.setLevel(logging.DEBUG)
     # torch's launcher gives each rank of this node a folder below it
-    node_folder = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/nowhere/rank/file")).parents[1]
-    if node_folder.is_dir():
-        handler.addFilter(functools.partial(_is_first_on_node, node_folder))
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file and Path(error_file).parent.parent.is_dir():
+        handler.addFilter(functools.partial(_is_first_on_node, Path(error_file).parent.parent))
     root = logging.getLogger()
-    for old_handler in root.handlers[
-        :
-    ]:  # cli.main sets up twice: under the word typed, then under the command's name
+    # cli.main sets up twice: under the word typed, then under the command's name
+    for old_handler in root.handlers[:]:
         root.removeHandler(old_handler)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
@@ -186,7 +184,7 @@ _lost_streams: dict[int, OSError] = {}
 
 class _SurvivingOutput(io.FileIO):
     """Output that outlives its reader (`plan | head` finishes the plan): after the first failed
-    write it goes to the null device, also that of libraries and children."""
+    write all output goes to the null device, the libraries' and children's too."""
 
     def write(self, data: Any) -> int:
         """Write; returns the number of bytes also where nobody reads them."""
@@ -231,8 +229,7 @@ def _has_descriptor(stream: io.TextIOWrapper, descriptor: int) -> bool:
 
 
 def is_output_lost() -> bool:
-    """Whether standard output has lost its reader, so that a command that only displays something
-    may end."""
+    """True if standard output has lost its reader: a command that only shows something may end."""
     return 1 in _lost_streams
 
 
@@ -258,7 +255,9 @@ def start_log_buffer() -> MemoryHandler:
 def start_log_file(path: Path, *, buffer: MemoryHandler | None = None) -> logging.Handler:
     """Append the log to `path` from now on, starting with what `buffer` kept."""
     handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(_TimedFormatter())
+    handler.setFormatter(
+        _TimedFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+    )
     handler.addFilter(functools.partial(_is_new_warning, set()))
     root = logging.getLogger()
     if buffer is not None:
@@ -291,9 +290,7 @@ class _TimedFormatter(logging.Formatter):
     """The line of `train.log`: UTC time, level, module, message; redacted like everything in a run
     folder."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
-        self.converter = time.gmtime
+    converter = time.gmtime
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(escape_control(super().format(record)))

@@ -21,6 +21,7 @@ from sft_play.commands.request import read_request
 from sft_play.errors import DoesNotFit, Interrupted, RunFolderError, SftPlayError
 from sft_play.launch import planning
 from sft_play.launch.run_hardware import use_one_gpu
+from sft_play.log import set_up_logging
 from sft_play.machine.hardware import parse_hardware
 from sft_play.planner import calibration
 from sft_play.runs.folder import MANIFEST_FORMAT
@@ -234,9 +235,16 @@ def test_paths_that_can_be_none_are_one_message(tmp_path, tiny_llama, sums, comm
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_warning_of_several_ranks_is_said_once(tmp_path, monkeypatch, capsys):
-    from sft_play.log import set_up_logging
+@pytest.mark.parametrize("file", ["", "error.json"])
+def test_an_error_file_that_is_in_no_folder_of_a_launcher_stops_no_log(file, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file)
+    set_up_logging("train")
+    logging.getLogger("sft_play.x").warning("the disk is nearly full")
+    assert "the disk is nearly full" in capsys.readouterr().out
 
+
+def test_a_warning_of_several_ranks_is_said_once(tmp_path, monkeypatch, capsys):
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))

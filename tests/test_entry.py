@@ -164,6 +164,14 @@ def test_ctrl_c_in_the_first_second_is_one_line(name):
     assert json.loads(answer.stdout) == {"ok": False, "kind": "stopped", "exit": 130, "error": said}
 
 
+def test_memory_that_runs_out_while_the_program_is_loaded_is_one_line():
+    code = INTERRUPT.format(name="pydantic").replace("KeyboardInterrupt", "MemoryError")
+    answer = program(*PLAN, "--json", code=code)
+    assert "MemoryError" in code
+    assert (answer.returncode, json.loads(answer.stdout)["kind"]) == (3, "does_not_fit")
+    assert answer.stderr == "[plan] error: the memory of this machine ran out while the program was loaded\n"
+
+
 @pytest.mark.parametrize(
     "raised",
     ["raise KeyboardInterrupt", "try:\n  raise KeyboardInterrupt\n except BaseException:\n  raise ImportError('no')"],
@@ -206,7 +214,8 @@ def test_a_package_of_an_extra_is_installed_with_its_extra():
             said = entry._install_hint(["export"], package)
             assert f"pip install -e '{os.path.relpath(ROOT)}[{extra}]'" in said
     assert set(entry.EXTRA_PACKAGES) == set(extras) - {"dev"}
-    for missing in ("sft_play.nowhere", "json.nowhere", "pydantic.nowhere"):  # bugs, which keep their traceback
+    # bugs, and a Python that was built without a part of its own, keep their traceback
+    for missing in ("sft_play.nowhere", "json.nowhere", "pydantic.nowhere", "_winapi"):
         assert entry.missing_package_message(ModuleNotFoundError("x", name=missing), []) is None
     assert "[" not in entry._install_hint(["train"], "pydantic")
 

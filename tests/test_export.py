@@ -497,9 +497,9 @@ def test_the_commands_answer_in_words_and_json(exported, command):
     assert code == 0, printed
     assert json.loads(next(line for line in printed.splitlines() if line.startswith('{"ok"')))["prompts"] == 2
     for words, message in (
-        ([], "needs FORMAT="),
+        ([], "error: make export needs FORMAT=, one of gguf, ollama, vllm"),
         (["--format", "gguf"], "FORCE=1"),
-        (["--format", "onnx"], "gguf, ollama, vllm"),
+        (["--format", "onnx"], "error: FORMAT=onnx is not one of gguf, ollama, vllm"),
         (["--format", "gguf", "--quant", "q9_k"], "f32, f16, bf16, q8_0, q6_k"),
         (["--format", "vllm", "--quant", "q8_0"], "QUANT= is for GGUFs"),
     ):

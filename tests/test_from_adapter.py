@@ -164,7 +164,16 @@ def bare(folder: Path, world: Path, **changes: Any) -> Path:
         ({"bias": "all"}, 'has bias="all"'),
         ({"init_lora_weights": "pissa_niter_4"}, "was started with pissa_niter_4, which changes its base too"),
         ({"lora_alpha": 2.5}, "lora_alpha=2.5 in its adapter_config.json"),
+        ({"lora_alpha": math.nan}, "lora_alpha=NaN in its adapter_config.json, and whole numbers from 1 are needed"),
+        ({"r": "4"}, 'has r="4" and lora_alpha='),
+        ({"r": True}, "has r=true and lora_alpha="),
+        ({"r": None}, "has r=null and lora_alpha="),
+        ({"lora_dropout": "0.1"}, 'has lora_dropout="0.1" in its adapter_config.json, and a number of at least 0'),
+        ({"lora_dropout": 1.5}, "has lora_dropout=1.5 in its adapter_config.json"),
+        ({"lora_dropout": [0.1]}, "has lora_dropout=[0.1] in its adapter_config.json"),
         ({"target_modules": None}, "has target_modules=null"),
+        ({"modules_to_save": "lm_head"}, 'has modules_to_save="lm_head" in its adapter_config.json; write the modules'),
+        ({"target_parameters": 3}, "has target_parameters=3 in its adapter_config.json"),
     ],
 )  # fmt: skip
 def test_an_adapter_of_a_kind_that_is_not_trained_here_is_refused(tmp_path, world, changes, said):
@@ -175,6 +184,8 @@ def test_modules_that_are_named_in_full_are_those_of_every_layer(tmp_path, world
     targets = [f"model.layers.{n}.{part}" for n in (0, 1) for part in ("self_attn.q_proj", "mlp.down_proj")]
     lora = settings(tmp_path, world, adapter=str(bare(tmp_path, world, target_modules=targets))).tuning.lora
     assert {name.rpartition(".")[2] for name in lora.target_modules} == {"q_proj", "down_proj"}
+    floats = bare(tmp_path / "floats", world, r=4.0, lora_dropout=None, modules_to_save=None)  # as some tools write
+    assert settings(tmp_path, world, adapter=str(floats)).tuning.lora.r == 4
     pattern = bare(tmp_path / "pattern", world, target_modules=r".*\.(q_proj|down_proj)$")
     assert "write the modules' names as a list" in refusal(tmp_path, world, adapter=str(pattern))
 

@@ -120,6 +120,7 @@ def test_cells_that_do_not_fit_are_named_with_their_peak_and_skipped(world, monk
     assert [cell.state for cell in planned] == ["new", "new", "does_not_fit", "does_not_fit"]
     lines = sweep_lines(planned)
     assert lines[0].startswith("Sweep: 4 cells, 2 to train")
+    assert sweep_lines(planned[2:])[0] == "Sweep: 2 cells, 0 to train, 0 h"
     rows = {line.split()[0]: line for line in reversed(lines) if line.startswith("my-run")}  # those of the table
     for cell in planned:
         assert f"{cell.plan.memory.required / 2**30:.2f}" in rows[cell.name]

@@ -491,7 +491,7 @@ def test_stop_ends_those_of_a_folder_or_all(tmp_path, fake, on, command):
     code, printed = command("tb-stop", "--json")
     assert (code, stopped(printed), answer_in(printed)["running"]) == (0, {fourth.pid}, [])
     assert not is_alive(fourth.pid)
-    assert "No TensorBoard of this project is running" in command("tb-stop")[1]
+    assert "No TensorBoard of this project is running\n" in command("tb-stop")[1]
 
 
 def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, fake, on, monkeypatch):

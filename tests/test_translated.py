@@ -274,6 +274,23 @@ def test_a_share_of_each_data_set_is_not_taken_for_its_share_of_the_mix():
     assert "datasets[0].fraction (value 3)" in comments(text)
 
 
+def test_of_a_data_set_that_is_named_twice_what_is_said_of_it_counts():
+    text = f"{AXOLOTL}datasets: [{{path: x.jsonl}}, {{path: x.jsonl, max_samples: 5}}]\n"
+    assert [source.max_rows for source in config_of(text).data.sources] == [5]
+    assert config_of(f"{AXOLOTL}datasets: [{{path: x.jsonl}}, {{path: x.jsonl}}]\n").data.train_path == "x.jsonl"
+
+
+@pytest.mark.parametrize(("betas", "beta"), [("[0.9, 0.95]", 0.95), ("[0.9]", 0.999), ("[0.9, 0.95, 0.9]", 0.999)])
+def test_the_second_of_two_betas_is_taken(betas, beta):
+    assert config_of(f"{TUNE.replace('lr: 3e-4', f'lr: 3e-4, betas: {betas}')}").train.adam_beta2 == beta
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "words\n", 'model: "\\ud800"\n'])
+def test_what_is_no_file_of_settings_is_refused_by_its_name(text):
+    with pytest.raises(ConfigError, match=r"^theirs\.yaml:"):
+        translated(text)
+
+
 def test_every_file_of_a_data_set_is_taken_and_a_list_of_data_sets_is_no_file():
     text = f"{AXOLOTL}datasets:\n  - {{path: json, data_files: [a.jsonl, b.jsonl]}}\n"
     assert [source.path for source in config_of(text).data.sources] == ["a.jsonl", "b.jsonl"]

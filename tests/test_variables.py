@@ -48,6 +48,13 @@ def test_the_table_speaks_of_every_target_and_command():
         assert set(variable.commands) <= {*EVERY, "*"}, name
         assert set(variable.flag_only_commands) <= {*COMMAND_FILES, *INTERNAL_COMMANDS}, name
         assert variable.kind in ("text", "path", "names", "count", "number", "list", "switch", "launch"), name
+    table = json.loads((ROOT / "sft_play" / "variables.json").read_text(encoding="utf-8"))
+    rows = [*table["flags"].values(), *table["variables"].values()]
+    texts = [*table["groups"].values(), *(row.get(key, "") for row in rows for key in ("for", "ranks"))]
+    groups = {word for text in texts for word in text.split() if word.startswith("@")}
+    assert len(groups) > 8
+    assert all(map(variables._expand_names, groups))  # a misspelt group would be of no command
+    assert not any(variables.takes_variable(name, "train") for name in variables.SETTING_BY_VARIABLE)
 
 
 def test_every_command_that_the_papers_show_is_taken():
@@ -125,6 +132,11 @@ def test_a_section_of_the_run_yaml_that_has_a_variables_name_is_still_a_setting(
     refuse_make_variables(["output={dir: elsewhere}"])
     with pytest.raises(ConfigError, match="variable of make"):
         refuse_make_variables(["OUTPUT=answers.jsonl"])
+
+
+def test_a_variable_of_another_command_in_the_environment_is_not_judged(tmp_path, command, monkeypatch):
+    monkeypatch.setenv("BASE", "/home/me")  # of make merge, and of many a shell
+    assert command("runs", "--config", STARTER, f"output.dir={tmp_path}")[0] == 0
 
 
 def test_an_empty_value_is_refused_where_it_would_mean_the_default():
@@ -245,6 +257,8 @@ def test_without_a_config_the_starter_gets_nothing_of_the_users(name, monkeypatc
             ):
                 read_request(words, environment)
         assert read_request([name, "--config", STARTER, setting], {}).overrides == (setting,)
+    with pytest.raises(ConfigError, match=r'(?s)name: "me/model".*train_path: "mine.jsonl"'):
+        read_request([name, "model.name=me/model", "data.train_path=mine.jsonl"], {})
     with pytest.raises(ConfigError, match=r"data\.train_path=mine/ is given without"):
         read_request([name, "--train-dataset", "mine/"], {})
     assert read_request([name, *HARMLESS], {}).overrides == HARMLESS

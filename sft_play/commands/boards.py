@@ -75,7 +75,9 @@ def _stop_servers(request: Request) -> CommandResult:
     )
     servers = tensorboard.running_servers() if folder is None else _servers_inside(folder)
     if not servers:
-        logger.info("No TensorBoard of this project is running over %s", folder or "any folder")
+        logger.info(
+            "No TensorBoard of this project is running%s", f" over {folder}" if folder else ""
+        )
     for server in servers:
         logger.info("%s: %s, over %s", tensorboard.stop_server(server), server.url, server.logdir)
     running = tensorboard.running_servers()
@@ -106,8 +108,10 @@ def _remove_curves(request: Request) -> CommandResult:
                 raise
             logger.info("kept: %s", error)
     files = [size for parts in removable.values() for size in parts.values()]
-    runs_text = plural(len(removable), "finished run")
-    description = f"{plural(len(files), 'event file')}, {format_size(sum(files))}, of {runs_text}"
+    description = (
+        f"{plural(len(files), 'event file')}, {format_size(sum(files))},"
+        f" of {plural(len(removable), 'finished run')}"
+    )
     pruned = PruneResult((), 0)
     if not removable:
         logger.info("There are no event files of finished runs in %s", output)
@@ -130,11 +134,10 @@ def _logdir(request: Request) -> Path:
 
 
 def _servers_inside(folder: Path) -> list[TensorBoardServer]:
-    resolved_folder = folder.absolute().resolve()
     return [
         server
         for server in tensorboard.running_servers()
-        if Path(server.logdir).is_relative_to(resolved_folder)
+        if Path(server.logdir).is_relative_to(folder.absolute().resolve())
     ]
 
 

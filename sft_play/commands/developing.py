@@ -33,8 +33,7 @@ def benchmark_module(name: str, *, command: str) -> ModuleType:
             f"{command} is a developer's command of a checkout, and {ROOT / 'sft_play'} is"
             f" installed without one: run make {command} in a clone of the repository"
         )
-    if (
-        str(ROOT) not in sys.path
-    ):  # a console script has its own folder there; processes that it spawns inherit it
+    # a console script has its own folder there; processes that it spawns inherit it
+    if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     return importlib.import_module(f"benchmarks.{name}")

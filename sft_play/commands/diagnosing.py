@@ -38,25 +38,28 @@ def run_diagnosing(request: Request) -> CommandResult | int:
     """Run check, doctor, gpu-info or memory-check; check and doctor end with exit code 2 if there
     is a problem."""
     if request.command == "check":
-        report = check_run(request.config, request.overrides, requested_hardware(request))
-        return check_result(report, is_full=request.why)
+        return check_result(
+            check_run(request.config, request.overrides, requested_hardware(request)),
+            is_full=request.why,
+        )
     if request.command == "gpu-info":
         if request.hardware:
             data, lines = machine_pages.assumed_machine_info(
                 requested_hardware(request), request.hardware
             )
         else:
-            output = request_output_dir(request)
             data, lines = machine_pages.read_machine_info(
-                output, os.environ, includes_torch=request.full
+                request_output_dir(request), os.environ, includes_torch=request.full
             )
         return CommandResult(data, ["\n".join(lines)])
     refuse_hardware(request)
     if request.command == "doctor":
         return _doctor(request)
-    output = request_output_dir(request)
     take_snapshot = functools.partial(
-        machine_pages.read_memory_snapshot, output, os.environ, name=request.run
+        machine_pages.read_memory_snapshot,
+        request_output_dir(request),
+        os.environ,
+        name=request.run,
     )
     if not request.watch:
         snapshot = take_snapshot()

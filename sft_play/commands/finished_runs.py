@@ -60,9 +60,6 @@ def run_finished_runs(request: Request) -> CommandResult | int:
     (reproduce), or what was written is not the trained model (merge, export)."""
     if request.command == "serve":
         return _serve(request)
-    for name, value, choices in (("DTYPE", request.dtype, _DTYPES), ("BASE", request.base, _BASES)):
-        if value not in (None, *choices):
-            raise ConfigError(f"{name}={value} is not one of {', '.join(choices)}")
     with redirect_stdout_to_stderr(enabled=request.json):
         return _COMMAND_FUNCTIONS[request.command](request)
 
@@ -103,8 +100,10 @@ def _ship(request: Request) -> CommandResult:
 
 
 def _report(request: Request) -> CommandResult:
-    record = read_record(find_run_folder(request_output_dir(request), request.run))
-    return command_result(write_report(record, path=request.out), is_written_to_out=False)
+    folder = find_run_folder(request_output_dir(request), request.run)
+    return command_result(
+        write_report(read_record(folder), path=request.out), is_written_to_out=False
+    )
 
 
 def _compare(request: Request) -> CommandResult:
@@ -175,7 +174,6 @@ def _chat(request: Request) -> CommandResult:
     quiet_libraries()
     from sft_play.finished.respond import CHAT_HELP, Conversation, Responder
 
-    responder = Responder(finished)
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
 
     def show(text: str) -> None:
@@ -183,7 +181,7 @@ def _chat(request: Request) -> CommandResult:
         sys.stdout.flush()
 
     conversation = Conversation(
-        responder,
+        Responder(finished),
         show,
         max_new_tokens=request.max_new_tokens or 512,
         temperature=request.temperature or 0.0,
@@ -218,8 +216,8 @@ def _serve(request: Request) -> int:
     )
     if not is_local(host):
         logger.warning(
-            "HOST=%s: there is no password; to keep the model to yourself, use an ssh tunnel"
-            " instead",
+            "HOST=%s: there is no password; to keep the model to yourself,"
+            " use an ssh tunnel instead",
             one_line(host),
         )
     with redirect_stdout_to_stderr(enabled=request.json):
@@ -231,12 +229,16 @@ def _serve(request: Request) -> int:
 
 # --- their model for other programs ---------------------------------------------------------------
 
-_DTYPES = ("bf16", "fp16", "fp32")
-_BASES = ("dequantized", "original")
 _FORMATS, _QUANTS = get_args(ExportFormat), get_args(Quant)
 
 
 def _merge(request: Request) -> CommandResult:
+    for name, value, choices in (
+        ("DTYPE", request.dtype, ("bf16", "fp16", "fp32")),
+        ("BASE", request.base, get_args(MergeBase)),
+    ):
+        if value not in (None, *choices):
+            raise ConfigError(f"{name}={value} is not one of {', '.join(choices)}")
     finished = find_request_run(request)
     require_mergeable(
         finished,
@@ -270,10 +272,12 @@ def _merge_test(request: Request) -> CommandResult:
 
 def _export(request: Request) -> CommandResult:
     if request.format not in _FORMATS:
-        raise ConfigError(
-            f"FORMAT={one_line(request.format or '')}: make export needs FORMAT=, one of"
-            f" {', '.join(_FORMATS)}"
+        format_text = (
+            f"FORMAT={one_line(request.format)} is not"
+            if request.format
+            else "make export needs FORMAT=,"
         )
+        raise ConfigError(f"{format_text} one of {', '.join(_FORMATS)}")
     if request.quant is not None and request.quant.lower() not in _QUANTS:
         raise ConfigError(f"QUANT={one_line(request.quant)} is not one of {', '.join(_QUANTS)}")
     if request.quant is not None and request.format == "vllm":

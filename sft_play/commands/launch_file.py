@@ -21,10 +21,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sft_play.commands import plan
 from sft_play.commands.request import CommandResult, Request, redirect_stdout_to_stderr
-from sft_play.config.load import load_config
+from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.files import ROOT, atomic
 from sft_play.launch.accelerate import (
@@ -38,6 +39,7 @@ from sft_play.log import one_line
 from sft_play.machine.gpu_catalog import find_catalog_entries
 from sft_play.machine.hardware import detect_hardware
 from sft_play.planner.precision import choose_precision
+from sft_play.text import plural
 
 SCHEDULERS = {
     "slurm": ("slurm.sbatch.jinja", ".sbatch", "sbatch"),
@@ -56,7 +58,8 @@ def run_launch_file(request: Request) -> CommandResult:
 
 
 def _write_job(request: Request) -> CommandResult:
-    """Write the job of the planned run; raises DoesNotFit where none would start."""
+    """Write the job of the planned run. Raises DoesNotFit where none would start, ConfigError where
+    FOR names no scheduler, no GPU is known, or the file cannot be written."""
     if request.for_ not in SCHEDULERS:
         for_text = (
             f"FOR={one_line(request.for_)} is not"
@@ -72,43 +75,7 @@ def _write_job(request: Request) -> CommandResult:
     if plan_result.error is not None:
         raise plan_result.error
     loaded = load_config(request.config, overrides=request.overrides)
-    hardware, deepspeed = plan_result.data["hardware"], request.options.deepspeed
-    nodes, gpus = hardware["nodes"], hardware["gpus"]
-    if not gpus:
-        raise ConfigError(
-            "this machine has no GPU: name the machines of the job, such as HARDWARE=2x8xH100"
-        )
-    file = (
-        ["--deepspeed", "--deepspeed-config", str(deepspeed.file)]
-        if deepspeed and deepspeed.file
-        else []
-    )
-    name = job_name(loaded.config.output.name or loaded.path.stem)
-    gpu = next(
-        (entry.name for entry in find_catalog_entries(gpus[0]["name"], gpus[0]["total_bytes"])),
-        gpus[0]["name"],
-    )
-    data, model = loaded.config.data, loaded.config.model.name
-    run_paths = [data.train_path, data.val_path, data.test_path, data.text_path, model, *file[-1:]]
-    run_paths += [path for source in data.sources for path in (source.path, source.val_path)]
-    # what SkyPilot calls a GPU of the catalogue otherwise
-    job = SchedulerJob(
-        name=name,
-        config=loaded.path.absolute(),
-        words=[*(file or ["--strategy", plan_result.data["layout"]]), *loaded.overrides],
-        nodes=nodes,
-        gpus_per_node=len(gpus) // nodes,
-        gpu={"A100-40GB": "A100"}.get(gpu, gpu) if request.for_ == "skypilot" else gpu,
-        checkout=ROOT,
-        folder=Path.cwd(),
-        bucket=f"sft-play-{name}-{hashlib.sha256(f'{loaded.path.absolute()}'.encode()).hexdigest()[:8]}",
-        venv=os.environ.get("VENV") and str(Path(os.environ["VENV"]).absolute()),
-        local={
-            text: Path(text).expanduser().absolute()
-            for text in dict.fromkeys(run_paths)
-            if text and Path(text).expanduser().exists()
-        },
-    )
+    job = _scheduler_job(request, loaded, plan_result.data)
     path, text = request.out or Path(f"{job.name}{suffix}"), render_job(request.for_, job)
     try:
         if path.is_dir() or (
@@ -123,10 +90,9 @@ def _write_job(request: Request) -> CommandResult:
     command = shlex.join(
         ["scripts/train_distributed.sh", "--config", str(loaded.path), *job.settings]
     )
-    misfit_note = ", predicted not to fit, and tried" if plan_result.exit_code else ""
-    machines_text = (
-        f"{job.nodes} node{'s' * (job.nodes > 1)} with {job.gpus_per_node} x {job.gpu}{misfit_note}"
-    )
+    machines_text = f"{plural(job.nodes, 'node')} with {job.gpus_per_node} x {job.gpu}"
+    if plan_result.exit_code:
+        machines_text += ", predicted not to fit, and tried"
     fields = {
         "path": str(path),
         "for": request.for_,
@@ -146,8 +112,8 @@ def _write_job(request: Request) -> CommandResult:
 
 @dataclass(frozen=True)
 class SchedulerJob:
-    """What is to be started, and where. `words` are those of `sft-play train-distributed` after its
-    config."""
+    """What is to be started, and where. `words` follow the config in the command line of
+    `sft-play train-distributed`."""
 
     # The run's name, in the form that Kubernetes takes (`job_name`).
     name: str
@@ -173,6 +139,47 @@ class SchedulerJob:
 def job_name(text: str) -> str:
     """A name that Kubernetes takes, with room for the ends that an operator appends."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].rstrip("-") or "run"
+
+
+def _scheduler_job(
+    request: Request, loaded: LoadedConfig, plan_data: dict[str, Any]
+) -> SchedulerJob:
+    nodes, gpus = plan_data["hardware"]["nodes"], plan_data["hardware"]["gpus"]
+    if not gpus:
+        raise ConfigError(
+            "this machine has no GPU: name the machines of the job, such as HARDWARE=2x8xH100"
+        )
+    deepspeed, words = request.options.deepspeed, ["--strategy", plan_data["layout"]]
+    data, model = loaded.config.data, loaded.config.model.name
+    run_paths = [data.train_path, data.val_path, data.test_path, data.text_path, model]
+    if deepspeed and deepspeed.file:
+        words = ["--deepspeed", "--deepspeed-config", str(deepspeed.file)]
+        run_paths.append(words[-1])
+    run_paths += [path for source in data.sources for path in (source.path, source.val_path)]
+    name = job_name(loaded.config.output.name or loaded.path.stem)
+    entries = find_catalog_entries(gpus[0]["name"], gpus[0]["total_bytes"])
+    gpu = entries[0].name if entries else gpus[0]["name"]
+    if request.for_ == "skypilot" and gpu == "A100-40GB":
+        gpu = "A100"  # as SkyPilot calls it
+    # two configs of one name have a bucket each
+    config_digest = hashlib.sha256(str(loaded.path.absolute()).encode()).hexdigest()[:8]
+    return SchedulerJob(
+        name=name,
+        config=loaded.path.absolute(),
+        words=[*words, *loaded.overrides],
+        nodes=nodes,
+        gpus_per_node=len(gpus) // nodes,
+        gpu=gpu,
+        checkout=ROOT,
+        folder=Path.cwd(),
+        bucket=f"sft-play-{name}-{config_digest}",
+        venv=os.environ.get("VENV") and str(Path(os.environ["VENV"]).absolute()),
+        local={
+            text: Path(text).expanduser().absolute()
+            for text in dict.fromkeys(run_paths)
+            if text and Path(text).expanduser().exists()
+        },
+    )
 
 
 def render_job(scheduler: str, job: SchedulerJob) -> str:
@@ -207,19 +214,12 @@ def _setup_accelerate(request: Request) -> CommandResult:
     if os.environ.get("INTERACTIVE", "") not in ("", "0"):
         if not (sys.stdin and sys.stdin.isatty()):
             raise ConfigError(
-                "INTERACTIVE=1: there is no terminal to answer accelerate's questions in; leave"
-                " it out"
+                "INTERACTIVE=1: there is no terminal to answer accelerate's questions in;"
+                " leave it out"
             )
-        argv = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.accelerate_cli",
-            "config",
-            "--config_file",
-            str(path),
-        ]
+        argv = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config"]
         with redirect_stdout_to_stderr(enabled=request.json):
-            exit_code = subprocess.call(argv)
+            exit_code = subprocess.call([*argv, "--config_file", str(path)])
         return CommandResult({"ok": exit_code == 0, "path": str(path)}, exit_code=exit_code)
     loaded = load_config(request.config, overrides=request.overrides)
     options = dataclasses.replace(request.options, nodes=read_accelerate_nodes(os.environ))

@@ -43,31 +43,27 @@ def launch_request_from(request: Request) -> LaunchRequest:
     command, options = request.command, request.options
     if command == "train" and request.run:
         raise ConfigError(
-            f"RUN={escape_control(request.run)} names a run for make resume; output.name names a"
-            " new one"
+            f"RUN={escape_control(request.run)} names a run for make resume;"
+            " output.name names a new one"
         )
-    if command == "rank":  # of those that our own launcher started
+    if command == "rank":  # a process that our own launcher started
         rank_info = read_rank_info(os.environ)
         if rank_info is None:
             raise ConfigError(
-                "rank is what make train-distributed starts in each of its processes; to train"
-                " here: train"
+                "rank is what make train-distributed starts in each of its processes;"
+                " to train here: train"
             )
-        set_up_logging(
-            "resume" if os.environ.get(RESUMED_VARIABLE) else "train", rank=rank_info.rank
-        )
-    else:
-        rank_info = launcher_rank_info(request)
-    loaded = load_config(request.config, overrides=request.overrides)
-    if command == "rank":
         resumed_run = os.environ.get(RESUMED_VARIABLE)
+        set_up_logging("resume" if resumed_run else "train", rank=rank_info.rank)
         return LaunchRequest(
-            loaded,
+            load_config(request.config, overrides=request.overrides),
             options,
             rank_info=rank_info,
             should_resume=bool(resumed_run),
             run_name=resumed_run,
         )
+    rank_info = launcher_rank_info(request)
+    loaded = load_config(request.config, overrides=request.overrides)
     if command == "launch-command":
         return LaunchRequest(
             loaded, dataclasses.replace(options, dry_run=True), launches_ranks=True
@@ -120,11 +116,11 @@ def launcher_rank_info(request: Request) -> RankInfo | None:
         return None
     requested_processes, started_processes = options.processes_per_node, rank_info.local_world_size
     if requested_processes not in (None, started_processes):
-        message = (
+        raise ConfigError(
             f"NPROC={requested_processes} asks for {requested_processes} processes on this node,"
-            f" and the launcher started {started_processes}"
+            f" and the launcher started {started_processes}: leave out NPROC=, or give the launcher"
+            " the same number"
         )
-        raise ConfigError(f"{message}: leave out NPROC=, or give the launcher the same number")
     wants_engine = options.deepspeed or options.strategy not in (None, "single")
     # no launcher that is known here set RANK: it may be left from a notebook or another run
     may_be_left_over = (
@@ -139,9 +135,8 @@ def launcher_rank_info(request: Request) -> RankInfo | None:
             )
         return None
     set_up_logging(request.command, rank=rank_info.rank)
-    if (
-        may_be_left_over
-    ):  # before the rendezvous, for which ranks this one waits, where and how long
+    # before the rendezvous, for which ranks this one waits, where and how long
+    if may_be_left_over:
         other_ranks = format_ranks(
             [rank for rank in range(rank_info.world_size) if rank != rank_info.rank] or [0]
         )

@@ -45,8 +45,8 @@ def run_new(request: Request) -> CommandResult:
         )
     if out.exists() or out.is_symlink():
         raise ConfigError(
-            f"{one_line(str(out))} exists, and is not overwritten; OUT=another.yaml names another"
-            " file"
+            f"{one_line(str(out))} exists, and is not overwritten;"
+            " OUT=another.yaml names another file"
         )
     if not out.parent.is_dir():
         raise ConfigError(
@@ -82,7 +82,6 @@ def run_new(request: Request) -> CommandResult:
 
 def _default_file_name(request: Request) -> str:
     source = request.data if request.from_ is None else f"{request.from_.stem}_sft_play"
-    assert source is not None
     # of a glob, the folder before it; of a data set of the hub, its name
     base_path = re.split(r"[*?\[]", source.removeprefix("hub:"))[0].rstrip("/")
     name = base_path.rpartition("/")[2].partition(":")[0]
@@ -98,30 +97,27 @@ def _translate_file(request: Request, file: Path) -> _RunYaml:
     if request.model:
         settings["model.name"] = request.model
     if request.data:
-        dataset_info, data_keys = (
-            infer_dataset(request.data),
-            re.compile(r"data\.(\w+_path|columns|encoding)"),
-        )
+        dataset_info = infer_dataset(request.data)
         settings |= {
             path: value
             for path, value in dataset_info.settings.items()
-            if data_keys.fullmatch(path)
+            if re.fullmatch(r"data\.(\w+_path|columns|encoding)", path)
         }
         row_format = dataset_info.format
     text = read_text(
         file, variable="FROM", expected="a file of axolotl, LLaMA-Factory, TRL or Unsloth"
     )
     result = translate_file(text, name=str(file), user_settings=settings, row_format=row_format)
-    origin = f"From {one_line(str(file))}, a file of {result.tool.name}, with its defaults"
-    comments = result.comments()
-    if comments:
+    if comments := result.comments():
         comments = ["# Not taken from the other file, or taken in another way:", *comments]
-    return [f"{origin}; what is not set has this toolkit's"], result.settings, comments
+    head = (
+        f"From {one_line(str(file))}, a file of {result.tool.name}, with its defaults; what is not"
+        " set has this toolkit's"
+    )
+    return [head], result.settings, comments
 
 
 def _infer_run_yaml(request: Request) -> _RunYaml:
-    assert request.model is not None
-    assert request.data is not None
     folder = find_model_folder(request.model)
     model_settings: dict[str, JsonValue] = {"model.name": request.model}
     qlora_config = config_from_text(
@@ -174,13 +170,12 @@ def _select_mode(request: Request, settings: Mapping[str, JsonValue]) -> tuple[s
 
 
 def _token_counter(folder: Path | None) -> CountTokens:
-    if folder is None:
-        return estimate_tokens
-    from tokenizers import Tokenizer
+    if folder is not None:
+        from tokenizers import Tokenizer
 
-    # tokenizers raises plain Exception, also of a file that is missing; loading it again says what
-    # is wrong
-    with contextlib.suppress(Exception):
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+        # tokenizers raises plain Exception, also of a file that is missing; loading it again says
+        # what is wrong
+        with contextlib.suppress(Exception):
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
     return estimate_tokens

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from sft_play.commands.request import (
     CommandResult,
@@ -40,6 +41,7 @@ from sft_play.machine.network import DEFAULT_PORT
 from sft_play.planner import explain
 from sft_play.planner.advice import (
     BudgetResult,
+    LargestFit,
     compare_machine_prices,
     find_largest_fit,
     lowest_memory_candidate,
@@ -55,30 +57,18 @@ FIRST_NODE = "NODE0"
 
 
 def run_plan(request: Request) -> CommandResult:
-    """The plan of a run, of its longest stage where it has stages, with the cells of WHATIF and the
-    answer to MAX."""
-    # read first: a wrong word in WHATIF or MAX costs no planning
-    cell_overrides, fit_question = (
-        _parse_whatif(request.whatif),
-        parse_question(request.max) if request.max else None,
-    )
+    """Plan a run, or its longest stage where it has stages, with the cells of WHATIF and the
+    answers to MAX and BUDGET. Exit code 3 if it does not fit, or no machine is within the
+    budget."""
+    # read first: a wrong word in MAX or WHATIF costs no planning
+    fit_question = parse_question(request.max) if request.max else None
     run = load_config(request.config, overrides=request.overrides)
+    configs = _load_whatif_configs(request)
     machine = restrict_to_device(run.config, requested_hardware(request))
     hardware = mesh_hardware(run.config, machine)
-    configs = []
-    for cell in cell_overrides:
-        with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
-            configs.append(
-                (
-                    cell,
-                    load_config(
-                        request.config, overrides=(*request.overrides, *cell)
-                    ).longest_config,
-                )
-            )
     strategy, keeps_params, apply_deepspeed = _deepspeed_settings(request, hardware)
     fixed_stages = tuple(
-        dataclasses.replace(one, config=apply_deepspeed(one.config)) for one in run.stages
+        dataclasses.replace(stage, config=apply_deepspeed(stage.config)) for stage in run.stages
     )
     run = dataclasses.replace(run, config=apply_deepspeed(run.config), stages=fixed_stages)
     configs = [(cell, apply_deepspeed(config)) for cell, config in configs]
@@ -86,10 +76,9 @@ def run_plan(request: Request) -> CommandResult:
     row_errors: list[SftPlayError] = []
     backend = training_backend(run.config, hardware, layouts)
     missing_data_lines = count_row_tokens_if_quick(run, on_error=row_errors.append)
-    # another one than was asked for
-    backend_lines = (
-        [f"Backend: {backend.reason}"] if backend is not None and backend.fallback_from else []
-    )
+    backend_lines = []
+    if backend is not None and backend.fallback_from:  # another one than was asked for
+        backend_lines = [f"Backend: {backend.reason}"]
     budget: BudgetResult | None = None
     if request.budget is not None:
         if run.stages:
@@ -104,80 +93,109 @@ def run_plan(request: Request) -> CommandResult:
         )
     refuse_impossible_strategy(run.config, hardware, strategy)
     parts = _plan_parts(run, hardware, layouts, trace=request.trace, keeps_params=keeps_params)
-    stages = parts if run.stages else []
     # the stage that decides: one that does not fit, else the one with the longest rows
     name, config, plan = max(parts, key=lambda part: (not part[2].fits, part[2].max_seq_len))
-    cell_layouts = layouts if request.options.deepspeed else LAYOUT_NAMES
     cells = _plan_whatif_cells(
-        configs, run.config, machine, cell_layouts, keeps_params=keeps_params
+        configs,
+        run.config,
+        machine,
+        layouts if request.options.deepspeed else LAYOUT_NAMES,
+        keeps_params=keeps_params,
     )
     largest = None
     if fit_question:  # of rows of any length
-        fit_request = dataclasses.replace(
-            build_plan_request(config, hardware, layouts), row_tokens=None
-        )
-        largest = find_largest_fit(fit_question, fit_request)
+        fit_request = build_plan_request(config, hardware, layouts)
+        largest = find_largest_fit(fit_question, dataclasses.replace(fit_request, row_tokens=None))
     misfit = _misfit_error(plan, config, name)
     refusal_texts: list[str] = []
     if misfit is None:
-        errors = [
-            *row_errors,
-            *refusals(run, machine, needs_rows=False, plans=[part[2] for part in parts]),
-        ]
-        refusal_texts = list(dict.fromkeys(map(str, errors)))
-    for text in refusal_texts:
-        logger.warning("a run%s would stop: %s", "" if machine.named else " here", text)
+        refusal_texts = _refusal_texts(run, machine, [part[2] for part in parts], row_errors)
     command, node_lines = None, list[str]()
     if misfit is None and not refusal_texts:
-        deepspeed_file = request.options.deepspeed.file if request.options.deepspeed else None
-        command = launch_line(plan, run, deepspeed_file)
+        deepspeed = request.options.deepspeed
+        command = launch_line(plan, run, deepspeed.file if deepspeed else None)
         node_lines = _node_launch_lines(plan, run, command)
+    stages = parts if run.stages else []
+    data = _plan_json(plan, name, stages, cells, largest, refusal_texts, command)
+    lines = _plan_page(
+        request, plan, config, backend_lines, missing_data_lines, command, node_lines
+    )
+    lines += [*explain.stage_lines(stages), *explain.grid_lines(cells)]
+    lines += [str(largest)] if largest else []
+    if stages:
+        stage_note = "the one with the longest rows" if plan.fits else "which does not fit"
+        lines.insert(0, f"The plan of stage {name}, {stage_note}:")
+    if budget is not None:
+        data["budget"] = budget.as_json()
+        machine_lines = [f"The plan on {offer.machine}:" for offer in budget.offers[:1]]
+        lines = [*budget.lines(), *machine_lines, *lines]
+        if misfit is None and not budget.affordable_offers:
+            # no machine is within the budget: what the cheapest costs
+            misfit = DoesNotFit(budget.lines()[0])
+    return CommandResult(
+        data, lines, 0 if plan.fits and misfit is None else DoesNotFit.exit_code, misfit
+    )
+
+
+def _load_whatif_configs(request: Request) -> list[tuple[tuple[str, ...], RunConfig]]:
+    """Read the cells of WHATIF: the settings of each, and its config, with stages the one with the
+    longest rows."""
+    if request.whatif is None:
+        return []
+    try:
+        settings = split_overrides(request.whatif)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("SET=", "WHATIF=", 1)) from None
+    refuse_make_variables(settings)
+    configs = []
+    for cell in parse_grid(settings):
+        with error_prefix(f"WHATIF, {escape_control(' '.join(cell))}"):
+            loaded = load_config(request.config, overrides=(*request.overrides, *cell))
+        configs.append((cell, loaded.longest_config))
+    return configs
+
+
+def _refusal_texts(
+    run: LoadedConfig, machine: Hardware, plans: list[Plan], row_errors: list[SftPlayError]
+) -> list[str]:
+    """Warn of everything that would stop a run that fits. Returns the texts, each once."""
+    errors = [*row_errors, *refusals(run, machine, needs_rows=False, plans=plans)]
+    texts = list(dict.fromkeys(map(str, errors)))
+    for text in texts:
+        logger.warning("a run%s would stop: %s", "" if machine.named else " here", text)
+    return texts
+
+
+def _plan_json(
+    plan: Plan,
+    stage_name: str | None,
+    stages: list[tuple[str | None, RunConfig, Plan]],
+    cells: list[tuple[tuple[str, ...], Plan]],
+    largest: LargestFit | None,
+    refusal_texts: list[str],
+    command: str | None,
+) -> dict[str, Any]:
     data = plan.as_json()
     if stages:
-        data["stage"] = name
-        data["stages"] = [{"name": one, **stage_plan.as_json()} for one, _, stage_plan in stages]
+        data["stage"] = stage_name
+        data["stages"] = [{"name": name, **stage.as_json()} for name, _, stage in stages]
     if cells:
-        data["whatif"] = [
-            {"settings": list(cell), **cell_plan.as_json()} for cell, cell_plan in cells
-        ]
+        data["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
     if largest is not None:
         data["max"] = dataclasses.asdict(largest)
     if refusal_texts:
         data["refused_because"] = refusal_texts
     data["precision_of"] = plan.parameters.shares() if plan.parameters else None
     data["launch"] = command
-    lines = _plan_page(
-        request, plan, config, backend_lines, missing_data_lines, command, node_lines
-    )
-    lines += [
-        *explain.stage_lines(stages),
-        *explain.grid_lines(cells),
-        *([str(largest)] if largest else []),
-    ]
-    if stages:
-        stage_note = "the one with the longest rows" if plan.fits else "which does not fit"
-        lines.insert(0, f"The plan of stage {name}, {stage_note}:")
-    if budget is not None:
-        data["budget"] = budget.as_json()
-        lines = [
-            *budget.lines(),
-            *(f"The plan on {offer.machine}:" for offer in budget.offers[:1]),
-            *lines,
-        ]
-        if misfit is None and not budget.affordable_offers:
-            misfit = DoesNotFit(
-                budget.lines()[0]
-            )  # no machine is within the budget: what the cheapest costs
-    return CommandResult(
-        data, lines, 0 if plan.fits and misfit is None else DoesNotFit.exit_code, misfit
-    )
+    return data
 
 
 def _deepspeed_settings(
     request: Request, hardware: Hardware
 ) -> tuple[LayoutName | None, bool, Callable[[RunConfig], RunConfig]]:
-    """The layout that is asked for, whether DeepSpeed's file offloads only states, and settings
-    with what it fixes."""
+    """Read DeepSpeed's file, where there is one. Returns the layout that is asked for (None: any),
+    True if the file offloads states but no parameters, and a function that gives a config what the
+    file fixes."""
     if request.options.deepspeed is None:
         return request.options.strategy, False, lambda config: config
     deepspeed_config, strategy, name = read_deepspeed_config(
@@ -199,8 +217,11 @@ def _plan_page(
     node_lines: list[str],
 ) -> list[str]:
     if request.why:
-        page = explain.plan_lines(plan, config, command=command, node_commands=node_lines)
-        return [*backend_lines, *missing_data_lines, *page]
+        return [
+            *backend_lines,
+            *missing_data_lines,
+            *explain.plan_lines(plan, config, command=command, node_commands=node_lines),
+        ]
     start_lines = []
     if command is not None and plan.fits:
         start_lines = node_lines or [f"Start: {command}"]
@@ -219,17 +240,6 @@ def _misfit_error(plan: Plan, config: RunConfig, stage_name: str | None) -> Does
     except DoesNotFit as error:
         return error
     return None
-
-
-def _parse_whatif(text: str | None) -> tuple[tuple[str, ...], ...]:
-    if text is None:
-        return ()
-    try:
-        settings = split_overrides(text)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("SET=", "WHATIF=", 1)) from None
-    refuse_make_variables(settings)
-    return tuple(parse_grid(settings))
 
 
 def _plan_parts(
@@ -301,10 +311,8 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed_file: Path | None = 
         argv.append(f"MASTER_PORT={DEFAULT_PORT}")
     overrides, is_large = loaded.overrides, plan.model_params > MAX_CPU_PARAMS
     if is_large and not plan.hardware.gpus and loaded.config.train.device == "auto":
-        overrides = (
-            *overrides,
-            "train.device=cpu",
-        )  # a CPU that is only named: without it the run would be refused
+        # a CPU that is only named: without it the run would be refused
+        overrides = (*overrides, "train.device=cpu")
     if overrides:
         # quoted only where a setting would be split
         settings = [
@@ -336,10 +344,10 @@ def make_budget(
     *,
     layouts: tuple[LayoutName, ...] = LAYOUT_NAMES,
 ) -> BudgetResult:
-    """The machines on which the run fits, with its hours and their cost. The user's own price
-    (PRICE=, price=) holds for its machine, and no other is compared; without one the lowest of the
-    list. Raises ConfigError where the run's length is not known, a price has no machine with GPUs,
-    or the list has none for the machine that is named.
+    """Compare the machines on which the run fits: its hours there, and what they cost in USD. A
+    price of the user's (PRICE=, price=) is for one machine, and no other is compared; without it
+    each machine has the lowest price of the list. Raises ConfigError where the run's length is not
+    known, a price has no machine with GPUs, or the list has none for the machine that is named.
     """
 
     def plan_machine(machine: Hardware) -> Plan | None:
@@ -358,8 +366,9 @@ def make_budget(
 
 
 def _priced_machines(machine: Hardware) -> Iterator[tuple[str, Hardware, PriceList | None]]:
-    """Every machine of the list at its lowest price, or the one that is named, or has a price of
-    the user's."""
+    """Yield every machine of the list at its lowest price, or only the one that is named or has a
+    price of the user's: its name, the machine, and the list the price is from (None: the user's
+    own)."""
     has_own_price = machine.price_per_gpu_hour is not None
     if not has_own_price and not (machine.named and machine.gpus):
         for price, count in lowest_prices():

@@ -93,9 +93,8 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
     for flag, row in EXTRA_FLAGS.items():
         value = getattr(parsed, flag[2:].replace("-", "_"))
         if "setting" in row and value is not None:
-            is_path = (
-                "path" in row["setting"] or "dir" in row["setting"]
-            )  # it may begin like a number, or have a colon
+            # it may begin like a number, or have a colon
+            is_path = "path" in row["setting"] or "dir" in row["setting"]
             flag_overrides.append(f"{row['setting']}={json.dumps(value) if is_path else value}")
     overrides = (*split_overrides(set_text), *flag_overrides, *parsed.overrides)
     launch_values, notes = _launch_values(parsed, environment)
@@ -237,11 +236,14 @@ def _build_parser(command: str | None) -> argparse.ArgumentParser:
     for flag, text, kind in rows:
         if command is not None and command not in commands_by_flag[flag]:
             text = argparse.SUPPRESS
-        spellings = dict.fromkeys(
-            (flag, flag.replace("_", "-"))
-        )  # deepspeed's launcher passes --local_rank
-        action = "store_true" if kind == "switch" else "store"
-        parser.add_argument(*spellings, help=text, default=None, action=action)
+        # deepspeed's launcher passes --local_rank
+        spellings = dict.fromkeys((flag, flag.replace("_", "-")))
+        parser.add_argument(
+            *spellings,
+            help=text,
+            default=None,
+            action="store_true" if kind == "switch" else "store",
+        )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="overrides of the run YAML (make: SET)"
     )
@@ -274,16 +276,14 @@ def _check_flags(parsed: argparse.Namespace, unknown: Sequence[str]) -> None:
         if value is None:
             continue
         if command not in commands:
-            commands_with_flag = ", ".join(
-                name for name in commands if name not in INTERNAL_COMMANDS
-            )
+            owners = [name for name in commands if name not in INTERNAL_COMMANDS]
             raise ConfigError(
-                f"{flag} is not a flag of {command}; it belongs to {commands_with_flag}"
+                f"{flag} is not a flag of {command}; it belongs to {', '.join(owners)}"
             )
         if isinstance(value, str) and not value.strip():
             raise ConfigError(
-                f"{flag} is given and empty (an unset shell variable?): give a value, or leave"
-                " it out"
+                f"{flag} is given and empty (an unset shell variable?): give a value,"
+                " or leave it out"
             )
 
 
@@ -300,10 +300,8 @@ def _launch_values(
         for name, variable in VARIABLES.items()
         if variable.kind == "launch" and command in flag_commands(name)
     }
-    if command in (
-        "train",
-        "rank",
-    ):  # by flag only: a rank's words repeat what its parent's environment said
+    # by flag only: a rank's words repeat what its parent's environment said
+    if command in ("train", "rank"):
         values["DEEPSPEED_CONFIG"] = parsed.deepspeed_config or ""
     if command not in (*TRAINING_COMMANDS, "doctor") or rank_variables(environment):
         return values, ()
@@ -311,9 +309,9 @@ def _launch_values(
         {**environment, **{name: text for name, text in values.items() if text}}
     )
     if command == "train":
-        names = (*NODE_VARIABLES, "NPROC", "EXPORTED")
         node_values = {
-            name: environment.get(name, "").strip() or exported.get(name, "") for name in names
+            name: environment.get(name, "").strip() or exported.get(name, "")
+            for name in (*NODE_VARIABLES, "NPROC", "EXPORTED")
         }
         return (
             (values | node_values, notes)
@@ -344,8 +342,10 @@ def require_config_for_model_and_data(request: Request) -> None:
         )
         if not value or value == starter_value:
             continue
-        name = requested.model.name if key == "model.name" else "Qwen/Qwen2.5-0.5B-Instruct"
-        rows = value if key == "data.train_path" else "my.jsonl"
+        # the file to write has the user's own model and rows, or examples
+        name, rows = requested.model.name, requested.data.train_path
+        name = "Qwen/Qwen2.5-0.5B-Instruct" if name == starter.model.name else name
+        rows = "my.jsonl" if rows in (None, starter.data.train_path) else rows
         raise ConfigError(
             f"{key}={one_line(str(value))} is given without a run YAML, and without CONFIG"
             f" {request.command} uses the starter, a model of two million parameters with its own"
@@ -368,9 +368,8 @@ def refuse_make_variables(overrides: Sequence[str]) -> None:
                 f"{one_line(word)} is not key=value, such as train.epochs=1; to name a run YAML:"
                 f" {flag}"
             )
-        if (
-            name in VARIABLES and key not in sections()
-        ):  # `output={dir: x}` is a section of the run YAML
+        # `output={dir: x}` is a section of the run YAML
+        if name in VARIABLES and key not in sections():
             flag = (
                 f", or as --{name.lower()} {shlex.quote(one_line(text))}"
                 if VARIABLES[name].has_flag
@@ -412,8 +411,9 @@ def request_output_dir(request: Request) -> Path:
     not exist."""
     if not request.is_config_given and not request.config.is_file():
         return output_dir(OutputConfig())
-    loaded = load_config(request.config, overrides=request.overrides, with_adapter=False)
-    return output_dir(loaded.config.output)
+    return output_dir(
+        load_config(request.config, overrides=request.overrides, with_adapter=False).config.output
+    )
 
 
 def find_request_run(request: Request) -> "FinishedRun":
@@ -532,12 +532,9 @@ def require_writable_out(out: Path, variable_name: str = "OUT") -> None:
     lost."""
     parents = out.expanduser().absolute().parents
     parent = next(parent for parent in parents if os.path.exists(parent))  # noqa: PTH110
-    reason = None
-    if not parent.is_dir():
-        reason = "is not a folder"
-    elif not os.access(parent, os.W_OK | os.X_OK) and not os.access(out, os.W_OK):
-        reason = "is not writable for this user"
-    if reason is not None:
+    is_writable = os.access(parent, os.W_OK | os.X_OK) or os.access(out, os.W_OK)
+    if not parent.is_dir() or not is_writable:
+        reason = "is not writable for this user" if parent.is_dir() else "is not a folder"
         raise ConfigError(
             f"{variable_name}={escape_control(str(out))} cannot be written: {parent} {reason}"
         )

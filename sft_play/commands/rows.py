@@ -59,7 +59,6 @@ from sft_play.log import escape_control, one_line
 from sft_play.machine.hardware import Hardware
 
 DEFAULT_RENDERED = Path("data/rendered")
-DEFAULT_PAGE = Path("data/preview.html")
 
 
 def run_rows(request: Request) -> CommandResult | int:
@@ -81,9 +80,8 @@ def run_rows(request: Request) -> CommandResult | int:
         shown_preview = preview(
             loaded, count=request.n, row=request.row, page=request.out, force=request.force
         )
-        if not request.json and shown_preview.draw(
-            sys.stdout
-        ):  # not through the log, which keeps no colours
+        # not through the log, which keeps no colours
+        if not request.json and shown_preview.draw(sys.stdout):
             return 0
         return command_result(shown_preview, is_written_to_out=False)
     if command == "dapt-docx":
@@ -150,10 +148,10 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
                 reasons = file.lines()[1:] or [f"{file.stats.source} has no rows"]
                 raise DataError("\n".join([f"no row of {file.stats.source} is left:", *reasons]))
     notes = [*stage_notes, *paths.notes, *tokenizer_notes]
-    lines = [*notes, *(line for file in rendered_files for line in file.lines())]
+    file_lines = [line for file in rendered_files for line in file.lines()]
     return CommandResult(
         {"ok": True, "files": [file.as_json() for file in rendered_files], "notes": notes},
-        ["\n".join(lines)],
+        ["\n".join([*notes, *file_lines])],
         is_written_to_out=False,
     )
 
@@ -322,9 +320,10 @@ def preview(
     loaded, stage_notes = first_stage_run(loaded)
     config = loaded.config
     paths = find_data_paths(config.data)
-    path = paths.train
     configure_hub(config)
-    reader = ExampleReader(path, config.data, split="train", wants_text=config.task_mode == "cpt")
+    reader = ExampleReader(
+        paths.train, config.data, split="train", wants_text=config.task_mode == "cpt"
+    )
     chosen_rows = choose_rows(reader, count=count or 5, row_number=row)
     tokenizer, tokenizer_notes, row_renderer = load_row_tools(config)
     token_bytes = TokenBytes(tokenizer)
@@ -333,8 +332,8 @@ def preview(
         for row_number, raw in chosen_rows
         for example in preview_rows(row_number, raw, reader, row_renderer, token_bytes)
     )
-    page = page or DEFAULT_PAGE
-    check_not_source(page, [("train", path)])
+    page = page or Path("data/preview.html")
+    check_not_source(page, [("train", paths.train)])
     notes = [*stage_notes, *tokenizer_notes]
     if len(paths.sources) > 1:
         notes.append(
@@ -344,8 +343,8 @@ def preview(
     notes += missed_column_lines(config.data, task_mode=config.task_mode)
     intro_lines = [
         (
-            f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config"
-            f" {loaded.path}"
+            f"{len(examples):,} of {reader.rows:,} rows of {paths.train} ({reader.format});"
+            f" config {loaded.path}"
         ),
         (
             f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on"
@@ -359,12 +358,13 @@ def preview(
             " whole"
         )
     with OutputFolder(page.parent, (page.name,), force=force, command="preview") as folder:
-        title = f"Preview of {Path(str(path)).name}"
         folder.open(page.name).write(
-            render_html_page(examples, title=title, intro_lines=intro_lines)
+            render_html_page(
+                examples, title=f"Preview of {Path(str(paths.train)).name}", intro_lines=intro_lines
+            )
         )
     return Preview(
-        str(path),
+        str(paths.train),
         reader.rows,
         examples,
         tuple(notes),
@@ -479,10 +479,8 @@ def _pipeline_steps(
 
 
 def _training_files_finding(data: DataConfig, folder: Path) -> Finding:
-    written_file, read_files = (
-        folder / "train.jsonl",
-        f"data.sources: {', '.join(data.source_names)}",
-    )
+    written_file = folder / "train.jsonl"
+    read_files = f"data.sources: {', '.join(data.source_names)}"
     if data.train_path is not None:
         if Path(data.train_path).expanduser().absolute() == written_file.expanduser().absolute():
             return pass_finding(

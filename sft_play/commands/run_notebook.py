@@ -67,10 +67,8 @@ def read_notebook(path: Path) -> list[types.CodeType]:
     """The code cells of a notebook that are not empty, compiled. Raises ConfigError where there is
     no such file, it is not a notebook, or a cell is not Python, such as what only IPython
     understands."""
-    text, notebook_text = (
-        read_text(path, variable="NOTEBOOK", expected="a notebook"),
-        f"NOTEBOOK={one_line(str(path))}",
-    )
+    notebook_text = f"NOTEBOOK={one_line(str(path))}"
+    text = read_text(path, variable="NOTEBOOK", expected="a notebook")
     try:
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
         sources = ["".join(cell["source"]) for cell in cells]
@@ -91,12 +89,9 @@ def read_notebook(path: Path) -> list[types.CodeType]:
                 f"cell {cell_number}, line {error.lineno}:"
                 f" {one_line((error.text or '').strip(), limit=60)}"
             )
-            remedy = (
-                "what only IPython understands, such as !pip, has to be removed, or written in"
-                " Python"
-            )
             raise ConfigError(
-                f"{notebook_text}: {line} is not Python ({error.msg}); {remedy}"
+                f"{notebook_text}: {line} is not Python ({error.msg}); what only IPython"
+                " understands, such as !pip, has to be removed, or written in Python"
             ) from None
     if not compiled_cells:
         raise ConfigError(f"{notebook_text} has no code cell that is not empty")

@@ -199,8 +199,9 @@ def _plan_cell(settings: tuple[str, ...], loaded: LoadedConfig) -> SweepCell:
     is_resumed = is_resume(folder, config.output)
     for error in refusals(loaded, hardware, makes_folder=not is_resumed):
         raise error
-    options = LaunchOptions(strategy=None if hardware.ranks > 1 else "single")
-    stage_requests = build_stage_requests(loaded, hardware, options)
+    stage_requests = build_stage_requests(
+        loaded, hardware, LaunchOptions(strategy=None if hardware.ranks > 1 else "single")
+    )
     count_rows_before_planning(stage_requests, trains_in_process=False)
     plans = []
     for request in finish_stage_requests(stage_requests):
@@ -212,9 +213,8 @@ def _plan_cell(settings: tuple[str, ...], loaded: LoadedConfig) -> SweepCell:
         require_gpus_and_disk(loaded, hardware, plans, folder)
     largest_plan = max(plans, key=lambda plan: (not plan.fits, plan.memory.required))
     cell = SweepCell(settings, loaded, folder, largest_plan, _total_hours(plans), state)
-    if (
-        state == "new" and not largest_plan.fits
-    ):  # one that has begun ran here before, whatever is predicted now
+    # one that has begun ran here before, whatever is predicted now
+    if state == "new" and not largest_plan.fits:
         return dataclasses.replace(
             cell, state="does_not_fit", error=format_misfit(largest_plan, config)
         )
@@ -223,7 +223,7 @@ def _plan_cell(settings: tuple[str, ...], loaded: LoadedConfig) -> SweepCell:
 
 def _total_hours(items: Sequence[Plan | SweepCell]) -> float | None:
     known_hours = [item.hours for item in items if item.hours is not None]
-    return sum(known_hours) if len(known_hours) == len(items) > 0 else None
+    return sum(known_hours) if len(known_hours) == len(items) else None
 
 
 def _existing_state(folder: RunFolder, loaded: LoadedConfig, plan: Plan) -> CellState:
@@ -261,14 +261,17 @@ def sweep_lines(cells: Sequence[SweepCell]) -> list[str]:
     table = build_table(
         ["run", "fits", "needs GiB", "of GiB", "hours", ""], rows, text_columns=(0, 1, 5)
     )
-    skipped = [f"{cell.name} does not fit: {cell.error}" for cell in cells if cell.error]
     to_train = [cell for cell in cells if cell.needs_training]
     hours = _total_hours(to_train)
     header = (
         f"Sweep: {len(cells)} cells, {len(to_train)} to train,"
         f" {value_or_na(hours and round(hours, 2), 'h')}"
     )
-    return [header, *render_lines(table), *skipped]
+    return [
+        header,
+        *render_lines(table),
+        *(f"{cell.name} does not fit: {cell.error}" for cell in cells if cell.error),
+    ]
 
 
 # --- trained --------------------------------------------------------------------------------------
@@ -296,11 +299,10 @@ class SweepResult(Answer):
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        compared = self.comparison.as_json() if self.comparison else None
         return {
             "ok": self.ok,
             "cells": [cell.as_json() for cell in self.cells],
-            "compare": compared,
+            "compare": self.comparison.as_json() if self.comparison else None,
         }
 
     def lines(self) -> list[str]:

@@ -33,7 +33,6 @@ from sft_play.config.yaml_io import (
     parse_yaml,
     parse_yaml_value,
     read_text,
-    resolve_scalar,
 )
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
@@ -41,8 +40,7 @@ from sft_play.log import one_line
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A valid config with the text it came from: `text` as given, `overrides` as `key=value`
-    words."""
+    """A valid config, with the text and the `key=value` overrides it came from."""
 
     config: RunConfig
     path: Path
@@ -50,14 +48,13 @@ class LoadedConfig:
     overrides: tuple[str, ...]
     # The stages of its curriculum; empty without one.
     stages: tuple[Stage, ...] = ()
-    # The name of the stage, where this is the run of one stage.
+    # The name of the stage where this is one stage's run; None for a whole run.
     stage_name: str | None = None
 
     @property
     def longest_config(self) -> RunConfig:
         """The config of the stage with the longest rows, or of the run if it has no stages."""
-        configs = [stage.config for stage in self.stages] or [self.config]
-        return max(configs, key=lambda config: config.model.max_seq_len)
+        return max(self.runs, key=lambda run: run.config.model.max_seq_len).config
 
     @property
     def runs(self) -> list[LoadedConfig]:
@@ -72,9 +69,9 @@ class LoadedConfig:
 def load_config(
     path: Path | str, *, overrides: Sequence[str] = (), with_adapter: bool = True
 ) -> LoadedConfig:
-    """The run that a YAML file and `key=value` overrides describe. `with_adapter`: take the
-    settings of `model.adapter`, which may be gone. Raises ConfigError with every problem and what
-    to do."""
+    """Read the run that a YAML file and `key=value` overrides describe. `with_adapter`: False
+    leaves out the settings of `model.adapter`, whose folder may be gone. Raises ConfigError with
+    every problem and what to do."""
     path = Path(path)
     text = read_text(path)
     config, stages = _parse_config(
@@ -86,8 +83,8 @@ def load_config(
 
 
 def config_from_text(text: str, *, name: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a YAML text and overrides describe; raises like `load_config`. `model.adapter`
-    is not looked for."""
+    """Read the run that a YAML text and overrides describe. `model.adapter` is not looked for.
+    Raises ConfigError as `load_config` does."""
     return _parse_config(text, name=name, overrides=overrides, with_adapter=False)[0]
 
 
@@ -162,11 +159,10 @@ def split_overrides(text: str) -> list[str]:
             f"{OVERRIDE_LOCATION}={format_value(text)}: {str(error).lower()}; close the quote"
         ) from None
     overrides: list[str] = []
-    value = ""  # that of the word before
+    value = ""  # of the word before
     for word in words:
-        if value.startswith(("[", "{")) and sum(map(value.count, "[{")) > sum(
-            map(value.count, "]}")
-        ):
+        is_open = sum(map(value.count, "[{")) > sum(map(value.count, "]}"))
+        if value.startswith(("[", "{")) and is_open:
             overrides[-1] += f" {word}"
         else:
             overrides.append(word)
@@ -235,16 +231,15 @@ def _set_value(
 
 
 def resolved_config(config: RunConfig, *, effective_batch: int | None = None) -> dict[str, Any]:
-    """The config as plain data, defaults included: what `resolved.json` holds. `effective_batch`:
-    the plan's, where the config derives it from the ranks, so that it trains the same over any
-    number of them, or is refused.
+    """Return the config as plain data, defaults included: what `resolved.json` holds.
+    `effective_batch`: the plan's, taken where the config derives it from the ranks, so that a
+    resumed run trains the same over any number of them, or is refused.
     """
     data = config.model_dump(mode="json")
     if config.train.derives_effective_batch:
         data["train"]["effective_batch_size"] = effective_batch
-    if (
-        config.curriculum
-    ):  # read again, they would count as given for stages that have files of their own
+    # read again, derived defaults would count as given for stages that have files of their own
+    if config.curriculum:
         data["data"] = {
             key: value
             for key, value in data["data"].items()
@@ -305,12 +300,13 @@ def differing_options(
 
 
 # Keys that a stage may give without naming their section.
-STAGE_SHORTCUTS = {
+STAGE_SHORTCUTS: dict[str, KeyPath] = {
     "epochs": ("train", "epochs"),
     "max_steps": ("train", "max_steps"),
     "learning_rate": ("train", "learning_rate"),
     "max_seq_len": ("model", "max_seq_len"),
     "trainable": ("tuning", "trainable"),
+    "task_mode": ("task_mode",),
 }
 # Sections that a stage may override in part.
 STAGE_SECTIONS = ("model", "tuning", "data", "train", "eval")
@@ -333,8 +329,8 @@ class Stage:
 
 
 def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValue]) -> YamlDocument:
-    """The run's document with the settings of a stage in place of its own; problems are those of
-    the stage's keys."""
+    """Copy the run's document with the settings of a stage in place of its own. The copy's
+    problems are about the stage's keys alone."""
     data = copy.deepcopy(
         {key: value for key, value in document.data.items() if key != "curriculum"}
     )
@@ -343,10 +339,11 @@ def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValu
     )
     for path, file_path, value in _stage_settings(stage, ("curriculum", index)):
         if path in overlay.stage_paths:
-            other_path = dotted_path(overlay.stage_paths[path])
             overlay.problems.append(
                 document.problem(
-                    file_path, f"set twice: here and as {other_path}; remove one of them"
+                    file_path,
+                    f"set twice: here and as {dotted_path(overlay.stage_paths[path])}; remove one"
+                    " of them",
                 )
             )
         elif _is_job_wide(path):
@@ -361,7 +358,7 @@ def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValu
             section[str(path[-1])] = copy.deepcopy(value)
             overlay.forget(path)
             overlay.stage_paths[path] = file_path
-            # an override of a stage's key has no line: that of the stage stands for it
+            # an override of a stage's key has no line: the stage's stands for it
             overlay.lines[path] = document.lines.get(
                 file_path, document.lines.get(file_path[:2], 1)
             )
@@ -387,13 +384,11 @@ _REPLACED_OPTIONS = {
 def _stage_settings(
     stage: dict[str, JsonValue], prefix: KeyPath
 ) -> Iterator[tuple[KeyPath, KeyPath, JsonValue]]:
-    """The settings of a stage: path in a run YAML, path in the file, value; an empty section sets
-    nothing."""
+    """Yield each setting of a stage: its path in a run YAML, its path in the file, its value. An
+    empty section sets nothing."""
     for key, value in stage.items():
         if key in STAGE_SHORTCUTS and value is not None:
             yield STAGE_SHORTCUTS[key], (*prefix, key), value
-        elif key == "task_mode" and value is not None:
-            yield (key,), (*prefix, key), value
         elif key in STAGE_SECTIONS and isinstance(value, dict):
             for inner_key, inner_value in value.items():
                 yield (key, inner_key), (*prefix, key, inner_key), inner_value
@@ -423,16 +418,19 @@ _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Settings of PEFT that change what an adapter computes or which tensors it has, and that are not
 # trained here.
 _UNSUPPORTED_SETTINGS = (
-    *("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"),
-    *(
-        "trainable_token_indices",
-        "lora_bias",
-        "use_qalora",
-        "alora_invocation_tokens",
-        "use_bdlora",
-        "arrow_config",
-    ),
-    *("velora_config", "monteclora_config", "bias"),
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "layer_replication",
+    "trainable_token_indices",
+    "lora_bias",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "arrow_config",
+    "velora_config",
+    "monteclora_config",
+    "bias",
 )
 
 
@@ -440,21 +438,18 @@ def _apply_adapter(document: YamlDocument) -> list[Problem]:
     """Put the settings of `model.adapter` into a document: `last`, a run in the output folder, a
     run's or an adapter's folder. Returns a problem where nothing of that name is found or it is
     none that is trained here, and for each setting that contradicts it."""
-    name, output_dir = (
-        find_value(document.data, ("model", "adapter")),
-        find_value(document.data, ("output", "dir")),
-    )
+    name = find_value(document.data, ("model", "adapter"))
     if not isinstance(name, str) or not name:
         return []
+    output_dir = find_value(document.data, ("output", "dir"))
     if not isinstance(output_dir, str):
         output_dir = all_options()["output.dir"].default
     try:
         folder = _find_adapter_folder(name, Path(output_dir).expanduser())
         owner_run = find_adapter_run(folder) or (folder, {})
-        run_settings = _read_mapping(
-            owner_run[0] / "resolved.json"
-        )  # of the run that trained it, if it is one of ours
-        added_tokens = run_settings.get("model", {}).get("add_tokens") or []
+        # of the run that trained it, if it is one of ours
+        run_settings = _read_mapping(owner_run[0] / "resolved.json")
+        added_tokens = (run_settings.get("model") or {}).get("add_tokens") or []
         settings = _lora_settings(folder, has_added_tokens=bool(added_tokens))
     except ConfigError as error:
         return [document.problem(("model", "adapter"), str(error))]
@@ -478,17 +473,19 @@ def _apply_adapter(document: YamlDocument) -> list[Problem]:
         if _is_same_value(key, section.get(key, value), value):
             section[key] = value
         else:
-            reason = f"{format_value(section[key])}, and {adapter_name} has {format_value(value)}"
             problems.append(
-                document.problem(path, f"{reason}; leave it out: the adapter's is taken")
+                document.problem(
+                    path,
+                    f"{format_value(section[key])}, and {adapter_name} has {format_value(value)};"
+                    " leave it out: the adapter's is taken",
+                )
             )
     if tuning.get("mode") == "full":
         problems.append(
             document.problem(
                 ("tuning", "mode"),
                 f"full trains all weights, and {ADAPTER_KEY} continues an adapter: use lora or"
-                " qlora, or merge the adapter (make merge) and name the merged model in"
-                " model.name",
+                " qlora, or merge the adapter (make merge) and name the merged model in model.name",
             )
         )
     run_tuning = run_settings.get("tuning") or {}
@@ -528,9 +525,7 @@ def _find_adapter_folder(name: str, output_dir: Path) -> Path:
         name = str(Path(max(finished)[1]).absolute())
     try:
         path = Path(name).expanduser()
-        candidates = [output_dir / name, path]
-        if path.name != name:
-            candidates = [path]
+        candidates = [output_dir / name, path] if path.name == name else [path]
         folder = next((candidate for candidate in candidates if candidate.is_dir()), None)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{one_line(name)} cannot be a folder: {one_line(str(error))}") from None
@@ -576,8 +571,8 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def find_adapter_run(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The run that an adapter's folder (`adapter/`, a checkpoint, that of a stage) belongs to, with
-    its manifest."""
+    """Find the run that an adapter's folder (`adapter/`, a checkpoint, a stage's) belongs to, with
+    its manifest; None if it belongs to none."""
     for parent in list(folder.absolute().parents)[:4]:
         manifest = _read_manifest(parent)
         if manifest is not None and "stage" not in manifest:
@@ -586,68 +581,101 @@ def find_adapter_run(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _lora_settings(folder: Path, *, has_added_tokens: bool) -> dict[str, JsonValue]:
-    """An adapter's settings of `tuning.lora`; `has_added_tokens`: its run names those it added.
-    Raises ConfigError."""
-    config = _read_mapping(folder / ADAPTER_CONFIG_FILE)
+    """Read the settings of `tuning.lora` from an adapter's config. `has_added_tokens`: True if its
+    run names the tokens that it added. Raises ConfigError where it is none that is trained here."""
+    written = _read_mapping(folder / ADAPTER_CONFIG_FILE)
+    # what is null is what PEFT takes without the key
+    config = {
+        "lora_dropout": 0.0,
+        **{key: value for key, value in written.items() if value is not None},
+    }
     if has_added_tokens:
         config.pop("trainable_token_indices", None)
-    init_method = str(
-        config.get("init_lora_weights", True)
-    ).lower()  # true, false, or the name of a method
+    # some tools write `32.0`
+    rank, alpha = (
+        int(value) if isinstance(value, float) and value.is_integer() else value
+        for value in (config.get("r"), config.get("lora_alpha"))
+    )
+    names_by_key = {
+        key: config.get(key, [])
+        for key in ("target_modules", "target_parameters", "modules_to_save")
+    }
+    _refuse_untrainable_adapter(folder, config, rank, alpha, names_by_key)
+    # Modules are named without their layer here. An adapter of some layers only is refused later,
+    # by its tensors (training/prepare/base_adapter).
+    target_modules, target_parameters = (
+        sorted({re.sub(r"^.*\.\d+\.", "", name) for name in names_by_key[key]})
+        for key in ("target_modules", "target_parameters")
+    )
+    return {
+        "r": rank,
+        "alpha": alpha,
+        "dropout": config["lora_dropout"],
+        "target_modules": target_modules,
+        "target_parameters": target_parameters,
+        "modules_to_save": sorted(names_by_key["modules_to_save"]),
+        "use_rslora": bool(config.get("use_rslora")),
+        "use_dora": bool(config.get("use_dora")),
+    }
+
+
+def _refuse_untrainable_adapter(
+    folder: Path,
+    config: dict[str, Any],
+    rank: JsonValue,
+    alpha: JsonValue,
+    names_by_key: dict[str, Any],
+) -> None:
+    """Raise ConfigError where an adapter is of another kind than those that are trained here, or
+    its config holds something else than a number or a list of names where one is needed."""
+    init_method = str(config.get("init_lora_weights", True)).lower()
     unsupported = [
         one_line(f"{key}={json.dumps(config[key])}", limit=120)
         for key in _UNSUPPORTED_SETTINGS
-        if config.get(key) not in (None, False, [], {}, "none", "")
+        if config.get(key, False) not in (False, [], {}, "none", "")
     ]
-    targets, parameters = config.get("target_modules"), config.get("target_parameters") or []
-    is_list_of_names = (
-        isinstance(targets, list) and targets and all(isinstance(target, str) for target in targets)
-    )
-    # some tools write `32.0`
-    rank, alpha = (
-        resolve_scalar(str(value).removesuffix(".0"))
-        for value in (config.get("r"), config.get("lora_alpha"))
-    )
-    has_whole_numbers = option_accepts("tuning.lora.r", rank) and option_accepts(
-        "tuning.lora.alpha", alpha
-    )
-    peft_type = str(config.get("peft_type"))
-    display_numbers = one_line(f"r={json.dumps(rank)} and lora_alpha={json.dumps(alpha)}")
+    no_names = [
+        key
+        for key, names in names_by_key.items()
+        if not isinstance(names, list)
+        or not all(isinstance(name, str) for name in names)
+        or (key == "target_modules" and not names)
+    ]
+    no_names_text = ", ".join(f"{key}={json.dumps(config.get(key))}" for key in no_names)
+    numbers_text = f"r={json.dumps(rank)} and lora_alpha={json.dumps(alpha)}"
+    dropout, peft_type = config["lora_dropout"], str(config.get("peft_type"))
     problems = (
         (
             peft_type.upper() != "LORA",
-            (
-                f"has peft_type={one_line(peft_type)} in its {ADAPTER_CONFIG_FILE}, and only LORA"
-                " can be trained here"
-            ),
+            f"has peft_type={one_line(peft_type)} in its {ADAPTER_CONFIG_FILE}, and only LORA can"
+            " be trained here",
         ),
         (
+            # the setting is true, false, or the name of a method
             init_method.startswith(_BASE_CHANGING_INITS),
-            (
-                f"was started with {one_line(init_method)}, which changes its base too, and the"
-                " change is not in its files: convert it to a plain LoRA adapter with PEFT first"
-            ),
+            f"was started with {one_line(init_method)}, which changes its base too, and the change"
+            " is not in its files: convert it to a plain LoRA adapter with PEFT first",
         ),
         (
             unsupported,
-            (
-                f"has {', '.join(unsupported)}, which this toolkit does not train: merge it into"
-                " its base with PEFT, and name the merged model in model.name"
-            ),
+            f"has {', '.join(unsupported)}, which this toolkit does not train: merge it into its"
+            " base with PEFT, and name the merged model in model.name",
         ),
         (
-            not is_list_of_names,
-            (
-                f"has target_modules={one_line(json.dumps(targets), limit=80)} in its"
-                f" {ADAPTER_CONFIG_FILE}; write the modules' names as a list"
-            ),
+            no_names,
+            f"has {one_line(no_names_text, limit=95)} in its {ADAPTER_CONFIG_FILE}; write the"
+            " modules' names as a list",
         ),
         (
-            not has_whole_numbers,
-            (
-                f"has {display_numbers} in its {ADAPTER_CONFIG_FILE}, and whole numbers from 1 are"
-                " needed"
-            ),
+            not option_accepts("tuning.lora.r", rank)
+            or not option_accepts("tuning.lora.alpha", alpha),
+            f"has {one_line(numbers_text)} in its {ADAPTER_CONFIG_FILE}, and whole numbers from 1"
+            " are needed",
+        ),
+        (
+            not option_accepts("tuning.lora.dropout", dropout),
+            f"has lora_dropout={one_line(json.dumps(dropout))} in its {ADAPTER_CONFIG_FILE}, and"
+            f" {all_options()['tuning.lora.dropout'].accepted_values} is needed",
         ),
         (
             not (folder / ADAPTER_WEIGHTS_FILE).is_file(),
@@ -657,19 +685,3 @@ def _lora_settings(folder: Path, *, has_added_tokens: bool) -> dict[str, JsonVal
     for is_wrong, message in problems:
         if is_wrong:
             raise ConfigError(f"the adapter {one_line(str(folder.absolute()))} {message}")
-    # Modules are named without their layer here. An adapter of some layers only is refused later,
-    # by its tensors (training/prepare/base_adapter).
-    module_names, parameter_names = (
-        sorted({re.sub(r"^.*\.\d+\.", "", str(target)) for target in names})
-        for names in (targets or (), parameters)
-    )
-    return {
-        "r": rank,
-        "alpha": alpha,
-        "dropout": config.get("lora_dropout") or 0.0,
-        "target_modules": [*module_names],
-        "target_parameters": [*parameter_names],
-        "modules_to_save": sorted(config.get("modules_to_save") or ()),
-        "use_rslora": bool(config.get("use_rslora")),
-        "use_dora": bool(config.get("use_dora")),
-    }

@@ -114,9 +114,12 @@ def parse_known_keys(entries: list[dict[str, Any]]) -> dict[str, KnownKey]:
             for spellings, answer in entry.get("values", {}).items()
             for spelling in spellings.split()
         }
-        reader = _READERS.get(entry.get("read", ""))
         known_key = KnownKey(
-            path, translations, reader, entry.get("words", ""), entry.get("switch", False)
+            path,
+            translations,
+            _READERS.get(entry.get("read", "")),
+            entry.get("words", ""),
+            entry.get("switch", False),
         )
         known_keys |= dict.fromkeys(entry["keys"].split(), known_key)
     return known_keys
@@ -210,9 +213,8 @@ def _read_data_files(value: Any, path: str) -> KeyTranslation:
         for entry in parse_data_sets(value)
         for source in _data_set_sources(entry, is_trained=is_trained)
     ]
-    sources: list[JsonValue] = [
-        *{source["path"]: source for source in all_sources}.values()
-    ]  # none is there twice
+    # none is there twice
+    sources: list[JsonValue] = [*{source["path"]: source for source in all_sources}.values()]
     paths = [source["path"] for source in all_sources]
     if not paths:
         return KeyTranslation(
@@ -227,7 +229,7 @@ def _read_data_files(value: Any, path: str) -> KeyTranslation:
                 f"{path} (several: data.sources)"
             )
         )
-    if is_trained and (len(sources) > 1 or len(all_sources[0]) > 1):
+    if is_trained and sources != [{"path": paths[0]}]:
         return KeyTranslation(
             {"data.sources": sources}, "a weight in each sets its share of an epoch"
         )
@@ -246,18 +248,16 @@ def parse_data_sets(value: Any) -> list[dict[str, Any]]:
         and value
         and all(isinstance(share, int | float) for share in value.values())
     ):
-        value = [
-            {"id": name, "weight": share} for name, share in value.items()
-        ]  # the handbook's dataset_mixer
+        # the handbook's dataset_mixer
+        value = [{"id": name, "weight": share} for name, share in value.items()]
     if isinstance(value, str):
         value = value.split(",")
     defaults = _load_tables("tool_defaults.yaml")["torchtune"]["data_sets"]
     entries = []
     for item in value if isinstance(value, list) else [value]:
         entry = dict(item) if isinstance(item, dict) else {"path": item}
-        if (
-            "id" in entry and "weight" in entry
-        ):  # the handbook's: the share of the data set's own rows
+        # the handbook's: the share of the data set's own rows
+        if "id" in entry and "weight" in entry:
             entry["share"] = entry.pop("weight")
         if item:
             entries.append(
@@ -374,7 +374,7 @@ _READERS: Mapping[str, ValueReader] = {
     "names": _read_names,
     # `betas: [0.9, 0.95]`: only the second is an option here
     "second_beta": lambda value, path: (
-        KeyTranslation({path: value[-1]}) if isinstance(value, list) and value else None
+        KeyTranslation({path: value[1]}) if isinstance(value, list) and len(value) == 2 else None
     ),
     "split": _read_split,
     "system": lambda value, path: (
@@ -442,7 +442,7 @@ def translate_value(known_key: KnownKey, value: JsonValue) -> KeyTranslation:
 # near spelling.
 #
 # Keys that speak of one option are worked out together: `load_in_4bit: true` and `adapter: lora`
-# are one QLoRA, not two answers of which the last one counts.
+# are one QLoRA, not two answers.
 
 # Keys whose values are not repeated in a message; `pad_token` and the like name a token of the
 # vocabulary.
@@ -579,8 +579,7 @@ def _explain_key(key: ForeignKey, *, raw_text: str | None, separator: str) -> st
             if path in all_options() and all_options()[path].default == value:
                 setting += ", the default"
             settings.append(setting)
-        explanation = key.translation.explanation
-        explanation = explanation.replace(
+        explanation = key.translation.explanation.replace(
             "{value}", format_value(key.value, raw_text=raw_text).strip('"')
         )
         if not settings:
@@ -591,12 +590,10 @@ def _explain_key(key: ForeignKey, *, raw_text: str | None, separator: str) -> st
             f"it belongs at {key.option_path}{separator}{format_setting_value(key.value, raw_text)}"
         )
     name = str(key.path[-1])
-    paths = _possible_options(tuple(map(str, key.path)), key.section)
-    if paths:
+    if paths := _possible_options(tuple(map(str, key.path)), key.section):
         return f"it belongs at {' or '.join(paths[:3])}"
     section_keys = list(sections()[key.section].model_fields) if key.section is not None else []
-    similar_name = nearest_name(name, section_keys)
-    if similar_name:
+    if similar_name := nearest_name(name, section_keys):
         return f"did you mean {f'{key.section}.' if key.section else ''}{similar_name}?"
     other_names = (
         {path.rpartition(".")[2] for path in [*all_options(), *sections()]} - _VAGUE_NAMES - {""}
@@ -658,10 +655,8 @@ def merge_keys(keys: Sequence[ForeignKey]) -> list[ForeignKey]:
             for item in value_list
         ]
         if items and isinstance(value, list) and all(isinstance(item, str) for item in items):
-            value, explanation = (
-                list(dict.fromkeys(items)),
-                "",
-            )  # the trackers, the tokens, the modules of both
+            # the trackers, the tokens, the modules of both
+            value, explanation = list(dict.fromkeys(items)), ""
         for index, key in enumerate(merged_keys):
             if option in key.settings and normalize_spelling(
                 key.settings[option]

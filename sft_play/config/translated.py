@@ -100,8 +100,10 @@ def translate_file(
         if data_set_keys and key in other_tools.key_table().data_set_names["beside"]
     }
     for data_set_key in data_set_keys if shared_options else []:
-        entries = other_tools.parse_data_sets(document.data[data_set_key])
-        document.data[data_set_key] = [shared_options | entry for entry in entries]
+        document.data[data_set_key] = [
+            shared_options | entry
+            for entry in other_tools.parse_data_sets(document.data[data_set_key])
+        ]
     foreign_keys = find_unknown_keys(document, read_config(document)[1])
     key_names = {
         str(part)
@@ -200,8 +202,8 @@ def _data_set_keys(keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
 
 
 def _default_keys(tool: OtherTool, keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
-    """The tool's defaults as keys, but those of options that the file speaks of, whether it was
-    taken or not; the mode follows from several keys, named and not."""
+    """Yield the tool's defaults as keys, without the options that the file speaks of, whether they
+    were taken or not; the mode follows from several keys, named and not."""
     set_keys = [key for key in keys if key.value is not None]
     names = {str(part) for key in set_keys for part in key.path}
     known_keys = [other_tools.find_known_key(tuple(map(str, key.path))) for key in set_keys]
@@ -246,18 +248,17 @@ def _apply_key(key: ForeignKey, document: YamlDocument, result: Translation) -> 
     raw_text = document.raw_texts.get(key.path)
     reason = ""
     if key.translation is not None:
-        template = _REMOVE_ADVICE.sub("", key.translation.explanation)
-        reason = template.replace("{value}", format_value(key.value, raw_text=raw_text).strip('"'))
+        reason = _REMOVE_ADVICE.sub("", key.translation.explanation).replace(
+            "{value}", format_value(key.value, raw_text=raw_text).strip('"')
+        )
     is_off = key.value is False or key.value in (None, "", [], {}) or "no effect" in reason
     if accepted:
         if not _PARTIAL_WORDS.search(reason):
             return
-        reason = (
-            "here"
-            f" "
-            f"{' and '.join(f'{path}: {format_value(value)}' for path, value in accepted.items())};"
-            f" {reason}"
+        accepted_text = " and ".join(
+            f"{path}: {format_value(value)}" for path, value in accepted.items()
         )
+        reason = f"here {accepted_text}; {reason}"
     elif is_off and not reason.startswith("here rows"):
         return
     result.left_out_keys.append(
@@ -269,8 +270,8 @@ def _apply_key(key: ForeignKey, document: YamlDocument, result: Translation) -> 
 
 
 def _apply_default(key: ForeignKey, result: Translation, row_format: str) -> None:
-    """Take a default of the tool where it is not ours too; those of adapters only where new ones
-    are trained."""
+    """Take a default of the tool where it is not ours too; a default of adapters only where new
+    ones are trained."""
     is_idle = result.settings.get("tuning.mode") == "full" or "model.adapter" in result.settings
     undecided = [
         path
@@ -283,7 +284,7 @@ def _apply_default(key: ForeignKey, result: Translation, row_format: str) -> Non
             path == "tuning.mode" or value != all_options()[path].default
         ):
             result.settings[path] = value
-    # what is said of a mode is that of training the whole
+    # the words for a mode speak of training all weights
     is_mode_explanation = "tuning.mode" in key.settings and result.settings["tuning.mode"] != "full"
     explanation = key.translation.explanation if key.translation and not is_mode_explanation else ""
     if (
@@ -323,8 +324,8 @@ def _dependent_value(
 
 
 def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValue]) -> None:
-    """Complete what follows from several settings, those of the user among them; then take out
-    settings, with the reason, until what is left is a run YAML without a problem."""
+    """Complete what follows from several settings, the user's among them; then take out settings,
+    with the reason, until what is left is a run YAML without a problem."""
     settings = result.settings
     if "data.train_path" in user_settings and "data.sources" in settings:
         result.left_out_keys.append(
@@ -355,9 +356,8 @@ def _complete_settings(result: Translation, user_settings: Mapping[str, JsonValu
                 (f"train.effective_batch_size: {total}", "batch_size x grad_accum x GPUs decide it")
             )
         elif "train.effective_batch_size" not in settings:
-            settings.setdefault(
-                "train.grad_accum", 1
-            )  # the other tools' default; ours would be 32 rows in a step
+            # the other tools' default; ours would be 32 rows in a step
+            settings.setdefault("train.grad_accum", 1)
     while True:
         problems = validate(parse_yaml(format_run_yaml(result.settings), name="the run YAML"))[1]
         if not problems:

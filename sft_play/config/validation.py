@@ -36,6 +36,7 @@ from sft_play.config.yaml_io import (
     format_value,
     walk_leaves,
 )
+from sft_play.errors import ConfigError
 from sft_play.spelling import TYPO_SIMILARITY, did_you_mean
 
 # Rates above it are slips, such as 2e4 for 2e-4: published ones end at 1e-2.
@@ -45,17 +46,23 @@ TYPOGRAPHIC_QUOTES = frozenset("“”„‟‘’‚‛«»")
 
 
 def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
-    """The run that a document's data describes, None where pydantic refuses it, and every problem
-    with its keys and values. Contradictions are looked for only where every value by itself is
-    right, and of a run with stages only in each of them, which may put right what is wrong with the
-    run's own settings."""
-    problems: list[Problem] = []
-    has_broken_text = False
-    for path, value in walk_leaves(document.data):
-        if isinstance(value, str) and _SURROGATE.search(value):
-            has_broken_text = True
-            problems.append(document.problem(path, "the text has half of a surrogate pair"))
-        elif isinstance(value, str) and value and {value[0], value[-1]} <= TYPOGRAPHIC_QUOTES:
+    """Check a document. Returns the run that it describes (None where pydantic refuses it), and
+    every problem with its keys and values.
+
+    Contradictions are looked for only where every value by itself is right. A run with stages is
+    not searched for them: each stage is, and may put right what is wrong with the run's own
+    settings."""
+    leaves = list(walk_leaves(document.data))
+    # in a key, a value, or an item of a list: pydantic reads nothing of such a document
+    problems = [
+        document.problem(path, "the text has half of a surrogate pair")
+        for path, value in leaves
+        if _SURROGATE.search(json.dumps([*path, value], ensure_ascii=False))
+    ]
+    if problems:
+        return None, problems
+    for path, value in leaves:
+        if isinstance(value, str) and value and {value[0], value[-1]} <= TYPOGRAPHIC_QUOTES:
             problems.append(
                 document.problem(
                     path,
@@ -63,14 +70,11 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
                     " or '",
                 )
             )
-    if has_broken_text:
-        return None, problems
     config, errors = read_config(document)
     foreign_keys = merge_keys(find_unknown_keys(document, errors))
     problems += (unknown_key_problem(document, key) for key in foreign_keys)
-    reported_paths = (
-        set()
-    )  # a union reports one error for each of its members; the key is reported once
+    # a union reports one error for each of its members; the key is reported once
+    reported_paths = set()
     for error in errors:
         path = _error_path(error["loc"])
         # a default that was not made follows from another key, which is wrong
@@ -84,9 +88,11 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
 
 
 def read_config(document: YamlDocument) -> tuple[RunConfig | None, list[ErrorDetails]]:
-    """The run of a document without sections left empty by `key:`, or pydantic's errors."""
+    """Let pydantic read a document, without sections left empty by `key:`. Returns the run, or None
+    and pydantic's errors. Raises ConfigError where the document as a whole is no mapping, or is
+    nested deeper than pydantic goes."""
     data = copy.deepcopy(document.data)
-    for name in reversed(sections()):  # the inner ones first
+    for name in filter(None, reversed(sections())):  # the inner ones first
         *parents, key = name.split(".")
         holder = find_value(data, tuple(parents))
         if isinstance(holder, dict) and key in holder and holder[key] is None:
@@ -96,12 +102,15 @@ def read_config(document: YamlDocument) -> tuple[RunConfig | None, list[ErrorDet
         # JSON array for one.
         return RunConfig.model_validate_json(json.dumps(data)), []
     except ValidationError as error:
-        return None, error.errors(include_url=False)
+        errors = error.errors(include_url=False)
+    if not errors[0]["loc"]:
+        raise ConfigError(f"{document.name}: not sections and settings: {errors[0]['msg']}")
+    return None, errors
 
 
 def find_unknown_keys(document: YamlDocument, errors: Sequence[ErrorDetails]) -> list[ForeignKey]:
-    """The keys that our sections do not have, by pydantic's errors; of a foreign section every key
-    in it."""
+    """Find the keys that our sections do not have, by pydantic's errors. A foreign section counts
+    as the keys in it."""
     keys: list[ForeignKey] = []
     for error in errors:
         if _is_unknown_key(error):
@@ -113,15 +122,15 @@ def find_unknown_keys(document: YamlDocument, errors: Sequence[ErrorDetails]) ->
 
 
 def _is_unknown_key(error: ErrorDetails) -> bool:
-    # that of a section in a list has no meaning elsewhere
+    # a key of a section in a list has no meaning elsewhere
     return error["type"] == "extra_forbidden" and all(
         isinstance(part, str) for part in error["loc"]
     )
 
 
 def _error_path(location: Sequence[str | int]) -> KeyPath:
-    """The part of pydantic's location that is a key or a section of ours: unions name their members
-    beyond it."""
+    """Cut pydantic's location to a key or section of ours: it goes on with the member of a
+    union."""
     for length in range(len(location), 0, -1):
         name = ".".join(map(str, location[:length]))
         if name in list_item_sections() and len(location) > length:
@@ -271,8 +280,8 @@ def _setting_conflicts(config: RunConfig) -> Iterator[tuple[KeyPath, str]]:
             "train.optim",
             train.optim == "muon" and tuning.mode != "full",
             (
-                f"muon steps whole weight matrices, and tuning.mode is {tuning.mode}; use full or"
-                " AdamW"
+                f"muon steps whole weight matrices, and tuning.mode is {tuning.mode};"
+                " use full or AdamW"
             ),
         ),
         (
@@ -346,8 +355,8 @@ def _adapter_and_data_rules(config: RunConfig) -> tuple[_Rule, ...]:
             "data.train_path",
             data.sources and data.train_path is not None,
             (
-                "given together with data.sources; remove it (SET: data.train_path=null), or add it"
-                " to them"
+                "given together with data.sources; remove it (SET: data.train_path=null),"
+                " or add it to them"
             ),
         ),
         (

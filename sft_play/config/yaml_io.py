@@ -168,8 +168,8 @@ def read_text(
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise ConfigError(
-            f"{display_path}:{line}: byte 0x{raw[error.start]:02X} is not UTF-8; save the file as"
-            " UTF-8"
+            f"{display_path}:{line}: byte 0x{raw[error.start]:02X} is not UTF-8;"
+            " save the file as UTF-8"
         ) from None
     except ValueError as error:  # a null character in the name
         raise ConfigError(f"{display_path} cannot be a file: {error}") from None
@@ -205,8 +205,8 @@ def parse_yaml(text: str, *, name: str) -> YamlDocument:
             else f"the value {one_line(str(node.value))!r}"
         )
         raise ConfigError(
-            f"{name}:{_line_number(node)}: the root is {kind}; expected sections such as `model:"
-            " {name: …}`"
+            f"{name}:{_line_number(node)}: the root is {kind};"
+            " expected sections such as `model: {name: …}`"
         )
     document = YamlDocument(name=name)
     document.data = _read_mapping(document, node, (), (id(node),))
@@ -228,7 +228,7 @@ def parse_yaml_value(text: str, *, name: str) -> JsonValue:
 
 def _compose(text: str, *, name: str) -> yaml.Node | None:
     try:
-        node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
+        return yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         location = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
@@ -246,7 +246,6 @@ def _compose(text: str, *, name: str) -> yaml.Node | None:
         ) from None
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply") from None
-    return node
 
 
 def _line_number(node: yaml.Node) -> int:
@@ -312,9 +311,8 @@ def resolve_scalar(text: str) -> JsonValue:
     if text in _WORDS:
         return _WORDS[text]
     if _INT.fullmatch(text):
-        return (
-            int(text) if len(text) < 4_000 else text
-        )  # int() refuses texts of more than 4,300 digits
+        # int() refuses texts of more than 4,300 digits
+        return int(text) if len(text) < 4_000 else text
     if _FLOAT.fullmatch(text):
         return float(text)
     if _SPECIAL_FLOAT.fullmatch(text):
