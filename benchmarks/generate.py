@@ -119,7 +119,7 @@ def _section_heads(holders: list[str], open_sections: list[str]) -> list[str]:
     for depth in range(shared, len(holders)):
         path = ".".join(holders[: depth + 1])
         indent = "  " * depth
-        lines += ["", f"{indent}# {(sections()[path].__doc__ or '').strip().splitlines()[0]}"]
+        lines += ["", f"{indent}# {' '.join((sections()[path].__doc__ or '').split())}"]
         lines.append(f"{indent}{holders[depth]}:")
     if not holders and open_sections:
         lines.append("")
@@ -137,6 +137,8 @@ def json_schema() -> str:
 def _published(value: Any) -> Any:
     if isinstance(value, dict):
         shown = {key: _published(item) for key, item in value.items() if key not in (OWNER, EXTERNAL_NAMES)}
+        if isinstance(text := shown.get("description"), str):  # however the docstring is wrapped
+            shown["description"] = " ".join(text.split())
         if "bfloat16" in (names := shown.get("enum", ())):
             shown["enum"] = [*names, *(short for short, name in DTYPE_ALIASES.items() if name in names)]
         return shown
