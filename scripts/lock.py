@@ -152,8 +152,8 @@ def renew(python: Python) -> None:
     old = read_pins(LOCK.read_text(encoding="utf-8")) if LOCK.exists() else {}
     torch = torch_pin(dict(os.environ), old)
     say(
-        f"resolving {len(wanted)} requirements on Python {show(python.version)}, torch held at"
-        f" {torch}"
+        f"resolving {len(wanted)} requirements on Python {show(python.version)},"
+        f" torch held at {torch}"
     )
     new = report_pins(resolve(wanted, torch, python), {requirement_name(item) for item in wanted})
     write_lock(new, python)

@@ -406,8 +406,8 @@ def build(
     """Build .venv with its stamp; raises when a step fails, and the next call starts over."""
     start = time.monotonic()
     say(
-        f"building {what.folder} with Python {show(python.version)} ({python.path}); this takes"
-        " minutes, once"
+        f"building {what.folder} with Python {show(python.version)} ({python.path});"
+        " this takes minutes, once"
     )
     empty(venv)
     take(f"creating {what.folder}", [python.path, "-I", "-m", "venv", str(venv)], root, run, what)
@@ -486,8 +486,8 @@ def add_extra(
         needs = extra_requirements((root / "pyproject.toml").read_text(encoding="utf-8"), extra)
         names = ", ".join(need.split(">")[0] for need in needs)
         say(
-            f"adding the packages for {purpose} to {MAIN.folder}, once, as {MAIN.pins} pins them:"
-            f" {names}"
+            f"adding the packages for {purpose} to {MAIN.folder}, once,"
+            f" as {MAIN.pins} pins them: {names}"
         )
         python = str(venv / "bin" / "python")
         by = installer.choose(python, environ, installer.pip_settings(python, environ))
@@ -502,8 +502,8 @@ def add_extra(
             )
         except SetupError as error:
             raise SetupError(
-                f"{error}\n  Or, in your own environment (make with VENV=/path): pip install"
-                f" 'sft-play[{extra}]'"
+                f"{error}\n  Or, in your own environment"
+                f" (make with VENV=/path): pip install 'sft-play[{extra}]'"
             ) from None
         stamp = venv / EXTRA_STAMP.format(extra)
         stamp.write_text((venv / STAMP).read_text(encoding="utf-8"), encoding="utf-8")

@@ -226,8 +226,8 @@ def sizes(choice: Choice) -> Tuple[int, int, str]:
         text += f" if that is a build for the CPU, {more} if it is for CUDA"
     elif choice.name not in BUILDS or build.disk is None:
         text = (
-            f"more than {download / 1024:.1f} GiB to download, {disk / 1024:.1f} GiB on the disk"
-            " (not measured)"
+            f"more than {download / 1024:.1f} GiB to download,"
+            f" {disk / 1024:.1f} GiB on the disk (not measured)"
         )
     return download * MIB, disk * MIB, text
 

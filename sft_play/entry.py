@@ -160,8 +160,8 @@ def _python_version() -> str:
 
 
 def _install_hint(argv: "Sequence[str]", package: str = "") -> str:
-    """How to run the same with the project's environment, or how to install the package here with
-    its extra."""
+    """Say how to run the same command in the project's environment, or how to install the package
+    here with its extra."""
     from pathlib import Path
 
     root = Path(__file__).resolve().parent.parent

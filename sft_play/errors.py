@@ -103,8 +103,8 @@ def translate_library_errors() -> Iterator[None]:
         ):
             raise DoesNotFit(
                 f"the memory of this machine ran out ({str(error) or type(error).__name__}): end"
-                " other programs, or raise the limit of this process (ulimit -v, the container's,"
-                " the job's)"
+                " other programs, or raise the limit of this process (ulimit -v,"
+                " the container's, the job's)"
             ) from error
         raise
 

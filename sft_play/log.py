@@ -131,7 +131,7 @@ _make_record = logging.getLogRecordFactory()
 
 
 def _escaped_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-    """A record whose text is safe to show: libraries have handlers of their own, and quote a
+    """Make a record whose text is safe to show: libraries have handlers of their own, and quote a
     stranger's files."""
     record = _make_record(*args, **kwargs)
     # values that do not fit into the text: its handler reports it

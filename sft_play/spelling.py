@@ -7,8 +7,8 @@ before there is an environment.
 import difflib
 from typing import Iterable, Optional
 
-# How similar names are (difflib's ratio) of which one is the other with a slip: one letter of four,
-# two of eight.
+# How similar a name and the same with a slip are (difflib's ratio): one letter of four, two of
+# eight.
 TYPO_SIMILARITY = 0.75
 # The same for names of three letters.
 SHORT_NAME_SIMILARITY = 0.66
@@ -19,11 +19,11 @@ MIN_PREFIX_LETTERS = 4
 def nearest_name(
     name: str, *choices: Iterable[str], min_similarity: Optional[float] = None
 ) -> Optional[str]:
-    """The most similar name, from the first of the lists that has one which begins so, or is at
-    least so similar; None where none has.
+    """Find the most similar name, in the first list that has one which begins like `name` or is at
+    least so similar; None if no list has.
 
-    Case, hyphens and underscores do not count. `min_similarity` is that of a slip where it is not
-    given.
+    Case, hyphens and underscores do not count. `min_similarity`: difflib's ratio; None takes a
+    slip's.
     """
     normalized = normalize_name(name[:100])
     if min_similarity is None:
@@ -40,7 +40,7 @@ def nearest_name(
 
 
 def did_you_mean(name: str, *choices: Iterable[str], min_similarity: Optional[float] = None) -> str:
-    """`did you mean …?` with the nearest name; empty where none is near."""
+    """Ask `did you mean …?` with the nearest name; empty where none is near."""
     suggestion = nearest_name(name, *choices, min_similarity=min_similarity)
     return f"did you mean {suggestion}?" if suggestion else ""
 

@@ -24,8 +24,8 @@ COMMANDS = tuple(COMMAND_ROWS)
 
 
 def _expand_names(text: str) -> Tuple[str, ...]:
-    """The words of an entry; `@NAME` stands for the commands of a group, or its targets of make,
-    which have no row."""
+    """Split an entry into names. `@NAME` stands for the commands of a group, or for targets of
+    make, which have no row."""
     names = []  # type: List[str]
     for word in text.split():
         group = word[1:]
@@ -109,7 +109,7 @@ def all_targets() -> Set[str]:
 
 
 def takes_variable(name: str, target: str) -> bool:
-    """Whether a target of make uses a variable."""
+    """True if a target of make uses a variable."""
     commands = VARIABLES[name].commands
     return commands == ("*",) or target in commands or target_command(target) in commands
 
@@ -145,11 +145,12 @@ def command_line_problem(
     empty_names: Iterable[str],
     makefile_targets: Optional[Sequence[str]] = None,
 ) -> Optional[str]:
-    """What is wrong with make's command line, in one line; None where nothing is.
+    """Say what is wrong with make's command line, in one line; None where nothing is.
 
     Args:
         goals: the targets that were asked for.
-        given_names: all variables on the command line, of which `empty_names` have no value.
+        given_names: all variables on the command line.
+        empty_names: the ones without a value.
         makefile_targets: the targets of the Makefile that asks; None is every target of both.
     """
     targets = list(goals or ["help"])
@@ -167,8 +168,8 @@ def command_line_problem(
         is_used = variable is not None and any(takes_variable(name, goal) for goal in targets)
         if variable is not None and is_used and variable.kind not in ("list", "switch"):
             problems.append(
-                f"{name}= is given and empty (an unset shell variable?): give a value, or leave"
-                " it out"
+                f"{name}= is given and empty (an unset shell variable?): give a value,"
+                " or leave it out"
             )
     return "; ".join(filter(None, problems)) or None
 

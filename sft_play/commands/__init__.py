@@ -28,8 +28,8 @@ def load_module(command: str) -> ModuleType:
 
 
 def command_function(command: str) -> Callable[..., Any]:
-    """The function of a command's file that runs it: `run_plan` of `plan.py`, `run_notebook` of
-    `run_notebook.py`."""
+    """Return the function that runs a command, from its file: `run_plan` of `plan.py`,
+    `run_notebook` of `run_notebook.py`."""
     module = load_module(command)
     return getattr(module, f"run_{module.__name__.rpartition('.')[2].removeprefix('run_')}")  # type: ignore[no-any-return]
 

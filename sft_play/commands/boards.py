@@ -52,8 +52,8 @@ def _start_page(request: Request) -> TensorBoardServer:
 
 
 def _open_page(request: Request) -> CommandResult:
-    """In a browser, or its address where there is no display. Without RUN, a TensorBoard of one of
-    the runs will do."""
+    """Open the page in a browser, or log its address where there is no display. Without RUN, a
+    TensorBoard over one of the runs will do."""
     servers = list(filter(tensorboard.is_serving, _servers_inside(_logdir(request))))
     server = min(servers, key=lambda one: len(one.logdir)) if servers else _start_page(request)
     has_display = sys.platform == "darwin" or any(

@@ -26,7 +26,7 @@ def run_developing(request: Request) -> CommandResult:
 
 
 def benchmark_module(name: str, *, command: str) -> ModuleType:
-    """The module `benchmarks.NAME` of the checkout; raises ConfigError where the package is
+    """Import the module `benchmarks.NAME` of the checkout. Raises ConfigError where the package is
     installed without its checkout."""
     if not (ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").is_file():
         raise ConfigError(

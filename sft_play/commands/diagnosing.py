@@ -90,7 +90,8 @@ def run_diagnosing(request: Request) -> CommandResult | int:
 
 
 def check_result(report: CheckReport, *, is_full: bool) -> CommandResult:
-    """The answer of a check: with `is_full` the whole page, else only what a person has to read."""
+    """Return the answer of a check. `is_full`: True shows the whole page, False only what a person
+    has to read."""
     result = command_result(report)
     return (
         result

@@ -137,7 +137,8 @@ class SchedulerJob:
 
 
 def job_name(text: str) -> str:
-    """A name that Kubernetes takes, with room for the ends that an operator appends."""
+    """Turn a text into a name that Kubernetes takes, with room for the endings that an operator
+    appends."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].rstrip("-") or "run"
 
 

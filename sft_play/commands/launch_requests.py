@@ -36,10 +36,9 @@ LAUNCHING_COMMANDS = ("train-distributed", "train-deepspeed")
 
 
 def launch_request_from(request: Request) -> LaunchRequest:
-    """Build the LaunchRequest of a command: the run, and whether this process trains it, alone or
-    as a rank, or launches ranks. Raises ConfigError where the config cannot be read, or the words
-    contradict each other.
-    """
+    """Build the LaunchRequest of a command: the run, and whether this process trains it (alone, or
+    as a rank) or launches ranks. Raises ConfigError where the config cannot be read, or the words
+    contradict each other."""
     command, options = request.command, request.options
     if command == "train" and request.run:
         raise ConfigError(
@@ -100,10 +99,9 @@ def launch_request_from(request: Request) -> LaunchRequest:
 
 
 def launcher_rank_info(request: Request) -> RankInfo | None:
-    """This process's place among the ranks that a launcher started; None where it is the only
+    """Find this process's place among the ranks that a launcher started; None where it is the only
     process. Raises ConfigError where the launcher was asked for several processes and started one,
-    or started a run for each of them.
-    """
+    or started a run for each of them."""
     refuse_too_few_processes(os.environ)
     refuse_repeated_starts(os.environ, node_count=request.options.nodes.count)
     rank_info, options = read_rank_info(os.environ), request.options
@@ -159,8 +157,8 @@ def launcher_rank_info(request: Request) -> RankInfo | None:
 
 
 def _single_process_command(request: Request) -> str:
-    """The command of a request without the variables that make this process one of several ranks or
-    nodes."""
+    """Return the request's command without the variables that make this process one of several
+    ranks or nodes."""
     unset_arguments = [
         word for name in RENDEZVOUS_VARIABLES if name in os.environ for word in ("-u", name)
     ]
@@ -170,7 +168,7 @@ def _single_process_command(request: Request) -> str:
 
 
 def accelerate_has_several_machines() -> bool:
-    """Whether the accelerate configuration that a launch would read is for several machines; one
+    """True if the accelerate configuration that a launch would read is for several machines. One
     that cannot be read is only a warning."""
     file = find_accelerate_file(os.environ)
     try:

@@ -250,7 +250,8 @@ def _plan_parts(
     trace: bool,
     keeps_params: bool,
 ) -> list[tuple[str | None, RunConfig, Plan]]:
-    """Plan a run, or each of its stages, all in one layout: name of the stage, config and plan."""
+    """Plan a run, or each of its stages, all in one layout. Returns the stage's name (None: the
+    run), the config and the plan of each."""
     requests = [
         build_plan_request(part.config, hardware, layouts, is_stage=bool(run.stages))
         for part in run.runs
@@ -296,7 +297,7 @@ def _plan_whatif_cells(
 
 
 def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed_file: Path | None = None) -> str:
-    """The command that starts the planned run, on the first of its nodes."""
+    """Return the command that starts the planned run, on the first of its nodes."""
     uses_ranks = plan.layout != "single"
     target = "train-distributed" if uses_ranks else "train"
     if deepspeed_file:

@@ -73,7 +73,7 @@ class Request:
 
 
 def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request:
-    """The request of a command line; raises ConfigError for words that are not understood."""
+    """Read a command line. Raises ConfigError for words that are not understood."""
     command_name = next(
         (word for word in argv if word in (*COMMAND_FILES, *INTERNAL_COMMANDS)), None
     )
@@ -134,9 +134,9 @@ def read_request(argv: Sequence[str], environment: Mapping[str, str]) -> Request
 
 
 def _recorded_config(parsed: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
-    """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs
-    no CONFIG; raises RunFolderError where there is no such run, and no starter whose runs it could
-    be one of."""
+    """Find the run YAML that a run to be resumed was started with: `make resume RUN=name` needs no
+    CONFIG. Raises RunFolderError where there is neither such a run nor a starter that it could be a
+    run of."""
     run = _variable_text(parsed, environment, "RUN")
     if run is None or parsed.command != "resume" or "CONFIG" in environment:
         return None
@@ -151,8 +151,8 @@ def _recorded_config(parsed: argparse.Namespace, environment: Mapping[str, str])
 
 
 def _config_path(text: str) -> Path:
-    """The run YAML that CONFIG names: a path, or the name of one in configs/, with or without its
-    ending."""
+    """Find the run YAML that CONFIG names: a path, or the name of a file in configs/, with or
+    without its ending."""
     path = relative_to_cwd(Path(os.path.expanduser(text)))  # noqa: PTH111  (no error for ~nobody)
     # os.path says no of a name that is too long, where Path raises
     if os.path.isfile(path) or path.name != text or os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
@@ -181,8 +181,8 @@ def _parse_variable_value(name: str, text: str | None) -> Any:
     if variable.kind == "count":
         if not (text.isascii() and text.isdigit() and 0 < int(text) < 1_000_000_000):
             raise ConfigError(
-                f"{name}={one_line(text)} is not a number of {variable.counted_noun}, such as"
-                f" {name}=4"
+                f"{name}={one_line(text)} is not a"
+                f" number of {variable.counted_noun}, such as {name}=4"
             )
         return int(text)
     if variable.kind == "number":
@@ -290,10 +290,9 @@ def _check_flags(parsed: argparse.Namespace, unknown: Sequence[str]) -> None:
 def _launch_values(
     parsed: argparse.Namespace, environment: Mapping[str, str]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """How to launch the run, by flags, make's variables and what a scheduler exported; log lines
-    about the last. `train` takes the nodes too where the environment names several: then each of
-    them runs `train`.
-    """
+    """Read how to launch the run, from flags, make's variables and what a scheduler exported.
+    Returns the values, and log lines about the exported ones. `train` takes several nodes too where
+    the environment names them: then each node runs `train`."""
     command = parsed.command
     values = {
         name: getattr(parsed, name.lower(), None) or environment.get(name) or ""
@@ -322,7 +321,7 @@ def _launch_values(
 
 
 def require_config_for_model_and_data(request: Request) -> None:
-    """Raises ConfigError where overrides give a model or data but no config is given: the starter
+    """Raise ConfigError where overrides give a model or data but no config is given: the starter
     has its own."""
     if request.is_config_given or not request.overrides or not request.config.is_file():
         return
@@ -358,15 +357,15 @@ def require_config_for_model_and_data(request: Request) -> None:
 
 
 def refuse_make_variables(overrides: Sequence[str]) -> None:
-    """Raises ConfigError for a variable of make, or a file, among the settings of the run YAML."""
+    """Raise ConfigError for a variable of make, or a file, among the settings of the run YAML."""
     for word in overrides:
         key, equals, text = word.partition("=")
         name = key.upper()
         if not equals and word.lower().endswith((".yaml", ".yml")):
             flag = f"--config {shlex.quote(one_line(word))}"
             raise ConfigError(
-                f"{one_line(word)} is not key=value, such as train.epochs=1; to name a run YAML:"
-                f" {flag}"
+                f"{one_line(word)} is not key=value, such as train.epochs=1;"
+                f" to name a run YAML: {flag}"
             )
         # `output={dir: x}` is a section of the run YAML
         if name in VARIABLES and key not in sections():
@@ -380,7 +379,7 @@ def refuse_make_variables(overrides: Sequence[str]) -> None:
 
 
 def make_argv(request: Request, command: str, settings: Sequence[str]) -> list[str]:
-    """The words of make that run a command with the config of this request."""
+    """Return the words of make that run a command with the config of this request."""
     config, run = request.is_config_given and request.config, command == "resume" and request.run
     variables = {"CONFIG": config, "RUN": run, "SET": shlex.join(settings)}
     return ["make", command, *(f"{name}={text}" for name, text in variables.items() if text)]
@@ -390,7 +389,7 @@ def make_argv(request: Request, command: str, settings: Sequence[str]) -> list[s
 
 
 def requested_hardware(request: Request) -> Hardware:
-    """The machine to plan for, with the price that was given."""
+    """Return the machine to plan for, with the price that was given."""
     hardware = parse_hardware(request.hardware) if request.hardware else detect_hardware()
     if request.price is not None:
         hardware = dataclasses.replace(hardware, price_per_gpu_hour=request.price)
@@ -398,7 +397,7 @@ def requested_hardware(request: Request) -> Hardware:
 
 
 def refuse_hardware(request: Request) -> None:
-    """Raises ConfigError where a machine is named and this one is used."""
+    """Raise ConfigError where a machine is named, for a command that uses this one."""
     if request.hardware:
         raise ConfigError(
             f"HARDWARE={escape_control(request.hardware)} names a machine for make plan; training"
@@ -407,8 +406,8 @@ def refuse_hardware(request: Request) -> None:
 
 
 def request_output_dir(request: Request) -> Path:
-    """The folder of the run folders; the default where no config was given and the starter's does
-    not exist."""
+    """Return the folder of the run folders: the default where no config was given and there is no
+    starter."""
     if not request.is_config_given and not request.config.is_file():
         return output_dir(OutputConfig())
     return output_dir(
@@ -417,7 +416,8 @@ def request_output_dir(request: Request) -> Path:
 
 
 def find_request_run(request: Request) -> "FinishedRun":
-    """The finished run that RUN names, or the newest; raises as `find_finished_run` does."""
+    """Find the finished run that RUN names, or the newest. Raises what `find_finished_run`
+    raises."""
     from sft_play.finished.run import find_finished_run
 
     return find_finished_run(
@@ -426,7 +426,7 @@ def find_request_run(request: Request) -> "FinishedRun":
 
 
 def require_source(path: Path | str, variable_name: str) -> None:
-    """Raises DataError where a variable names data that are not there: before anything is imported
+    """Raise DataError where a variable names data that are not there, before anything is imported
     to read them."""
     from sft_play.data.sources.files import find_source, list_parts
 
@@ -473,7 +473,7 @@ class CommandResult:
 
 
 def command_result(answer: Answer, *, is_written_to_out: bool = True) -> CommandResult:
-    """The result of a command, from the answer of its work: exit code 2 where that is not ok."""
+    """Turn an answer into a command's result, with exit code 2 where the answer is not ok."""
     exit_code = 0 if answer.ok else ConfigError.exit_code
     return CommandResult(
         answer.as_json(),
@@ -523,12 +523,12 @@ def write_result(result: CommandResult | int, request: Request) -> int:
 
 
 def error_text(error: BaseException) -> str:
-    """An exception's text for programs, without secrets; its name where it has none."""
+    """Return an exception's text for programs, without secrets; its class where it has none."""
     return redact(str(error) or type(error).__name__)
 
 
 def require_writable_out(out: Path, variable_name: str = "OUT") -> None:
-    """Raises ConfigError where nothing can be written at OUT: before the work whose answer would be
+    """Raise ConfigError where nothing can be written at OUT, before the work whose answer would be
     lost."""
     parents = out.expanduser().absolute().parents
     parent = next(parent for parent in parents if os.path.exists(parent))  # noqa: PTH110
@@ -541,8 +541,8 @@ def require_writable_out(out: Path, variable_name: str = "OUT") -> None:
 
 
 def write_out_file(path: Path, data: Any) -> None:
-    """Write JSON to a file (written aside and renamed), or into a device or pipe (`/dev/stdout`);
-    raises ConfigError where it cannot be written."""
+    """Write JSON to a file (written aside and renamed), or into a device or pipe (`/dev/stdout`).
+    Raises ConfigError where it cannot be written."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -62,8 +62,9 @@ DEFAULT_RENDERED = Path("data/rendered")
 
 
 def run_rows(request: Request) -> CommandResult | int:
-    """Write rows and answer with the counts of what was kept and left out, or show examples, in
-    colour where the terminal has colours; of a pipeline up to the first step that fails."""
+    """Run a command on data. Those that write rows answer with the counts of rows that were taken
+    and left out, preview shows examples (in colour where the terminal has colours), full-pipeline
+    stops at the first step that fails."""
     loaded, command = load_config(request.config, overrides=request.overrides), request.command
     config = loaded.config
     if command == "full-pipeline":
@@ -102,11 +103,10 @@ def run_rows(request: Request) -> CommandResult | int:
 
 
 def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandResult:
-    """The text that the model will see with its mask as spans, one JSON row per example; `out`: a
-    file for the training rows alone, or a folder for all. Raises DataError where rows cannot be
-    used (unless data.on_bad_row=skip), or a file was edited since; nothing is written then;
-    TokenizerError where the tokenizer or its template cannot be used.
-    """
+    """Write the text that the model will see with its mask as spans, one JSON row per example.
+    `out`: a file for the training rows alone, or a folder for all. Raises TokenizerError where the
+    tokenizer or its template cannot be used, and DataError where rows cannot be used (unless
+    data.on_bad_row=skip) or a file was edited since; nothing is written then."""
     loaded, stage_notes = first_stage_run(loaded)
     config = loaded.config
     paths = find_data_paths(config.data)
@@ -124,8 +124,8 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> CommandRes
         )
     elif len(paths.sources) > 1:
         raise DataError(
-            f"OUT={out} is one file, and data.sources names {len(paths.sources)}; name an existing"
-            " folder"
+            f"OUT={out} is one file, and data.sources names {len(paths.sources)};"
+            " name an existing folder"
         )
     else:
         folder, names_by_part, file_names = out.parent, {"train": out.name}, (out.name,)
@@ -203,8 +203,8 @@ class RenderedFile:
     stats: RowStats
 
     def bad_lines(self) -> list[str]:
-        """The bad rows in words: counts by reason, the first of them, and how many more; empty
-        where there is none."""
+        """Describe the bad rows: counts by reason, the first of them, and how many more. Empty if
+        there are none."""
         stats = self.stats
         if not stats.bad_rows:
             return []
@@ -222,8 +222,8 @@ class RenderedFile:
         ]
         if stats.cut_tokens:
             lines.append(
-                f"max_seq_len cuts {stats.cut_tokens:,} tokens, {stats.tokens_lost_by_cut:,} of"
-                " them trained"
+                f"max_seq_len cuts {stats.cut_tokens:,} tokens,"
+                f" {stats.tokens_lost_by_cut:,} of them trained"
             )
         if stats.too_long_rows:
             lines.append(f"{stats.too_long_rows:,} rows left out: too long for max_seq_len")
@@ -272,8 +272,8 @@ class Preview(Answer):
         """The examples as plain text, trained parts in [[ ]]."""
         lines = [
             (
-                f"{len(self.examples):,} of {self.rows:,} rows of {self.source}; trained parts in"
-                " [[ ]]"
+                f"{len(self.examples):,} of {self.rows:,} rows of {self.source};"
+                " trained parts in [[ ]]"
             ),
             *self.notes,
         ]
@@ -292,16 +292,16 @@ class Preview(Answer):
         }
 
     def draw(self, stream: TextIO) -> bool:
-        """The examples in colour where `stream` is a terminal with colours; elsewhere nothing is
-        drawn, and false."""
+        """Print the examples in colour and return True; False, with nothing printed, where `stream`
+        is no terminal with colours."""
         from rich.console import Console
 
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
         if not console.is_terminal or console.no_color or console.color_system is None:
             return False
         title = (
-            f"{len(self.examples):,} of {self.rows:,} rows of {make_visible(self.source)}; trained"
-            " parts green"
+            f"{len(self.examples):,} of {self.rows:,} rows"
+            f" of {make_visible(self.source)}; trained parts green"
         )
         console.print("\n".join([title, *map(make_visible, self.notes)]))
         for example in self.examples:
@@ -313,10 +313,10 @@ class Preview(Answer):
 def preview(
     loaded: LoadedConfig, *, count: int | None, row: int | None, page: Path | None, force: bool
 ) -> Preview:
-    """Examples of the training file with their exact tokens, as a page too: `count` of them, evenly
-    over the file, or one row, counted from 1. Raises DataError where the file cannot be read, has
-    no such row, or the page was edited since; TokenizerError where the tokenizer or its template
-    cannot be used."""
+    """Show examples of the training file with their exact tokens, and write them as a page.
+    `count`: how many, evenly over the file; `row`: only this one, counted from 1. Raises DataError
+    where the file cannot be read, has no such row, or the page was edited since; TokenizerError
+    where the tokenizer or its template cannot be used."""
     loaded, stage_notes = first_stage_run(loaded)
     config = loaded.config
     paths = find_data_paths(config.data)
@@ -343,8 +343,8 @@ def preview(
     notes += missed_column_lines(config.data, task_mode=config.task_mode)
     intro_lines = [
         (
-            f"{len(examples):,} of {reader.rows:,} rows of {paths.train} ({reader.format});"
-            f" config {loaded.path}"
+            f"{len(examples):,} of {reader.rows:,}"
+            f" rows of {paths.train} ({reader.format}); config {loaded.path}"
         ),
         (
             f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on"
@@ -354,8 +354,8 @@ def preview(
     ]
     if config.task_mode == "cpt":
         intro_lines.append(
-            "task_mode cpt joins the documents and cuts them into full blocks; here each is shown"
-            " whole"
+            "task_mode cpt joins the documents and cuts them into full blocks;"
+            " here each is shown whole"
         )
     with OutputFolder(page.parent, (page.name,), force=force, command="preview") as folder:
         folder.open(page.name).write(
@@ -377,8 +377,8 @@ def preview(
 
 
 def _add_next_command(result: CommandResult, request: Request, config: RunConfig) -> CommandResult:
-    """The answer with the next command, which reads what was just written, whatever the config
-    trains on."""
+    """Add the next command to an answer: it reads what was just written, whatever the config trains
+    on."""
     data = config.data
     out_dirs = {
         "process": data.process.out_dir,
@@ -422,8 +422,8 @@ def full_pipeline(
     force: bool,
     is_full: bool = False,
 ) -> CommandResult:
-    """process, style where it is asked for, render and check, each on what the one before wrote, up
-    to the first that fails; `is_full`: the whole page of the check."""
+    """Run process, style (where it is asked for), render and check, each on what the one before
+    wrote, up to the first that fails. `is_full`: True shows the whole page of the check."""
     steps, lines = [], []
     stop_details, name = None, "process"
     try:
@@ -453,8 +453,8 @@ def full_pipeline(
 def _pipeline_steps(
     loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool, is_full: bool
 ) -> Iterator[tuple[str, Callable[[], CommandResult]]]:
-    """The steps in order, each a function without arguments; one is built when those before it are
-    done."""
+    """Yield the steps in order: a name, and a function without arguments. A step is built when
+    those before it are done."""
     from sft_play.data.process import process_files, style_rows
 
     config = loaded.config

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_notebook(request: Request) -> CommandResult | int:
-    """As the parent start the ranks and answer for them, as a rank run the cells."""
+    """Start the ranks and answer for them; in a rank, run the cells."""
     if request.notebook is None:
         raise ConfigError(
             "NOTEBOOK= names no file; give a notebook: make run-notebook NOTEBOOK=my.ipynb NPROC=2"
@@ -64,8 +64,8 @@ def run_notebook(request: Request) -> CommandResult | int:
 
 
 def read_notebook(path: Path) -> list[types.CodeType]:
-    """The code cells of a notebook that are not empty, compiled. Raises ConfigError where there is
-    no such file, it is not a notebook, or a cell is not Python, such as what only IPython
+    """Compile the code cells of a notebook, without the empty ones. Raises ConfigError where there
+    is no such file, it is not a notebook, or a cell is not Python, such as what only IPython
     understands."""
     notebook_text = f"NOTEBOOK={one_line(str(path))}"
     text = read_text(path, variable="NOTEBOOK", expected="a notebook")

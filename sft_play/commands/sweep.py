@@ -85,7 +85,7 @@ class SweepCell:
 
     @property
     def needs_training(self) -> bool:
-        """Whether it is to be trained."""
+        """True if it is to be trained."""
         return self.state in ("new", "begun")
 
     def as_json(self) -> dict[str, Any]:
@@ -135,13 +135,13 @@ def run_sweep(request: Request) -> CommandResult:
 def expand_cells(
     path: Path, overrides: Sequence[str]
 ) -> list[tuple[tuple[str, ...], LoadedConfig]]:
-    """Each combination of the listed values: the words that tell it from the others, and its run;
-    raises ConfigError where nothing is listed, or a value is refused."""
+    """Read each combination of the listed values: the words that tell it from the others, and its
+    run. Raises ConfigError where nothing is listed, or a value is refused."""
     combinations = parse_grid(overrides, variable="SET")
     if len(combinations) < 2:
         raise ConfigError(
-            "SET lists no values to try: make sweep SET='train.learning_rate=1e-4,2e-4"
-            " tuning.lora.r=16'"
+            "SET lists no values to try:"
+            " make sweep SET='train.learning_rate=1e-4,2e-4 tuning.lora.r=16'"
         )
     varied_indices = [
         index for index, words in enumerate(zip(*combinations, strict=True)) if len(set(words)) > 1
@@ -159,8 +159,8 @@ def expand_cells(
 
 
 def cell_name(base: str, settings: Sequence[str]) -> str:
-    """A run's name with what differs, such as `my-learning_rate=1e-4-r=16`; where letters had to be
-    replaced, or it would be too long, with a digest of the words."""
+    """Name a run after what differs, such as `my-learning_rate=1e-4-r=16`. A digest of the words
+    follows where letters had to be replaced, or the name would be too long."""
     pairs = [word.partition("=")[::2] for word in settings]
     key_counts = Counter(key.rpartition(".")[2] for key, _ in pairs)
     keys = [last if key_counts[last := key.rpartition(".")[2]] == 1 else key for key, _ in pairs]
@@ -286,12 +286,12 @@ class SweepResult(Answer):
 
     @property
     def nothing_fits(self) -> bool:
-        """Whether nothing was trained, because nothing fits."""
+        """True if nothing was trained, because nothing fits."""
         return all(cell.state == "does_not_fit" for cell in self.cells)
 
     @property
     def ok(self) -> bool:
-        """Whether every cell that fits is trained, and one fits."""
+        """True if every cell that fits is trained, and one fits."""
         return (
             all(cell.state in ("finished", "does_not_fit") for cell in self.cells)
             and not self.nothing_fits

@@ -342,8 +342,8 @@ def _build_overlay(document: YamlDocument, index: int, stage: dict[str, JsonValu
             overlay.problems.append(
                 document.problem(
                     file_path,
-                    f"set twice: here and as {dotted_path(overlay.stage_paths[path])}; remove one"
-                    " of them",
+                    f"set twice: here and as {dotted_path(overlay.stage_paths[path])};"
+                    " remove one of them",
                 )
             )
         elif _is_job_wide(path):
@@ -669,8 +669,8 @@ def _refuse_untrainable_adapter(
         (
             not option_accepts("tuning.lora.r", rank)
             or not option_accepts("tuning.lora.alpha", alpha),
-            f"has {one_line(numbers_text)} in its {ADAPTER_CONFIG_FILE}, and whole numbers from 1"
-            " are needed",
+            f"has {one_line(numbers_text)} in its {ADAPTER_CONFIG_FILE},"
+            " and whole numbers from 1 are needed",
         ),
         (
             not option_accepts("tuning.lora.dropout", dropout),

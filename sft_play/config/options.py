@@ -60,7 +60,7 @@ def option_accepts(path: str, value: Any) -> bool:
 
 
 def find_option(name: str) -> list[str]:
-    """The dotted paths of the options and sections of that name."""
+    """Return the dotted paths of the options and sections of that name."""
     return [
         path for path in [*all_options(), *sections()] if path and path.rpartition(".")[2] == name
     ]
@@ -104,7 +104,7 @@ def _walk_fields(
 
 
 def field_option(path: str, field: FieldInfo) -> Option:
-    """The option that a field is."""
+    """Describe a field of the schema as an option."""
     extra = field.json_schema_extra
     owner = str(extra[OWNER]) if isinstance(extra, dict) and OWNER in extra else ""
     # a derived default: the one that follows where no other key of the section is given

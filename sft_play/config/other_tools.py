@@ -86,7 +86,7 @@ def _load_tables(file_name: str = "other_tools.yaml") -> dict[str, Any]:
 
 @functools.cache
 def key_table() -> KeyTable:
-    """The table, read when the first unknown key or refused value asks for it: that takes a fifth
+    """Read the table, when the first unknown key or refused value asks for it: that takes a fifth
     of a second."""
     tables = _load_tables()
     data_set = {part: names.split() for part, names in tables["data_set"].items()}
@@ -146,8 +146,8 @@ class OtherTool(NamedTuple):
 
 
 def detect_tool(key_names: Collection[str]) -> OtherTool:
-    """The tool whose telltale keys a file has most of; the first of the table where it has no
-    tool's."""
+    """Tell by its telltale keys which tool wrote a file; the first tool of the table where no key
+    tells."""
     tools = _load_tables("tool_defaults.yaml")
     best = max(
         tools.values(),
@@ -174,7 +174,7 @@ OFF_SPELLINGS = ("false", "null", "0", "", "none", "no", "[]", "{}", "disabled",
 
 
 def normalize_spelling(value: JsonValue) -> str:
-    """A value as `KnownKey.translations` spells it: YAML's word in lower case, whole numbers
+    """Spell a value as `KnownKey.translations` does: YAML's word in lower case, whole numbers
     without decimal point."""
     if isinstance(value, str):
         return value.strip().lower()
@@ -206,7 +206,7 @@ _FILE_OR_HUB_PATH = re.compile(r"(?:hub:|[./~]|.*/)(?!.*\.ya?ml$)")
 
 
 def _read_data_files(value: Any, path: str) -> KeyTranslation:
-    """The data sets of a key: one as a path; several, or a part of one, as sources."""
+    """Read the data sets of a key: one as a path; several, or a part of one, as sources."""
     is_trained = path == DATA_SET_OPTIONS[0]
     all_sources = [
         source
@@ -241,8 +241,8 @@ def _read_data_files(value: Any, path: str) -> KeyTranslation:
 
 
 def parse_data_sets(value: Any) -> list[dict[str, Any]]:
-    """What a key says of each data set that it names, and what torchtune's function for one takes
-    by default."""
+    """Split a key's value into its data sets: what it says of each, over the defaults of
+    torchtune's function for it."""
     if (
         isinstance(value, dict)
         and value
@@ -267,8 +267,8 @@ def parse_data_sets(value: Any) -> list[dict[str, Any]]:
 
 
 def _data_set_sources(entry: Mapping[str, Any], *, is_trained: bool) -> Iterator[dict[str, Any]]:
-    """The files of a data set, or its name on the hub, as entries of data.sources; nothing where no
-    text names it, or it is another split of the hub."""
+    """Yield the files of a data set, or its name on the hub, as entries of data.sources. Nothing
+    where no text names it, or it is a split of the hub that is not read here."""
     read_splits = "train" if is_trained else "val|dev"
     names = key_table().data_set_names
     path_key = next((name for name in names["path"] if entry.get(name)), "path")
@@ -315,8 +315,8 @@ def _read_documents(value: Any, path: str) -> KeyTranslation:
 
 
 def _read_template(value: Any, _: str) -> KeyTranslation | None:
-    """A file, or one of the two names that mean the same here; other names are of the other tool's
-    own templates."""
+    """Read a file's name, or one of the two names that mean the same here. Other names are the
+    other tool's own templates."""
     if value in ("chatml", "plain") or str(value).endswith((".jinja", ".jinja2", ".j2", ".txt")):
         return KeyTranslation({"data.chat_template": value})
     if "{%" in str(value):
@@ -327,7 +327,7 @@ def _read_template(value: Any, _: str) -> KeyTranslation | None:
 
 
 def _read_names(value: Any, path: str) -> KeyTranslation | None:
-    """Names in a list, or in a text with commas."""
+    """Read names in a list, or in a text with commas."""
     if path.startswith("tuning.") and not re.fullmatch(r"[\w.,\[\]\"' -]*", str(value)):
         return KeyTranslation(
             explanation=(
@@ -347,7 +347,7 @@ def _read_names(value: Any, path: str) -> KeyTranslation | None:
 
 
 def _read_split(value: Any, path: str) -> KeyTranslation:
-    """A split of `datasets`: nothing to say of the one that is read."""
+    """Read a split of `datasets`. There is nothing to say of the one that is read here."""
     match = re.fullmatch(r"(train|val|dev)\w*(\[:\d+\])?", str(value))
     if match and (match[1] == "train") is (path == DATA_SET_OPTIONS[0]):
         words = "this number of rows (max_rows) is drawn by train.seed, not the first"
@@ -388,8 +388,8 @@ _READERS: Mapping[str, ValueReader] = {
 
 # --- answers --------------------------------------------------------------------------------------
 def find_known_key(parts: tuple[str, ...]) -> KnownKey | None:
-    """The row of a key, given its path from the root: by its last two names, its last name, or its
-    prefix."""
+    """Find the row of a key, given its path from the root: by its last two names, its last name, or
+    its prefix."""
     names = [part.strip().lower().replace("-", "_") for part in parts[-2:]]
     table = key_table()
     for name in (".".join(names), names[-1]):
@@ -411,8 +411,8 @@ _YAML_1_1_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
 def translate_value(known_key: KnownKey, value: JsonValue) -> KeyTranslation:
-    """What a row answers for a value: by spelling, by its reader, as given where our key accepts
-    it, or in words."""
+    """Answer a value by a key's row: by its spelling, by the row's reader, as it is where our
+    option accepts it, or in words."""
     path, words, normalized = known_key.path, known_key.explanation, normalize_spelling(value)
     for spelling in (normalized, _YAML_1_1_WORDS.get(normalized, normalized)):
         if spelling in known_key.translations:
@@ -535,7 +535,7 @@ def _foreign_key(path: KeyPath, value: JsonValue, section: str | None) -> Foreig
 
 
 def _possible_options(parts: tuple[str, ...], section: str | None) -> list[str]:
-    """Where our keys of that name belong; none where the name is too vague to say."""
+    """Find our options of a foreign key's name; none where the name is too vague to say."""
     key, is_in_own_section = parts[-1], section is not None and ".".join(parts[:-1]) == section
     paths = find_option(key)
     if section and not is_in_own_section and f"{section}.{key}" in paths:
@@ -546,7 +546,7 @@ def _possible_options(parts: tuple[str, ...], section: str | None) -> list[str]:
 
 
 def unknown_key_problem(document: YamlDocument, key: ForeignKey) -> Problem:
-    """The problem of an unknown key."""
+    """Say what an unknown key probably means."""
     raw_text = document.raw_texts.get(key.path)
     separator = "=" if document.location(key.path) == OVERRIDE_LOCATION else ": "
     hint = _explain_key(key, raw_text=raw_text, separator=separator)
@@ -554,7 +554,7 @@ def unknown_key_problem(document: YamlDocument, key: ForeignKey) -> Problem:
 
 
 def format_key_value(key: ForeignKey, raw_text: str | None) -> str:
-    """`value 4`, or that it is a secret."""
+    """Format a key's value for a message: `value 4`; `not shown` for a secret."""
     words = [
         str(part)
         for path, value in walk_leaves(key.value, key.path[-1:])
@@ -567,8 +567,8 @@ def format_key_value(key: ForeignKey, raw_text: str | None) -> str:
 
 
 def _explain_key(key: ForeignKey, *, raw_text: str | None, separator: str) -> str:
-    """What a key means here: what the table answers, its home, a near spelling, or the keys that
-    there are."""
+    """Explain a foreign key: by the table's answer, the option of that name, a near spelling, or
+    the keys that there are."""
     if key.translation is not None:
         settings = []  # `here it is train.bf16: true`
         for path, value in key.settings.items():
@@ -639,8 +639,8 @@ _STEP_COUNT_KEYS = ("warmup_steps", "num_warmup_steps", "eval_steps", "eval_ever
 
 
 def merge_keys(keys: Sequence[ForeignKey]) -> list[ForeignKey]:
-    """The keys with the answers that hold for all of them: one value for each option, and which key
-    decides it."""
+    """Work the keys out together: one value for each option, and the explanation names the key that
+    decided it."""
     merged_keys = list(keys)
     for option in dict.fromkeys(path for key in keys for path in key.settings):
         competing_keys = [key for key in keys if option in key.settings]
@@ -669,8 +669,8 @@ def merge_keys(keys: Sequence[ForeignKey]) -> list[ForeignKey]:
 
 
 def _precedence(option: str, key: ForeignKey) -> tuple[bool, bool, bool, int, bool]:
-    """What counts first of several keys: a strategy, what is switched on, the mode that includes
-    the other."""
+    """Order the keys that ask for one option, the deciding one first: a strategy, what is switched
+    on, the mode that includes the other."""
     value = key.settings[option]
     mode = _MODE_ORDER.index(str(value)) if value in _MODE_ORDER else len(_MODE_ORDER)
     return (

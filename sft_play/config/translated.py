@@ -171,7 +171,8 @@ def _same_named_keys(document: YamlDocument, result: Translation) -> Iterator[Fo
 
 
 def _data_set_keys(keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
-    """What is said of each data set that is trained on (a split, columns), as keys of their own."""
+    """Yield what is said of each data set that is trained on (a split, columns) as keys of their
+    own."""
     for key in keys:
         known_key = other_tools.find_known_key(tuple(map(str, key.path)))
         if (
@@ -298,8 +299,8 @@ def _apply_default(key: ForeignKey, result: Translation, row_format: str) -> Non
 def _dependent_value(
     path: str, value: Any, settings: Mapping[str, JsonValue], row_format: str = ""
 ) -> Any:
-    """A value that follows from others: a mapping by what they are, or the product of a number and
-    a setting."""
+    """Work out a value that follows from others: a mapping by mode, optimizer or format, or the
+    product of a number and a setting."""
     if isinstance(value, dict) and not option_accepts(path, value):
         weights_kind = (
             "adapters" if any(path.startswith("tuning.lora.") for path in settings) else "whole"

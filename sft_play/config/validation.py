@@ -176,7 +176,8 @@ def _describe_error(document: YamlDocument, path: KeyPath, error_type: str) -> s
 
 
 def value_hint(value: JsonValue, raw_text: str | None, accepted_values: str) -> str:
-    """What may have been meant by a value where another kind was expected, by its spelling too."""
+    """Guess what was meant by a value of the wrong kind, also by its spelling. Empty without a
+    guess."""
     if isinstance(value, str):
         word = value.lower()
         if "true or false" in accepted_values and word in ("yes", "on", "y", "no", "off", "n"):
@@ -208,7 +209,8 @@ def value_hint(value: JsonValue, raw_text: str | None, accepted_values: str) -> 
 
 
 def find_conflicts(config: RunConfig, document: YamlDocument) -> list[Problem]:
-    """Values that are valid alone but not together; each problem names the keys that disagree."""
+    """Find values that are valid alone but not together. Each problem names the keys that
+    disagree."""
     return [
         document.problem(path, message)
         for path, message in (*_setting_conflicts(config), *_source_conflicts(config))

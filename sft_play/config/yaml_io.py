@@ -80,8 +80,8 @@ class YamlDocument:
     stage_paths: dict[KeyPath, KeyPath] = field(default_factory=dict)
 
     def location(self, path: KeyPath) -> str:
-        """Where a value stands: `SET` for an override, else `file:line`, its own or its nearest
-        ancestor's."""
+        """Say where a value stands: `SET` for an override, else `file:line` of the value or its
+        nearest ancestor."""
         for override_path in self.overridden_paths:
             if path[: len(override_path)] == override_path or (
                 override_path[: len(path)] == path and path not in self.lines
@@ -92,7 +92,7 @@ class YamlDocument:
         return f"{self.name}:{self.lines[path]}" if path in self.lines else self.name
 
     def ensure_section(self, path: KeyPath) -> dict[str, JsonValue] | None:
-        """Return the section at a path, made if it is missing or null; None if a value on the way
+        """Return the section at a path, made if it is missing or null; None if something on the way
         is no section."""
         value: JsonValue = self.data
         for part in path:
@@ -139,8 +139,9 @@ def read_text(
     variable: str | None = None,
     expected: str = "a run YAML, such as configs/run_bnb.yaml",
 ) -> str:
-    """The text of a UTF-8 file, without a byte order mark. `variable`: what named it
-    (`DEEPSPEED_CONFIG`); None: a run YAML. `expected`: what it should be. Raises ConfigError."""
+    """Read a UTF-8 file, without a byte order mark. `variable`: the variable that names it
+    (`DEEPSPEED_CONFIG`); None: it is a run YAML. `expected`: what it should be. Raises ConfigError
+    where it is no such file."""
     display_path = f"{variable}={one_line(str(path))}" if variable else one_line(str(path))
     if variable is None and path.suffix.lower() in DATA_SUFFIXES:
         raise ConfigError(
@@ -176,7 +177,8 @@ def read_text(
 
 
 def _suggest_file(path: Path, suffixes: tuple[str, ...]) -> str:
-    """The file that was probably meant, beside it or in configs/; else those that there are."""
+    """Suggest the file that was probably meant, beside the path or in configs/; else list those
+    that there are."""
     stem = path.stem if path.suffix in suffixes else path.name
     existing: list[Path] = []
     for folder in (path.parent, Path("configs")):
@@ -191,8 +193,8 @@ def _suggest_file(path: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def parse_yaml(text: str, *, name: str) -> YamlDocument:
-    """A YAML text whose root is a mapping, as a `YamlDocument`; raises ConfigError where the text
-    is not YAML, is empty, holds several documents, or its root is not a mapping."""
+    """Parse a YAML text whose root is a mapping. Raises ConfigError where the text is not YAML, is
+    empty, holds several documents, or its root is not a mapping."""
     node = _compose(text, name=name)
     if node is None:
         raise ConfigError(
@@ -214,8 +216,8 @@ def parse_yaml(text: str, *, name: str) -> YamlDocument:
 
 
 def parse_yaml_value(text: str, *, name: str) -> JsonValue:
-    """The value of `text` as YAML: what follows `key=` in an override; raises ConfigError where it
-    is none."""
+    """Parse a text as one YAML value: what follows `key=` in an override. Raises ConfigError where
+    it is none."""
     node = _compose(text, name=name)
     if node is None:
         return None
@@ -277,8 +279,8 @@ def _read_mapping(
 def _read_value(
     document: YamlDocument, node: yaml.Node, path: KeyPath, parents: tuple[int, ...] = ()
 ) -> JsonValue:
-    """The plain data of a node, with its line and raw text in the document. `parents`: the nodes
-    that contain it."""
+    """Read the plain data of a node; its line and raw text go into the document. `parents`: the
+    nodes that contain it."""
     if path:
         document.lines.setdefault(path, _line_number(node))
     # an alias that names its own ancestor, or aliases of aliases
