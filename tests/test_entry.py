@@ -165,9 +165,8 @@ def test_ctrl_c_in_the_first_second_is_one_line(name):
 
 
 def test_memory_that_runs_out_while_the_program_is_loaded_is_one_line():
-    code = INTERRUPT.format(name="pydantic").replace("KeyboardInterrupt", "MemoryError")
+    code = INTERRUPT.format(name="pydantic").replace("os.kill(os.getpid(), signal.SIGINT)", "raise MemoryError")
     answer = program(*PLAN, "--json", code=code)
-    assert "MemoryError" in code
     assert (answer.returncode, json.loads(answer.stdout)["kind"]) == (3, "does_not_fit")
     assert answer.stderr == "[plan] error: the memory of this machine ran out while the program was loaded\n"
 

@@ -113,16 +113,16 @@ def _remove_curves(request: Request) -> CommandResult:
         f" of {plural(len(removable), 'finished run')}"
     )
     pruned = PruneResult((), 0)
-    if not removable:
-        logger.info("There are no event files of finished runs in %s", output)
-    elif confirm_with_user(
-        request, f"Remove {description}?", refusal=f"tb-clean would remove {description}"
-    ):
-        pruned = prune(removable)
     if removable:
+        if confirm_with_user(
+            request, f"Remove {description}?", refusal=f"tb-clean would remove {description}"
+        ):
+            pruned = prune(removable)
         logger.info(
             "Removed: %d event files, %s", len(pruned.removed), format_size(pruned.freed_bytes)
         )
+    else:
+        logger.info("There are no event files of finished runs in %s", output)
     return CommandResult(
         {"ok": True, "removed": list(map(str, pruned.removed)), "freed_bytes": pruned.freed_bytes}
     )

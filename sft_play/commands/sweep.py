@@ -347,9 +347,12 @@ def _train_cell(cell: SweepCell, environment: Mapping[str, str]) -> SweepCell:
             error=f"{path} has changed since the sweep began, so that this would be another run",
         )
     # its answer alone comes through the pipe; its log goes where this one's goes
-    argv = ["train", "--config", str(path), "--json", *cell.loaded.overrides]
     child = signals.run_child(
-        "sft_play", argv, environment=environment, stdout=subprocess.PIPE, stderr=1
+        "sft_play",
+        ["train", "--config", str(path), "--json", *cell.loaded.overrides],
+        environment=environment,
+        stdout=subprocess.PIPE,
+        stderr=1,
     )
     if child.was_stopped:
         raise Interrupted(

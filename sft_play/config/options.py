@@ -210,10 +210,9 @@ class OptimizerOption:
     @property
     def other_names(self) -> list[str]:
         """Names for it in other tools' files, the Trainer's and DeepSpeed's among them."""
-        deepspeed_name = (self.external_names.deepspeed or "").rpartition(".")[2]
         names = [
             self.external_names.trainer,
-            deepspeed_name,
+            (self.external_names.deepspeed or "").rpartition(".")[2],
             *self.external_names.other_tools.split(),
         ]
         return [
