@@ -290,7 +290,7 @@ class _TimedFormatter(logging.Formatter):
     """The line of `train.log`: UTC time, level, module, message; redacted like everything in a run
     folder."""
 
-    converter = time.gmtime
+    converter = staticmethod(time.gmtime)
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(escape_control(super().format(record)))
