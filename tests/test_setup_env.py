@@ -132,7 +132,7 @@ def test_a_first_build_makes_the_environment_then_setuptools_then_the_project(ch
         ("pyproject.toml", "setuptools>=77", "setuptools>=78", True),
         ("requirements.lock", "# pins", "# other words\n", False),
         ("pyproject.toml", 'version = "0.1.0"', 'version = "0.2.0"', False),
-        ("pyproject.toml", "line-length = 120", "line-length = 100", False),
+        ("pyproject.toml", "line-length = 100", "line-length = 120", False),
     ],
 )
 def test_pins_that_change_rebuild_from_nothing_and_nothing_else_does(name, old, new, rebuilds, ready, capfd):

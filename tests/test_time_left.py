@@ -183,7 +183,7 @@ def test_evaluations_and_answers_say_how_far_they_are(
     for part in (before, after):
         for words in ("Evaluating: (\\d) of 6 rows", "Generating answers: (\\d) of 6 answers"):
             shown = re.findall(words + r", \d+ s so far", part)
-            assert {"0", "2"} <= set(shown) or {"2", "4"} <= set(shown), part
+            assert len({"0", "2", "4"} & set(shown)) >= 2, part  # a busy machine is late for one of them
     # three batches of each, a quarter of a second long, are left behind the last step, and are part of the time left
     (left,) = re.findall(r"step 1/1 .* (\d+) seconds? left", said)
     assert int(left) >= 1
