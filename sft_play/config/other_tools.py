@@ -213,7 +213,7 @@ def _read_data_files(value: Any, path: str) -> KeyTranslation:
         for entry in parse_data_sets(value)
         for source in _data_set_sources(entry, is_trained=is_trained)
     ]
-    # none is there twice
+    # of a file that is named twice what is said last counts
     sources: list[JsonValue] = [*{source["path"]: source for source in all_sources}.values()]
     paths = [source["path"] for source in all_sources]
     if not paths:
@@ -498,6 +498,8 @@ def find_foreign_keys(
         not known_key.path or known_key.path in DATA_SET_OPTIONS
     )
     is_misspelt = nearest_name(key, filter(None, sections())) is not None
+    # One answer for the whole: a plain value, a section that the table answers itself, or a slip of
+    # one of ours, whose keys are right once its name is.
     if (
         not isinstance(value, dict)
         or not value
@@ -505,6 +507,7 @@ def find_foreign_keys(
     ):
         yield _foreign_key(path, value, section)
         return
+    # A stranger's section is only worth opening for keys that are known somewhere.
     known_names = [
         name
         for name in value

@@ -205,6 +205,8 @@ def _data_set_keys(keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
 def _default_keys(tool: OtherTool, keys: Sequence[ForeignKey]) -> Iterator[ForeignKey]:
     """Yield the tool's defaults as keys, without the options that the file speaks of, whether they
     were taken or not; the mode follows from several keys, named and not."""
+    # A default stays out where the file has its key (in whatever section), or any key of ours or
+    # theirs that decides the same option: the file has spoken, also where it was not understood.
     set_keys = [key for key in keys if key.value is not None]
     names = {str(part) for key in set_keys for part in key.path}
     known_keys = [other_tools.find_known_key(tuple(map(str, key.path))) for key in set_keys]
