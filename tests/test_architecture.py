@@ -74,6 +74,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "head_dim": 32}),
     ("ernie4_5", {"use_bias": True}),
     ("exaone4", {"sliding_window": 16, "sliding_window_pattern": 2}),
+    ("exaone4", {"sliding_window": None, "sliding_window_pattern": None}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "attention_bias": True, "mlp_bias": True}),
     ("hunyuan_v1_dense", {"attention_bias": True, "head_dim": 32}),
 ]

@@ -288,9 +288,9 @@ def _parse_options(assignments: Sequence[str], text: str, *, has_gpus: bool) -> 
                 f"{prefix}: {one_line(assignment)!r} is not NAME=VALUE with {', '.join(_OPTIONS)}"
             )
         if name not in _OPTIONS:
-            hint = did_you_mean(name, _OPTIONS, min_similarity=0.5)
+            hint = f"{did_you_mean(name, _OPTIONS, min_similarity=0.5)} ".lstrip()
             raise HardwareError(
-                f"{prefix}: {one_line(name)!r} is not an option of a machine; {hint} there are"
+                f"{prefix}: {one_line(name)!r} is not an option of a machine; {hint}there are"
                 f" {', '.join(_OPTIONS)}"
             )
         if not has_gpus and name not in _HOST_OPTIONS:

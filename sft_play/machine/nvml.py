@@ -174,8 +174,9 @@ def _read_gpu(
     trouble = None
     for error in errors.values():
         is_lost = _is_error_kind(nvml, error, "GpuIsLost", "ResetRequired") or "lost" in str(error)
-        if is_lost or (errors.keys() >= queries.keys() and not instances):
-            trouble = trouble or _error_text(error)
+        # a GPU that answers nothing is told by its first error, or by the one that says it is lost
+        if is_lost or (errors.keys() >= queries.keys() and not (instances or trouble)):
+            trouble = _error_text(error)
     capability = answers["compute capability"][0]
     return GpuStatus(
         index=index,

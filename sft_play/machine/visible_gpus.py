@@ -208,12 +208,14 @@ def find_unusable_accelerator(
 ) -> str | None:
     """The accelerator that a run on this machine, or the one below `root`, would silently leave
     unused, with what to do; None if there is none. `nvml`: its answer, where it is not to be asked.
-    `CUDA_VISIBLE_DEVICES=`, or -1, asks for the CPU."""
+    `CUDA_VISIBLE_DEVICES=`, or -1, asks for the CPU; beside AMD's GPUs `HIP_VISIBLE_DEVICES` does
+    too."""
     visible_setting = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible_setting is not None and visible_setting.strip() in (
-        "",
-        "-1",
-    ):  # a wish for the CPU is no accident
+    # a wish for the CPU is no accident
+    emptied = [
+        name for name in VISIBILITY_VARIABLES if environment.get(name, "0").strip() in ("", "-1")
+    ]
+    if "CUDA_VISIBLE_DEVICES" in emptied:
         return None
     signs, other_devices = _device_signs(root)
     nvml = nvml or _query_nvml()
@@ -223,7 +225,7 @@ def find_unusable_accelerator(
     if not nvml.gpu_count and signs:
         problem = f"this machine shows {' and '.join(signs)}, and NVML says: {nvml.error}"
         remedy = _DRIVER_REMEDY
-    elif not nvml.gpu_count and other_devices:
+    elif not nvml.gpu_count and other_devices and not emptied:
         problem = f"this machine shows {' and '.join(other_devices)}"
         remedy = (
             "runs are planned for NVIDIA's GPUs and for CPUs, and nothing is known of how they do"
@@ -261,12 +263,18 @@ def _device_signs(root: Path) -> tuple[list[str], list[str]]:
         vendor, device_class = (
             read_text_or_empty(device / name).strip() for name in ("vendor", "class")
         )
+        # Intel's on bus 0 are parts of the processor: its GPU where no screen is connected, its NPU
+        is_integrated = vendor == "0x8086" and ":00:" in device.name
         # NVIDIA's number as a maker, then classes: 3D and other display controllers, and processing
         # accelerators. A GPU of AMD's or Intel's for a screen (VGA) does not count, which most
         # processors have.
         if vendor == "0x10de" and device_class.startswith(("0x03", "0x12")):
             signs.append(f"an NVIDIA GPU on the PCI bus ({device.name})")
-        elif vendor in _OTHER_VENDORS and device_class.startswith(("0x0302", "0x0380", "0x12")):
+        elif (
+            vendor in _OTHER_VENDORS
+            and device_class.startswith(("0x0302", "0x0380", "0x12"))
+            and not is_integrated
+        ):
             others.append(
                 f"an accelerator of {_OTHER_VENDORS[vendor]}'s on the PCI bus ({device.name})"
             )

@@ -244,8 +244,9 @@ class _ShapeBuilder:
         if rule == "none":
             return "full"
         # transformers 5 writes layer_types; older files only have the window, and the class's own
-        # rule applies
+        # rule applies, whose fields may be missing where there is no window
         layer_types = fields.values.get("layer_types")
+        has_window = bool(fields.read_optional_count("sliding_window"))
         if isinstance(layer_types, list) and rule != "all":
             if len(layer_types) != self.num_layers:
                 raise ModelError(
@@ -258,17 +259,17 @@ class _ShapeBuilder:
                     f" {one_line(str(layer_types[index]))}, which the plan does not know without"
                     " transformers"
                 )
-            is_sliding = layer_types[index] == "sliding_attention"
-        elif "use_sliding_window" in fields.values and not fields.read_flag("use_sliding_window"):
+            is_sliding = has_window and layer_types[index] == "sliding_attention"
+        elif not has_window or (
+            "use_sliding_window" in fields.values and not fields.read_flag("use_sliding_window")
+        ):
             is_sliding = False
         elif rule == "late":
             is_sliding = index >= (fields.read_optional_count("max_window_layers") or 0)
-        elif (
-            rule == "no_rope"
-        ):  # blocks without rotary positions: no_rope_layers has 1 where there are
-            is_sliding = (index + 1) % (
-                fields.read_optional_count("no_rope_layer_interval") or 4
-            ) == 0
+        elif rule == "no_rope":
+            # blocks without rotary positions: no_rope_layers has 1 where there are
+            interval = fields.read_optional_count("no_rope_layer_interval") or 4
+            is_sliding = (index + 1) % interval == 0
             rope_layers = fields.values.get("no_rope_layers")
             if isinstance(rope_layers, list) and index < len(rope_layers):
                 is_sliding = not rope_layers[index]
@@ -278,9 +279,7 @@ class _ShapeBuilder:
             is_sliding = (index + 1) % fields.require_count("sliding_window_pattern") != 0
         else:
             is_sliding = rule == "all" or (index + 1) % int(rule.removeprefix("every_")) != 0
-        if is_sliding and fields.read_optional_count("sliding_window"):
-            return "sliding"
-        return "full"
+        return "sliding" if is_sliding else "full"
 
 
 # --------------------------------------------------------------------------------------------------
