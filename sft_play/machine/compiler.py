@@ -105,9 +105,8 @@ def inductor_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tup
     `_inductor/config.py`: `cpp.cxx`).
     """
     unsupported_gpus = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (7, 0)]
-    if (
-        unsupported_gpus
-    ):  # torch 2.13, _inductor/scheduler.py: GPUTooOldForTriton, in the first step
+    # torch 2.13, _inductor/scheduler.py: GPUTooOldForTriton, in the first step
+    if unsupported_gpus:
         capability = ".".join(map(str, unsupported_gpus[0].capability or ()))
         return (
             (

@@ -406,9 +406,8 @@ def _fill_detected_rates(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
     memory."""
     if entry is None:
         return gpu
-    gpu = replace(
-        gpu, capability=gpu.capability or entry.capability
-    )  # where the driver does not tell it
+    # where the driver does not tell it
+    gpu = replace(gpu, capability=gpu.capability or entry.capability)
     if gpu.mig is None:
         return _fill_rates(gpu, entry)
     # 3g.20gb: three of seven slices; 1c.3g.20gb: a compute instance with one of those three, and

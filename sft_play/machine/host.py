@@ -31,10 +31,8 @@ def is_wsl(osrelease: Path | None = None) -> bool:
 def total_and_free_ram() -> tuple[int, int]:
     """Total and available RAM in bytes, no more than the control groups of this process allow."""
     host = psutil.virtual_memory()
-    total, free = (
-        int(host.total),
-        int(host.available),
-    )  # available: free, and cache that the kernel would drop
+    # available: free, and cache that the kernel would drop
+    total, free = int(host.total), int(host.available)
     # the kernel kills a process at its group's limit, however much RAM the host has left
     for folder, limit_file, use_file in _cgroup_folders():
         limit = _read_number(folder / limit_file)

@@ -161,9 +161,8 @@ def require_free_port(port: int | None) -> None:
     if port is None:
         return
     with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a port that was just closed counts as free
+        # a port that was just closed counts as free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:

@@ -80,9 +80,8 @@ def driver_versions(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
     """The driver's version and the newest CUDA that it runs; None where it does not say."""
     newest_cuda = int(query(nvml, "nvmlSystemGetCudaDriverVersion_v2") or 0)
     version = query(nvml, "nvmlSystemGetDriverVersion")
-    return version, (
-        (newest_cuda // 1000, newest_cuda % 1000 // 10) if newest_cuda else None
-    )  # 13020 is CUDA 13.2
+    # 13020 is CUDA 13.2
+    return version, ((newest_cuda // 1000, newest_cuda % 1000 // 10) if newest_cuda else None)
 
 
 def gpu_snapshot(*, details: bool = True, topology: bool = True) -> GpuSnapshot | None:
@@ -161,9 +160,8 @@ def _read_gpu(
         }
     if memory:
         errors.pop("memory", None)
-    mig_mode = query(
-        nvml, "nvmlDeviceGetMigMode", handle
-    )  # not supported: most GPUs, and old drivers
+    # not supported: most GPUs, and old drivers
+    mig_mode = query(nvml, "nvmlDeviceGetMigMode", handle)
     is_mig_enabled = mig_mode and bool(mig_mode[0])
     instances: tuple[MigInstance, ...] = ()
     if is_mig_enabled is not False:

@@ -79,9 +79,8 @@ def _expand_gpu(gpu: GpuStatus) -> list[ListedGpu]:
     name = gpu.name or next((item.card for item in gpu.instances if item.card), None) or UNNAMED_GPU
     gpu_facts = Gpu(gpu.index, name, gpu.total_bytes or 0, gpu.free_bytes, capability)
     obstacle, note = gpu_obstacle(gpu), None
-    if (
-        obstacle is None and not gpu.mig_enabled and not gpu.total_bytes
-    ):  # a GB10 has no memory of its own to tell
+    # a GB10 has no memory of its own to tell
+    if obstacle is None and not gpu.mig_enabled and not gpu.total_bytes:
         gpu_facts = replace(gpu_facts, total_bytes=_catalog_bytes(name))
         note = (
             f"GPU {gpu.index}: {_unknown_memory_text(gpu)}; planned with the catalogue's "
@@ -145,9 +144,8 @@ def _filter_visible(listed_gpus: tuple[ListedGpu, ...], variable: str) -> tuple[
             and len(listed_gpus) == 1
             and not listed_gpus[0].uuid
         ):
-            matches = list(
-                listed_gpus
-            )  # the only one there is, whose UUID the driver does not tell
+            # the only one there is, whose UUID the driver does not tell
+            matches = list(listed_gpus)
         # a short UUID that fits two GPUs names neither; a split GPU is named with all its instances
         gpus = {item.uuid if entry.startswith("MIG-") else str(item.gpu.index) for item in matches}
         if len(gpus) != 1 or matches[0] in visible:

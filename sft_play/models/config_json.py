@@ -195,9 +195,8 @@ class _ShapeBuilder:
                     paths, width * fields.require_count(experts.shared_count_field), bias=False
                 )
             up_path, down_path = EXPERT_WEIGHTS
-            biases = (
-                2 * width + self.hidden
-            ) * experts.has_expert_bias  # of gate and up, and of down
+            # of gate and up, and of down
+            biases = (2 * width + self.hidden) * experts.has_expert_bias
             kind = replace(
                 kind,
                 num_experts=expert_count,
@@ -476,10 +475,8 @@ def _read_config(folder: Path, name: str) -> ConfigJson:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"), object_hook=_parse_special_float)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not text, not JSON, or a number with thousands of digits
+    except (ValueError, RecursionError) as error:
+        # not text, not JSON, or a number with thousands of digits
         raise ModelError(f"{path} is not JSON: {one_line(str(error))}") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None

@@ -365,9 +365,8 @@ class ConfigFields:
                 f"model {one_line(name)}: text_config of its config.json is not a mapping"
             )
         text = dict(inner or config)
-        if isinstance(
-            tied := config.get("tie_word_embeddings"), bool
-        ):  # often said of the whole class only
+        # often said of the whole class only
+        if isinstance(tied := config.get("tie_word_embeddings"), bool):
             text.setdefault("tie_word_embeddings", tied)
         # an image-text model's config has the language model's in text_config, which may leave out
         # its type

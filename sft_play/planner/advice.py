@@ -141,9 +141,8 @@ def _suggest_settings(request: PlanRequest) -> Iterator[Suggestion]:
             change,
             _planned_choice(replace(request, config=_apply_setting(request.config, change))),
         )
-        if (
-            candidate is None and request.config.model.mesh_shape is not None
-        ):  # which may be what refuses the change
+        # which may be what refuses the change
+        if candidate is None and request.config.model.mesh_shape is not None:
             setting = f"{change} {NO_MESH}"
             candidate = _planned_choice(
                 replace(request, config=_apply_setting(request.config, setting))
@@ -496,9 +495,8 @@ def compare_machine_prices(
     offers, too_small = [], []
     for name, machine, price_list in machines:
         plan = None
-        with contextlib.suppress(
-            SftPlayError
-        ):  # such as a batch that does not split over that many GPUs
+        # such as a batch that does not split over that many GPUs
+        with contextlib.suppress(SftPlayError):
             plan = make_machine_plan(machine)
         price = None if plan is None else plan.hardware.price_per_gpu_hour
         if (
@@ -718,14 +716,12 @@ def _find_largest_model(request: PlanRequest) -> LargestFit:
             refuse_quantised(load_config_json(name), name=name, mode=config.tuning.mode)
             check_adapter_targets(config, shape)
             choose_precision(config, request.hardware, shape)
-        except (
-            SftPlayError
-        ):  # quantised weights, targets that it does not have, values beyond fp16's range
+        except SftPlayError:
+            # quantised weights, targets that it does not have, values beyond fp16's range
             continue
         if (shape.max_positions or MAX_TRIED_SEQ_LEN) >= config.model.max_seq_len:
-            shapes.setdefault(
-                shape.params, shape
-            )  # models of the same size share a row: the first name stands
+            # models of the same size share a row: the first name stands
+            shapes.setdefault(shape.params, shape)
     outcome = "no known model allows sequences of that length"
     for params in sorted(shapes, reverse=True):
         shape = shapes[params]

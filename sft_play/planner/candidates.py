@@ -323,9 +323,8 @@ def _collect_candidates(
     for layout in layouts:
         try:
             candidates += evaluate_layout(layout)
-        except (
-            ConfigError
-        ) as error:  # such as a batch that this layout's data-parallel ranks do not divide
+        except ConfigError as error:
+            # such as a batch that this layout's data-parallel ranks do not divide
             errors.append(error)
     if not candidates and errors:
         raise errors[0]
@@ -454,9 +453,8 @@ def build_candidate(
             memory,
             reserved=correction.corrected_reserved(uncorrected.reserved, inputs.device_budget),
         ),
-        speed=speed.scaled(
-            1 / correction.speed_factor
-        ),  # a duration: slower by the factor that tokens/s are lower
+        # a duration: slower by the factor that tokens/s are lower
+        speed=speed.scaled(1 / correction.speed_factor),
         budget=MemoryBudget(inputs.device_budget, inputs.host_budget),
         host_required=host_required,
         uncorrected=uncorrected,
@@ -703,9 +701,8 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
             "allocated": memory.allocated,
             "step": memory.by_moment.get("training", (memory.allocated,))[0],
             "evaluate": memory.moments.get("evaluation"),
-            "generate": (
-                memory.allocated
-            ),  # answers are generated in batches that take no more than the peak
+            # answers are generated in batches that take no more than the peak
+            "generate": memory.allocated,
             "save": memory.moments.get("saving"),
             "required": memory.required,
             "budget": candidate.budget.device,

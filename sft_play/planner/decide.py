@@ -144,9 +144,8 @@ def make_plan(
     elif shape.block_meter is not None:
         activations_from = "measured"
     speed_error = counted_kernels = run_length = mfu = None
-    if (
-        inputs.rates.is_known
-    ):  # model FLOP utilisation: the model's own operations per second over the peak
+    # model FLOP utilisation: the model's own operations per second over the peak
+    if inputs.rates.is_known:
         mfu = choice.speed.model_flops / choice.speed.step_s / inputs.rates.matrix_flops_per_s
     if speed_known:
         speed_error = find_speed_error(shape, choice.precision, hardware, step)
@@ -349,9 +348,8 @@ def _choose_confirmed(
                 terms=terms,
                 reserved=reserved,
                 by_moment=memory.by_moment | {peak_phase: peak_bytes},
-                margin=int(
-                    memory.margin * reserved / max(1, memory.reserved)
-                ),  # it keeps its share of the reserved
+                # it keeps its share of the reserved
+                margin=int(memory.margin * reserved / max(1, memory.reserved)),
             ),
             uncorrected=dataclasses.replace(choice.uncorrected, reserved=raw_reserved),
             is_traced=True,

@@ -247,9 +247,8 @@ def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
             text
             + f", each attended to by a call of its own ({call_reason})" * choice.step.one_by_one
         )
-    if (
-        inputs.packed and choice.step.attention == "flash_attention_2"
-    ):  # their position ids start anew
+    # their position ids start anew
+    if inputs.packed and choice.step.attention == "flash_attention_2":
         return ", several chats to a row, told apart by their boundaries"
     if inputs.packed:
         return f", several chats to a row, with a mask between them ({mask_reason})"
@@ -534,9 +533,8 @@ def long_cpu_warnings(plan: Plan) -> list[str]:
     """That a run takes an hour or more on a CPU, where it does."""
     if plan.run_length is None or plan.hardware.gpus:
         return []
-    seconds, _ = _estimate_duration(
-        plan, plan.run_length
-    )  # by typical rates where this CPU's are not known
+    # by typical rates where this CPU's are not known
+    seconds, _ = _estimate_duration(plan, plan.run_length)
     if seconds < LONG_CPU_RUN_S:
         return []
     duration_text = "some hours"
@@ -758,9 +756,8 @@ ALLOCATOR_NOTE = (
 def bar_lines(plan: Plan) -> list[str]:
     """A bar of one rank's memory: what each part of the budget is for."""
     budget, memory, gpu_count = plan.budget_bytes, plan.memory, len(plan.hardware.gpus)
-    bar_bytes = max(
-        budget, memory.required
-    )  # a plan that does not fit is wider than its budget, and fills the bar
+    # a plan that does not fit is wider than its budget, and fills the bar
+    bar_bytes = max(budget, memory.required)
     outside_name = "context and communicators" if gpu_count else "libraries"
     parts = [
         *(

@@ -210,9 +210,8 @@ class RowAttention:
         )
         if self.attention == "eager":
             return "eager attention computes every score, with a mask or without"
-        if (
-            self.shape.num_experts
-        ):  # load_balancing_loss_func counts padding as tokens where there is no mask
+        # load_balancing_loss_func counts padding as tokens where there is no mask
+        if self.shape.num_experts:
             return "the balance loss of its experts leaves out padding by the mask"
         if any(kind.attention == "none" for kind in self.shape.layers):
             return "some of its layers carry a state from token to token, and read the mask"

@@ -330,9 +330,8 @@ def find_layouts(
         obstacle = _layout_obstacle(layout, config, shape, hardware)
         if obstacle is None:
             possible_layouts.append(layout)
-        elif not any(
-            item.name == layout.name for item in impossible
-        ):  # of several group sizes the first says why
+        elif not any(item.name == layout.name for item in impossible):
+            # of several group sizes the first says why
             impossible.append(ImpossibleLayout(layout.name, obstacle))
     # a name that works with one group size is not impossible because it does not with another
     possible_names = {layout.name for layout in possible_layouts}

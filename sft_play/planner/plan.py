@@ -429,9 +429,8 @@ def device_budget_bytes(hardware: Hardware) -> int:
     """Free bytes of the smallest GPU (all of it if only named), or a CPU rank's share of the free
     RAM."""
     if not hardware.gpus:
-        return (
-            hardware.ram_free_bytes // hardware.ranks_per_node
-        )  # without GPUs: the CPU processes of a node
+        # without GPUs: the CPU processes of a node
+        return hardware.ram_free_bytes // hardware.ranks_per_node
     # all ranks run the same plan, so the GPU with the least room decides
     free_bytes = [gpu.free_bytes for gpu in hardware.gpus if gpu.free_bytes is not None]
     return min(free_bytes + [gpu.total_bytes for gpu in hardware.gpus if gpu.free_bytes is None])
@@ -488,9 +487,8 @@ def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> Disk
         # the limit
         checkpoint_counts.append(train.save_total_limit + train.load_best_model_at_end + 1)
     save_interval = config.eval.steps if train.load_best_model_at_end else train.save_steps
-    if (
-        not save_interval and plan.row_tokens is not None
-    ):  # after each epoch, of which train.max_steps may be several
+    # after each epoch, of which train.max_steps may be several
+    if not save_interval and plan.row_tokens is not None:
         save_interval = math.ceil(plan.row_tokens.rows / plan.batch.effective_batch)
     if save_interval and plan.run_length is not None:
         checkpoint_counts.append(math.ceil(plan.run_length.steps / save_interval))

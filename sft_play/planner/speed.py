@@ -601,9 +601,8 @@ class _Roofline:
             "waiting": micro_s * count * straggler_wait_share(layout.ranks),
         }
         ranks = layout.data_parallel * layout.context_parallel
-        token_share = micro_steps.tokens / (
-            count * micro_steps.padded_tokens * ranks
-        )  # what is not padding
+        # what is not padding
+        token_share = micro_steps.tokens / (count * micro_steps.padded_tokens * ranks)
         model_flops = (
             sum(self._micro_step_flops(micro_steps, 0.0).values())
             * token_share
@@ -633,9 +632,8 @@ class _Roofline:
         matrix_s = matrix_flops / tensor_parallel / (rates.matrix_flops_per_s * rates.matrix_share)
         # each forward or backward pass reads them once, whatever the number of tokens
         weight_bytes = 2 * active_params(shape) / tensor_parallel
-        pass_count = (
-            2.0 + recomputed_share
-        )  # forward, backward, and what checkpointing computes again
+        # forward, backward, and what checkpointing computes again
+        pass_count = 2.0 + recomputed_share
         liger_operations = plan_kernels(
             config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=rates.missing_packages
         ).speed
@@ -789,9 +787,8 @@ class _Roofline:
             self.step.layout,
             max(1, round(micro_steps.count)),
         )
-        hidden_s = (
-            HIDDEN_SHARE * micro_s * 2 / 3
-        )  # the backward pass takes two thirds of a micro-step
+        # the backward pass takes two thirds of a micro-step
+        hidden_s = HIDDEN_SHARE * micro_s * 2 / 3
         traffic = step_traffic(self.config, shape, self.precision, self.step)
         moved_bytes, exposed_s = traffic.sent_bytes(grad_accum), 0.0
         if layout.gradient_ranks > 1:
@@ -822,9 +819,8 @@ class _Roofline:
                 0.0, 2 * weight_bytes / layout.tensor_parallel / NOMINAL_LINK - hidden_s
             )
         recomputes = self.step.checkpointed_layers != 0
-        key_width = max(
-            shape.kv_width, layout.context_parallel * shape.head_dim
-        )  # repeated for more ranks than heads
+        # repeated for more ranks than heads
+        key_width = max(shape.kv_width, layout.context_parallel * shape.head_dim)
         # ranks that share a block's products or a row's tokens exchange in every block, and nothing
         # hides that: the next product needs it
         for ranks, block_calls, width, starts, per_node in (

@@ -95,9 +95,8 @@ def fake_nf4(layer: Any, settings: StepSettings) -> Any:
     weight.blocksize, weight.quant_storage, weight.bnb_quantized = NF4_BLOCK, storage, True
     fake.weight = weight
     fake.bias = None
-    if (
-        layer.bias is not None
-    ):  # bitsandbytes creates it in fp32; loading casts it to the dtype of the other weights
+    # bitsandbytes creates it in fp32; loading casts it to the dtype of the other weights
+    if layer.bias is not None:
         fake.bias = nn.Parameter(layer.bias.detach().to(fake.quantised_from), requires_grad=False)
 
     _register_scales(fake, "", weights, double_quant=settings.double_quant)
@@ -254,9 +253,8 @@ def build_skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
         )
     if attention in VARLEN_ATTENTIONS:
         attention = attention_functions.VARLEN_ATTENTION
-    if (
-        attention == "flash_attention_2"
-    ):  # transformers' own path to it, under a name that requires no package
+    # transformers' own path to it, under a name that requires no package
+    if attention == "flash_attention_2":
         attention = kernels.FLASH_NAME
         AttentionInterface.register(attention, flash_attention_forward)
         masking_utils.AttentionMaskInterface.register(attention, masking_utils.flash_attention_mask)

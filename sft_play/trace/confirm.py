@@ -136,9 +136,8 @@ def step_settings(
     if step.cudnn:
         cudnn = "always" if config.task_mode == "cpt" else "training"
     mask: RowMask = row_mask(has_padding=step.padded, uses_masks=step.masks)
-    if step.varlen or (
-        config.data.packing != "none" and config.task_mode != "cpt"
-    ):  # full blocks are never packed
+    # full blocks are never packed
+    if step.varlen or (config.data.packing != "none" and config.task_mode != "cpt"):
         mask = "packed"
     return StepSettings(
         model=config_json,

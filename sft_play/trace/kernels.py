@@ -266,9 +266,8 @@ class _DeltaRule(torch.autograd.Function):
         rows: int,
     ) -> Any:
         """The output, B x T x V x D; `rows`: sequences in a row of the batch."""
-        inputs = [
-            one.contiguous() for one in (q_BTHK, k_BTHK, v_BTVD, beta_BTV)
-        ]  # they live until the end
+        # they live until the end
+        inputs = [one.contiguous() for one in (q_BTHK, k_BTHK, v_BTVD, beta_BTV)]
         q, k, v, beta = inputs
         norms = (None, None)
         if is_normalised:

@@ -261,9 +261,8 @@ def _measure_blocks(
     without_adapter: Container[str],
 ) -> list[LayerKind]:
     path, blocks = find_block_list(model)
-    unpacked = frozenset(
-        ExpertQuantizer.get_modules_to_not_convert(model)
-    )  # weights that blocks share, too
+    # weights that blocks share, too
+    unpacked = frozenset(ExpertQuantizer.get_modules_to_not_convert(model))
     # a class whose file names the package may have linear attention in place of softmax attention
     layer_types = (
         _per_layer_field(hf_config, "layer_types", len(blocks))
@@ -328,9 +327,8 @@ def _window_tokens(hf_config: Any, attention_kinds: list[AttentionKind]) -> int 
 def _config_field(hf_config: Any, name: str) -> Any:
     try:
         return getattr(hf_config, name, None)
-    except (
-        Exception
-    ):  # a field that differs by layer cannot be read as one: take what the file says
+    except Exception:
+        # a field that differs by layer cannot be read as one: take what the file says
         return hf_config.to_dict().get(name)
 
 

@@ -205,10 +205,8 @@ class Patch:
         function = value.forward if isinstance(value, type) and hasattr(value, "forward") else value
         try:
             names = set(inspect.signature(function).parameters)
-        except (
-            TypeError,
-            ValueError,
-        ):  # C functions have none; `scaled_dot_product_attention` has them in its docstring
+        except (TypeError, ValueError):
+            # C functions have none; `scaled_dot_product_attention` has them in its docstring
             names = {
                 word.strip("=,*() ").partition("=")[0] for word in (function.__doc__ or "").split()
             }

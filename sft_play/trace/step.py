@@ -150,9 +150,10 @@ class TracedLoop:
                         one is not None and not isinstance(one, FakeTensor)
                         for one in module._buffers.values()
                     )
+                    # no weights in 4 bits
                     is_plain = all(
                         one.is_floating_point() for one in module.parameters(recurse=False)
-                    )  # not in 4 bits
+                    )
                     if is_real and is_plain:
                         base._init_weights(module)
             return model

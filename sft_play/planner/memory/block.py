@@ -50,9 +50,8 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     spec, rows = block.spec, block.tokens * block.spec.experts_per_token
     inner_elements = rows * spec.expert_width
     probabilities = block.tape.op((x,), block.tokens * spec.num_experts, 4, holds_output=True)
-    routing = block.tape.op(
-        (probabilities,), rows, 4 if spec.routes_in_fp32 else x.itemsize
-    )  # (T * k,)
+    # routing has T * k elements
+    routing = block.tape.op((probabilities,), rows, 4 if spec.routes_in_fp32 else x.itemsize)
     del probabilities
     indices = block.tape.new(rows, 8)
     gathered = block.tape.op(
@@ -432,9 +431,8 @@ def _cudnn_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRe
         bias = block.tape.new(mask_elements, q.itemsize)
     # backward: sums of dO * O and dq in fp32 (cudnn-frontend, scaled_dot_product_flash_attention.h)
     backward_bytes = 4 * block.tokens * spec.heads * (1 + spec.head_dim)
-    if (
-        spec.heads != spec.kv_heads and not spec.masked
-    ):  # dk and dv of all query heads, before they are summed
+    # dk and dv of all query heads, before they are summed
+    if spec.heads != spec.kv_heads and not spec.masked:
         backward_bytes += 2 * block.tokens * spec.heads * spec.head_dim * q.itemsize
     return _fused_attention(block, q, k, v, backward_bytes, bias)
 
@@ -729,9 +727,8 @@ def head_bytes(
     elements = out.elements
     del out
     kept_bytes = tape.meter.live
-    backward_bytes = _backward_peak(
-        tape, node, (elements, 4)
-    )  # the loss is fp32, whatever the logits are
+    # the loss is fp32, whatever the logits are
+    backward_bytes = _backward_peak(tape, node, (elements, 4))
     return LayerBytes(
         forward_bytes, kept_bytes, backward_bytes, sum(ref.nbytes for ref in tail.gradients)
     )
@@ -825,9 +822,8 @@ def _logits_loss(tail: ForwardPass, x: TensorRef, head: OutputHead) -> TensorRef
     logits = tail.dense(
         x, "head", tail.spec.hidden, head.vocab_size, head.weight_itemsize, trainable=head.trainable
     )
-    if (
-        logits.itemsize != 4 or tail.batch > 1
-    ):  # an fp32 copy; of a part of fp32 logits, log_softmax makes one itself
+    # an fp32 copy; of a part of fp32 logits, log_softmax makes one itself
+    if logits.itemsize != 4 or tail.batch > 1:
         tape.meter.add_transient(2 * 4 * scored_elements)
     # the zeros of `gather` and the gradient of log_softmax are gone where that of the logits has
     # its width

@@ -80,9 +80,8 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
             resident.weights, resident.adapters, temporary, host_copies=host_copy_bytes(simulation)
         )
     shard_total = resident.weights + resident.adapters
-    if (
-        layout.tensor_parallel > 1
-    ):  # divided on the way to the device, where FSDP2 shards what is already there
+    # divided on the way to the device, where FSDP2 shards what is already there
+    if layout.tensor_parallel > 1:
         unsharded = resident_bytes(
             config, shape, simulation.loaded_element_bytes, replace(layout, shard=1)
         )
@@ -97,9 +96,8 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
     ]
     if not simulation.is_nf4:
         temporary = itemsize * largest_tensor_elements(shape)
-        if (
-            not layout.shards_params
-        ):  # parts of a stack, beside all that is loaded; adapters are not there yet
+        # parts of a stack, beside all that is loaded; adapters are not there yet
+        if not layout.shards_params:
             stack_bytes = (STACKING_COPIES - 1) * itemsize * max(stacked_sizes, default=0)
             temporary = max(stack_bytes, grown_table - resident.adapters)
         return terms(
@@ -108,9 +106,8 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
     sizes = [linear.weights for linear, _ in shape.linears] + [
         STACKING_COPIES * size for size in stacked_sizes
     ]
-    adapter_bytes = (
-        4 * simulation.trained_parameters.params
-    )  # not there yet while the last matrices are quantised
+    # not there yet while the last matrices are quantised
+    adapter_bytes = 4 * simulation.trained_parameters.params
     temporary = max(
         shard_total * layout.is_fsdp,  # DoRA: accelerate keeps all until FSDP has cut
         grown_table - adapter_bytes,
@@ -518,9 +515,8 @@ def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate
     by_moment: dict[RunPhase, tuple[int, int]] = {}
     for name, terms in phases.items():
         reserved = _phase_reserved_bytes(name, terms, step)
-        if (
-            name == "saving" and not step.on_gpu
-        ):  # what is copied to be written is in the same memory
+        # what is copied to be written is in the same memory
+        if name == "saving" and not step.on_gpu:
             reserved += saving.first_rank_ram
         run_phase = RUN_PHASES.get(name, "training")
         previous = by_moment.get(run_phase, (0, 0))
@@ -601,9 +597,8 @@ def max_evaluation_rows(simulation: StepMemorySimulation) -> int:
 
 
 def _phase_reserved_bytes(phase: str, terms: Mapping[str, int], step: Step) -> int:
-    if (
-        not step.on_gpu
-    ):  # above the level after the imports: tensors, and what malloc does not return
+    # above the level after the imports: tensors, and what malloc does not return
+    if not step.on_gpu:
         slack_bytes = (
             CPU_ACTIVATION_SLACK * terms["activations"] + CPU_HEAD_SLACK * terms["loss_head"]
         )
@@ -661,9 +656,8 @@ def reserved_bytes(
     gradient_bytes = terms.get("gradients", 0)
     # what comes and goes within a step: activations, the head, gathered units
     temporary = sum(terms.values()) - resident_term_bytes(terms) - gradient_bytes
-    is_multi_gpu = (
-        layout.ranks > 1 and layout.context_parallel == 1
-    )  # beside shared rows, units are small
+    # beside shared rows, units are small
+    is_multi_gpu = layout.ranks > 1 and layout.context_parallel == 1
     slack = TEMPORARY_SLACK["several_gpus" if is_multi_gpu else attention]
     slack = max(slack, EVALUATION_SLACK * is_evaluation)
     return int(sum(terms.values()) + slack * temporary + GRADIENT_SLACK * gradient_bytes)

@@ -443,9 +443,8 @@ def _zero_resident_bytes(
     if layout.shards_params:
         frozen_bytes = (frozen_bytes - unsharded_bytes) // layout.shard
     on_gpu = not layout.offloads_params
-    host_bytes = (
-        16 * shard_params * layout.offloads_states
-    )  # fp32 masters, two states and gradients
+    # fp32 masters, two states and gradients
+    host_bytes = 16 * shard_params * layout.offloads_states
     host_bytes += (weight_shard_bytes + frozen_bytes) * layout.offloads_params
     return ResidentBytes(
         weights=unsharded_bytes + (frozen_bytes + weight_shard_bytes * is_full) * on_gpu,

@@ -504,9 +504,8 @@ class StepMemorySimulation:
                 gather_buffers=gather_buffers.tail_gather_bytes,
             )
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
-        loss_head_bytes = max(
-            0, head.forward - size
-        )  # of the head's own peak; its input is counted beside it
+        # of the head's own peak; its input is counted beside it
+        loss_head_bytes = max(0, head.forward - size)
         yield self._phase_terms(
             "head",
             older_gradients,
@@ -518,9 +517,8 @@ class StepMemorySimulation:
     def _backward_phases(self, held_bytes: list[int]) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         gather_buffers = self.gather_buffers
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
-        gathered_bytes = (
-            gather_buffers.tail + gather_buffers.blocks[-1]
-        )  # its parameters, the last block's buffer
+        # its parameters, the last block's buffer
+        gathered_bytes = gather_buffers.tail + gather_buffers.blocks[-1]
         yield self._phase_terms(
             "head",
             self._older_gradient_bytes(),

@@ -28,9 +28,8 @@ def segment_remainder(nbytes: int) -> int:
     if nbytes < OWN_SEGMENT_BYTES:
         return 0
     remainder = -nbytes % (2 * MIB)
-    return (
-        remainder if remainder <= MIB else 0
-    )  # kSmallSize: a larger remainder becomes a block of its own
+    # kSmallSize: a larger remainder becomes a block of its own
+    return remainder if remainder <= MIB else 0
 
 
 # Weights that share one absmax in bitsandbytes' NF4: its default, and transformers sets no other.
@@ -271,9 +270,8 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
         attention_dropout=shape.attention_dropout,
         has_softcap=shape.attention_softcap is not None,
         has_sinks=shape.has_attention_sinks,
-        num_experts=(
-            kind.num_experts if kind.expert_width else 0
-        ),  # experts of unknown width are counted as none
+        # experts of unknown width are counted as none
+        num_experts=kind.num_experts if kind.expert_width else 0,
         experts_per_token=shape.experts_per_token,
         expert_width=kind.expert_width,
         expert_tensors=tuple(

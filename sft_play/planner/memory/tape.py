@@ -217,9 +217,8 @@ class Tape:
             node = heapq.heappop(queue)
             if node.has_saved_tensors and not self.live_at_first_use:
                 self.live_at_first_use = self.meter.live
-            (output_gradient,) = pending.pop(
-                id(node)
-            )  # all its consumers are newer, and so have run
+            # all its consumers are newer, and so have run
+            (output_gradient,) = pending.pop(id(node))
             input_gradients = list(node.backward(self, output_gradient))
             del output_gradient
             node.saved.clear()
@@ -621,9 +620,8 @@ def _adapted_nf4_linear(block: ForwardPass, x: TensorRef, role: str, spec: Linea
     """peft/tuners/lora/bnb.py, Linear4bit.forward: the base's result is cloned; no cast under
     autocast."""
     result = _base_linear(block, x, role, spec)
-    result = block.tape.op(
-        (result,), result.elements, result.itemsize, backward=shared_gradient(1)
-    )  # result.clone()
+    # result.clone()
+    result = block.tape.op((result,), result.elements, result.itemsize, backward=shared_gradient(1))
     itemsize = result.itemsize
     if block.spec.element_bytes.autocast is None:
         x = block.to(x, block.spec.element_bytes.adapters)
