@@ -51,8 +51,8 @@ class Toolchain:
 
 
 def find_toolchain(environment: Mapping[str, str]) -> Toolchain:
-    """Find this machine's by a trial: a one-line module is compiled as Triton would compile its
-    own."""
+    """Find this machine's toolchain by a trial: a one-line module is compiled as Triton would
+    compile its own."""
     compiler = environment.get("CC") or shutil.which("gcc") or shutil.which("clang")
     # as Triton does it: Debian's posix_local has no Python.h (triton 3.7.1, runtime/build.py)
     scheme = sysconfig.get_default_scheme()

@@ -360,8 +360,8 @@ def _fill_rates(gpu: Gpu, entry: CatalogEntry) -> Gpu:
 
 # --- this machine ---------------------------------------------------------------------------------
 def detect_hardware(environment: Mapping[str, str] | None = None) -> Hardware:
-    """This machine, as a process started with `environment` would see it; rates are those of the
-    catalogue."""
+    """Detect this machine, as a process started with `environment` would see it; rates are the
+    catalogue's."""
     environment = os.environ if environment is None else environment
     visible, visibility_notes = visible_gpus(environment)
     gpus, links, notes = list[Gpu](), list[float | None](), [*visibility_notes]
@@ -402,8 +402,8 @@ def detect_hardware(environment: Mapping[str, str] | None = None) -> Hardware:
 
 
 def _fill_detected_rates(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
-    """With the catalogue's rates; an instance has its share of them, by slices of seven and by
-    memory."""
+    """The GPU with the catalogue's rates; an instance has its share of them, by slices of seven and
+    by memory."""
     if entry is None:
         return gpu
     # where the driver does not tell it

@@ -24,7 +24,7 @@ def read_text_or_empty(path: Path) -> str:
 
 
 def is_wsl(osrelease: Path | None = None) -> bool:
-    """Whether this Linux runs in Windows (WSL), by the kernel's release."""
+    """True if this Linux runs in Windows (WSL), by the kernel's release."""
     return "microsoft" in read_text_or_empty(osrelease or OSRELEASE).lower()
 
 

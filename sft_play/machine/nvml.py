@@ -301,8 +301,8 @@ def _read_topology(
 
 
 def _read_nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:
-    """Active NVLinks of a GPU by the bus of what they lead to, those to a switch together; None:
-    not told."""
+    """Count a GPU's active NVLinks by the bus at their other end, all switches as one; None if the
+    driver does not tell."""
     links: Counter[str] = Counter()
     if not hasattr(nvml, "NVML_NVLINK_MAX_LINKS"):
         return None

@@ -541,7 +541,7 @@ def require_available_model(name: str, *, revision: str | None = None) -> None:
 
 
 def is_hub_reachable() -> bool:
-    """Whether the hub, or the proxy before it, can be reached: the library would retry for half a
+    """True if the hub, or the proxy before it, can be reached: the library would retry for half a
     minute."""
     from urllib.request import getproxies, proxy_bypass
 

@@ -74,8 +74,8 @@ def make_advised_plan(request: PlanRequest, **options: Any) -> Plan:
 
 
 def find_suggestions(request: PlanRequest) -> Iterator[Suggestion]:
-    """Changes that need less memory or provide more, and those that are not enough; then a smaller
-    model."""
+    """Yield changes of settings, then other layouts and machines, each with whether it is enough;
+    last a smaller model, where nothing else is."""
     has_fit = False
     for suggestion in itertools.chain(
         _suggest_settings(request), _suggest_layout_or_machine(request)
@@ -120,8 +120,8 @@ def lowest_memory_candidate(request: PlanRequest) -> Candidate | None:
 
 
 def _planned_choice(request: PlanRequest) -> Candidate | None:
-    """What a plan would choose where something fits, else the one that needs the least memory; None
-    where a plan is refused."""
+    """The candidate that a plan would choose; if none fits, the one that needs the least memory.
+    None if the plan is refused."""
     candidate = lowest_memory_candidate(request)
     # a plan evaluates hundreds of candidates, and says more than the smallest one only where
     # something fits
@@ -133,7 +133,8 @@ def _planned_choice(request: PlanRequest) -> Candidate | None:
 
 
 def _suggest_settings(request: PlanRequest) -> Iterator[Suggestion]:
-    """Changed settings one at a time, and all so far together as long as none is enough."""
+    """Yield changed settings one at a time, and all of them so far together until that is
+    enough."""
     has_fit, combined_config, combined_settings = False, request.config, dict[str, str]()
     present_candidate = _planned_choice(request)
     for change in _memory_saving_settings(request):
@@ -387,8 +388,8 @@ MAX_LISTED_MACHINES = 12
 
 @dataclass(frozen=True)
 class Offer:
-    """A machine on which the run fits: what its hours cost in US dollars, by whose price of which
-    day (None: the user's)."""
+    """A machine on which the run fits, with its hours, their cost in US dollars, and the source of
+    the price: provider and day (None: the user gave it)."""
 
     machine: str
     usd_per_gpu_hour: float
@@ -612,8 +613,8 @@ def parse_question(text: str) -> FitQuestion:
 
 
 def largest_fitting_multiple(fits: Callable[[int], bool], *, step: int, limit: int) -> int | None:
-    """The largest multiple of `step` up to `limit` for which `fits`, as all smaller ones do; None
-    if the smallest does not."""
+    """The largest multiple of `step` up to `limit` that `fits`; None if `step` itself does not.
+    Multiples below one that fits have to fit, too."""
     if fits(limit):
         return limit
     # double until one does not fit, then search between: a question costs a plan
@@ -685,8 +686,8 @@ def _micro_batch_option(config: RunConfig) -> int:
 def _simplest_fit(
     inputs: PlanInputs, layouts: tuple[Layout, ...], micro_batch: int, seq_len: int
 ) -> Candidate:
-    """The simplest layout that fits, those that offload last; if none does, the one closest to
-    fitting."""
+    """The simplest layout that fits, those that offload last; if none fits, the one closest to
+    it."""
     inputs, checkpointed_layers = replace(inputs, seq_len=seq_len), most_checkpointed_layers(inputs)
 
     def layout_candidates() -> Iterator[Candidate]:

@@ -65,8 +65,8 @@ TRACE_TOLERANCE = 0.03
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned: a config, the shapes of its model, and a machine, all of whose GPUs
-    are used (or its RAM). `measured_runs` are those of this machine."""
+    """What is to be planned: a config, its model's shapes, and a machine, with all of its GPUs (or
+    its RAM). `measured_runs` were made on this machine."""
 
     config: RunConfig
     shape: ModelShape

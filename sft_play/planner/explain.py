@@ -276,8 +276,8 @@ def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
 def candidates_to_show(
     inputs: PlanInputs, candidates: Sequence[Candidate], choice: Candidate
 ) -> list[Candidate]:
-    """The candidates worth showing, each with why it was not chosen: those of the chosen layout,
-    the best of each other."""
+    """The candidates worth showing, each with why it was not chosen: all of the chosen layout, the
+    best of each other."""
     by_layout: dict[Layout, list[Candidate]] = {}
     for candidate in candidates:
         by_layout.setdefault(candidate.layout, []).append(candidate)
@@ -312,8 +312,8 @@ def candidates_to_show(
 def rejection_reason(
     inputs: PlanInputs, candidate: Candidate, choice: Candidate, *, fastest_tokens_per_s: float
 ) -> str:
-    """Why a candidate was not chosen, with numbers; `fastest_tokens_per_s`: of the fastest
-    candidate that fits."""
+    """Why a candidate was not chosen, with numbers; `fastest_tokens_per_s`: the speed of the
+    fastest candidate that fits."""
     if not candidate.fits:
         return f"needs {format_needs(candidate, term_count=1)}"
     if candidate.step.loss != choice.step.loss:
@@ -388,10 +388,9 @@ def format_relative_speed(ratio: float, error: SpeedError | None = None) -> str:
 def slow_code_reasons(
     config: RunConfig, shape: ModelShape, choice: Candidate, missing_packages: Collection[str]
 ) -> Iterator[str]:
-    """A line for the experts that do not run as grouped products of 16 bits by themselves, and one
-    for each package of `missing_packages` whose kernels the model's class would run on this GPU,
-    with what it costs by the roofline.
-    """
+    """A line for experts that do not run as grouped products of 16 bits by themselves, and one for
+    each of `missing_packages` with kernels that the model's class would run on this GPU; each with
+    what it costs by the roofline."""
     experts, capability = plan_experts(config, shape, choice.precision), choice.step.capability
     if experts is not None and (experts.name == "eager" or experts.casts_weights):
         yield f"experts: {experts.reason}{_format_cost(choice.speed, EXPERTS_PART)}"
@@ -530,7 +529,7 @@ def plan_warnings(plan: Plan, config: RunConfig) -> list[str]:
 
 
 def long_cpu_warnings(plan: Plan) -> list[str]:
-    """That a run takes an hour or more on a CPU, where it does."""
+    """A warning if the run takes an hour or more on a CPU."""
     if plan.run_length is None or plan.hardware.gpus:
         return []
     # by typical rates where this CPU's are not known
@@ -678,8 +677,8 @@ def memory_line(plan: Plan) -> str:
 
 
 def format_loading(candidate: Candidate) -> str:
-    """The peak of loading, as the end of a sentence, where a rank keeps only a shard or loading
-    needs the most."""
+    """The peak of loading as the end of a sentence; empty unless a rank keeps only a shard, or
+    loading needs more than a step."""
     memory = candidate.memory
     # otherwise a run loads what it keeps, and the figure would repeat the weights' term
     is_notable = candidate.layout.shards_params or memory.is_limited_by_loading

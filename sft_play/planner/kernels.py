@@ -51,7 +51,7 @@ def select_attention(implementation: str, *, has_sdpa: bool) -> AttentionName:
 
 
 def is_hub_kernel(implementation: str) -> bool:
-    """Whether it is a kernel of the hub, `owner/name@commit`."""
+    """True if it is a kernel of the hub, `owner/name@commit`."""
     return "/" in implementation
 
 
@@ -167,7 +167,7 @@ def _accepts(kernel: _KernelLimits, call: SdpaCall, capability: tuple[int, int])
 def prefers_cudnn(
     capability: tuple[int, int] | None, libraries: CudaLibraries, *, is_amd: bool = False
 ) -> bool:
-    """Whether PyTorch asks cuDNN first; not on an unknown GPU, nor on AMD's, whose architectures
+    """True if PyTorch asks cuDNN first; not on an unknown GPU, nor on AMD's, whose architectures
     have such numbers."""
     if (
         is_amd
@@ -180,7 +180,7 @@ def prefers_cudnn(
 
 
 def can_run_flash(*, half_precision: bool, capability: tuple[int, int] | None) -> bool:
-    """Whether PyTorch's flash kernel runs for these numbers on this GPU, in heads of a usual
+    """True if PyTorch's flash kernel runs for these numbers on this GPU, in heads of a usual
     width."""
     return (
         sdpa_kernel(SdpaCall(64, 64, half_precision=half_precision), capability, uses_cudnn=False)

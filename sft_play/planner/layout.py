@@ -150,9 +150,10 @@ def layout_choices(ranks: int) -> tuple[LayoutName, ...]:
 class Layout:
     """One way to distribute a run over `data_parallel` x `tensor_parallel` x `context_parallel`
     ranks. `data_parallel` ranks see their own rows. `shard` is the number of ranks over which a
-    sharded layout divides its states (`fsdp_hybrid`: those of one node, or
+    sharded layout divides its states (`fsdp_hybrid`: the ranks of one node, or
     `distributed.shard_ranks`); in a tensor-parallel layout, what `tensor_parallel` leaves to a rank
-    is divided."""
+    is divided.
+    """
 
     name: LayoutName
     data_parallel: int = 1
@@ -177,38 +178,38 @@ class Layout:
 
     @property
     def shards_params(self) -> bool:
-        """Whether a rank holds only its shard of the weights between steps (FSDP2, ZeRO-3)."""
+        """True if a rank holds only its shard of the weights between steps (FSDP2, ZeRO-3)."""
         return self.is_fsdp or self.name in ("zero3", "zero3_offload")
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether a rank keeps only its shard of the gradients."""
+        """True if a rank keeps only its shard of the gradients."""
         return self.shards_params or self.name in ("zero2", "zero2_offload")
 
     @property
     def shards_states(self) -> bool:
-        """Whether a rank keeps only its shard of the optimizer states."""
+        """True if a rank keeps only its shard of the optimizer states."""
         return self.shards_gradients or self.name == "zero1"
 
     @property
     def is_zero(self) -> bool:
-        """Whether DeepSpeed runs it."""
+        """True if DeepSpeed runs it."""
         return self.name.startswith("zero")
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP2 (`fully_shard`) runs it: `tp` too, with one shard, for its fp32 copies of
+        """True if FSDP2 (`fully_shard`) runs it: `tp` too, with one shard, for its fp32 copies of
         what trains."""
         return self.name.startswith("fsdp") or self.name == "tp"
 
     @property
     def offloads_states(self) -> bool:
-        """Whether optimizer states and fp32 master weights stay in the host's RAM."""
+        """True if optimizer states and fp32 master weights stay in the host's RAM."""
         return self.name.endswith("_offload")
 
     @property
     def offloads_params(self) -> bool:
-        """Whether the weights stay in the host's RAM too."""
+        """True if the weights stay in the host's RAM too."""
         return self.name == "zero3_offload" and not self.keeps_params
 
 
@@ -235,9 +236,9 @@ class PreviousRun:
         object.__setattr__(self, "processes", self.processes or self.batch.ranks)
 
     def kept_layout(self, processes: int) -> LayoutName | None:
-        """The layout that the run keeps over this many processes; None where any may be taken:
-        DeepSpeed's checkpoints are read by the same layout only, those of the others by any, over
-        any number of ranks."""
+        """The layout that the run keeps over this many processes; None if any may be taken.
+        DeepSpeed's checkpoints are read by the same layout only, the others by any layout, over any
+        number of ranks."""
         return (
             self.layout if self.processes == processes or self.layout in DEEPSPEED_LAYOUTS else None
         )

@@ -32,8 +32,7 @@ from sft_play.text import format_count, plural
 
 @dataclass(frozen=True)
 class ExpertParameters:
-    """Of the experts whose weights are one tensor for all of a block: numbers of parameters,
-    without biases."""
+    """Numbers of parameters of experts that share one tensor in each block, without biases."""
 
     total: int
     # Of the adapters, those on them.
@@ -43,9 +42,7 @@ class ExpertParameters:
 @dataclass(frozen=True)
 class ParameterCounts:
     """Numbers of parameters of the language model and of what is added to it, as one rank without
-    shards holds them. `trained` and `frozen` are together `total`, and adapters and copies of
-    `modules_to_save`, which the mode adds.
-    """
+    shards holds them. `trained` + `frozen` = `total` + adapters + copies of `modules_to_save`."""
 
     # The model's own.
     total: int
@@ -197,9 +194,9 @@ TraceCandidate = Callable[[Candidate], TracePrediction]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change that would need less memory, or provide more. Bytes are those of one rank. `setting`
-    is what to add to SET, `hardware` what to name instead of the present machine; one of them is
-    None. `needs` are those bytes in words, with the RAM of a layout that offloads."""
+    """A change that would need less memory, or provide more. Bytes are one rank's. `setting` is
+    what to add to SET, `hardware` what to name instead of the present machine; one of them is None.
+    `needs` has those bytes in words, with the RAM of a layout that offloads."""
 
     change: str
     allocated: int
@@ -298,7 +295,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the choice fits with its margin."""
+        """True if the choice fits with its margin."""
         return self.choice.fits
 
     @property
@@ -459,8 +456,8 @@ class DiskUsage:
         return (self.max_checkpoints or 1) * self.checkpoint_bytes + self.weights_bytes
 
     def min_bytes(self, existing_checkpoints: int = 0) -> int:
-        """Of `total_bytes` what weights and states take for certain beside `existing_checkpoints`;
-        before the final weights are written the oldest one goes."""
+        """Bytes that new checkpoints and the final weights need for certain, beside
+        `existing_checkpoints`; the oldest checkpoint goes before the final weights are written."""
         new_checkpoints = max(0, (self.max_checkpoints or 1) - existing_checkpoints)
         checkpoint_bytes = self.checkpoint_bytes - OTHER_BYTES
         return max(

@@ -106,11 +106,14 @@ class Traffic:
 
 
 def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> Traffic:
-    """The communication of data-parallel ranks, and among those that share rows. DDP and ZeRO-1
-    reduce gradients once per step, unless the run says otherwise, and ZeRO-2 in each micro-batch:
-    both stages with all-reduces of full buckets (`use_multi_rank_bucket_allreduce`), of which a
-    rank keeps its shard, and an all-gather of the updated weights. FSDP2 gathers every unit for the
-    forward and for the backward pass, the last one once; ZeRO-3 keeps what it needs again soon."""
+    """The communication of data-parallel ranks, and among ranks that share rows.
+
+    DDP and ZeRO-1 reduce gradients once per step, unless the run says otherwise, and ZeRO-2 in each
+    micro-batch. Both ZeRO stages use all-reduces of full buckets
+    (`use_multi_rank_bucket_allreduce`; a rank keeps its shard of the result) and an all-gather of
+    the updated weights. FSDP2 gathers every unit for the forward and for the backward pass, the
+    last one once; ZeRO-3 keeps what it needs again soon.
+    """
     layout, sync = step.layout, gradient_sync(config, precision, step.layout.name)
     # neighbours are of one tensor-parallel group
     ranks, neighbour_ranks = layout.gradient_ranks, layout.tensor_parallel
@@ -273,8 +276,8 @@ MIN_TRAFFIC_SHARE = 0.5
 def liger_saved_bytes(
     shape: ModelShape, operations: ReplacedOperations, *, e: int, recomputed_share: float
 ) -> float:
-    """Bytes that Liger's kernels save of a token's forward and backward pass through all blocks,
-    `recomputed_share` of which run forward twice."""
+    """Bytes that Liger's kernels save of a token's forward and backward pass through all blocks;
+    `recomputed_share`: the share of the blocks that run forward twice."""
     forward_bytes, backward_bytes = 0.0, 0.0
     cast_bytes = 0 if e == 4 else 2 * (e + 4)
     # square, mean, product; that with the weight moves 2 e, as Liger's kernel does
@@ -427,9 +430,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of one optimizer step and their parts; tokens are those of its rows over all ranks,
-    without padding: of the run's own rows where their lengths are known, else of rows of full
-    length."""
+    """Seconds of one optimizer step and their parts. Tokens are counted over all ranks without
+    padding: of the run's own rows where their lengths are known, else of rows of full length."""
 
     step_s: float
     tokens: int
@@ -448,7 +450,7 @@ class Speed:
         return self.tokens / self.step_s
 
     def scaled(self, factor: float) -> Speed:
-        """The same with every duration multiplied."""
+        """The same speed with every duration multiplied."""
         return dataclasses.replace(
             self,
             step_s=self.step_s * factor,
@@ -541,7 +543,7 @@ class _Roofline:
 
     @property
     def full_rows(self) -> AverageMicroSteps:
-        """Rows of full length."""
+        """An average step whose rows all have full length."""
         step, layout = self.step, self.step.layout
         return AverageMicroSteps(
             step.grad_accum,
@@ -904,7 +906,7 @@ LONG_ROW_TOKENS = 8192
 @dataclass(frozen=True)
 class SpeedError:
     """The share of a predicted speed within which four of five comparable published runs lie; None
-    where none of its kind was compared."""
+    if no run of its kind was compared."""
 
     share: float | None
     of: str
@@ -915,7 +917,7 @@ class SpeedError:
         return self.of if self.share is None else f"±{self.share:.0%}, {self.of}"
 
     def is_within(self, ratio: float) -> bool:
-        """Whether two speeds of this quotient cannot be told apart by the prediction."""
+        """True if speeds of this quotient are too close for the prediction to tell them apart."""
         return self.share is not None and abs(ratio - 1) <= self.share
 
 
@@ -930,7 +932,7 @@ SPEED_ERROR_CLASSES = (DATA_CENTRE_ERROR, LONG_ROW_ERROR, WORKSTATION_ERROR, SMA
 def find_speed_error(
     shape: ModelShape, precision: Precision, hardware: Hardware, step: Step
 ) -> SpeedError:
-    """The class of a run's predicted speed."""
+    """How far a run's predicted speed may be off, by published runs of its kind."""
     capabilities = {gpu.capability for gpu in hardware.gpus}
     uncompared = {
         "on a CPU": not hardware.gpus,

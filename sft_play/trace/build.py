@@ -78,7 +78,7 @@ def fake_nf4_class() -> Any:
 
 
 def fake_nf4(layer: Any, settings: StepSettings) -> Any:
-    """The fake of a Linear4bit on the meta device, on the meta device too."""
+    """Make the fake of a Linear4bit that is on the meta device, on the meta device too."""
     fake = fake_nf4_class()()
     fake.in_features, fake.out_features = layer.in_features, layer.out_features
     fake.compute_dtype = getattr(torch, settings.quant_compute)
@@ -124,7 +124,8 @@ class _FakeNF4Experts(nf4_experts.PackedWeight):
 
 
 def _register_scales(module: nn.Module, prefix: str, weights: int, *, double_quant: bool) -> None:
-    """What bitsandbytes keeps beside this many packed weights, as buffers on the meta device."""
+    """Register what bitsandbytes keeps beside this many packed weights, as buffers on the meta
+    device."""
     blocks = math.ceil(weights / NF4_BLOCK)
     buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "absmax": ((blocks,), torch.uint8 if double_quant else torch.float32),
@@ -317,8 +318,8 @@ def load_skeleton(model: Any, settings: StepSettings) -> Any:
 
 
 def find_block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of a model's blocks and its path: of the outermost lists of modules that beside the
-    token embedding, or the one with the most parameters; empty where there is none."""
+    """Find the list of a model's blocks, and its path: the outermost list of modules beside the
+    token embedding, else the outermost one with the most parameters; empty if there is none."""
     lists = {
         path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)
     }
@@ -367,8 +368,8 @@ def replaceable_functions(model: nn.Module) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def use_class_functions(model: nn.Module, settings: StepSettings) -> Iterator[None]:
-    """The class's own functions in place of packages', or what allocates as flash-linear-attention
-    does."""
+    """Run the class's own functions in place of packages', or what allocates as
+    flash-linear-attention does."""
     class_module = sys.modules[type(model).__module__]
     replaced = {name: getattr(class_module, name) for _, name in replaceable_functions(model)}
     for name, function in replaced.items():

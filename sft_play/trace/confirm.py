@@ -240,7 +240,8 @@ def _import_module(name: str) -> ModuleType:
 
 
 def cached_trace(settings: StepSettings) -> TracedPeak:
-    """`step.trace_step`, remembered; raises as that does."""
+    """`step.trace_step`, whose result is read from the cache if there is one; raises as that
+    does."""
     key_fields = {"settings": settings.canonical_text(), "trace": TRACE_VERSION}
     return load_or_measure(
         "traces", key_fields, _PEAK_ADAPTER, lambda: _import_module("step").trace_step(settings)
@@ -250,8 +251,8 @@ def cached_trace(settings: StepSettings) -> TracedPeak:
 def cached_shape(
     config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False
 ) -> ModelShape:
-    """`meta_shape.measure_shape_on_meta`, remembered, but not with remote code; raises as that
-    does."""
+    """`meta_shape.measure_shape_on_meta`, whose result is read from the cache if there is one,
+    except with remote code; raises as that does."""
     shape = load_or_measure(
         "shapes",
         {"config": config, "shape": SHAPE_VERSION},
@@ -301,10 +302,9 @@ _MODE_TEXTS: dict[BlockMode, str] = {
 def load_planned_shape(
     config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False
 ) -> ModelShape:
-    """The shapes of a config.json's language model, for a plan: of a class that the tables lack
-    they, and its blocks, are measured. Raises ModelError: it is no causal language model, or its
-    class refuses the config.
-    """
+    """Read the shapes of a config.json's language model for a plan; for a class that the tables
+    lack, they and its blocks are measured. Raises ModelError: it is no causal language model, or
+    its class refuses the config."""
     try:
         return parse_model_shape(config, name=name)
     except UnknownArchitecture as error:
@@ -404,8 +404,8 @@ class BlockMeter:
 
 
 def leading_blocks(order: Sequence[int]) -> tuple[int, ...]:
-    """The kinds' indices of as many of the first blocks as show every kind, each behind another
-    block where there is one, and of several kinds each before another."""
+    """The kinds of the first blocks of a model, as many blocks as it takes to show every kind: each
+    behind another block where there is one, and of several kinds each before another."""
     needed = max(
         (order.index(kind_index, 1) if kind_index in order[1:] else 0) for kind_index in set(order)
     )
@@ -414,8 +414,8 @@ def leading_blocks(order: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class BlockMeasurement:
-    """What is run: a model's first blocks, by their indices in `ModelShape.layers`, in this mode of
-    a block."""
+    """A measurement of a model's first blocks, given by their indices in `ModelShape.layers`, in
+    one mode of a block."""
 
     settings: StepSettings
     # For a class that does not take the boundaries of rows one behind the other: a run pads them

@@ -43,8 +43,8 @@ def _flash_backward(args: Any) -> tuple[int, ...]:
 
 
 def _flash_varlen_backward(args: Any) -> tuple[int, ...]:
-    """The same with 128 more positions a row (mha_varlen_bwd); the seventh argument holds the rows'
-    borders."""
+    """`_flash_backward` with 128 more positions a row (mha_varlen_bwd); the seventh argument holds
+    the rows' borders."""
     query, key = args[1], args[2]
     tokens, heads, size = query.shape
     padded_tokens = tokens + 128 * (args[6].shape[0] - 1)
@@ -218,8 +218,9 @@ def flash_attn_varlen_func(
     causal: bool = False,
     **_: Any,
 ) -> Any:
-    """The same for rows of many lengths, one after the other: [all tokens, heads, head size].
-    PyTorch's operator is built from the same kernel, and holds what flash-attn holds."""
+    """flash-attn 2's function for rows of many lengths, one after the other: [all tokens, heads,
+    head size]. PyTorch's operator is built from the same kernel, and holds what flash-attn holds.
+    """
     size, (q, k, v) = q.shape[-1], _pad_head_size(q, k, v)
     longest = (max_seqlen_q, max_seqlen_k)
     return aten._flash_attention_forward(
@@ -325,8 +326,8 @@ def chunk_gated_delta_rule(
     cu_seqlens: Any = None,
     **_: Any,
 ) -> tuple[Any, Any]:
-    """What takes the place of the function of that name of transformers' classes, with its
-    arguments and results."""
+    """Takes the place of the function of that name in transformers' classes, with its arguments and
+    results."""
     rows = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     out = _DeltaRule.apply(query, key, value, g, beta, use_qk_l2norm_in_kernel, rows)
     if not output_final_state:

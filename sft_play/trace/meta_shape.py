@@ -89,10 +89,9 @@ _DOWN_PROJECTIONS = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w
 def measure_shape_on_meta(
     config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False
 ) -> ModelShape:
-    """The shapes of the language model that a config.json describes, measured on its class without
+    """Measure the shapes of the language model that a config.json describes on its class, without
     weights, in seconds. Raises ModelError: transformers has no causal language model of this type,
-    or its class refuses the config.
-    """
+    or its class refuses the config."""
     require_causal_lm_config(config, name=name)
     refuse_absurd_sizes(config, name=name)
     refuse_remote_code(dict(config), name=name, allowed=trust_remote_code)
@@ -149,7 +148,7 @@ def measure_shape_on_meta(
 def measure_shape(
     model: nn.Module, hf_config: Any, *, name: str, without_adapter: Container[str] = frozenset()
 ) -> ModelShape:
-    """The shapes of a model, by its modules; raises ModelError without a token embedding or
+    """Read the shapes of a model from its modules. Raises ModelError without a token embedding or
     repeated blocks."""
     embedding, head = (
         _call_getter(model, "get_input_embeddings"),

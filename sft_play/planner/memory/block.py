@@ -297,7 +297,7 @@ def _rotate_query_key(
 
 
 def _is_masked_cudnn(spec: BlockSpec) -> bool:
-    """cuDNN's kernel behind a mask, for which transformers repeats keys and values."""
+    """True for cuDNN's kernel behind a mask: transformers repeats keys and values for it."""
     return spec.kernel == "cudnn" and spec.masked
 
 
@@ -472,7 +472,7 @@ def _score_elements(block: ForwardPass) -> int:
 
 
 def _softmax(block: ForwardPass, scores: TensorRef) -> TensorRef:
-    """Holds its output; the backward kernel takes grad * output first (SoftMax.cu)."""
+    """Softmax: holds its output; the backward kernel computes grad * output first (SoftMax.cu)."""
     size, itemsize = scores.elements, scores.itemsize
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
@@ -483,8 +483,8 @@ def _softmax(block: ForwardPass, scores: TensorRef) -> TensorRef:
 
 
 def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
-    """gpt-oss (modeling_gpt_oss.py, eager_attention_forward): a column joins the scores, their
-    maximum is taken off, and the softmax stays in the compute dtype."""
+    """Attention of gpt-oss (modeling_gpt_oss.py, eager_attention_forward): a column joins the
+    scores, their maximum is taken off, and the softmax stays in the compute dtype."""
     itemsize = q.itemsize
     scores = block.scale(block.tape.op((q, k), _score_elements(block), itemsize, saved=(q, k)))
     scores = block.tape.op((scores,), scores.elements, itemsize, backward=shared_gradient(1))
@@ -546,8 +546,8 @@ def _eager_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRe
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """One block, or the tail, in a step, above what is held before it. The peaks include its input
-    and, in the backward pass, its output's gradient."""
+    """Bytes of one block, or of the tail, in a step, above what is held before it. The peaks
+    include its input and, in the backward pass, the gradient of its output."""
 
     forward: int
     # Held from its forward to its backward pass; without its own input, unless an operation holds
@@ -566,7 +566,7 @@ class LayerBytes:
 
     @property
     def offloaded(self) -> LayerBytes:
-        """The same where what it keeps is in RAM, and comes back for its backward pass."""
+        """The same block where its kept bytes are in RAM, and come back for its backward pass."""
         return replace(self, saved=0, backward=self.backward + self.saved)
 
 
@@ -603,8 +603,8 @@ def block_bytes(
     input_has_grad: bool = True,
     is_accumulating: bool = False,
 ) -> BlockBytes:
-    """What one block takes for `batch` sequences of `length` tokens; its input's elements have
-    `itemsize` bytes."""
+    """Bytes that one block takes for `batch` sequences of `length` tokens; its input's elements
+    have `itemsize` bytes."""
     tape = Tape()
     block = ForwardPass(tape, spec, batch, length, is_accumulating=is_accumulating)
     size = batch * length * spec.hidden
@@ -684,10 +684,9 @@ CPU_BACKWARD_BYTES, CPU_CAP_BYTES = 29, 4
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The output head: words, whether its weight trains, bytes of its weight, whether only rows of
-    it train, in a copy of the table that autograd holds and whose gradient is gone at once, and
-    whether its logits are capped.
-    """
+    """The output head: words, whether its weight trains, bytes of an element of the weight, whether
+    only rows of it train, and whether its logits are capped. Rows train in a copy of the table that
+    autograd holds; the copy's gradient is freed at once."""
 
     vocab_size: int
     trainable: bool

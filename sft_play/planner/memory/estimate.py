@@ -447,7 +447,7 @@ class MemoryEstimate:
 
     @property
     def resident(self) -> int:
-        """Of the allocated bytes: those that stay between steps."""
+        """The allocated bytes that stay between steps."""
         return resident_term_bytes(self.terms)
 
     def phase_bytes(self, phase: RunPhase) -> tuple[int | None, int | None]:
@@ -484,7 +484,7 @@ class MemoryEstimate:
 
     @property
     def is_limited_by_loading(self) -> bool:
-        """Whether loading needs more than any step does."""
+        """True if loading needs more than any step does."""
         return self.required_to_load > self.reserved + self.margin + self.outside_allocator
 
     @property
@@ -651,7 +651,7 @@ def resident_term_bytes(terms: Mapping[str, int]) -> int:
 def reserved_bytes(
     terms: Mapping[str, int], *, attention: str, layout: Layout, is_evaluation: bool = False
 ) -> int:
-    """Bytes that the allocator has reserved when a phase's terms are live: a bound, where no trace
+    """Bytes that the allocator has reserved when a phase's terms are live: a bound, if no trace
     says more; `is_evaluation`: the phase is an evaluation's."""
     gradient_bytes = terms.get("gradients", 0)
     # what comes and goes within a step: activations, the head, gathered units
@@ -671,10 +671,12 @@ def step_reserved_bytes(
     phases: Iterable[Mapping[str, int]], *, attention: str, layout: Layout
 ) -> int:
     """Bytes that the allocator has reserved after a step with these phases' terms: the largest of
-    their bounds. Under FSDP what is freed on one stream is not given to another, so that each
-    stream keeps its own highest bytes, whenever they were: the sum of those counts where it is
-    more. A stream's units are whole and of few sizes, and leave no holes in its own pools (replays
-    in benchmarks/closed_form.json)."""
+    their bounds.
+
+    Under FSDP what is freed on one stream is not given to another, so each stream keeps its own
+    highest bytes, whenever they were; their sum counts where it is more. A stream's units are whole
+    and of few sizes, and leave no holes in its own pools (replays in benchmarks/closed_form.json).
+    """
     step_terms = list(phases)  # read several times
     bound = max(reserved_bytes(terms, attention=attention, layout=layout) for terms in step_terms)
     if not layout.is_fsdp:
@@ -691,7 +693,7 @@ def step_reserved_bytes(
 
 
 def select_margin(simulation: StepMemorySimulation) -> Margin:
-    """The margin of a setting: the largest of its classes."""
+    """The margin of a setting: the largest among the classes that it belongs to."""
     config, shape, step, layout = (
         simulation.config,
         simulation.shape,

@@ -123,7 +123,7 @@ def cublas_workspace_bytes(capability: tuple[int, int] | None) -> int:
 
 
 def is_padded(config: RunConfig, layout: Layout, *, rows: int, uses_masks: bool = True) -> bool:
-    """Whether rows of a batch, not packed, are padded to the longest with a mask; full blocks of
+    """True if rows of a batch, not packed, are padded to the longest with a mask; full blocks of
     text never are."""
     return uses_masks and config.task_mode != "cpt" and rows > 1 and layout.context_parallel == 1
 
@@ -295,7 +295,7 @@ class StepMemorySimulation:
         )
 
     def _evaluation_layer(self, layer: int, rows: int, specs: Sequence[BlockSpec]) -> LayerBytes:
-        """A block where nothing is held for a backward pass; autocast keeps copies of its fp32
+        """A block's bytes where nothing is held for a backward pass; autocast copies its fp32
         parameters there too."""
         return LayerBytes(
             self._lone_forward_peak(layer, rows, specs, training=False),
@@ -309,8 +309,8 @@ class StepMemorySimulation:
         return self.weight_itemsize
 
     def _table_copy_bytes(self) -> int:
-        """Bytes of the copy of a whole table that its rows are put into, of which only some train;
-        else 0."""
+        """Bytes of the copy of a whole table that its trained rows are put into; 0 unless rows
+        train."""
         trained = self.trained_parameters
         trains_rows = trained.new_token_params > 0 and not trained.trains_embedding
         return self.shape.embedding_table_params * self.weight_itemsize * trains_rows
@@ -336,7 +336,7 @@ class StepMemorySimulation:
         )
 
     def _is_accumulating(self) -> bool:
-        """Whether a gradient is added to an older one of full size; a rank that keeps shards
+        """True if a gradient is added to an older one of full size; a rank that keeps shards
         divides each new one."""
         has_full_gradients = not self.step.layout.shards_gradients or self.full_gradient_bytes > 0
         return has_full_gradients and self.accumulates_gradients
@@ -438,7 +438,7 @@ class StepMemorySimulation:
 
     @cached_property
     def training_phases(self) -> Mapping[StepPhase, MemoryTerms]:
-        """The step itself: of each phase's visits the one with the most bytes."""
+        """The phases of the step itself: of each one's visits the one with the most bytes."""
         held_bytes = [self._batch_bytes(self.step.micro_batch, self.specs, is_training=True)]
         temporary_bytes = optimizer_temporary_bytes(
             self.config.train.optim, self.shape, self.rank_parameters
@@ -635,7 +635,7 @@ class StepMemorySimulation:
 def largest_by_phase(
     phases: Iterable[tuple[StepPhase, MemoryTerms]],
 ) -> Mapping[StepPhase, MemoryTerms]:
-    """Select, of each phase's visits, the one with the most bytes."""
+    """Keep, of each phase's visits, the one with the most bytes."""
     largest_terms: dict[StepPhase, MemoryTerms] = {}
     for phase, terms in phases:
         if phase not in largest_terms or sum(terms.values()) > sum(largest_terms[phase].values()):
@@ -682,10 +682,9 @@ class MeasuredBlocks:
 
 
 def interpolate(low: MeasuredBlocks, high: MeasuredBlocks, batch: int) -> MeasuredBlocks:
-    """The micro step of a batch between two that were measured, or on their line beyond them. A
-    peak is the largest of phases that grow with the batch at different rates, so that the line
-    between two of them is not below it.
-    """
+    """Interpolate the micro step of a batch between two that were measured, or extend their line
+    beyond them. Between them the line is not too low: a peak is the largest of phases that grow
+    with the batch at different rates."""
     fraction = (batch - low.batch) / (high.batch - low.batch)
 
     def blend(low_value: Any, high_value: Any) -> Any:
@@ -720,7 +719,7 @@ class MeasuredStepSimulation(StepMemorySimulation):
 
     @property
     def was_measured_on_cpu(self) -> bool:
-        """Whether its bytes are extrapolated from a few real tokens on the CPU."""
+        """True if its bytes are extrapolated from a few real tokens on the CPU."""
         return self._measured_blocks(self._block_mode(0), self.step.micro_batch).on_cpu
 
     def _compute_blocks(self) -> tuple[list[BlockBytes], list[int]]:

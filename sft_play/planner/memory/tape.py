@@ -137,7 +137,7 @@ class Tape:
         return TensorRef(_Storage(self.meter, elements * itemsize), elements, itemsize)
 
     def cast(self, ref: TensorRef, itemsize: int) -> TensorRef:
-        """Fresh storage of this width without a gradient; `ref` itself where it has it."""
+        """Storage of this width without a gradient: `ref` itself if it has it, else fresh."""
         return ref if ref.itemsize == itemsize else self.new(ref.elements, itemsize)
 
     def leaf(self, elements: int, itemsize: int) -> TensorRef:
@@ -282,8 +282,8 @@ def round_up(size: int, multiple: int) -> int:
 
 
 class ForwardPass:
-    """A forward pass of one block on a tape; `gradients` are those of parameters that stay after
-    the backward pass, `cast_weights` autocast's copies of trained fp32 weights, by the name of the
+    """A forward pass of one block on a tape. `gradients` has the gradients that stay after the
+    backward pass, `cast_weights` autocast's copies of trained fp32 weights by the name of the
     layer."""
 
     def __init__(
@@ -346,7 +346,7 @@ class ForwardPass:
         return self.tape.op((a, b), a.elements, itemsize, saved=saved, backward=backward)
 
     def dropout(self, x: TensorRef, probability: float) -> TensorRef:
-        """Dropout: a mask of one byte an element is held."""
+        """Dropout of x: holds a mask of one byte an element."""
         if not probability or not self.training:
             return x
         return self.tape.op((x,), x.elements, x.itemsize, saved=(self.tape.new(x.elements, 1),))
@@ -432,8 +432,8 @@ def liger_norm(
     tape: Tape, x: TensorRef, rows: int, *, in_place: bool, trains_weight: bool
 ) -> TensorRef:
     """A norm over each of `rows`: holds its input and one fp32 number a row, and gives its input's
-    dtype. Backward the gradient of the input replaces that of the output where `in_place`; a
-    trained weight's is summed from an fp32 row of each multiprocessor."""
+    dtype. Backward the input's gradient replaces the output's if `in_place`; a trained weight's is
+    summed from an fp32 row of each multiprocessor."""
     size, e, needs_gradient = x.elements, x.itemsize, x.node is not None
     statistics = tape.new(rows, 4)
 
@@ -640,7 +640,8 @@ def _adapter_output(
 
 
 def _lora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
-    """B(A(x)): T x r, then T x outputs. Both factors train, so both of their inputs are held."""
+    """B(A(x)) of LoRA: T x r, then T x outputs. Both factors train, so both of their inputs are
+    held."""
     itemsize = block.spec.element_bytes.adapters
     low_rank = block.dense(x, f"{role}.A", spec.inputs, spec.rank, itemsize, trainable=True)
     return block.dense(low_rank, f"{role}.B", spec.rank, spec.outputs, itemsize, trainable=True)
@@ -649,9 +650,9 @@ def _lora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) 
 def _dora_output(
     block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, result: TensorRef
 ) -> TensorRef:
-    """peft/tuners/lora/dora.py: BA, taken as B(A(identity)), and the plain weight live until the
-    end. With dropout the base runs again on what that left. The magnitude is fp32, and so is what
-    it multiplies."""
+    """DoRA (peft/tuners/lora/dora.py): BA, taken as B(A(identity)), and the plain weight live until
+    the end. With dropout the base runs again on what that left. The magnitude is fp32, and so is
+    what it multiplies."""
     base = None if block.spec.lora_dropout else result
     x = block.dropout(x, block.spec.lora_dropout)
     # the identity (i*i, held by A's product), BA and the plain weight (i*o each, as x); their sum's
