@@ -136,9 +136,9 @@ def inductor_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tup
 def require_inductor(hardware: Hardware, environment: Mapping[str, str]) -> None:
     """Raises HardwareError, before anything loads, where inductor cannot compile blocks."""
     if problem := inductor_obstacle(hardware, environment):
-        problem_text = "; ".join(problem)
         raise HardwareError(
-            f"train.compile: inductor cannot compile here: {problem_text}, or train.compile=false"
+            f"train.compile: inductor cannot compile here: {'; '.join(problem)}, or"
+            " train.compile=false"
         )
 
 

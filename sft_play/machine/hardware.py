@@ -225,10 +225,9 @@ def parse_hardware(text: str) -> Hardware:
     link = entry.link if entry else None
     if "link" in options:
         link = options["link"] / 2
-        given_text = f"link={options['link'] / 1e9:g}GB/s"
         notes.append(
-            f"{given_text} is read as data sheets quote it, both directions: {link / 1e9:g} GB/s"
-            " each way"
+            f"link={options['link'] / 1e9:g}GB/s is read as data sheets quote it, both directions:"
+            f" {link / 1e9:g} GB/s each way"
         )
     if gpu.is_amd:
         notes.append(

@@ -213,8 +213,10 @@ def find_unsloth_python(environment: Mapping[str, str]) -> Path | None:
     pythons = [(folder / "bin" / "python").absolute() for folder in folders]
     python = next((path for path in pythons if os.access(path, os.X_OK)), None)
     if setting and python is None:
-        problem = f"{UNSLOTH_VARIABLE}={one_line(setting)} names no environment"
-        raise BackendError(f"{problem}: there is no program {pythons[0]}")
+        raise BackendError(
+            f"{UNSLOTH_VARIABLE}={one_line(setting)} names no environment: there is no program"
+            f" {pythons[0]}"
+        )
     return python
 
 

@@ -261,17 +261,16 @@ def _device_signs(root: Path) -> tuple[list[str], list[str]]:
         vendor, device_class = (
             read_text_or_empty(device / name).strip() for name in ("vendor", "class")
         )
-        # Intel's on bus 0 are parts of the processor: its GPU where no screen is connected, its NPU
-        is_integrated = vendor == "0x8086" and ":00:" in device.name
         # NVIDIA's number as a maker, then classes: 3D and other display controllers, and processing
         # accelerators. A GPU of AMD's or Intel's for a screen (VGA) does not count, which most
-        # processors have.
+        # processors have. What Intel has on bus 0 is part of the processor: a GPU without a screen,
+        # an NPU.
         if vendor == "0x10de" and device_class.startswith(("0x03", "0x12")):
             signs.append(f"an NVIDIA GPU on the PCI bus ({device.name})")
         elif (
             vendor in _OTHER_VENDORS
             and device_class.startswith(("0x0302", "0x0380", "0x12"))
-            and not is_integrated
+            and not (vendor == "0x8086" and ":00:" in device.name)
         ):
             others.append(
                 f"an accelerator of {_OTHER_VENDORS[vendor]}'s on the PCI bus ({device.name})"

@@ -75,10 +75,10 @@ def parse_model_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
             f"model {one_line(name)}: config.json has {key}: {one_line(str(fields.values[key]))},"
             " which the plan does not know without transformers"
         )
-    parts = (config, wrapped_config(config))
+    # files from before transformers 5 have torch_dtype
     dtypes = [
-        part.get("dtype") or part.get("torch_dtype") for part in parts
-    ]  # torch_dtype: before transformers 5
+        part.get("dtype") or part.get("torch_dtype") for part in (config, wrapped_config(config))
+    ]
     stored_dtype = next(
         (dtype.removeprefix("torch.") for dtype in dtypes if isinstance(dtype, str)), None
     )
@@ -338,10 +338,10 @@ def text_only_note(config: Mapping[str, Any]) -> str:
     others."""
     if not wrapped_config(config):
         return ""
-    model_type = one_line(str(config.get("model_type")))
     return (
-        f"only the language model of this {model_type} is trained; its other parts are not loaded,"
-        " and stay in merged and fully trained models as they are published"
+        f"only the language model of this {one_line(str(config.get('model_type')))} is trained;"
+        " its other parts are not loaded, and stay in merged and fully trained models as they are"
+        " published"
     )
 
 

@@ -110,12 +110,10 @@ def make_plan(
     trace_candidate: TraceCandidate | None = None,
     estimate_run_length: Callable[[int], RunLength | None] | None = None,
 ) -> Plan:
-    """Make the plan of a run. Where nothing fits it suggests nothing; `advice.make_advised_plan`
-    does.
+    """Make the plan of a run, without suggestions (`advice.make_advised_plan` adds them).
 
     Args:
-        trace_candidate: traces the choice; the larger of prediction and trace counts, and what then
-            does not fit is given up.
+        trace_candidate: traces the choice; the larger of prediction and trace counts.
         estimate_run_length: the optimizer steps and tokens of the run, given the effective batch.
 
     Raises ConfigError for batch sizes that do not divide, and for what this machine, job or model

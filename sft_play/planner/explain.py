@@ -471,10 +471,9 @@ def plan_summary_lines(
 
 def fit_line(plan: Plan, config: RunConfig) -> str:
     """What a run says of its plan: the mode, whether it fits, how long it takes."""
-    peak = f"predicted peak {plan.memory.peak_text}"
     return (
         f"Plan: {_format_mode(plan, config)} {plan.choice.verdict}; {format_run_length(plan)};"
-        f" {peak}"
+        f" predicted peak {plan.memory.peak_text}"
     )
 
 

@@ -484,7 +484,7 @@ def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> Disk
         # the limit
         checkpoint_counts.append(train.save_total_limit + train.load_best_model_at_end + 1)
     save_interval = config.eval.steps if train.load_best_model_at_end else train.save_steps
-    # after each epoch, of which train.max_steps may be several
+    # after each epoch; train.max_steps may be several of them
     if not save_interval and plan.row_tokens is not None:
         save_interval = math.ceil(plan.row_tokens.rows / plan.batch.effective_batch)
     if save_interval and plan.run_length is not None:

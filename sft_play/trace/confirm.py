@@ -527,7 +527,7 @@ class BlockMeasurement:
         self, batch_shapes: Sequence[tuple[int, int]], *, uses_real_tensors: bool = False
     ) -> list[MeasuredBlocks]:
         settings = self.settings
-        if uses_real_tensors:  # of which the CPU has no kernel that holds what a GPU's would
+        if uses_real_tensors:  # the CPU has no fused kernel that holds what a GPU's would
             settings = replace(settings, attention="eager")
         measured: list[MeasuredBlocks] = _import_module("step").run_blocks(
             settings,

@@ -222,9 +222,18 @@ def flash_attn_varlen_func(
     head size]. PyTorch's operator is built from the same kernel, and holds what flash-attn holds.
     """
     size, (q, k, v) = q.shape[-1], _pad_head_size(q, k, v)
-    longest = (max_seqlen_q, max_seqlen_k)
     return aten._flash_attention_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, causal, False, scale=softmax_scale
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        causal,
+        False,
+        scale=softmax_scale,
     )[0][..., :size]
 
 

@@ -150,10 +150,8 @@ def measure_shape(
 ) -> ModelShape:
     """Read the shapes of a model from its modules. Raises ModelError without a token embedding or
     repeated blocks."""
-    embedding, head = (
-        _call_getter(model, "get_input_embeddings"),
-        _call_getter(model, "get_output_embeddings"),
-    )
+    embedding = _call_getter(model, "get_input_embeddings")
+    head = _call_getter(model, "get_output_embeddings")
     path, blocks = find_block_list(model)
     if not isinstance(getattr(embedding, "weight", None), torch.Tensor) or not len(blocks):
         raise ModelError(
@@ -171,16 +169,7 @@ def measure_shape(
     heads = _config_number(hf_config, "num_attention_heads") or 1
     width = embedding.weight.shape[1]
     hidden = _config_number(hf_config, "hidden_size") or width
-    outer_linears = tuple(
-        replace(
-            _linear_shape(module_path.rpartition(".")[2], module),
-            adaptable=module_path not in without_adapter,
-        )
-        for module_path, module in model.named_modules()
-        if isinstance(module, _LINEAR_CLASSES)
-        and module is not head
-        and not module_path.startswith(f"{path}.")
-    )
+    dropouts = (_config_field(hf_config, field) for field in _ATTENTION_DROPOUT_FIELDS)
     shape = ModelShape(
         name=name,
         model_type=str(hf_config.model_type),
@@ -192,9 +181,7 @@ def measure_shape(
         num_layers=len(blocks),
         num_heads=heads,
         num_kv_heads=_config_number(hf_config, "num_key_value_heads") or heads,
-        head_dim=_config_number(hf_config, "qk_head_dim")
-        or _config_number(hf_config, "head_dim")
-        or max(1, hidden // heads),
+        head_dim=_config_number(hf_config, "qk_head_dim", "head_dim") or max(1, hidden // heads),
         vocab_size=embedding.weight.shape[0],
         tied=head is None or head.weight is embedding.weight,
         max_positions=_config_number(hf_config, "max_position_embeddings"),
@@ -202,14 +189,7 @@ def measure_shape(
         layer_order=tuple(kinds.index(block) for block in block_kinds),
         window=_window_tokens(hf_config, attention_kinds),
         num_experts=max(kind.num_experts for kind in kinds),
-        experts_per_token=next(
-            (
-                value
-                for name in _EXPERTS_PER_TOKEN_FIELDS
-                if (value := _config_number(hf_config, name))
-            ),
-            0,
-        ),
+        experts_per_token=_config_number(hf_config, *_EXPERTS_PER_TOKEN_FIELDS) or 0,
         # `experts_implementation` reaches experts of transformers' own kind alone
         uses_custom_experts=any(kind.num_experts for kind in kinds)
         and not any(hasattr(module, "is_concatenated") for module in model.modules()),
@@ -224,14 +204,7 @@ def measure_shape(
         uses_alibi=bool(_config_field(hf_config, "alibi"))
         or hf_config.model_type in ("bloom", "mpt"),
         caps_logits=_config_field(hf_config, "final_logit_softcapping") is not None,
-        attention_dropout=next(
-            (
-                float(rate)
-                for name in _ATTENTION_DROPOUT_FIELDS
-                if (rate := _config_field(hf_config, name))
-            ),
-            0.0,
-        ),
+        attention_dropout=float(next(filter(None, dropouts), 0.0)),
         position_rows=sum(
             module.weight.shape[0]
             for path, module in model.named_modules()
@@ -239,7 +212,7 @@ def measure_shape(
             and module.weight.shape[1] == hidden
             and path.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")
         ),
-        outer_linears=outer_linears,
+        outer_linears=_outer_linears(model, head, path, without_adapter),
         can_checkpoint=bool(getattr(type(model), "supports_gradient_checkpointing", False)),
         has_fused_attention=bool(getattr(type(model), "_supports_sdpa", False)),
         source_note=f"that of {type(model).__name__}, measured on its class",
@@ -249,6 +222,21 @@ def measure_shape(
         outer_params=count_module_parameters(model) - shape.params,
         buffer_bytes=sum(one.nbytes for one in model.buffers() if one.dtype != _WEIGHT_DTYPE),
         buffer_elements=sum(one.numel() for one in model.buffers() if one.dtype == _WEIGHT_DTYPE),
+    )
+
+
+def _outer_linears(
+    model: nn.Module, head: Any, block_list: str, without_adapter: Container[str]
+) -> tuple[LinearShape, ...]:
+    # beside the blocks, such as a projection behind a narrow embedding
+    return tuple(
+        replace(
+            _linear_shape(path.rpartition(".")[2], module), adaptable=path not in without_adapter
+        )
+        for path, module in model.named_modules()
+        if isinstance(module, _LINEAR_CLASSES)
+        and module is not head
+        and not path.startswith(f"{block_list}.")
     )
 
 
@@ -317,10 +305,7 @@ def _per_layer_field(hf_config: Any, name: str, count: int) -> Sequence[Any] | N
 def _window_tokens(hf_config: Any, attention_kinds: list[AttentionKind]) -> int | None:
     if not {"sliding", "chunked"} & set(attention_kinds):
         return None
-    names = ("sliding_window", "attention_chunk_size", "window_size")
-    return next(
-        (value for value in (_config_number(hf_config, name) for name in names) if value), None
-    )
+    return _config_number(hf_config, "sliding_window", "attention_chunk_size", "window_size")
 
 
 def _config_field(hf_config: Any, name: str) -> Any:
@@ -331,10 +316,14 @@ def _config_field(hf_config: Any, name: str) -> Any:
         return hf_config.to_dict().get(name)
 
 
-def _config_number(hf_config: Any, name: str) -> int | None:
-    value = _config_field(hf_config, name)
-    value = value[0] if isinstance(value, list | tuple) and value else value
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+def _config_number(hf_config: Any, *names: str) -> int | None:
+    """The first of these fields that is a whole number above 0; of a list its first one."""
+    for name in names:
+        value = _config_field(hf_config, name)
+        value = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
 
 
 def _linear_shape(path: str, module: nn.Module) -> LinearShape:

@@ -167,7 +167,7 @@ def _grouped_linear(
         if spec.trains_weights:
             block.create_weight_gradient(elements, weight_itemsize)
         elif adapter_params:
-            # the sum's gradient, of which the factors' are products
+            # the sum's gradient, from which products make the factors'
             sum_gradient = tape.cast(
                 tape.new(elements, autocast_itemsize or weight_itemsize), weight_itemsize
             )

@@ -377,7 +377,7 @@ CUDA_CONTEXT_BYTES = GIB // 2
 # NCCL's buffers per communicator, the upper end of what was reported (544 to 688 MiB).
 NCCL_BYTES = 688 * MIB
 # Fraction of the loading bytes that is kept free beside them. Not measured on a GPU yet; a step's
-# margin covers activations, of which loading has none.
+# margin covers activations, and loading has none.
 LOAD_MARGIN = MARGINS["quantised"].share
 
 # Rows of an evaluation batch that a plan takes at most: a device that computes so many at once
