@@ -323,11 +323,9 @@ def _find_entry(
         chosen_name = first.name
         if catalog_key(first.name) == catalog_key(name) and first.aliases:
             chosen_name = first.aliases[0]
-        memory_text = f"{first.memory_bytes / GIB:.1f} GiB"
-        other_names = ", ".join(entry.name for entry in others)
         return first, [
-            f"{name} is read as {chosen_name} with {memory_text}; the catalogue also has"
-            f" {other_names}"
+            f"{name} is read as {chosen_name} with {first.memory_bytes / GIB:.1f} GiB; the"
+            f" catalogue also has {', '.join(entry.name for entry in others)}"
         ]
     short = re.sub(r"[^A-Za-z0-9_.+()/-]", "", name)
     if name[0].isdigit():  # a size, or a count without a sign

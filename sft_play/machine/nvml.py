@@ -259,9 +259,14 @@ def _read_instances(nvml: Any, handle: Any) -> tuple[tuple[MigInstance, ...], Ex
             memory.pop("reserved_bytes", None)
             sizes = {"total_bytes": None, "used_bytes": None, "free_bytes": None, **memory}
             uuid = query(nvml, "nvmlDeviceGetUUID", instance) or ""
-            processes = _read_processes(nvml, instance)
             instances.append(
-                MigInstance(uuid, profile, **sizes, processes=processes, card=card or None)
+                MigInstance(
+                    uuid,
+                    profile,
+                    **sizes,
+                    processes=_read_processes(nvml, instance),
+                    card=card or None,
+                )
             )
         elif error is not None and not _is_error_kind(nvml, error, *_ABSENT_ERRORS):
             instances_error = error

@@ -353,10 +353,10 @@ def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None
         return
     is_8bit = any(fields.get(f"{prefix}load_in_8bit") for prefix in ("", "_"))
     if method != "bitsandbytes" or is_8bit or mode != "qlora":
-        bits = ", 8 bits" * is_8bit
         raise ModelError(
-            f"the weights of {one_line(name)} are already quantised ({one_line(method)}{bits});"
-            " take the unquantised model: tuning.mode=qlora quantises it while loading"
+            f"the weights of {one_line(name)} are already quantised"
+            f" ({one_line(method)}{', 8 bits' * is_8bit}); take the unquantised model:"
+            " tuning.mode=qlora quantises it while loading"
         )
 
 
@@ -496,10 +496,8 @@ def _parse_special_float(value: ConfigJson) -> Any:
 def _fetch_config(name: str, revision: str | None) -> ConfigJson:
     from huggingface_hub import errors, hf_hub_download
 
-    model_text, no_config_reason = (
-        one_line(name),
-        "has no config.json on the hub: it is not a transformers model",
-    )
+    model_text = one_line(name)
+    no_config_reason = "has no config.json on the hub: it is not a transformers model"
     if "gguf" in name.lower():
         no_config_reason = f"is {_GGUF_DESCRIPTION}"
     reasons: dict[type[Exception], str] = {
@@ -552,10 +550,8 @@ def is_hub_reachable() -> bool:
     if offline_setting.upper() in ("1", "TRUE", "YES", "ON"):
         return False
     # the proxy that the environment names for the hub, where there is one
-    address, proxies = (
-        urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"),
-        getproxies(),
-    )
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    proxies = getproxies()
     proxy = proxies.get(address.scheme) or proxies.get("all")
     if proxy and not proxy_bypass(address.netloc):
         if "://" not in proxy:

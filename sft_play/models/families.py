@@ -442,9 +442,9 @@ class ConfigFields:
         return float(value)
 
     def _field_error(self, key: str, value: object, rule: str) -> ModelError:
-        value_text = one_line(json.dumps(value, default=str))
         return ModelError(
-            f"model {one_line(self.name)}: config.json has {key}: {value_text}; {rule}"
+            f"model {one_line(self.name)}: config.json has {key}:"
+            f" {one_line(json.dumps(value, default=str))}; {rule}"
         )
 
 

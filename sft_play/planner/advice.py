@@ -138,9 +138,9 @@ def _suggest_settings(request: PlanRequest) -> Iterator[Suggestion]:
     has_fit, combined_config, combined_settings = False, request.config, dict[str, str]()
     present_candidate = _planned_choice(request)
     for change in _memory_saving_settings(request):
-        setting, candidate = (
-            change,
-            _planned_choice(replace(request, config=_apply_setting(request.config, change))),
+        setting = change
+        candidate = _planned_choice(
+            replace(request, config=_apply_setting(request.config, setting))
         )
         # which may be what refuses the change
         if candidate is None and request.config.model.mesh_shape is not None:
@@ -302,12 +302,11 @@ def _larger_machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
             and candidate.host_required > hardware.ram_free_bytes
         ):
             ram_bytes = -(-candidate.host_required // RAM_STEP_BYTES) * RAM_STEP_BYTES
-            larger_machine = replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes)
-            yield larger_machine, f"{ram_bytes / GIB:.0f} GiB of RAM on each node"
+            machine = replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes)
+            yield machine, f"{ram_bytes / GIB:.0f} GiB of RAM on each node"
     larger_counts = [gpu_count for gpu_count in GPU_COUNTS if gpu_count > count]
-    for gpu_count in larger_counts:
-        if not count:
-            break
+    # a machine without GPUs has no kind to take more of
+    for gpu_count in larger_counts if count else []:
         machine = _machine_with_gpus(hardware, hardware.gpus[0], gpu_count)
         if _certainly_fits(lowest_on(machine)):
             yield machine, f"{gpu_count} of these GPUs"
@@ -632,12 +631,9 @@ def find_largest_fit(question: FitQuestion, request: PlanRequest) -> LargestFit:
     Raises ConfigError where no layout can run it."""
     if question == "model":
         return _find_largest_model(request)
-    # fp32_master_weights=False: weights that train in full may be bf16 where fp32 does not fit, as
-    # a plan would take them
-    inputs, layouts = (
-        build_plan_inputs(request, fp32_master_weights=False),
-        _layouts_with_known_ram(request),
-    )
+    # weights that train in full may be bf16 where fp32 does not fit, as a plan would take them
+    inputs = build_plan_inputs(request, fp32_master_weights=False)
+    layouts = _layouts_with_known_ram(request)
     if not layouts:
         raise ConfigError(f"MAX={question}: {_no_layout_reason(request)}")
     micro_batch = _micro_batch_option(request.config)

@@ -116,13 +116,13 @@ def make_plan(
         trace_candidate: traces the choice; the larger of prediction and trace counts.
         estimate_run_length: the optimizer steps and tokens of the run, given the effective batch.
 
-    Raises ConfigError for batch sizes that do not divide, and for what this machine, job or model
-    does not allow.
+    Raises ConfigError for batch sizes that do not divide, and what machine, job or model forbid.
     """
     config, shape, hardware = request.config, request.shape, request.hardware
     _check_settings(request)  # first, so that the message names the setting and not a layout
     inputs, candidates, impossible = _evaluate_layouts(request, build_plan_inputs(request))
     choice, candidates, notes = _choose_confirmed(inputs, candidates, trace_candidate)
+    # the choice stands; below is what the run, its ranks and its reader have to know of it
     speed_known = inputs.rates.is_known or inputs.find_correction(choice.layout).has_measured_speed
     step, half_precision = choice.step, choice.precision.compute != "float32"
     repeats_kv = step.on_gpu and needs_repeated_kv(
@@ -229,8 +229,10 @@ def _requested_layouts(request: PlanRequest) -> tuple[list[Layout], tuple[Imposs
         possible[:1]
     )
     if not layouts:
-        reasons = "; ".join(f"{item.name}: {item.because}" for item in impossible)
-        raise ConfigError(f"no layout over {hardware.ranks} ranks can run this job: {reasons}")
+        raise ConfigError(
+            f"no layout over {hardware.ranks} ranks can run this job: "
+            + "; ".join(f"{item.name}: {item.because}" for item in impossible)
+        )
     if request.keeps_params:
         layouts = [
             dataclasses.replace(layout, keeps_params=layout.offloads_params) for layout in layouts
@@ -248,6 +250,7 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
         device = hardware.gpus[0].name
     if hardware.ram_given:  # a named machine's RAM is only this machine's, which says nothing of it
         host_budget = hardware.ram_free_bytes
+    # the rows' own lengths where they are counted and hold under this limit, else full rows
     seq_len, row_tokens = request.max_seq_len, request.row_tokens
     if row_tokens is not None:
         row_tokens = row_tokens.limited_to(seq_len)

@@ -76,9 +76,8 @@ def plan_reasons(
     kernels: PlannedKernels,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run
-    should know; `max_seq_len`: tokens of a row at most; `notes`: what a trace of the choice
-    said."""
+    """Why the plan is as it is, and what a run should know; `max_seq_len`: tokens of a row at most;
+    `notes`: what a trace of the choice said."""
     config, shape = inputs.config, inputs.shape
     requested_seq_len = config.model.max_seq_len
     length_reason = (
@@ -113,16 +112,17 @@ def plan_reasons(
             )
     eval_rows, evaluation_reason = choice.step.eval_batch, ""
     if eval_rows:
-        given_note = " (eval.batch_size is given)" * (config.eval.batch_size != "auto")
+        option_note = " (eval.batch_size is given)" * (config.eval.batch_size != "auto")
         evaluation_bytes, step_bytes = (
             memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training")
         )
         evaluation_reason = (
-            f"evaluation: {plural(eval_rows, 'row')} at a time per rank{given_note}, rows of"
+            f"evaluation: {plural(eval_rows, 'row')} at a time per rank{option_note}, rows of"
             f" similar length together; {evaluation_bytes / GIB:.2f} GiB, a training step"
             f" {step_bytes / GIB:.2f}"
         )
     correction = inputs.find_correction(choice.layout).narrow_to_size(choice.uncorrected.reserved)
+    # in the order of the decisions; a text that does not apply is empty, and drops out
     reasons = (
         choice.precision.reason,
         length_reason * (max_seq_len != requested_seq_len),
@@ -320,13 +320,9 @@ def rejection_reason(
         extra_bytes = candidate.memory.allocated - choice.memory.allocated
         # less than 0.05 GiB would be printed as 0.0 GiB more
         if extra_bytes < GIB // 20:
-            full_logits, chunked = (
-                format_gib(candidate.memory.allocated),
-                format_gib(choice.memory.allocated),
-            )
             return (
-                f"full logits: {full_logits} GiB allocated; the chunked loss, which training uses,"
-                f" {chunked}"
+                f"full logits: {format_gib(candidate.memory.allocated)} GiB allocated; the chunked"
+                f" loss, which training uses, {format_gib(choice.memory.allocated)}"
             )
         return f"full logits: {format_gib(extra_bytes)} GiB more for the same loss"
     speed_ratio = candidate.speed.tokens_per_s / choice.speed.tokens_per_s
@@ -436,11 +432,8 @@ def plan_summary_lines(
         verdict = (
             f"NOT STARTED{' on this machine' * (not plan.hardware.named)} ({plan.choice.verdict})"
         )
-    hardware, batch, unit = (
-        plan.hardware,
-        plan.batch,
-        {"GPU": "GPUs", "process": "processes"}[plan.choice.device_word],
-    )
+    hardware, batch = plan.hardware, plan.batch
+    unit = {"GPU": "GPUs", "process": "processes"}[plan.choice.device_word]
     machine = "a CPU" if hardware.named else "this CPU"
     if hardware.gpus:
         machine = f"{len(hardware.gpus)} x {hardware.gpus[0].name}"

@@ -457,13 +457,10 @@ def select_experts_implementation(
     reason = "grouped_mm, one product for all experts of a block"
     casts_weights = precision.compute not in (precision.load, "float32")
     if casts_weights:
-        load_name, compute_name = (
-            DTYPE_SHORT_NAMES[precision.load],
-            DTYPE_SHORT_NAMES[precision.compute],
-        )
         reason += (
-            f"; their {load_name} weights are cast to {compute_name} for it, as autocast casts"
-            " those of other products"
+            f"; their {DTYPE_SHORT_NAMES[precision.load]} weights are cast to"
+            f" {DTYPE_SHORT_NAMES[precision.compute]} for it, as autocast casts those of other"
+            " products"
         )
     if problem is None:
         return ExpertsImplementation("grouped_mm", reason, casts_weights)

@@ -314,10 +314,9 @@ def find_layouts(
         layout = mesh_layout(mesh)
         obstacle = _layout_obstacle(layout, config, shape, hardware)
         if obstacle is not None:
-            alternative = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
             raise ConfigError(
-                f"{option_text} cannot run this job: {obstacle}; use {alternative}, or null to let"
-                " the plan choose"
+                f"{option_text} cannot run this job: {obstacle}; use"
+                f" {Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)}, or null to let the plan choose"
             )
         return (layout,), ()
     possible_layouts: list[Layout] = []
@@ -396,6 +395,7 @@ def _layout_obstacle(
     layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware
 ) -> str | None:
     optim = config.train.optim
+    # what the run asks for beside its optimizer
     if config.train.async_save and not (layout.is_fsdp and config.tuning.mode == "full"):
         return (
             "train.async_save: only FSDP2's ranks (fsdp), in full fine-tuning, write their parts"
@@ -434,6 +434,7 @@ def _layout_obstacle(
                 f"{init_text}: DoRA's layers are divided only when training begins, where half of"
                 " an adapter cannot be frozen"
             )
+    # what the ranks divide of the model and of its rows
     if layout.tensor_parallel > 1 and (
         obstacle := _tensor_parallel_obstacle(layout, config, shape, hardware)
     ):
@@ -442,6 +443,7 @@ def _layout_obstacle(
         obstacle := _context_parallel_obstacle(layout, config, shape)
     ):
         return obstacle
+    # what the optimizer cannot do with divided or offloaded tensors
     if optim in BITSANDBYTES_OPTIMIZERS and (
         layout.is_fsdp or layout.is_zero or layout.tensor_parallel > 1
     ):

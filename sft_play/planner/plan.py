@@ -79,11 +79,8 @@ def count_parameters(
     config: RunConfig, shape: ModelShape, precision: Precision, layout: Layout
 ) -> ParameterCounts:
     """The parameters of a run under its layout."""
-    lora, is_full, is_nf4 = (
-        config.tuning.lora,
-        config.tuning.mode == "full",
-        config.tuning.mode == "qlora",
-    )
+    lora, mode = config.tuning.lora, config.tuning.mode
+    is_full, is_nf4 = mode == "full", mode == "qlora"
     stacked_tensors = [
         (stacked, kind.count) for kind in shape.layers for stacked in kind.expert_weights
     ]

@@ -147,12 +147,9 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
         # all weights, and again for the backward pass those behind which more than
         # ZERO_REUSE_PARAMS lie until then; a checkpointed block larger than half of that releases
         # its first layers before its backward pass. For packed weights DeepSpeed counts bytes
-        layers, packed_params = (
-            shape.num_layers,
-            shape.linear_params * (config.tuning.mode == "qlora"),
-        )
+        layers = shape.num_layers
         recomputed_share = step.recomputed_layers(layers) / layers
-        counted_params = shape.params - 0.5 * packed_params
+        counted_params = shape.params - 0.5 * shape.linear_params * (config.tuning.mode == "qlora")
         kept_share = min(1.0, ZERO_REUSE_PARAMS / (2 + recomputed_share) / counted_params)
         block_params = counted_params - (2 - shape.tied) * shape.embedding_table_params
         regathered_share = max(0.0, block_params - layers * ZERO_REUSE_PARAMS / 2) / counted_params
@@ -736,11 +733,8 @@ class _Roofline:
         forward (two products) and 2.5 times as much backward (FlashAttention-2,
         https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice.
         """
-        shape, padded_tokens, is_full = (
-            self.shape,
-            micro_steps.padded_tokens,
-            self.config.tuning.mode == "full",
-        )
+        shape, is_full = self.shape, self.config.tuning.mode == "full"
+        padded_tokens = micro_steps.padded_tokens
         weight_gradient_share = 1.0 if is_full else 0.0
         adapter_flops = 0.0 if is_full else 2.0 * adapter_params(shape, self.config.tuning.lora)
         # keys that a query of a row sees on average, summed over the layers; eager attention
@@ -783,12 +777,8 @@ class _Roofline:
         """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a
         collective hides behind the backward pass of its micro-batch, those after the optimizer's
         update hide behind nothing."""
-        shape, rates, layout, grad_accum = (
-            self.shape,
-            self.rates,
-            self.step.layout,
-            max(1, round(micro_steps.count)),
-        )
+        shape, rates, layout = self.shape, self.rates, self.step.layout
+        grad_accum = max(1, round(micro_steps.count))
         # the backward pass takes two thirds of a micro-step
         hidden_s = HIDDEN_SHARE * micro_s * 2 / 3
         traffic = step_traffic(self.config, shape, self.precision, self.step)

@@ -129,6 +129,7 @@ def step_settings(
     is_full, is_fsdp = config.tuning.mode == "full", layout.name == "fsdp"
     half_dtype = precision.compute if precision.compute != "float32" else None
     sync = gradient_sync(config, precision, layout.name)
+    # how rows reach the attention, and what keeps them apart
     attention: TracedAttention = step.attention
     if step.varlen:
         attention = "one_by_one" if step.one_by_one else "varlen"
@@ -242,9 +243,11 @@ def _import_module(name: str) -> ModuleType:
 def cached_trace(settings: StepSettings) -> TracedPeak:
     """`step.trace_step`, whose result is read from the cache if there is one; raises as that
     does."""
-    key_fields = {"settings": settings.canonical_text(), "trace": TRACE_VERSION}
     return load_or_measure(
-        "traces", key_fields, _PEAK_ADAPTER, lambda: _import_module("step").trace_step(settings)
+        "traces",
+        {"settings": settings.canonical_text(), "trace": TRACE_VERSION},
+        _PEAK_ADAPTER,
+        lambda: _import_module("step").trace_step(settings),
     )
 
 
@@ -480,19 +483,18 @@ class BlockMeasurement:
         try:
             return self._measure_on_cpu(batches, length)
         except TraceUnavailable as error:
-            kind = one_line(str(self.settings.model.get("model_type")))
             raise ModelError(
-                f"no plan can be made for the class {kind}: what its blocks need cannot be measured"
-                f" ({problem}; on the CPU: {one_line(str(error), limit=200)})"
+                "no plan can be made for the class"
+                f" {one_line(str(self.settings.model.get('model_type')))}: what its blocks need"
+                f" cannot be measured ({problem}; on the CPU: {one_line(str(error), limit=200)})"
             ) from None
 
     def _measure_fake(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         sizes = (2 * self._chunk_tokens, self._chunk_tokens)
         long, short = 0, 0
         if length > 2 * sizes[0] and self._is_linear_in_tokens:
-            batch_shapes = [(1, size) for size in sizes]
             long, short = _import_module("step").count_operators(
-                self.settings, batch_shapes, depth=len(self.kind_indices)
+                self.settings, [(1, size) for size in sizes], depth=len(self.kind_indices)
             )
         if long <= short:
             return self._run_blocks([(rows, length) for rows in batches])

@@ -120,11 +120,7 @@ class CudaAttention:
     ) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu"):
             autocast_dtype = torch.get_autocast_dtype("cpu")
-            query, key, value = (
-                query.to(autocast_dtype),
-                key.to(autocast_dtype),
-                value.to(autocast_dtype),
-            )
+            query, key, value = (one.to(autocast_dtype) for one in (query, key, value))
         kernel = self.choose_kernel(query, key, value, attn_mask, enable_gqa)
         if kernel == "flash":
             return traced_flash_attention(query, key, value, dropout_p, is_causal, scale)
@@ -341,8 +337,9 @@ def chunk_gated_delta_rule(
     out = _DeltaRule.apply(query, key, value, g, beta, use_qk_l2norm_in_kernel, rows)
     if not output_final_state:
         return out, None
-    shape = (value.shape[0] * rows, value.shape[2], key.shape[3], value.shape[3])
-    return out, value.new_zeros(shape, dtype=torch.float32)
+    return out, value.new_zeros(
+        value.shape[0] * rows, value.shape[2], key.shape[3], value.shape[3], dtype=torch.float32
+    )
 
 
 def _norm_statistics(x: Any) -> Any:

@@ -224,10 +224,8 @@ class TracedLoop:
             "lion_8bit": lambda elements: build.adam_8bit_state_sizes(elements)[::2],
             "none": lambda elements: (),
         }
-        name, fp32_weights = (
-            self.settings.optimizer.removesuffix(_WIDE_EMBEDDINGS_SUFFIX),
-            list[Any](),
-        )
+        name = self.settings.optimizer.removesuffix(_WIDE_EMBEDDINGS_SUFFIX)
+        fp32_weights: list[Any] = []
         if name != self.settings.optimizer:
             fp32_weights = [
                 one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)

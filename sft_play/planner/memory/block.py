@@ -255,10 +255,8 @@ def attention(block: ForwardPass, x: TensorRef) -> TensorRef:
 
 def _query_key_value(block: ForwardPass, x: TensorRef) -> tuple[TensorRef, TensorRef, TensorRef]:
     spec = block.spec
-    q_size, kv_size = (
-        spec.heads * spec.head_dim * block.tokens,
-        spec.kv_heads * spec.head_dim * block.tokens,
-    )
+    q_size = spec.heads * spec.head_dim * block.tokens
+    kv_size = spec.kv_heads * spec.head_dim * block.tokens
     if "qkv" in block.linears:
         qkv = linear(block, x, "qkv")
         q, k, v = block.split(qkv, q_size, kv_size, qkv.elements - q_size - kv_size)

@@ -42,13 +42,8 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
     (training/model/model_loading.py). Under ZeRO-3 each rank creates all NF4 weights
     (core_model_loading.py), PEFT adds adapters in fp32, and only then does DeepSpeed partition;
     plain weights are partitioned as they arrive."""
-    config, shape, layout, resident = (
-        simulation.config,
-        simulation.shape,
-        simulation.step.layout,
-        simulation.resident,
-    )
-    itemsize = simulation.loaded_element_bytes.weights
+    config, shape, layout = simulation.config, simulation.shape, simulation.step.layout
+    resident, itemsize = simulation.resident, simulation.loaded_element_bytes.weights
 
     def terms(weights: int, adapters: int, temporary: int, **others: int) -> MemoryTerms:
         return {"weights": weights, "adapters": adapters, "gather_buffers": temporary, **others}
@@ -135,11 +130,8 @@ def _adapter_start_bytes(simulation: StepMemorySimulation) -> int:
 
 def host_read_bytes(simulation: StepMemorySimulation) -> int:
     """Bytes of RAM that a rank needs to load the weights, without pages of their files."""
-    layout, shape, itemsize = (
-        simulation.step.layout,
-        simulation.shape,
-        simulation.loaded_element_bytes.weights,
-    )
+    layout, shape = simulation.step.layout, simulation.shape
+    itemsize = simulation.loaded_element_bytes.weights
     if layout.is_fsdp or (layout.is_zero and layout.shards_params and not simulation.is_nf4):
         return itemsize * largest_tensor_elements(shape) + host_copy_bytes(simulation)
     sizes = sorted(
@@ -159,10 +151,8 @@ def host_copy_bytes(simulation: StepMemorySimulation) -> int:
     into memory, and copies what is cast from another dtype (DeepSpeed: each tensor in transit) or
     stacked (experts).
     """
-    shape, has_stored_dtype = (
-        simulation.shape,
-        simulation.shape.stored_dtype == simulation.precision.load,
-    )
+    shape = simulation.shape
+    has_stored_dtype = shape.stored_dtype == simulation.precision.load
     copied_params = (
         shape.expert_params if has_stored_dtype or simulation.step.layout.is_zero else shape.params
     )
@@ -694,12 +684,8 @@ def step_reserved_bytes(
 
 def select_margin(simulation: StepMemorySimulation) -> Margin:
     """The margin of a setting: the largest among the classes that it belongs to."""
-    config, shape, step, layout = (
-        simulation.config,
-        simulation.shape,
-        simulation.step,
-        simulation.step.layout,
-    )
+    config, shape = simulation.config, simulation.shape
+    step, layout = simulation.step, simulation.step.layout
     has_custom_experts = shape.uses_custom_experts or any(
         kind.num_experts and not kind.expert_weights for kind in shape.layers
     )

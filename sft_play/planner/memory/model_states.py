@@ -168,13 +168,12 @@ def trained_parameters(
         )
     lora = config.tuning.lora
     copied_modules = {name.rpartition(".")[2] for name in lora.modules_to_save}
-    trains_embedding, trains_head = (
-        bool(copied_modules & EMBEDDING_NAMES),
-        bool(copied_modules & HEAD_NAMES),
-    )
+    trains_embedding = bool(copied_modules & EMBEDDING_NAMES)
+    trains_head = bool(copied_modules & HEAD_NAMES)
     adapter_and_copy_params = adapter_params(shape, lora) + shape.embedding_table_params * (
         trains_embedding + trains_head
     )
+    # new tokens' rows train in each table that is not copied as a whole; tied tables are one
     tables = (
         1
         if shape.tied and not (trains_embedding or trains_head)

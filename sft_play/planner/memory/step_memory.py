@@ -151,10 +151,8 @@ class StepMemorySimulation:
             self.element_bytes = ElementBytes(
                 gathered_itemsize, loaded_element_bytes.autocast, gathered_itemsize
             )
-        self.weight_itemsize, self.trained_itemsize = (
-            DTYPE_BYTES[precision.load],
-            self.element_bytes.adapters,
-        )
+        self.weight_itemsize = DTYPE_BYTES[precision.load]
+        self.trained_itemsize = self.element_bytes.adapters
         if layout.is_fsdp:
             self.weight_itemsize = self.element_bytes.weights
         if self.is_full:
@@ -279,9 +277,11 @@ class StepMemorySimulation:
             # it; the block runs forward again first, and its input stays until its backward pass
             # has ended
             lone_peak = self._lone_forward_peak(layer, batch, self.specs, training=True)
-            peak = max(kept_layer.backward + kept_layer.input, block.recompute_peak)
             checkpointed = replace(
-                kept_layer, forward=lone_peak, saved=self._hidden_bytes(batch, layer), backward=peak
+                kept_layer,
+                forward=lone_peak,
+                saved=self._hidden_bytes(batch, layer),
+                backward=max(kept_layer.backward + kept_layer.input, block.recompute_peak),
             )
             layers.append(checkpointed.offloaded if self.step.offloads else checkpointed)
         return layers
@@ -593,10 +593,8 @@ class StepMemorySimulation:
         batch_bytes = self._batch_bytes(rows, specs, is_training=False)
         gather_buffers, gradient_bytes = self.gather_buffers, self._gradients_between_steps()
         # blocks of one kind need the same, and the last of them comes with the most casts held
-        last_layers, cast_bytes = (
-            {kind_index: layer for layer, kind_index in enumerate(self.shape.layer_order)},
-            0,
-        )
+        last_layers = {kind_index: layer for layer, kind_index in enumerate(self.shape.layer_order)}
+        cast_bytes = 0
         for layer, index in enumerate(self.shape.layer_order):
             block = self._evaluation_layer(layer, rows, specs)
             if last_layers[index] == layer:

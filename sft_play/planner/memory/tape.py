@@ -525,12 +525,8 @@ def _scale_by_weight(block: ForwardPass, x: TensorRef) -> TensorRef:
         if block.spec.norm == "gemma"
         else max(x.itemsize, block.spec.element_bytes.weights)
     )
-    size, e, trains_weight, needs_gradient = (
-        x.elements,
-        x.itemsize,
-        block.spec.trains_weights,
-        x.node is not None,
-    )
+    size, e, needs_gradient = x.elements, x.itemsize, x.node is not None
+    trains_weight = block.spec.trains_weights
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
         out = tape.new(size, itemsize) if needs_gradient else None
@@ -693,7 +689,6 @@ def _scale_by_magnitude(block: ForwardPass, x: TensorRef) -> TensorRef:
         tape.meter.add_transient(4 * size)
         if not needs_gradient:
             return (None,)
-        out = tape.new(size, 4)
-        return (tape.cast(out, e),)
+        return (tape.cast(tape.new(size, 4), e),)
 
     return block.tape.op((x,), size, 4, saved=(x,), backward=backward, trains_weight=True)
