@@ -166,9 +166,8 @@ class _ShapeBuilder:
         widths: tuple[int, ...] = (q, kv, kv)
         if len(family.qkv) == 1:
             widths = (q + 2 * kv,)
-        bias = fields.read_flag(family.qkv_bias)
         linears = [
-            LinearShape(path, self.hidden, width, bias)
+            LinearShape(path, self.hidden, width, fields.read_flag(family.qkv_bias))
             for path, width in zip(family.qkv, widths, strict=True)
         ]
         linears.append(

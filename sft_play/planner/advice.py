@@ -407,11 +407,12 @@ class Offer:
         error_text = "not compared with published runs"
         if self.speed_error is not None:
             error_text = f"±{self.speed_error:.0%}"
+        place = f" at {self.provider}" * bool(self.provider)
+        price_note = f", price of {self.read}" * bool(self.read)
         return (
-            f"{self.machine}{f' at {self.provider}' * bool(self.provider)}:"
-            f" {format_duration(3600 * self.hours)}, {self.cost:,.2f} USD"
-            f" ({self.usd_per_gpu_hour:g} a GPU-hour{f', price of {self.read}' * bool(self.read)};"
-            f" {self.layout}, about {self.tokens_per_s:,.0f} tokens/s, {error_text})"
+            f"{self.machine}{place}: {format_duration(3600 * self.hours)}, {self.cost:,.2f} USD"
+            f" ({self.usd_per_gpu_hour:g} a GPU-hour{price_note}; {self.layout}, about"
+            f" {self.tokens_per_s:,.0f} tokens/s, {error_text})"
         )
 
 
@@ -439,13 +440,11 @@ class BudgetResult:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        ages, cheapest, fastest = self._price_ages_days(), None, None
-        if self.fastest is not None:
-            cheapest, fastest = asdict(self.affordable_offers[0]), asdict(self.fastest)
+        ages, affordable, fastest = self._price_ages_days(), self.affordable_offers, self.fastest
         return {
             "usd": self.usd,
-            "cheapest": cheapest,
-            "fastest": fastest,
+            "cheapest": asdict(affordable[0]) if affordable else None,
+            "fastest": asdict(fastest) if fastest else None,
             "machines": [
                 {**asdict(offer), "within": offer.cost <= self.usd} for offer in self.offers
             ],
@@ -489,9 +488,11 @@ def compare_machine_prices(
     make_machine_plan: Callable[[Hardware], Plan | None],
     today: date,
 ) -> BudgetResult:
-    """Compare machines with their prices, by name (and whose list a price is from, None: the
-    user's): those on which the run fits, the cheapest first. `make_machine_plan` gives None where a
-    run certainly does not fit. Raises ConfigError: its length is not known."""
+    """Price the run on each machine: its name, the hardware, and the list that its price is from
+    (None: the user's price). Machines on which the run fits come with the cheapest first;
+    `make_machine_plan` gives None where a run certainly does not fit. Raises ConfigError: the run's
+    length is not known.
+    """
     offers, too_small = [], []
     for name, machine, price_list in machines:
         plan = None
@@ -690,8 +691,13 @@ def _simplest_fit(
         for layout in layouts:
             step_rows = effective_batch(inputs.config.train, ranks=layout.data_parallel)
             grad_accum = max(1, step_rows // (micro_batch * layout.data_parallel))
-            batch = BatchPlan(micro_batch, grad_accum, layout.data_parallel)
-            yield build_candidate(inputs, layout, batch, checkpointed_layers, eval_rows=1)
+            yield build_candidate(
+                inputs,
+                layout,
+                BatchPlan(micro_batch, grad_accum, layout.data_parallel),
+                checkpointed_layers,
+                eval_rows=1,
+            )
 
     return first_fitting(layout_candidates())
 

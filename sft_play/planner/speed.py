@@ -935,12 +935,9 @@ def find_speed_error(
             <= DATA_CENTRE_CAPABILITIES | WORKSTATION_CAPABILITIES | {(7, 0), (7, 5)}
         ),
     }
-    if (
-        reason := next(
-            (description for description, applies in uncompared.items() if applies), None
-        )
-    ) is not None:
-        return SpeedError(None, f"no published run {reason} was compared")
+    for description, applies in uncompared.items():
+        if applies:
+            return SpeedError(None, f"no published run {description} was compared")
     if shape.params < SMALL_MODEL_PARAMS or precision.compute != "bfloat16":
         return SMALL_MODEL_ERROR
     if not capabilities <= DATA_CENTRE_CAPABILITIES:

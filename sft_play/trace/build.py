@@ -435,8 +435,11 @@ def _quantise(model: Any, settings: StepSettings) -> None:
         bnb_4bit_compute_dtype=getattr(torch, settings.quant_compute),
         bnb_4bit_quant_storage=getattr(torch, settings.quant_storage),
     )
-    excluded_modules = nf4_experts.ExpertQuantizer.get_modules_to_not_convert(model)
-    replace_with_bnb_linear(model, excluded_modules, quantization_config=quantization_config)
+    replace_with_bnb_linear(
+        model,
+        nf4_experts.ExpertQuantizer.get_modules_to_not_convert(model),
+        quantization_config=quantization_config,
+    )
     linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
     for name, layer in list(model.named_modules()):
         if isinstance(layer, linear_4bit):

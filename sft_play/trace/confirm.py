@@ -471,11 +471,11 @@ class BlockMeasurement:
             length,
             _MODE_TEXTS[self.block_mode],
         )
-        problem = ""
+        problem, measurements = "", [self]
         # a class may not take boundaries: then its rows are padded, as a run pads them
-        for measurement in (self, replace(self, settings=self.padded_settings))[
-            : 1 + (self.padded_settings is not self.settings)
-        ]:
+        if self.padded_settings is not self.settings:
+            measurements.append(replace(self, settings=self.padded_settings))
+        for measurement in measurements:
             try:
                 return measurement._measure_fake(batches, length)
             except TraceUnavailable as error:
