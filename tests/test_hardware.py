@@ -309,7 +309,7 @@ def test_a_name_of_several_gpus_is_read_aloud(text, note):
         ("2xMyGPU,mem=9999999TiB", "mem takes a size with its unit"),
         ("2xH200,mem=24GiB,mem=48GiB", "gives mem= twice"),
         ("2xH200,memory=24GiB", "'memory' is not an option of a machine; did you mean mem"),
-        ("2xH200,colour=red", "'colour' is not an option of a machine; there are mem, bandwidth"),
+        ("2xH200,zzz=1", "'zzz' is not an option of a machine; there are mem, bandwidth"),
         ("2xH200,24GiB", "'24GiB' is not NAME=VALUE with mem, bandwidth"),
         ("H200,bandwidth=4800", "bandwidth takes a rate with its unit"),
         ("H200,bf16=165", "bf16 takes a dense rate with its unit"),

@@ -265,13 +265,16 @@ def compute_correction(
     is_compiled: bool = False,
     budget_bytes: int = 0,
 ) -> Correction:
-    """The correction from recorded runs of the closest kind, by their raw ratios; compiled ones
-    apart from plain ones. Memory is learned from runs of this model in this layout, else from those
-    of this layout, else from those of the device and mode. Speed is learned from runs of this model
-    in any layout, else from all, so that a measurement of one layout does not make another look
-    faster; if there is none, from the self-test's trials. Either is learned only from runs with the
-    kernels that the plan counts for it. What ran out of memory counts for this model in this
-    layout, as long as `budget_bytes` is not much larger now."""
+    """The correction from recorded runs of the closest kind, by their raw ratios; compiled runs
+    apart from plain ones.
+
+    Memory is learned from runs of this model in this layout, else from runs of this layout, else
+    from runs of the device and mode. Speed is learned from runs of this model in any layout, else
+    from all, so that a measurement of one layout does not make another look faster; if there is
+    none, from the self-test's trials. Either is learned only from runs with the kernels that the
+    plan counts for it. A run that ran out of memory counts for this model in this layout, as long
+    as `budget_bytes` is not much larger now.
+    """
     same_kind = [
         run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, is_compiled)
     ]
