@@ -74,7 +74,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "head_dim": 32}),
     ("ernie4_5", {"use_bias": True}),
     ("exaone4", {"sliding_window": 16, "sliding_window_pattern": 2}),
-    ("exaone4", {"sliding_window": None, "sliding_window_pattern": None}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "attention_bias": True, "mlp_bias": True}),
     ("hunyuan_v1_dense", {"attention_bias": True, "head_dim": 32}),
 ]
@@ -135,6 +134,11 @@ def test_small_sizes_give_the_modules_of_the_class(kind):
 @pytest.mark.parametrize(("kind", "changes"), VARIANTS, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_variant_gives_the_modules_of_the_class(kind, changes):
     check(file_of(kind, **changes))
+
+
+def test_without_a_window_no_rule_asks_for_its_fields():
+    shape = parse_model_shape(file_of("exaone4", sliding_window=None, sliding_window_pattern=None), name="m")
+    assert (shape.window, {kind.attention for kind in shape.layers}) == (None, {"full"})
 
 
 @pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
