@@ -136,6 +136,11 @@ def test_a_variant_gives_the_modules_of_the_class(kind, changes):
     check(file_of(kind, **changes))
 
 
+def test_without_a_window_no_rule_asks_for_its_fields():
+    shape = parse_model_shape(file_of("exaone4", sliding_window=None, sliding_window_pattern=None), name="m")
+    assert (shape.window, {kind.attention for kind in shape.layers}) == (None, {"full"})
+
+
 @pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
 def test_fields_left_to_the_class_are_those_of_the_class(kind):
     width = CLASS_DEFAULTS[kind]["hidden_size"]

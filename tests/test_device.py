@@ -90,6 +90,9 @@ def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, 
     [
         ({}, {}),
         (pci("0000:00:02.0", "0x8086", "0x030000"), {}),  # a processor's own GPU
+        (pci("0000:00:02.0", "0x8086", "0x038000"), {}),  # without a screen
+        (pci("0000:00:0b.0", "0x8086", "0x120000"), {}),  # its NPU
+        (pci("0000:04:00.0", "0x1002", "0x120000"), {"HIP_VISIBLE_DEVICES": "-1"}),
         (pci("0000:03:00.0", "0x8086", "0x020000"), {}),  # a network card
         (pci("0000:05:00.0", "0x1002", "0x030000"), {}),  # one for a screen
         (pci("0000:05:00.0", "0x1002", "0x040300"), {}),  # its sound

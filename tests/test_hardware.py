@@ -6,6 +6,7 @@ import os
 import random
 import sys
 
+import pynvml
 import pytest
 
 from sft_play.errors import HardwareError
@@ -69,6 +70,12 @@ def test_a_gpu_that_fell_off_the_bus_hides_no_other(nvml):
     found = detect_hardware({})
     assert [gpu.index for gpu in found.gpus] == [0, 2]
     assert found.notes == ("GPU 1 does not answer its driver (GPU is lost)",)
+
+
+def test_a_gpu_that_answers_nothing_is_told_by_the_error_that_says_it_is_lost(nvml):
+    fake = nvml(FakeGpu(name=None, total=0, capability=None))
+    fake.refused, fake.refusal = "nvmlDeviceGetUUID", pynvml.NVMLError_GpuIsLost
+    assert detect_hardware({}).notes == ("GPU 0 does not answer its driver (GPU is lost)",)
 
 
 def test_a_gpu_that_shares_the_hosts_memory_has_that(nvml):
@@ -302,6 +309,7 @@ def test_a_name_of_several_gpus_is_read_aloud(text, note):
         ("2xMyGPU,mem=9999999TiB", "mem takes a size with its unit"),
         ("2xH200,mem=24GiB,mem=48GiB", "gives mem= twice"),
         ("2xH200,memory=24GiB", "'memory' is not an option of a machine; did you mean mem"),
+        ("2xH200,zzz=1", "'zzz' is not an option of a machine; there are mem, bandwidth"),
         ("2xH200,24GiB", "'24GiB' is not NAME=VALUE with mem, bandwidth"),
         ("H200,bandwidth=4800", "bandwidth takes a rate with its unit"),
         ("H200,bf16=165", "bf16 takes a dense rate with its unit"),

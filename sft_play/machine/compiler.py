@@ -51,8 +51,8 @@ class Toolchain:
 
 
 def find_toolchain(environment: Mapping[str, str]) -> Toolchain:
-    """Find this machine's by a trial: a one-line module is compiled as Triton would compile its
-    own."""
+    """Find this machine's toolchain by a trial: a one-line module is compiled as Triton would
+    compile its own."""
     compiler = environment.get("CC") or shutil.which("gcc") or shutil.which("clang")
     # as Triton does it: Debian's posix_local has no Python.h (triton 3.7.1, runtime/build.py)
     scheme = sysconfig.get_default_scheme()
@@ -105,9 +105,8 @@ def inductor_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tup
     `_inductor/config.py`: `cpp.cxx`).
     """
     unsupported_gpus = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (7, 0)]
-    if (
-        unsupported_gpus
-    ):  # torch 2.13, _inductor/scheduler.py: GPUTooOldForTriton, in the first step
+    # torch 2.13, _inductor/scheduler.py: GPUTooOldForTriton, in the first step
+    if unsupported_gpus:
         capability = ".".join(map(str, unsupported_gpus[0].capability or ()))
         return (
             (
@@ -137,9 +136,9 @@ def inductor_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tup
 def require_inductor(hardware: Hardware, environment: Mapping[str, str]) -> None:
     """Raises HardwareError, before anything loads, where inductor cannot compile blocks."""
     if problem := inductor_obstacle(hardware, environment):
-        problem_text = "; ".join(problem)
         raise HardwareError(
-            f"train.compile: inductor cannot compile here: {problem_text}, or train.compile=false"
+            f"train.compile: inductor cannot compile here: {'; '.join(problem)}, or"
+            " train.compile=false"
         )
 
 

@@ -33,12 +33,12 @@ class Gpu:
 
     @property
     def is_amd(self) -> bool:
-        """Whether it is one of AMD's, which can only be named."""
+        """True if it is one of AMD's, which can only be named."""
         return self.name.startswith("AMD ")
 
     @property
     def has_bf16(self) -> bool:
-        """Whether its matrix units compute in bfloat16; unknown counts as yes."""
+        """True if its matrix units compute in bfloat16; unknown counts as yes."""
         return self.capability is None or self.capability >= BF16_CAPABILITY
 
     def flops(self, dtype: str) -> float | None:

@@ -14,7 +14,7 @@ both. Links are bytes per second and GPU in one direction; `nvlink` is what join
 machine as it is sold, bridges between two cards are an extra that a user has to name (`link=`);
 `pcie` is lanes x rate before encoding.
 
-The figures are in `gpu_catalog.json`. One of which no source was seen is not there:
+The figures are in `gpu_catalog.json`. A GPU without a seen source is not there:
 `HARDWARE="2xMyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS"`.
 """
 

@@ -225,10 +225,9 @@ def parse_hardware(text: str) -> Hardware:
     link = entry.link if entry else None
     if "link" in options:
         link = options["link"] / 2
-        given_text = f"link={options['link'] / 1e9:g}GB/s"
         notes.append(
-            f"{given_text} is read as data sheets quote it, both directions: {link / 1e9:g} GB/s"
-            " each way"
+            f"link={options['link'] / 1e9:g}GB/s is read as data sheets quote it, both directions:"
+            f" {link / 1e9:g} GB/s each way"
         )
     if gpu.is_amd:
         notes.append(
@@ -288,9 +287,9 @@ def _parse_options(assignments: Sequence[str], text: str, *, has_gpus: bool) -> 
                 f"{prefix}: {one_line(assignment)!r} is not NAME=VALUE with {', '.join(_OPTIONS)}"
             )
         if name not in _OPTIONS:
-            hint = did_you_mean(name, _OPTIONS, min_similarity=0.5)
+            hint = f"{did_you_mean(name, _OPTIONS, min_similarity=0.5)} ".lstrip()
             raise HardwareError(
-                f"{prefix}: {one_line(name)!r} is not an option of a machine; {hint} there are"
+                f"{prefix}: {one_line(name)!r} is not an option of a machine; {hint}there are"
                 f" {', '.join(_OPTIONS)}"
             )
         if not has_gpus and name not in _HOST_OPTIONS:
@@ -324,11 +323,9 @@ def _find_entry(
         chosen_name = first.name
         if catalog_key(first.name) == catalog_key(name) and first.aliases:
             chosen_name = first.aliases[0]
-        memory_text = f"{first.memory_bytes / GIB:.1f} GiB"
-        other_names = ", ".join(entry.name for entry in others)
         return first, [
-            f"{name} is read as {chosen_name} with {memory_text}; the catalogue also has"
-            f" {other_names}"
+            f"{name} is read as {chosen_name} with {first.memory_bytes / GIB:.1f} GiB; the"
+            f" catalogue also has {', '.join(entry.name for entry in others)}"
         ]
     short = re.sub(r"[^A-Za-z0-9_.+()/-]", "", name)
     if name[0].isdigit():  # a size, or a count without a sign
@@ -360,8 +357,8 @@ def _fill_rates(gpu: Gpu, entry: CatalogEntry) -> Gpu:
 
 # --- this machine ---------------------------------------------------------------------------------
 def detect_hardware(environment: Mapping[str, str] | None = None) -> Hardware:
-    """This machine, as a process started with `environment` would see it; rates are those of the
-    catalogue."""
+    """Detect this machine, as a process started with `environment` would see it; rates are the
+    catalogue's."""
     environment = os.environ if environment is None else environment
     visible, visibility_notes = visible_gpus(environment)
     gpus, links, notes = list[Gpu](), list[float | None](), [*visibility_notes]
@@ -402,13 +399,12 @@ def detect_hardware(environment: Mapping[str, str] | None = None) -> Hardware:
 
 
 def _fill_detected_rates(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
-    """With the catalogue's rates; an instance has its share of them, by slices of seven and by
-    memory."""
+    """The GPU with the catalogue's rates; an instance has its share of them, by slices of seven and
+    by memory."""
     if entry is None:
         return gpu
-    gpu = replace(
-        gpu, capability=gpu.capability or entry.capability
-    )  # where the driver does not tell it
+    # where the driver does not tell it
+    gpu = replace(gpu, capability=gpu.capability or entry.capability)
     if gpu.mig is None:
         return _fill_rates(gpu, entry)
     # 3g.20gb: three of seven slices; 1c.3g.20gb: a compute instance with one of those three, and

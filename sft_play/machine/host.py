@@ -24,17 +24,15 @@ def read_text_or_empty(path: Path) -> str:
 
 
 def is_wsl(osrelease: Path | None = None) -> bool:
-    """Whether this Linux runs in Windows (WSL), by the kernel's release."""
+    """True if this Linux runs in Windows (WSL), by the kernel's release."""
     return "microsoft" in read_text_or_empty(osrelease or OSRELEASE).lower()
 
 
 def total_and_free_ram() -> tuple[int, int]:
     """Total and available RAM in bytes, no more than the control groups of this process allow."""
     host = psutil.virtual_memory()
-    total, free = (
-        int(host.total),
-        int(host.available),
-    )  # available: free, and cache that the kernel would drop
+    # available: free, and cache that the kernel would drop
+    total, free = int(host.total), int(host.available)
     # the kernel kills a process at its group's limit, however much RAM the host has left
     for folder, limit_file, use_file in _cgroup_folders():
         limit = _read_number(folder / limit_file)

@@ -40,7 +40,7 @@ class NodeSetup:
 
 
 def is_host_address(text: str) -> bool:
-    """Whether a text can be a host: an IP address or a name."""
+    """True if a text can be a host: an IP address or a name."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -106,7 +106,7 @@ def _normalize_address(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means this machine wherever it is read."""
+    """True if an address means this machine wherever it is read."""
     try:
         return ipaddress.ip_address(_normalize_address(address)).is_loopback
     except ValueError:
@@ -114,20 +114,19 @@ def is_loopback(address: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Whether a server that listens there can be reached by this machine alone."""
+    """True if a server that listens there can be reached by this machine alone."""
     return host.lower() == "localhost" or is_loopback(host)
 
 
 def allowed_host_names(host: str) -> frozenset[str] | None:
-    """The names under which clients ask a server that only this machine can reach; None, which is
-    any, for another. A page in a browser of this machine can be made to reach it too: under its own
-    name, pointed here (DNS rebinding).
-    """
+    """The names under which clients may ask a server that only this machine can reach; None, which
+    is any name, for a server that others reach. A page in a browser of this machine can be made to
+    reach it too: under its own name, pointed here (DNS rebinding)."""
     return frozenset((host.lower(), "localhost", "127.0.0.1", "::1")) if is_local(host) else None
 
 
 def is_local_request(allowed_names: frozenset[str] | None, host: str, origin: str | None) -> bool:
-    """Whether a request's Host, and its Origin where it has one, are names of this machine."""
+    """True if a request's Host, and its Origin where it has one, are names of this machine."""
     if allowed_names is None:
         return True
     try:
@@ -145,7 +144,7 @@ def _address_family(address: str) -> socket.AddressFamily:
 
 
 def can_bind(address: str) -> bool:
-    """Whether this machine can listen at an address."""
+    """True if this machine can listen at an address."""
     with (
         contextlib.suppress(OSError),
         socket.socket(_address_family(address), socket.SOCK_STREAM) as probe,
@@ -161,9 +160,8 @@ def require_free_port(port: int | None) -> None:
     if port is None:
         return
     with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a port that was just closed counts as free
+        # a port that was just closed counts as free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:

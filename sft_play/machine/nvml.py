@@ -80,9 +80,8 @@ def driver_versions(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
     """The driver's version and the newest CUDA that it runs; None where it does not say."""
     newest_cuda = int(query(nvml, "nvmlSystemGetCudaDriverVersion_v2") or 0)
     version = query(nvml, "nvmlSystemGetDriverVersion")
-    return version, (
-        (newest_cuda // 1000, newest_cuda % 1000 // 10) if newest_cuda else None
-    )  # 13020 is CUDA 13.2
+    # 13020 is CUDA 13.2
+    return version, ((newest_cuda // 1000, newest_cuda % 1000 // 10) if newest_cuda else None)
 
 
 def gpu_snapshot(*, details: bool = True, topology: bool = True) -> GpuSnapshot | None:
@@ -161,9 +160,8 @@ def _read_gpu(
         }
     if memory:
         errors.pop("memory", None)
-    mig_mode = query(
-        nvml, "nvmlDeviceGetMigMode", handle
-    )  # not supported: most GPUs, and old drivers
+    # not supported: most GPUs, and old drivers
+    mig_mode = query(nvml, "nvmlDeviceGetMigMode", handle)
     is_mig_enabled = mig_mode and bool(mig_mode[0])
     instances: tuple[MigInstance, ...] = ()
     if is_mig_enabled is not False:
@@ -174,8 +172,9 @@ def _read_gpu(
     trouble = None
     for error in errors.values():
         is_lost = _is_error_kind(nvml, error, "GpuIsLost", "ResetRequired") or "lost" in str(error)
-        if is_lost or (errors.keys() >= queries.keys() and not instances):
-            trouble = trouble or _error_text(error)
+        # a GPU that answers nothing is told by its first error, or by the one that says it is lost
+        if is_lost or (errors.keys() >= queries.keys() and not (instances or trouble)):
+            trouble = _error_text(error)
     capability = answers["compute capability"][0]
     return GpuStatus(
         index=index,
@@ -260,9 +259,14 @@ def _read_instances(nvml: Any, handle: Any) -> tuple[tuple[MigInstance, ...], Ex
             memory.pop("reserved_bytes", None)
             sizes = {"total_bytes": None, "used_bytes": None, "free_bytes": None, **memory}
             uuid = query(nvml, "nvmlDeviceGetUUID", instance) or ""
-            processes = _read_processes(nvml, instance)
             instances.append(
-                MigInstance(uuid, profile, **sizes, processes=processes, card=card or None)
+                MigInstance(
+                    uuid,
+                    profile,
+                    **sizes,
+                    processes=_read_processes(nvml, instance),
+                    card=card or None,
+                )
             )
         elif error is not None and not _is_error_kind(nvml, error, *_ABSENT_ERRORS):
             instances_error = error
@@ -302,8 +306,8 @@ def _read_topology(
 
 
 def _read_nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:
-    """Active NVLinks of a GPU by the bus of what they lead to, those to a switch together; None:
-    not told."""
+    """Count a GPU's active NVLinks by the bus at their other end, all switches as one; None if the
+    driver does not tell."""
     links: Counter[str] = Counter()
     if not hasattr(nvml, "NVML_NVLINK_MAX_LINKS"):
         return None

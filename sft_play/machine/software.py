@@ -61,7 +61,7 @@ def installed_version(package: str) -> str | None:
 
 
 def missing_kernel_packages() -> frozenset[str]:
-    """Those of `KERNEL_PACKAGES` that are not installed."""
+    """The packages of `KERNEL_PACKAGES` that are not installed."""
     return frozenset(name for name in KERNEL_PACKAGES if installed_version(name) is None)
 
 
@@ -89,7 +89,7 @@ def torch_cuda_version() -> str | None:
 @dataclass(frozen=True)
 class CudaLibraries:
     """The CUDA that torch is built for, and cuDNN's version as torch numbers it: 9.20.0 is 92000;
-    0: none is known. The defaults are those of the pinned torch from PyPI (2.13.0: CUDA 13.0,
+    0: none is known. The defaults belong to the pinned torch from PyPI (2.13.0: CUDA 13.0,
     nvidia-cudnn-cu13 9.20.0.48). Its build for CUDA 12.6 has cuDNN 9.10.2."""
 
     cuda: tuple[int, ...] = (13, 0)
@@ -213,14 +213,17 @@ def find_unsloth_python(environment: Mapping[str, str]) -> Path | None:
     pythons = [(folder / "bin" / "python").absolute() for folder in folders]
     python = next((path for path in pythons if os.access(path, os.X_OK)), None)
     if setting and python is None:
-        problem = f"{UNSLOTH_VARIABLE}={one_line(setting)} names no environment"
-        raise BackendError(f"{problem}: there is no program {pythons[0]}")
+        raise BackendError(
+            f"{UNSLOTH_VARIABLE}={one_line(setting)} names no environment: there is no program"
+            f" {pythons[0]}"
+        )
     return python
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables for Unsloth's Python, without those of this one's packages or a launcher's
-    ranks; its count of users is turned off, and its generated code goes into the cache."""
+    """The variables for Unsloth's Python, without the paths of this one's packages and without a
+    launcher's ranks; Unsloth's count of users is turned off, and its generated code goes into the
+    cache."""
     defaults = {
         "UNSLOTH_DISABLE_STATISTICS": "1",
         "UNSLOTH_COMPILE_LOCATION": str(cache_dir() / "unsloth"),

@@ -79,9 +79,8 @@ def _expand_gpu(gpu: GpuStatus) -> list[ListedGpu]:
     name = gpu.name or next((item.card for item in gpu.instances if item.card), None) or UNNAMED_GPU
     gpu_facts = Gpu(gpu.index, name, gpu.total_bytes or 0, gpu.free_bytes, capability)
     obstacle, note = gpu_obstacle(gpu), None
-    if (
-        obstacle is None and not gpu.mig_enabled and not gpu.total_bytes
-    ):  # a GB10 has no memory of its own to tell
+    # a GB10 has no memory of its own to tell
+    if obstacle is None and not gpu.mig_enabled and not gpu.total_bytes:
         gpu_facts = replace(gpu_facts, total_bytes=_catalog_bytes(name))
         note = (
             f"GPU {gpu.index}: {_unknown_memory_text(gpu)}; planned with the catalogue's "
@@ -145,9 +144,8 @@ def _filter_visible(listed_gpus: tuple[ListedGpu, ...], variable: str) -> tuple[
             and len(listed_gpus) == 1
             and not listed_gpus[0].uuid
         ):
-            matches = list(
-                listed_gpus
-            )  # the only one there is, whose UUID the driver does not tell
+            # the only one there is, whose UUID the driver does not tell
+            matches = list(listed_gpus)
         # a short UUID that fits two GPUs names neither; a split GPU is named with all its instances
         gpus = {item.uuid if entry.startswith("MIG-") else str(item.gpu.index) for item in matches}
         if len(gpus) != 1 or matches[0] in visible:
@@ -208,12 +206,14 @@ def find_unusable_accelerator(
 ) -> str | None:
     """The accelerator that a run on this machine, or the one below `root`, would silently leave
     unused, with what to do; None if there is none. `nvml`: its answer, where it is not to be asked.
-    `CUDA_VISIBLE_DEVICES=`, or -1, asks for the CPU."""
+    `CUDA_VISIBLE_DEVICES=`, or -1, asks for the CPU; beside AMD's GPUs `HIP_VISIBLE_DEVICES` does
+    too."""
     visible_setting = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible_setting is not None and visible_setting.strip() in (
-        "",
-        "-1",
-    ):  # a wish for the CPU is no accident
+    # a wish for the CPU is no accident
+    emptied = [
+        name for name in VISIBILITY_VARIABLES if environment.get(name, "0").strip() in ("", "-1")
+    ]
+    if "CUDA_VISIBLE_DEVICES" in emptied:
         return None
     signs, other_devices = _device_signs(root)
     nvml = nvml or _query_nvml()
@@ -223,7 +223,7 @@ def find_unusable_accelerator(
     if not nvml.gpu_count and signs:
         problem = f"this machine shows {' and '.join(signs)}, and NVML says: {nvml.error}"
         remedy = _DRIVER_REMEDY
-    elif not nvml.gpu_count and other_devices:
+    elif not nvml.gpu_count and other_devices and not emptied:
         problem = f"this machine shows {' and '.join(other_devices)}"
         remedy = (
             "runs are planned for NVIDIA's GPUs and for CPUs, and nothing is known of how they do"
@@ -263,10 +263,15 @@ def _device_signs(root: Path) -> tuple[list[str], list[str]]:
         )
         # NVIDIA's number as a maker, then classes: 3D and other display controllers, and processing
         # accelerators. A GPU of AMD's or Intel's for a screen (VGA) does not count, which most
-        # processors have.
+        # processors have. What Intel has on bus 0 is part of the processor: a GPU without a screen,
+        # an NPU.
         if vendor == "0x10de" and device_class.startswith(("0x03", "0x12")):
             signs.append(f"an NVIDIA GPU on the PCI bus ({device.name})")
-        elif vendor in _OTHER_VENDORS and device_class.startswith(("0x0302", "0x0380", "0x12")):
+        elif (
+            vendor in _OTHER_VENDORS
+            and device_class.startswith(("0x0302", "0x0380", "0x12"))
+            and not (vendor == "0x8086" and ":00:" in device.name)
+        ):
             others.append(
                 f"an accelerator of {_OTHER_VENDORS[vendor]}'s on the PCI bus ({device.name})"
             )

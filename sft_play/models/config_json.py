@@ -75,10 +75,10 @@ def parse_model_shape(config: Mapping[str, Any], *, name: str) -> ModelShape:
             f"model {one_line(name)}: config.json has {key}: {one_line(str(fields.values[key]))},"
             " which the plan does not know without transformers"
         )
-    parts = (config, wrapped_config(config))
+    # files from before transformers 5 have torch_dtype
     dtypes = [
-        part.get("dtype") or part.get("torch_dtype") for part in parts
-    ]  # torch_dtype: before transformers 5
+        part.get("dtype") or part.get("torch_dtype") for part in (config, wrapped_config(config))
+    ]
     stored_dtype = next(
         (dtype.removeprefix("torch.") for dtype in dtypes if isinstance(dtype, str)), None
     )
@@ -166,9 +166,8 @@ class _ShapeBuilder:
         widths: tuple[int, ...] = (q, kv, kv)
         if len(family.qkv) == 1:
             widths = (q + 2 * kv,)
-        bias = fields.read_flag(family.qkv_bias)
         linears = [
-            LinearShape(path, self.hidden, width, bias)
+            LinearShape(path, self.hidden, width, fields.read_flag(family.qkv_bias))
             for path, width in zip(family.qkv, widths, strict=True)
         ]
         linears.append(
@@ -195,9 +194,8 @@ class _ShapeBuilder:
                     paths, width * fields.require_count(experts.shared_count_field), bias=False
                 )
             up_path, down_path = EXPERT_WEIGHTS
-            biases = (
-                2 * width + self.hidden
-            ) * experts.has_expert_bias  # of gate and up, and of down
+            # of gate and up, and of down
+            biases = (2 * width + self.hidden) * experts.has_expert_bias
             kind = replace(
                 kind,
                 num_experts=expert_count,
@@ -244,8 +242,9 @@ class _ShapeBuilder:
         if rule == "none":
             return "full"
         # transformers 5 writes layer_types; older files only have the window, and the class's own
-        # rule applies
+        # rule applies, whose fields may be missing where there is no window
         layer_types = fields.values.get("layer_types")
+        has_window = bool(fields.read_optional_count("sliding_window"))
         if isinstance(layer_types, list) and rule != "all":
             if len(layer_types) != self.num_layers:
                 raise ModelError(
@@ -258,17 +257,17 @@ class _ShapeBuilder:
                     f" {one_line(str(layer_types[index]))}, which the plan does not know without"
                     " transformers"
                 )
-            is_sliding = layer_types[index] == "sliding_attention"
-        elif "use_sliding_window" in fields.values and not fields.read_flag("use_sliding_window"):
+            is_sliding = has_window and layer_types[index] == "sliding_attention"
+        elif not has_window or (
+            "use_sliding_window" in fields.values and not fields.read_flag("use_sliding_window")
+        ):
             is_sliding = False
         elif rule == "late":
             is_sliding = index >= (fields.read_optional_count("max_window_layers") or 0)
-        elif (
-            rule == "no_rope"
-        ):  # blocks without rotary positions: no_rope_layers has 1 where there are
-            is_sliding = (index + 1) % (
-                fields.read_optional_count("no_rope_layer_interval") or 4
-            ) == 0
+        elif rule == "no_rope":
+            # blocks without rotary positions: no_rope_layers has 1 where there are
+            interval = fields.read_optional_count("no_rope_layer_interval") or 4
+            is_sliding = (index + 1) % interval == 0
             rope_layers = fields.values.get("no_rope_layers")
             if isinstance(rope_layers, list) and index < len(rope_layers):
                 is_sliding = not rope_layers[index]
@@ -278,9 +277,7 @@ class _ShapeBuilder:
             is_sliding = (index + 1) % fields.require_count("sliding_window_pattern") != 0
         else:
             is_sliding = rule == "all" or (index + 1) % int(rule.removeprefix("every_")) != 0
-        if is_sliding and fields.read_optional_count("sliding_window"):
-            return "sliding"
-        return "full"
+        return "sliding" if is_sliding else "full"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -340,10 +337,10 @@ def text_only_note(config: Mapping[str, Any]) -> str:
     others."""
     if not wrapped_config(config):
         return ""
-    model_type = one_line(str(config.get("model_type")))
     return (
-        f"only the language model of this {model_type} is trained; its other parts are not loaded,"
-        " and stay in merged and fully trained models as they are published"
+        f"only the language model of this {one_line(str(config.get('model_type')))} is trained;"
+        " its other parts are not loaded, and stay in merged and fully trained models as they are"
+        " published"
     )
 
 
@@ -355,10 +352,10 @@ def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None
         return
     is_8bit = any(fields.get(f"{prefix}load_in_8bit") for prefix in ("", "_"))
     if method != "bitsandbytes" or is_8bit or mode != "qlora":
-        bits = ", 8 bits" * is_8bit
         raise ModelError(
-            f"the weights of {one_line(name)} are already quantised ({one_line(method)}{bits});"
-            " take the unquantised model: tuning.mode=qlora quantises it while loading"
+            f"the weights of {one_line(name)} are already quantised"
+            f" ({one_line(method)}{', 8 bits' * is_8bit}); take the unquantised model:"
+            " tuning.mode=qlora quantises it while loading"
         )
 
 
@@ -477,10 +474,8 @@ def _read_config(folder: Path, name: str) -> ConfigJson:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"), object_hook=_parse_special_float)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not text, not JSON, or a number with thousands of digits
+    except (ValueError, RecursionError) as error:
+        # not text, not JSON, or a number with thousands of digits
         raise ModelError(f"{path} is not JSON: {one_line(str(error))}") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
@@ -500,10 +495,8 @@ def _parse_special_float(value: ConfigJson) -> Any:
 def _fetch_config(name: str, revision: str | None) -> ConfigJson:
     from huggingface_hub import errors, hf_hub_download
 
-    model_text, no_config_reason = (
-        one_line(name),
-        "has no config.json on the hub: it is not a transformers model",
-    )
+    model_text = one_line(name)
+    no_config_reason = "has no config.json on the hub: it is not a transformers model"
     if "gguf" in name.lower():
         no_config_reason = f"is {_GGUF_DESCRIPTION}"
     reasons: dict[type[Exception], str] = {
@@ -545,7 +538,7 @@ def require_available_model(name: str, *, revision: str | None = None) -> None:
 
 
 def is_hub_reachable() -> bool:
-    """Whether the hub, or the proxy before it, can be reached: the library would retry for half a
+    """True if the hub, or the proxy before it, can be reached: the library would retry for half a
     minute."""
     from urllib.request import getproxies, proxy_bypass
 
@@ -556,10 +549,8 @@ def is_hub_reachable() -> bool:
     if offline_setting.upper() in ("1", "TRUE", "YES", "ON"):
         return False
     # the proxy that the environment names for the hub, where there is one
-    address, proxies = (
-        urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"),
-        getproxies(),
-    )
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    proxies = getproxies()
     proxy = proxies.get(address.scheme) or proxies.get("all")
     if proxy and not proxy_bypass(address.netloc):
         if "://" not in proxy:

@@ -239,8 +239,8 @@ _TASK_HEADS = (
 
 
 class UnknownArchitecture(ModelError):
-    """Perhaps a decoder, but of a type that the table of families does not have: only its class can
-    tell."""
+    """The model may be a decoder, but the table of families does not have its type: only its class
+    can tell."""
 
 
 # Ways to store quantised weights that are dequantised while they are read, by their names in
@@ -265,8 +265,8 @@ def dequantisable_method(config: Mapping[str, Any]) -> tuple[str | None, Mapping
 
 
 def dequantised_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A model's config.json as that of its dequantised weights; as it is where they are not stored
-    so."""
+    """Remove from a config.json that its weights are stored quantised, if they are dequantised
+    while they are read; returns the config."""
     if dequantisable_method(config)[0] is not None:
         for part in (config, wrapped_config(config)):
             part.pop("quantization_config", None)
@@ -274,8 +274,8 @@ def dequantised_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantisation_method(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """The method by which a model's weights are stored quantised and its fields; None where they
-    are not."""
+    """The method by which a model's weights are stored quantised, and the fields that describe it;
+    None if they are not."""
     fields = config.get("quantization_config")
     if fields is None:  # an image-text model's config has it in either
         fields = wrapped_config(config).get("quantization_config")
@@ -365,9 +365,8 @@ class ConfigFields:
                 f"model {one_line(name)}: text_config of its config.json is not a mapping"
             )
         text = dict(inner or config)
-        if isinstance(
-            tied := config.get("tie_word_embeddings"), bool
-        ):  # often said of the whole class only
+        # often said of the whole class only
+        if isinstance(tied := config.get("tie_word_embeddings"), bool):
             text.setdefault("tie_word_embeddings", tied)
         # an image-text model's config has the language model's in text_config, which may leave out
         # its type
@@ -443,9 +442,9 @@ class ConfigFields:
         return float(value)
 
     def _field_error(self, key: str, value: object, rule: str) -> ModelError:
-        value_text = one_line(json.dumps(value, default=str))
         return ModelError(
-            f"model {one_line(self.name)}: config.json has {key}: {value_text}; {rule}"
+            f"model {one_line(self.name)}: config.json has {key}:"
+            f" {one_line(json.dumps(value, default=str))}; {rule}"
         )
 
 

@@ -47,11 +47,11 @@ class LinearShape:
 
     @property
     def is_attention(self) -> bool:
-        """Whether it belongs to the attention, not to the MLP."""
+        """True if it belongs to the attention, not to the MLP."""
         return self.path.startswith(ATTENTION_PREFIXES)
 
     def matches(self, target: str) -> bool:
-        """Whether an adapter target names it: PEFT compares the end of the full name (`q_proj`,
+        """True if an adapter target names it: PEFT compares the end of the full name (`q_proj`,
         `attn.c_proj`)."""
         return self.path == target or self.path.endswith(f".{target}")
 
@@ -74,7 +74,7 @@ class StackedExpertWeight:
         return self.experts * self.inputs * self.outputs
 
     def matches(self, target: str) -> bool:
-        """Whether a name of `tuning.lora.target_parameters` means it: the end of its full name."""
+        """True if a name of `tuning.lora.target_parameters` means it: the end of its full name."""
         return f".{self.path}".endswith(f".{target}")
 
 
@@ -90,8 +90,8 @@ class AdapterPlacement:
     untried_reason: str = ""
 
     def resolve_targets(self, targets: Literal["auto"] | tuple[str, ...]) -> list[str]:
-        """PEFT's targets for those of the YAML: where one would match a layer that is left out too,
-        the others that it matches."""
+        """Translate the YAML's targets for PEFT: one that would also match a layer that is left out
+        becomes the paths of the layers that it may match."""
         if targets == "auto":
             return list(self.targets)
         resolved: list[str] = []
@@ -156,8 +156,7 @@ class LayerKind:
 
     @cached_property
     def packable_sizes(self) -> tuple[int, ...]:
-        """Elements of each matrix that qlora keeps in 4 bits: those of linear layers and of
-        experts."""
+        """Elements of each matrix that qlora keeps in 4 bits, of linear layers and of experts."""
         expert_sizes = tuple(one.weights for one in self.expert_weights if one.is_packable)
         return tuple(linear.weights for linear in self.linears if linear.is_packable) + expert_sizes
 
@@ -250,7 +249,7 @@ class ModelShape:
     block_meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     def without_packed_experts(self) -> Self:
-        """The same with experts that stay in 16 bits."""
+        """The same shape with experts that stay in 16 bits."""
         kinds = (
             replace(
                 kind,
@@ -275,8 +274,8 @@ class ModelShape:
 
     @property
     def has_sdpa(self) -> bool:
-        """Whether the model's class runs PyTorch's fused attention: those with a soft cap or sinks
-        do not."""
+        """True if the model runs PyTorch's fused attention: its class has it, and there is no soft
+        cap and no sink."""
         return (
             self.has_fused_attention
             and self.attention_softcap is None

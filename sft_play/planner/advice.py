@@ -74,8 +74,8 @@ def make_advised_plan(request: PlanRequest, **options: Any) -> Plan:
 
 
 def find_suggestions(request: PlanRequest) -> Iterator[Suggestion]:
-    """Changes that need less memory or provide more, and those that are not enough; then a smaller
-    model."""
+    """Yield changes of settings, then other layouts and machines, each with whether it is enough;
+    last a smaller model, where nothing else is."""
     has_fit = False
     for suggestion in itertools.chain(
         _suggest_settings(request), _suggest_layout_or_machine(request)
@@ -120,8 +120,8 @@ def lowest_memory_candidate(request: PlanRequest) -> Candidate | None:
 
 
 def _planned_choice(request: PlanRequest) -> Candidate | None:
-    """What a plan would choose where something fits, else the one that needs the least memory; None
-    where a plan is refused."""
+    """The candidate that a plan would choose; if none fits, the one that needs the least memory.
+    None if the plan is refused."""
     candidate = lowest_memory_candidate(request)
     # a plan evaluates hundreds of candidates, and says more than the smallest one only where
     # something fits
@@ -133,17 +133,17 @@ def _planned_choice(request: PlanRequest) -> Candidate | None:
 
 
 def _suggest_settings(request: PlanRequest) -> Iterator[Suggestion]:
-    """Changed settings one at a time, and all so far together as long as none is enough."""
+    """Yield changed settings one at a time, and all of them so far together until that is
+    enough."""
     has_fit, combined_config, combined_settings = False, request.config, dict[str, str]()
     present_candidate = _planned_choice(request)
     for change in _memory_saving_settings(request):
-        setting, candidate = (
-            change,
-            _planned_choice(replace(request, config=_apply_setting(request.config, change))),
+        setting = change
+        candidate = _planned_choice(
+            replace(request, config=_apply_setting(request.config, setting))
         )
-        if (
-            candidate is None and request.config.model.mesh_shape is not None
-        ):  # which may be what refuses the change
+        # which may be what refuses the change
+        if candidate is None and request.config.model.mesh_shape is not None:
             setting = f"{change} {NO_MESH}"
             candidate = _planned_choice(
                 replace(request, config=_apply_setting(request.config, setting))
@@ -302,12 +302,11 @@ def _larger_machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
             and candidate.host_required > hardware.ram_free_bytes
         ):
             ram_bytes = -(-candidate.host_required // RAM_STEP_BYTES) * RAM_STEP_BYTES
-            larger_machine = replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes)
-            yield larger_machine, f"{ram_bytes / GIB:.0f} GiB of RAM on each node"
+            machine = replace(machine, ram_bytes=ram_bytes, ram_free_bytes=ram_bytes)
+            yield machine, f"{ram_bytes / GIB:.0f} GiB of RAM on each node"
     larger_counts = [gpu_count for gpu_count in GPU_COUNTS if gpu_count > count]
-    for gpu_count in larger_counts:
-        if not count:
-            break
+    # a machine without GPUs has no kind to take more of
+    for gpu_count in larger_counts if count else []:
         machine = _machine_with_gpus(hardware, hardware.gpus[0], gpu_count)
         if _certainly_fits(lowest_on(machine)):
             yield machine, f"{gpu_count} of these GPUs"
@@ -388,8 +387,8 @@ MAX_LISTED_MACHINES = 12
 
 @dataclass(frozen=True)
 class Offer:
-    """A machine on which the run fits: what its hours cost in US dollars, by whose price of which
-    day (None: the user's)."""
+    """A machine on which the run fits, with its hours, their cost in US dollars, and the source of
+    the price: provider and day (None: the user gave it)."""
 
     machine: str
     usd_per_gpu_hour: float
@@ -408,11 +407,12 @@ class Offer:
         error_text = "not compared with published runs"
         if self.speed_error is not None:
             error_text = f"±{self.speed_error:.0%}"
+        place = f" at {self.provider}" * bool(self.provider)
+        price_note = f", price of {self.read}" * bool(self.read)
         return (
-            f"{self.machine}{f' at {self.provider}' * bool(self.provider)}:"
-            f" {format_duration(3600 * self.hours)}, {self.cost:,.2f} USD"
-            f" ({self.usd_per_gpu_hour:g} a GPU-hour{f', price of {self.read}' * bool(self.read)};"
-            f" {self.layout}, about {self.tokens_per_s:,.0f} tokens/s, {error_text})"
+            f"{self.machine}{place}: {format_duration(3600 * self.hours)}, {self.cost:,.2f} USD"
+            f" ({self.usd_per_gpu_hour:g} a GPU-hour{price_note}; {self.layout}, about"
+            f" {self.tokens_per_s:,.0f} tokens/s, {error_text})"
         )
 
 
@@ -440,13 +440,11 @@ class BudgetResult:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        ages, cheapest, fastest = self._price_ages_days(), None, None
-        if self.fastest is not None:
-            cheapest, fastest = asdict(self.affordable_offers[0]), asdict(self.fastest)
+        ages, affordable, fastest = self._price_ages_days(), self.affordable_offers, self.fastest
         return {
             "usd": self.usd,
-            "cheapest": cheapest,
-            "fastest": fastest,
+            "cheapest": asdict(affordable[0]) if affordable else None,
+            "fastest": asdict(fastest) if fastest else None,
             "machines": [
                 {**asdict(offer), "within": offer.cost <= self.usd} for offer in self.offers
             ],
@@ -490,15 +488,16 @@ def compare_machine_prices(
     make_machine_plan: Callable[[Hardware], Plan | None],
     today: date,
 ) -> BudgetResult:
-    """Compare machines with their prices, by name (and whose list a price is from, None: the
-    user's): those on which the run fits, the cheapest first. `make_machine_plan` gives None where a
-    run certainly does not fit. Raises ConfigError: its length is not known."""
+    """Price the run on each machine: its name, the hardware, and the list that its price is from
+    (None: the user's price). Machines on which the run fits come with the cheapest first;
+    `make_machine_plan` gives None where a run certainly does not fit. Raises ConfigError: the run's
+    length is not known.
+    """
     offers, too_small = [], []
     for name, machine, price_list in machines:
         plan = None
-        with contextlib.suppress(
-            SftPlayError
-        ):  # such as a batch that does not split over that many GPUs
+        # such as a batch that does not split over that many GPUs
+        with contextlib.suppress(SftPlayError):
             plan = make_machine_plan(machine)
         price = None if plan is None else plan.hardware.price_per_gpu_hour
         if (
@@ -614,8 +613,8 @@ def parse_question(text: str) -> FitQuestion:
 
 
 def largest_fitting_multiple(fits: Callable[[int], bool], *, step: int, limit: int) -> int | None:
-    """The largest multiple of `step` up to `limit` for which `fits`, as all smaller ones do; None
-    if the smallest does not."""
+    """The largest multiple of `step` up to `limit` that `fits`; None if `step` itself does not.
+    Multiples below one that fits have to fit, too."""
     if fits(limit):
         return limit
     # double until one does not fit, then search between: a question costs a plan
@@ -633,12 +632,9 @@ def find_largest_fit(question: FitQuestion, request: PlanRequest) -> LargestFit:
     Raises ConfigError where no layout can run it."""
     if question == "model":
         return _find_largest_model(request)
-    # fp32_master_weights=False: weights that train in full may be bf16 where fp32 does not fit, as
-    # a plan would take them
-    inputs, layouts = (
-        build_plan_inputs(request, fp32_master_weights=False),
-        _layouts_with_known_ram(request),
-    )
+    # weights that train in full may be bf16 where fp32 does not fit, as a plan would take them
+    inputs = build_plan_inputs(request, fp32_master_weights=False)
+    layouts = _layouts_with_known_ram(request)
     if not layouts:
         raise ConfigError(f"MAX={question}: {_no_layout_reason(request)}")
     micro_batch = _micro_batch_option(request.config)
@@ -687,16 +683,21 @@ def _micro_batch_option(config: RunConfig) -> int:
 def _simplest_fit(
     inputs: PlanInputs, layouts: tuple[Layout, ...], micro_batch: int, seq_len: int
 ) -> Candidate:
-    """The simplest layout that fits, those that offload last; if none does, the one closest to
-    fitting."""
+    """The simplest layout that fits, those that offload last; if none fits, the one closest to
+    it."""
     inputs, checkpointed_layers = replace(inputs, seq_len=seq_len), most_checkpointed_layers(inputs)
 
     def layout_candidates() -> Iterator[Candidate]:
         for layout in layouts:
             step_rows = effective_batch(inputs.config.train, ranks=layout.data_parallel)
             grad_accum = max(1, step_rows // (micro_batch * layout.data_parallel))
-            batch = BatchPlan(micro_batch, grad_accum, layout.data_parallel)
-            yield build_candidate(inputs, layout, batch, checkpointed_layers, eval_rows=1)
+            yield build_candidate(
+                inputs,
+                layout,
+                BatchPlan(micro_batch, grad_accum, layout.data_parallel),
+                checkpointed_layers,
+                eval_rows=1,
+            )
 
     return first_fitting(layout_candidates())
 
@@ -718,14 +719,12 @@ def _find_largest_model(request: PlanRequest) -> LargestFit:
             refuse_quantised(load_config_json(name), name=name, mode=config.tuning.mode)
             check_adapter_targets(config, shape)
             choose_precision(config, request.hardware, shape)
-        except (
-            SftPlayError
-        ):  # quantised weights, targets that it does not have, values beyond fp16's range
+        except SftPlayError:
+            # quantised weights, targets that it does not have, values beyond fp16's range
             continue
         if (shape.max_positions or MAX_TRIED_SEQ_LEN) >= config.model.max_seq_len:
-            shapes.setdefault(
-                shape.params, shape
-            )  # models of the same size share a row: the first name stands
+            # models of the same size share a row: the first name stands
+            shapes.setdefault(shape.params, shape)
     outcome = "no known model allows sequences of that length"
     for params in sorted(shapes, reverse=True):
         shape = shapes[params]

@@ -100,7 +100,7 @@ def batch_splits(
 
 
 def is_single_rank_batch(train: TrainConfig) -> bool:
-    """Whether all three numbers are given and agree on one rank: over several the effective batch
+    """True if all three numbers are given and agree on one rank: over several the effective batch
     is kept."""
     if "auto" in (train.batch_size, train.grad_accum):
         return False
@@ -257,10 +257,13 @@ class MicroBatches:
 def assign_padded(
     lengths: Sequence[int], *, max_tokens: int, overhead_tokens: int, ranks: int
 ) -> RowAssignment:
-    """The division of sorted rows into micro steps with the fewest padded tokens, counting
-    `overhead_tokens` for each. A row longer than `max_tokens` is a micro-batch of its own. Rows of
-    a micro step are neighbours, so their lengths are close. The best one of the first n rows is
-    found from those of fewer; of very many rows not every position is tried."""
+    """Divide rows, the longest first, into micro steps with the fewest padded tokens, counting
+    `overhead_tokens` more for each micro step.
+
+    Rows of a micro step are neighbours, so their lengths are close; a row longer than `max_tokens`
+    is a micro-batch of its own. The best division of the first n rows extends a best division of
+    fewer rows; of very many rows only some positions are tried as its end.
+    """
     count = len(lengths)
     # lowest_cost[n]: of the n longest rows; begins[n]: where its last micro step begins
     lowest_cost = [0.0] + [math.inf] * count
@@ -284,9 +287,9 @@ def assign_padded(
 
 
 def assign_joined(lengths: Sequence[int], *, max_tokens: int, ranks: int) -> RowAssignment:
-    """Rows without padding in as few micro steps as hold them, with about as many tokens in each
-    micro-batch. The longest row goes into the emptiest micro-batch. Where no row is longer than 1 /
-    n of `max_tokens`, m micro steps hold any n x m rows a rank."""
+    """Divide rows without padding into as few micro steps as hold them, with about as many tokens
+    in each micro-batch: the longest row left goes into the emptiest one. If no row is longer than 1
+    / n of `max_tokens`, m micro steps hold any n x m rows of a rank."""
     count = len(lengths)
     micro_step_count = max(1, -(-sum(lengths) // (max_tokens * ranks)))  # fewer cannot hold them
     while True:
@@ -336,7 +339,7 @@ class AverageMicroSteps:
 @dataclass(frozen=True)
 class RowTokens:
     """Tokens of the training rows: mean, 95th percentile and longest, all after `limit`
-    (model.max_seq_len) has cut or left out what is longer; `held_out` is the longest row that is
+    (model.max_seq_len) has cut or left out longer rows; `held_out` is the longest row that is
     evaluated, 0 without any."""
 
     mean: float

@@ -107,8 +107,8 @@ class MeasuredRun:
 @dataclass(frozen=True)
 class Correction:
     """Corrections from earlier runs on the same device in the same mode: factors on reserved memory
-    (>= 1) and on speed. `memory_factor` is the largest of any size; `narrow_to_size` has that of a
-    prediction."""
+    (>= 1) and on speed. `memory_factor` is the largest over runs of any size; `narrow_to_size`
+    gives the factor for one prediction."""
 
     run_count: int = 0
     memory_factor: float = 1.0
@@ -123,8 +123,8 @@ class Correction:
     oom_run: MeasuredRun | None = None
 
     def corrected_reserved(self, uncorrected_bytes: int, budget_bytes: int) -> int:
-        """The corrected prediction of a step's reserved bytes: more than the budget where a step
-        that needs no more ran out."""
+        """The corrected prediction of a step's reserved bytes; above the budget if a step with no
+        larger a prediction has run out of it."""
         corrected_bytes = int(
             uncorrected_bytes * self.narrow_to_size(uncorrected_bytes).memory_factor
         )
@@ -133,10 +133,9 @@ class Correction:
         return corrected_bytes
 
     def narrow_to_size(self, predicted_bytes: int) -> Correction:
-        """The correction of a prediction of `predicted_bytes`, from the runs of like size. A run
-        counts for larger ones up to SIMILAR_SIZE_FACTOR times what it measured: what is predicted
-        to need more never needs less.
-        """
+        """The correction for a prediction of `predicted_bytes`, from runs of like size. A run
+        counts for larger predictions up to SIMILAR_SIZE_FACTOR times what it measured, so that a
+        larger prediction never gets a smaller result."""
 
         def factor(peak: tuple[int, int]) -> float:
             return min(
@@ -227,7 +226,8 @@ def add_measured_run(measured_run: MeasuredRun) -> None:
 
 
 def load_measured_runs(path: Path | None = None) -> list[MeasuredRun]:
-    """The recorded runs, oldest first; unreadable lines and those of other versions are skipped."""
+    """The recorded runs, oldest first; unreadable lines, and lines of other versions, are
+    skipped."""
     try:
         lines = (path or measured_runs_path()).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -265,13 +265,16 @@ def compute_correction(
     is_compiled: bool = False,
     budget_bytes: int = 0,
 ) -> Correction:
-    """The correction from recorded runs of the closest kind, by their raw ratios; compiled ones
-    apart from plain ones. Memory is learned from runs of this model in this layout, else from those
-    of this layout, else from those of the device and mode. Speed is learned from runs of this model
-    in any layout, else from all, so that a measurement of one layout does not make another look
-    faster; if there is none, from the self-test's trials. Either is learned only from runs with the
-    kernels that the plan counts for it. What ran out of memory counts for this model in this
-    layout, as long as `budget_bytes` is not much larger now."""
+    """The correction from recorded runs of the closest kind, by their raw ratios; compiled runs
+    apart from plain ones.
+
+    Memory is learned from runs of this model in this layout, else from runs of this layout, else
+    from runs of the device and mode. Speed is learned from runs of this model in any layout, else
+    from all, so that a measurement of one layout does not make another look faster; if there is
+    none, from the self-test's trials. Either is learned only from runs with the kernels that the
+    plan counts for it. A run that ran out of memory counts for this model in this layout, as long
+    as `budget_bytes` is not much larger now.
+    """
     same_kind = [
         run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, is_compiled)
     ]

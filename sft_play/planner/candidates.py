@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the device and the host have room for it; unknown RAM is left to the reader."""
+        """True if the device and the host have room for it; unknown RAM is left to the reader."""
         return not self.insufficient_memory
 
     @property
@@ -102,12 +102,12 @@ class Candidate:
 
     @property
     def needs_unknown_ram(self) -> bool:
-        """Whether it fits only if the host has RAM that is not known."""
+        """True if it fits only if the host has RAM that is not known."""
         return self.offloads and self.budget.host is None
 
     @property
     def offloads(self) -> bool:
-        """Whether a step keeps anything in RAM."""
+        """True if a step keeps anything in RAM."""
         return self.layout.offloads_states or self.step.offloads
 
     @property
@@ -136,8 +136,8 @@ class Candidate:
 
     @property
     def ram_text(self) -> str:
-        """The RAM that a step with offload needs, as the end of a sentence; empty for the
-        others."""
+        """The RAM that a step with offload needs, as the end of a sentence; empty without
+        offload."""
         if not self.offloads:
             return ""
         if self.budget.host is None:
@@ -172,7 +172,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[Layout, int, int, str]:
-        """Identifies a candidate."""
+        """What tells it from other candidates: layout, micro-batch, checkpointed layers, loss."""
         return (self.layout, self.batch.micro_batch, self.checkpointed_layers, self.step.loss)
 
 
@@ -230,7 +230,7 @@ class PlanInputs:
         return RowAttention(self.config, self.shape, self.attention, self.capability, device)
 
     def uses_cudnn(self, precision: Precision, layout: Layout) -> bool:
-        """Whether sdpa runs cuDNN's kernel for rows of one length, which packs and blocks of text
+        """True if sdpa runs cuDNN's kernel for rows of one length, which packs and blocks of text
         have."""
         has_full_rows = self.packed or self.config.task_mode == "cpt"
         if (
@@ -250,8 +250,8 @@ class PlanInputs:
 
     @property
     def cuts_by_tokens(self) -> bool:
-        """Whether micro-batches are cut by tokens: the config leaves it open or asks for it, and
-        rows differ in length."""
+        """True if micro-batches are cut by tokens: rows differ in length, and the config asks for
+        it or leaves it open."""
         train, has_full_rows = self.config.train, self.packed or self.config.task_mode == "cpt"
         is_batch_open = train.batch_size == "auto" and train.grad_accum == "auto"
         cuts_by_rows = train.batch_by == "rows" or (train.batch_by == "auto" and not is_batch_open)
@@ -259,7 +259,7 @@ class PlanInputs:
 
     @property
     def packed(self) -> bool:
-        """Whether rows hold several chats, which a mask separates as one separates padding."""
+        """True if rows hold several chats, which a mask keeps apart, as it does padding."""
         return self.config.data.packing != "none" and self.config.task_mode != "cpt"
 
 
@@ -323,9 +323,8 @@ def _collect_candidates(
     for layout in layouts:
         try:
             candidates += evaluate_layout(layout)
-        except (
-            ConfigError
-        ) as error:  # such as a batch that this layout's data-parallel ranks do not divide
+        except ConfigError as error:
+            # such as a batch that this layout's data-parallel ranks do not divide
             errors.append(error)
     if not candidates and errors:
         raise errors[0]
@@ -454,9 +453,8 @@ def build_candidate(
             memory,
             reserved=correction.corrected_reserved(uncorrected.reserved, inputs.device_budget),
         ),
-        speed=speed.scaled(
-            1 / correction.speed_factor
-        ),  # a duration: slower by the factor that tokens/s are lower
+        # a duration: slower by the factor that tokens/s are lower
+        speed=speed.scaled(1 / correction.speed_factor),
         budget=MemoryBudget(inputs.device_budget, inputs.host_budget),
         host_required=host_required,
         uncorrected=uncorrected,
@@ -559,8 +557,8 @@ def plan_micro_batches(inputs: PlanInputs, precision: Precision, step: Step) -> 
 
 
 def choose_eval_batch(simulation: StepMemorySimulation, *, default_rows: int | None = None) -> int:
-    """Rows of one rank's evaluation batch: as given, else `default_rows`, else what needs no more
-    memory than the step."""
+    """Rows of one rank's evaluation batch: the config's number, else `default_rows`, else as many
+    as need no more memory than the step."""
     option = simulation.config.eval.batch_size
     if option != "auto":
         return option
@@ -703,9 +701,8 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
             "allocated": memory.allocated,
             "step": memory.by_moment.get("training", (memory.allocated,))[0],
             "evaluate": memory.moments.get("evaluation"),
-            "generate": (
-                memory.allocated
-            ),  # answers are generated in batches that take no more than the peak
+            # answers are generated in batches that take no more than the peak
+            "generate": memory.allocated,
             "save": memory.moments.get("saving"),
             "required": memory.required,
             "budget": candidate.budget.device,

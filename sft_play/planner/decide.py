@@ -65,8 +65,8 @@ TRACE_TOLERANCE = 0.03
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned: a config, the shapes of its model, and a machine, all of whose GPUs
-    are used (or its RAM). `measured_runs` are those of this machine."""
+    """What is to be planned: a config, its model's shapes, and a machine, with all of its GPUs (or
+    its RAM). `measured_runs` were made on this machine."""
 
     config: RunConfig
     shape: ModelShape
@@ -110,21 +110,19 @@ def make_plan(
     trace_candidate: TraceCandidate | None = None,
     estimate_run_length: Callable[[int], RunLength | None] | None = None,
 ) -> Plan:
-    """Make the plan of a run. Where nothing fits it suggests nothing; `advice.make_advised_plan`
-    does.
+    """Make the plan of a run, without suggestions (`advice.make_advised_plan` adds them).
 
     Args:
-        trace_candidate: traces the choice; the larger of prediction and trace counts, and what then
-            does not fit is given up.
+        trace_candidate: traces the choice; the larger of prediction and trace counts.
         estimate_run_length: the optimizer steps and tokens of the run, given the effective batch.
 
-    Raises ConfigError for batch sizes that do not divide, and for what this machine, job or model
-    does not allow.
+    Raises ConfigError for batch sizes that do not divide, and what machine, job or model forbid.
     """
     config, shape, hardware = request.config, request.shape, request.hardware
     _check_settings(request)  # first, so that the message names the setting and not a layout
     inputs, candidates, impossible = _evaluate_layouts(request, build_plan_inputs(request))
     choice, candidates, notes = _choose_confirmed(inputs, candidates, trace_candidate)
+    # the choice stands; below is what the run, its ranks and its reader have to know of it
     speed_known = inputs.rates.is_known or inputs.find_correction(choice.layout).has_measured_speed
     step, half_precision = choice.step, choice.precision.compute != "float32"
     repeats_kv = step.on_gpu and needs_repeated_kv(
@@ -144,9 +142,8 @@ def make_plan(
     elif shape.block_meter is not None:
         activations_from = "measured"
     speed_error = counted_kernels = run_length = mfu = None
-    if (
-        inputs.rates.is_known
-    ):  # model FLOP utilisation: the model's own operations per second over the peak
+    # model FLOP utilisation: the model's own operations per second over the peak
+    if inputs.rates.is_known:
         mfu = choice.speed.model_flops / choice.speed.step_s / inputs.rates.matrix_flops_per_s
     if speed_known:
         speed_error = find_speed_error(shape, choice.precision, hardware, step)
@@ -232,8 +229,10 @@ def _requested_layouts(request: PlanRequest) -> tuple[list[Layout], tuple[Imposs
         possible[:1]
     )
     if not layouts:
-        reasons = "; ".join(f"{item.name}: {item.because}" for item in impossible)
-        raise ConfigError(f"no layout over {hardware.ranks} ranks can run this job: {reasons}")
+        raise ConfigError(
+            f"no layout over {hardware.ranks} ranks can run this job: "
+            + "; ".join(f"{item.name}: {item.because}" for item in impossible)
+        )
     if request.keeps_params:
         layouts = [
             dataclasses.replace(layout, keeps_params=layout.offloads_params) for layout in layouts
@@ -251,6 +250,7 @@ def build_plan_inputs(request: PlanRequest, *, fp32_master_weights: bool = True)
         device = hardware.gpus[0].name
     if hardware.ram_given:  # a named machine's RAM is only this machine's, which says nothing of it
         host_budget = hardware.ram_free_bytes
+    # the rows' own lengths where they are counted and hold under this limit, else full rows
     seq_len, row_tokens = request.max_seq_len, request.row_tokens
     if row_tokens is not None:
         row_tokens = row_tokens.limited_to(seq_len)
@@ -349,9 +349,8 @@ def _choose_confirmed(
                 terms=terms,
                 reserved=reserved,
                 by_moment=memory.by_moment | {peak_phase: peak_bytes},
-                margin=int(
-                    memory.margin * reserved / max(1, memory.reserved)
-                ),  # it keeps its share of the reserved
+                # it keeps its share of the reserved
+                margin=int(memory.margin * reserved / max(1, memory.reserved)),
             ),
             uncorrected=dataclasses.replace(choice.uncorrected, reserved=raw_reserved),
             is_traced=True,

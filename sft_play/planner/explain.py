@@ -76,9 +76,8 @@ def plan_reasons(
     kernels: PlannedKernels,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run
-    should know; `max_seq_len`: tokens of a row at most; `notes`: what a trace of the choice
-    said."""
+    """Why the plan is as it is, and what a run should know; `max_seq_len`: tokens of a row at most;
+    `notes`: what a trace of the choice said."""
     config, shape = inputs.config, inputs.shape
     requested_seq_len = config.model.max_seq_len
     length_reason = (
@@ -113,16 +112,17 @@ def plan_reasons(
             )
     eval_rows, evaluation_reason = choice.step.eval_batch, ""
     if eval_rows:
-        given_note = " (eval.batch_size is given)" * (config.eval.batch_size != "auto")
+        option_note = " (eval.batch_size is given)" * (config.eval.batch_size != "auto")
         evaluation_bytes, step_bytes = (
             memory.phase_bytes(name)[1] or 0 for name in ("evaluation", "training")
         )
         evaluation_reason = (
-            f"evaluation: {plural(eval_rows, 'row')} at a time per rank{given_note}, rows of"
+            f"evaluation: {plural(eval_rows, 'row')} at a time per rank{option_note}, rows of"
             f" similar length together; {evaluation_bytes / GIB:.2f} GiB, a training step"
             f" {step_bytes / GIB:.2f}"
         )
     correction = inputs.find_correction(choice.layout).narrow_to_size(choice.uncorrected.reserved)
+    # in the order of the decisions; a text that does not apply is empty, and drops out
     reasons = (
         choice.precision.reason,
         length_reason * (max_seq_len != requested_seq_len),
@@ -247,9 +247,8 @@ def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
             text
             + f", each attended to by a call of its own ({call_reason})" * choice.step.one_by_one
         )
-    if (
-        inputs.packed and choice.step.attention == "flash_attention_2"
-    ):  # their position ids start anew
+    # their position ids start anew
+    if inputs.packed and choice.step.attention == "flash_attention_2":
         return ", several chats to a row, told apart by their boundaries"
     if inputs.packed:
         return f", several chats to a row, with a mask between them ({mask_reason})"
@@ -277,8 +276,8 @@ def _padding_text(inputs: PlanInputs, choice: Candidate) -> str:
 def candidates_to_show(
     inputs: PlanInputs, candidates: Sequence[Candidate], choice: Candidate
 ) -> list[Candidate]:
-    """The candidates worth showing, each with why it was not chosen: those of the chosen layout,
-    the best of each other."""
+    """The candidates worth showing, each with why it was not chosen: all of the chosen layout, the
+    best of each other."""
     by_layout: dict[Layout, list[Candidate]] = {}
     for candidate in candidates:
         by_layout.setdefault(candidate.layout, []).append(candidate)
@@ -313,21 +312,17 @@ def candidates_to_show(
 def rejection_reason(
     inputs: PlanInputs, candidate: Candidate, choice: Candidate, *, fastest_tokens_per_s: float
 ) -> str:
-    """Why a candidate was not chosen, with numbers; `fastest_tokens_per_s`: of the fastest
-    candidate that fits."""
+    """Why a candidate was not chosen, with numbers; `fastest_tokens_per_s`: the speed of the
+    fastest candidate that fits."""
     if not candidate.fits:
         return f"needs {format_needs(candidate, term_count=1)}"
     if candidate.step.loss != choice.step.loss:
         extra_bytes = candidate.memory.allocated - choice.memory.allocated
         # less than 0.05 GiB would be printed as 0.0 GiB more
         if extra_bytes < GIB // 20:
-            full_logits, chunked = (
-                format_gib(candidate.memory.allocated),
-                format_gib(choice.memory.allocated),
-            )
             return (
-                f"full logits: {full_logits} GiB allocated; the chunked loss, which training uses,"
-                f" {chunked}"
+                f"full logits: {format_gib(candidate.memory.allocated)} GiB allocated; the chunked"
+                f" loss, which training uses, {format_gib(choice.memory.allocated)}"
             )
         return f"full logits: {format_gib(extra_bytes)} GiB more for the same loss"
     speed_ratio = candidate.speed.tokens_per_s / choice.speed.tokens_per_s
@@ -389,10 +384,9 @@ def format_relative_speed(ratio: float, error: SpeedError | None = None) -> str:
 def slow_code_reasons(
     config: RunConfig, shape: ModelShape, choice: Candidate, missing_packages: Collection[str]
 ) -> Iterator[str]:
-    """A line for the experts that do not run as grouped products of 16 bits by themselves, and one
-    for each package of `missing_packages` whose kernels the model's class would run on this GPU,
-    with what it costs by the roofline.
-    """
+    """A line for experts that do not run as grouped products of 16 bits by themselves, and one for
+    each of `missing_packages` with kernels that the model's class would run on this GPU; each with
+    what it costs by the roofline."""
     experts, capability = plan_experts(config, shape, choice.precision), choice.step.capability
     if experts is not None and (experts.name == "eager" or experts.casts_weights):
         yield f"experts: {experts.reason}{_format_cost(choice.speed, EXPERTS_PART)}"
@@ -438,11 +432,8 @@ def plan_summary_lines(
         verdict = (
             f"NOT STARTED{' on this machine' * (not plan.hardware.named)} ({plan.choice.verdict})"
         )
-    hardware, batch, unit = (
-        plan.hardware,
-        plan.batch,
-        {"GPU": "GPUs", "process": "processes"}[plan.choice.device_word],
-    )
+    hardware, batch = plan.hardware, plan.batch
+    unit = {"GPU": "GPUs", "process": "processes"}[plan.choice.device_word]
     machine = "a CPU" if hardware.named else "this CPU"
     if hardware.gpus:
         machine = f"{len(hardware.gpus)} x {hardware.gpus[0].name}"
@@ -473,10 +464,9 @@ def plan_summary_lines(
 
 def fit_line(plan: Plan, config: RunConfig) -> str:
     """What a run says of its plan: the mode, whether it fits, how long it takes."""
-    peak = f"predicted peak {plan.memory.peak_text}"
     return (
         f"Plan: {_format_mode(plan, config)} {plan.choice.verdict}; {format_run_length(plan)};"
-        f" {peak}"
+        f" predicted peak {plan.memory.peak_text}"
     )
 
 
@@ -531,12 +521,11 @@ def plan_warnings(plan: Plan, config: RunConfig) -> list[str]:
 
 
 def long_cpu_warnings(plan: Plan) -> list[str]:
-    """That a run takes an hour or more on a CPU, where it does."""
+    """A warning if the run takes an hour or more on a CPU."""
     if plan.run_length is None or plan.hardware.gpus:
         return []
-    seconds, _ = _estimate_duration(
-        plan, plan.run_length
-    )  # by typical rates where this CPU's are not known
+    # by typical rates where this CPU's are not known
+    seconds, _ = _estimate_duration(plan, plan.run_length)
     if seconds < LONG_CPU_RUN_S:
         return []
     duration_text = "some hours"
@@ -680,8 +669,8 @@ def memory_line(plan: Plan) -> str:
 
 
 def format_loading(candidate: Candidate) -> str:
-    """The peak of loading, as the end of a sentence, where a rank keeps only a shard or loading
-    needs the most."""
+    """The peak of loading as the end of a sentence; empty unless a rank keeps only a shard, or
+    loading needs more than a step."""
     memory = candidate.memory
     # otherwise a run loads what it keeps, and the figure would repeat the weights' term
     is_notable = candidate.layout.shards_params or memory.is_limited_by_loading
@@ -758,9 +747,8 @@ ALLOCATOR_NOTE = (
 def bar_lines(plan: Plan) -> list[str]:
     """A bar of one rank's memory: what each part of the budget is for."""
     budget, memory, gpu_count = plan.budget_bytes, plan.memory, len(plan.hardware.gpus)
-    bar_bytes = max(
-        budget, memory.required
-    )  # a plan that does not fit is wider than its budget, and fills the bar
+    # a plan that does not fit is wider than its budget, and fills the bar
+    bar_bytes = max(budget, memory.required)
     outside_name = "context and communicators" if gpu_count else "libraries"
     parts = [
         *(

@@ -51,7 +51,7 @@ def select_attention(implementation: str, *, has_sdpa: bool) -> AttentionName:
 
 
 def is_hub_kernel(implementation: str) -> bool:
-    """Whether it is a kernel of the hub, `owner/name@commit`."""
+    """True if it is a kernel of the hub, `owner/name@commit`."""
     return "/" in implementation
 
 
@@ -167,7 +167,7 @@ def _accepts(kernel: _KernelLimits, call: SdpaCall, capability: tuple[int, int])
 def prefers_cudnn(
     capability: tuple[int, int] | None, libraries: CudaLibraries, *, is_amd: bool = False
 ) -> bool:
-    """Whether PyTorch asks cuDNN first; not on an unknown GPU, nor on AMD's, whose architectures
+    """True if PyTorch asks cuDNN first; not on an unknown GPU, nor on AMD's, whose architectures
     have such numbers."""
     if (
         is_amd
@@ -180,7 +180,7 @@ def prefers_cudnn(
 
 
 def can_run_flash(*, half_precision: bool, capability: tuple[int, int] | None) -> bool:
-    """Whether PyTorch's flash kernel runs for these numbers on this GPU, in heads of a usual
+    """True if PyTorch's flash kernel runs for these numbers on this GPU, in heads of a usual
     width."""
     return (
         sdpa_kernel(SdpaCall(64, 64, half_precision=half_precision), capability, uses_cudnn=False)
@@ -210,9 +210,8 @@ class RowAttention:
         )
         if self.attention == "eager":
             return "eager attention computes every score, with a mask or without"
-        if (
-            self.shape.num_experts
-        ):  # load_balancing_loss_func counts padding as tokens where there is no mask
+        # load_balancing_loss_func counts padding as tokens where there is no mask
+        if self.shape.num_experts:
             return "the balance loss of its experts leaves out padding by the mask"
         if any(kind.attention == "none" for kind in self.shape.layers):
             return "some of its layers carry a state from token to token, and read the mask"
@@ -458,13 +457,10 @@ def select_experts_implementation(
     reason = "grouped_mm, one product for all experts of a block"
     casts_weights = precision.compute not in (precision.load, "float32")
     if casts_weights:
-        load_name, compute_name = (
-            DTYPE_SHORT_NAMES[precision.load],
-            DTYPE_SHORT_NAMES[precision.compute],
-        )
         reason += (
-            f"; their {load_name} weights are cast to {compute_name} for it, as autocast casts"
-            " those of other products"
+            f"; their {DTYPE_SHORT_NAMES[precision.load]} weights are cast to"
+            f" {DTYPE_SHORT_NAMES[precision.compute]} for it, as autocast casts those of other"
+            " products"
         )
     if problem is None:
         return ExpertsImplementation("grouped_mm", reason, casts_weights)

@@ -150,9 +150,10 @@ def layout_choices(ranks: int) -> tuple[LayoutName, ...]:
 class Layout:
     """One way to distribute a run over `data_parallel` x `tensor_parallel` x `context_parallel`
     ranks. `data_parallel` ranks see their own rows. `shard` is the number of ranks over which a
-    sharded layout divides its states (`fsdp_hybrid`: those of one node, or
+    sharded layout divides its states (`fsdp_hybrid`: the ranks of one node, or
     `distributed.shard_ranks`); in a tensor-parallel layout, what `tensor_parallel` leaves to a rank
-    is divided."""
+    is divided.
+    """
 
     name: LayoutName
     data_parallel: int = 1
@@ -177,38 +178,38 @@ class Layout:
 
     @property
     def shards_params(self) -> bool:
-        """Whether a rank holds only its shard of the weights between steps (FSDP2, ZeRO-3)."""
+        """True if a rank holds only its shard of the weights between steps (FSDP2, ZeRO-3)."""
         return self.is_fsdp or self.name in ("zero3", "zero3_offload")
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether a rank keeps only its shard of the gradients."""
+        """True if a rank keeps only its shard of the gradients."""
         return self.shards_params or self.name in ("zero2", "zero2_offload")
 
     @property
     def shards_states(self) -> bool:
-        """Whether a rank keeps only its shard of the optimizer states."""
+        """True if a rank keeps only its shard of the optimizer states."""
         return self.shards_gradients or self.name == "zero1"
 
     @property
     def is_zero(self) -> bool:
-        """Whether DeepSpeed runs it."""
+        """True if DeepSpeed runs it."""
         return self.name.startswith("zero")
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP2 (`fully_shard`) runs it: `tp` too, with one shard, for its fp32 copies of
+        """True if FSDP2 (`fully_shard`) runs it: `tp` too, with one shard, for its fp32 copies of
         what trains."""
         return self.name.startswith("fsdp") or self.name == "tp"
 
     @property
     def offloads_states(self) -> bool:
-        """Whether optimizer states and fp32 master weights stay in the host's RAM."""
+        """True if optimizer states and fp32 master weights stay in the host's RAM."""
         return self.name.endswith("_offload")
 
     @property
     def offloads_params(self) -> bool:
-        """Whether the weights stay in the host's RAM too."""
+        """True if the weights stay in the host's RAM too."""
         return self.name == "zero3_offload" and not self.keeps_params
 
 
@@ -235,9 +236,9 @@ class PreviousRun:
         object.__setattr__(self, "processes", self.processes or self.batch.ranks)
 
     def kept_layout(self, processes: int) -> LayoutName | None:
-        """The layout that the run keeps over this many processes; None where any may be taken:
-        DeepSpeed's checkpoints are read by the same layout only, those of the others by any, over
-        any number of ranks."""
+        """The layout that the run keeps over this many processes; None if any may be taken.
+        DeepSpeed's checkpoints are read by the same layout only, the others by any layout, over any
+        number of ranks."""
         return (
             self.layout if self.processes == processes or self.layout in DEEPSPEED_LAYOUTS else None
         )
@@ -313,10 +314,9 @@ def find_layouts(
         layout = mesh_layout(mesh)
         obstacle = _layout_obstacle(layout, config, shape, hardware)
         if obstacle is not None:
-            alternative = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
             raise ConfigError(
-                f"{option_text} cannot run this job: {obstacle}; use {alternative}, or null to let"
-                " the plan choose"
+                f"{option_text} cannot run this job: {obstacle}; use"
+                f" {Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)}, or null to let the plan choose"
             )
         return (layout,), ()
     possible_layouts: list[Layout] = []
@@ -330,9 +330,8 @@ def find_layouts(
         obstacle = _layout_obstacle(layout, config, shape, hardware)
         if obstacle is None:
             possible_layouts.append(layout)
-        elif not any(
-            item.name == layout.name for item in impossible
-        ):  # of several group sizes the first says why
+        elif not any(item.name == layout.name for item in impossible):
+            # of several group sizes the first says why
             impossible.append(ImpossibleLayout(layout.name, obstacle))
     # a name that works with one group size is not impossible because it does not with another
     possible_names = {layout.name for layout in possible_layouts}
@@ -396,6 +395,7 @@ def _layout_obstacle(
     layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware
 ) -> str | None:
     optim = config.train.optim
+    # what the run asks for beside its optimizer
     if config.train.async_save and not (layout.is_fsdp and config.tuning.mode == "full"):
         return (
             "train.async_save: only FSDP2's ranks (fsdp), in full fine-tuning, write their parts"
@@ -434,6 +434,7 @@ def _layout_obstacle(
                 f"{init_text}: DoRA's layers are divided only when training begins, where half of"
                 " an adapter cannot be frozen"
             )
+    # what the ranks divide of the model and of its rows
     if layout.tensor_parallel > 1 and (
         obstacle := _tensor_parallel_obstacle(layout, config, shape, hardware)
     ):
@@ -442,6 +443,7 @@ def _layout_obstacle(
         obstacle := _context_parallel_obstacle(layout, config, shape)
     ):
         return obstacle
+    # what the optimizer cannot do with divided or offloaded tensors
     if optim in BITSANDBYTES_OPTIMIZERS and (
         layout.is_fsdp or layout.is_zero or layout.tensor_parallel > 1
     ):

@@ -32,8 +32,7 @@ from sft_play.text import format_count, plural
 
 @dataclass(frozen=True)
 class ExpertParameters:
-    """Of the experts whose weights are one tensor for all of a block: numbers of parameters,
-    without biases."""
+    """Numbers of parameters of experts that share one tensor in each block, without biases."""
 
     total: int
     # Of the adapters, those on them.
@@ -43,9 +42,7 @@ class ExpertParameters:
 @dataclass(frozen=True)
 class ParameterCounts:
     """Numbers of parameters of the language model and of what is added to it, as one rank without
-    shards holds them. `trained` and `frozen` are together `total`, and adapters and copies of
-    `modules_to_save`, which the mode adds.
-    """
+    shards holds them. `trained` + `frozen` = `total` + adapters + copies of `modules_to_save`."""
 
     # The model's own.
     total: int
@@ -82,11 +79,8 @@ def count_parameters(
     config: RunConfig, shape: ModelShape, precision: Precision, layout: Layout
 ) -> ParameterCounts:
     """The parameters of a run under its layout."""
-    lora, is_full, is_nf4 = (
-        config.tuning.lora,
-        config.tuning.mode == "full",
-        config.tuning.mode == "qlora",
-    )
+    lora, mode = config.tuning.lora, config.tuning.mode
+    is_full, is_nf4 = mode == "full", mode == "qlora"
     stacked_tensors = [
         (stacked, kind.count) for kind in shape.layers for stacked in kind.expert_weights
     ]
@@ -197,9 +191,9 @@ TraceCandidate = Callable[[Candidate], TracePrediction]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change that would need less memory, or provide more. Bytes are those of one rank. `setting`
-    is what to add to SET, `hardware` what to name instead of the present machine; one of them is
-    None. `needs` are those bytes in words, with the RAM of a layout that offloads."""
+    """A change that would need less memory, or provide more. Bytes are one rank's. `setting` is
+    what to add to SET, `hardware` what to name instead of the present machine; one of them is None.
+    `needs` has those bytes in words, with the RAM of a layout that offloads."""
 
     change: str
     allocated: int
@@ -298,7 +292,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the choice fits with its margin."""
+        """True if the choice fits with its margin."""
         return self.choice.fits
 
     @property
@@ -429,9 +423,8 @@ def device_budget_bytes(hardware: Hardware) -> int:
     """Free bytes of the smallest GPU (all of it if only named), or a CPU rank's share of the free
     RAM."""
     if not hardware.gpus:
-        return (
-            hardware.ram_free_bytes // hardware.ranks_per_node
-        )  # without GPUs: the CPU processes of a node
+        # without GPUs: the CPU processes of a node
+        return hardware.ram_free_bytes // hardware.ranks_per_node
     # all ranks run the same plan, so the GPU with the least room decides
     free_bytes = [gpu.free_bytes for gpu in hardware.gpus if gpu.free_bytes is not None]
     return min(free_bytes + [gpu.total_bytes for gpu in hardware.gpus if gpu.free_bytes is None])
@@ -460,8 +453,8 @@ class DiskUsage:
         return (self.max_checkpoints or 1) * self.checkpoint_bytes + self.weights_bytes
 
     def min_bytes(self, existing_checkpoints: int = 0) -> int:
-        """Of `total_bytes` what weights and states take for certain beside `existing_checkpoints`;
-        before the final weights are written the oldest one goes."""
+        """Bytes that new checkpoints and the final weights need for certain, beside
+        `existing_checkpoints`; the oldest checkpoint goes before the final weights are written."""
         new_checkpoints = max(0, (self.max_checkpoints or 1) - existing_checkpoints)
         checkpoint_bytes = self.checkpoint_bytes - OTHER_BYTES
         return max(
@@ -488,9 +481,8 @@ def planned_disk_usage(config: RunConfig, shape: ModelShape, plan: Plan) -> Disk
         # the limit
         checkpoint_counts.append(train.save_total_limit + train.load_best_model_at_end + 1)
     save_interval = config.eval.steps if train.load_best_model_at_end else train.save_steps
-    if (
-        not save_interval and plan.row_tokens is not None
-    ):  # after each epoch, of which train.max_steps may be several
+    # after each epoch; train.max_steps may be several of them
+    if not save_interval and plan.row_tokens is not None:
         save_interval = math.ceil(plan.row_tokens.rows / plan.batch.effective_batch)
     if save_interval and plan.run_length is not None:
         checkpoint_counts.append(math.ceil(plan.run_length.steps / save_interval))

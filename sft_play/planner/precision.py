@@ -254,7 +254,7 @@ class GradientSync:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether they are sent in another dtype than they are computed in."""
+        """True if they are sent in another dtype than they are computed in."""
         return self.reduced_dtype != self.computed_dtype
 
     def reductions_per_step(self, grad_accum: int) -> int:

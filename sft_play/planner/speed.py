@@ -106,11 +106,14 @@ class Traffic:
 
 
 def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> Traffic:
-    """The communication of data-parallel ranks, and among those that share rows. DDP and ZeRO-1
-    reduce gradients once per step, unless the run says otherwise, and ZeRO-2 in each micro-batch:
-    both stages with all-reduces of full buckets (`use_multi_rank_bucket_allreduce`), of which a
-    rank keeps its shard, and an all-gather of the updated weights. FSDP2 gathers every unit for the
-    forward and for the backward pass, the last one once; ZeRO-3 keeps what it needs again soon."""
+    """The communication of data-parallel ranks, and among ranks that share rows.
+
+    DDP and ZeRO-1 reduce gradients once per step, unless the run says otherwise, and ZeRO-2 in each
+    micro-batch. Both ZeRO stages use all-reduces of full buckets
+    (`use_multi_rank_bucket_allreduce`; a rank keeps its shard of the result) and an all-gather of
+    the updated weights. FSDP2 gathers every unit for the forward and for the backward pass, the
+    last one once; ZeRO-3 keeps what it needs again soon.
+    """
     layout, sync = step.layout, gradient_sync(config, precision, step.layout.name)
     # neighbours are of one tensor-parallel group
     ranks, neighbour_ranks = layout.gradient_ranks, layout.tensor_parallel
@@ -144,12 +147,9 @@ def step_traffic(config: RunConfig, shape: ModelShape, precision: Precision, ste
         # all weights, and again for the backward pass those behind which more than
         # ZERO_REUSE_PARAMS lie until then; a checkpointed block larger than half of that releases
         # its first layers before its backward pass. For packed weights DeepSpeed counts bytes
-        layers, packed_params = (
-            shape.num_layers,
-            shape.linear_params * (config.tuning.mode == "qlora"),
-        )
+        layers = shape.num_layers
         recomputed_share = step.recomputed_layers(layers) / layers
-        counted_params = shape.params - 0.5 * packed_params
+        counted_params = shape.params - 0.5 * shape.linear_params * (config.tuning.mode == "qlora")
         kept_share = min(1.0, ZERO_REUSE_PARAMS / (2 + recomputed_share) / counted_params)
         block_params = counted_params - (2 - shape.tied) * shape.embedding_table_params
         regathered_share = max(0.0, block_params - layers * ZERO_REUSE_PARAMS / 2) / counted_params
@@ -273,8 +273,8 @@ MIN_TRAFFIC_SHARE = 0.5
 def liger_saved_bytes(
     shape: ModelShape, operations: ReplacedOperations, *, e: int, recomputed_share: float
 ) -> float:
-    """Bytes that Liger's kernels save of a token's forward and backward pass through all blocks,
-    `recomputed_share` of which run forward twice."""
+    """Bytes that Liger's kernels save of a token's forward and backward pass through all blocks;
+    `recomputed_share`: the share of the blocks that run forward twice."""
     forward_bytes, backward_bytes = 0.0, 0.0
     cast_bytes = 0 if e == 4 else 2 * (e + 4)
     # square, mean, product; that with the weight moves 2 e, as Liger's kernel does
@@ -427,9 +427,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of one optimizer step and their parts; tokens are those of its rows over all ranks,
-    without padding: of the run's own rows where their lengths are known, else of rows of full
-    length."""
+    """Seconds of one optimizer step and their parts. Tokens are counted over all ranks without
+    padding: of the run's own rows where their lengths are known, else of rows of full length."""
 
     step_s: float
     tokens: int
@@ -448,7 +447,7 @@ class Speed:
         return self.tokens / self.step_s
 
     def scaled(self, factor: float) -> Speed:
-        """The same with every duration multiplied."""
+        """The same speed with every duration multiplied."""
         return dataclasses.replace(
             self,
             step_s=self.step_s * factor,
@@ -541,7 +540,7 @@ class _Roofline:
 
     @property
     def full_rows(self) -> AverageMicroSteps:
-        """Rows of full length."""
+        """An average step whose rows all have full length."""
         step, layout = self.step, self.step.layout
         return AverageMicroSteps(
             step.grad_accum,
@@ -601,9 +600,8 @@ class _Roofline:
             "waiting": micro_s * count * straggler_wait_share(layout.ranks),
         }
         ranks = layout.data_parallel * layout.context_parallel
-        token_share = micro_steps.tokens / (
-            count * micro_steps.padded_tokens * ranks
-        )  # what is not padding
+        # what is not padding
+        token_share = micro_steps.tokens / (count * micro_steps.padded_tokens * ranks)
         model_flops = (
             sum(self._micro_step_flops(micro_steps, 0.0).values())
             * token_share
@@ -633,9 +631,8 @@ class _Roofline:
         matrix_s = matrix_flops / tensor_parallel / (rates.matrix_flops_per_s * rates.matrix_share)
         # each forward or backward pass reads them once, whatever the number of tokens
         weight_bytes = 2 * active_params(shape) / tensor_parallel
-        pass_count = (
-            2.0 + recomputed_share
-        )  # forward, backward, and what checkpointing computes again
+        # forward, backward, and what checkpointing computes again
+        pass_count = 2.0 + recomputed_share
         liger_operations = plan_kernels(
             config, shape, step.layout, on_gpu=step.on_gpu, missing_packages=rates.missing_packages
         ).speed
@@ -736,11 +733,8 @@ class _Roofline:
         forward (two products) and 2.5 times as much backward (FlashAttention-2,
         https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice.
         """
-        shape, padded_tokens, is_full = (
-            self.shape,
-            micro_steps.padded_tokens,
-            self.config.tuning.mode == "full",
-        )
+        shape, is_full = self.shape, self.config.tuning.mode == "full"
+        padded_tokens = micro_steps.padded_tokens
         weight_gradient_share = 1.0 if is_full else 0.0
         adapter_flops = 0.0 if is_full else 2.0 * adapter_params(shape, self.config.tuning.lora)
         # keys that a query of a row sees on average, summed over the layers; eager attention
@@ -783,15 +777,10 @@ class _Roofline:
         """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a
         collective hides behind the backward pass of its micro-batch, those after the optimizer's
         update hide behind nothing."""
-        shape, rates, layout, grad_accum = (
-            self.shape,
-            self.rates,
-            self.step.layout,
-            max(1, round(micro_steps.count)),
-        )
-        hidden_s = (
-            HIDDEN_SHARE * micro_s * 2 / 3
-        )  # the backward pass takes two thirds of a micro-step
+        shape, rates, layout = self.shape, self.rates, self.step.layout
+        grad_accum = max(1, round(micro_steps.count))
+        # the backward pass takes two thirds of a micro-step
+        hidden_s = HIDDEN_SHARE * micro_s * 2 / 3
         traffic = step_traffic(self.config, shape, self.precision, self.step)
         moved_bytes, exposed_s = traffic.sent_bytes(grad_accum), 0.0
         if layout.gradient_ranks > 1:
@@ -822,9 +811,8 @@ class _Roofline:
                 0.0, 2 * weight_bytes / layout.tensor_parallel / NOMINAL_LINK - hidden_s
             )
         recomputes = self.step.checkpointed_layers != 0
-        key_width = max(
-            shape.kv_width, layout.context_parallel * shape.head_dim
-        )  # repeated for more ranks than heads
+        # repeated for more ranks than heads
+        key_width = max(shape.kv_width, layout.context_parallel * shape.head_dim)
         # ranks that share a block's products or a row's tokens exchange in every block, and nothing
         # hides that: the next product needs it
         for ranks, block_calls, width, starts, per_node in (
@@ -908,7 +896,7 @@ LONG_ROW_TOKENS = 8192
 @dataclass(frozen=True)
 class SpeedError:
     """The share of a predicted speed within which four of five comparable published runs lie; None
-    where none of its kind was compared."""
+    if no run of its kind was compared."""
 
     share: float | None
     of: str
@@ -919,7 +907,7 @@ class SpeedError:
         return self.of if self.share is None else f"±{self.share:.0%}, {self.of}"
 
     def is_within(self, ratio: float) -> bool:
-        """Whether two speeds of this quotient cannot be told apart by the prediction."""
+        """True if speeds of this quotient are too close for the prediction to tell them apart."""
         return self.share is not None and abs(ratio - 1) <= self.share
 
 
@@ -934,7 +922,7 @@ SPEED_ERROR_CLASSES = (DATA_CENTRE_ERROR, LONG_ROW_ERROR, WORKSTATION_ERROR, SMA
 def find_speed_error(
     shape: ModelShape, precision: Precision, hardware: Hardware, step: Step
 ) -> SpeedError:
-    """The class of a run's predicted speed."""
+    """How far a run's predicted speed may be off, by published runs of its kind."""
     capabilities = {gpu.capability for gpu in hardware.gpus}
     uncompared = {
         "on a CPU": not hardware.gpus,
@@ -947,12 +935,9 @@ def find_speed_error(
             <= DATA_CENTRE_CAPABILITIES | WORKSTATION_CAPABILITIES | {(7, 0), (7, 5)}
         ),
     }
-    if (
-        reason := next(
-            (description for description, applies in uncompared.items() if applies), None
-        )
-    ) is not None:
-        return SpeedError(None, f"no published run {reason} was compared")
+    for description, applies in uncompared.items():
+        if applies:
+            return SpeedError(None, f"no published run {description} was compared")
     if shape.params < SMALL_MODEL_PARAMS or precision.compute != "bfloat16":
         return SMALL_MODEL_ERROR
     if not capabilities <= DATA_CENTRE_CAPABILITIES:

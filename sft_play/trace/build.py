@@ -78,7 +78,7 @@ def fake_nf4_class() -> Any:
 
 
 def fake_nf4(layer: Any, settings: StepSettings) -> Any:
-    """The fake of a Linear4bit on the meta device, on the meta device too."""
+    """Make the fake of a Linear4bit that is on the meta device, on the meta device too."""
     fake = fake_nf4_class()()
     fake.in_features, fake.out_features = layer.in_features, layer.out_features
     fake.compute_dtype = getattr(torch, settings.quant_compute)
@@ -95,9 +95,8 @@ def fake_nf4(layer: Any, settings: StepSettings) -> Any:
     weight.blocksize, weight.quant_storage, weight.bnb_quantized = NF4_BLOCK, storage, True
     fake.weight = weight
     fake.bias = None
-    if (
-        layer.bias is not None
-    ):  # bitsandbytes creates it in fp32; loading casts it to the dtype of the other weights
+    # bitsandbytes creates it in fp32; loading casts it to the dtype of the other weights
+    if layer.bias is not None:
         fake.bias = nn.Parameter(layer.bias.detach().to(fake.quantised_from), requires_grad=False)
 
     _register_scales(fake, "", weights, double_quant=settings.double_quant)
@@ -125,7 +124,8 @@ class _FakeNF4Experts(nf4_experts.PackedWeight):
 
 
 def _register_scales(module: nn.Module, prefix: str, weights: int, *, double_quant: bool) -> None:
-    """What bitsandbytes keeps beside this many packed weights, as buffers on the meta device."""
+    """Register what bitsandbytes keeps beside this many packed weights, as buffers on the meta
+    device."""
     blocks = math.ceil(weights / NF4_BLOCK)
     buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "absmax": ((blocks,), torch.uint8 if double_quant else torch.float32),
@@ -254,9 +254,8 @@ def build_skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
         )
     if attention in VARLEN_ATTENTIONS:
         attention = attention_functions.VARLEN_ATTENTION
-    if (
-        attention == "flash_attention_2"
-    ):  # transformers' own path to it, under a name that requires no package
+    # transformers' own path to it, under a name that requires no package
+    if attention == "flash_attention_2":
         attention = kernels.FLASH_NAME
         AttentionInterface.register(attention, flash_attention_forward)
         masking_utils.AttentionMaskInterface.register(attention, masking_utils.flash_attention_mask)
@@ -319,8 +318,8 @@ def load_skeleton(model: Any, settings: StepSettings) -> Any:
 
 
 def find_block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of a model's blocks and its path: of the outermost lists of modules that beside the
-    token embedding, or the one with the most parameters; empty where there is none."""
+    """Find the list of a model's blocks, and its path: the outermost list of modules beside the
+    token embedding, else the outermost one with the most parameters; empty if there is none."""
     lists = {
         path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)
     }
@@ -369,8 +368,8 @@ def replaceable_functions(model: nn.Module) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def use_class_functions(model: nn.Module, settings: StepSettings) -> Iterator[None]:
-    """The class's own functions in place of packages', or what allocates as flash-linear-attention
-    does."""
+    """Run the class's own functions in place of packages', or what allocates as
+    flash-linear-attention does."""
     class_module = sys.modules[type(model).__module__]
     replaced = {name: getattr(class_module, name) for _, name in replaceable_functions(model)}
     for name, function in replaced.items():
@@ -436,8 +435,11 @@ def _quantise(model: Any, settings: StepSettings) -> None:
         bnb_4bit_compute_dtype=getattr(torch, settings.quant_compute),
         bnb_4bit_quant_storage=getattr(torch, settings.quant_storage),
     )
-    excluded_modules = nf4_experts.ExpertQuantizer.get_modules_to_not_convert(model)
-    replace_with_bnb_linear(model, excluded_modules, quantization_config=quantization_config)
+    replace_with_bnb_linear(
+        model,
+        nf4_experts.ExpertQuantizer.get_modules_to_not_convert(model),
+        quantization_config=quantization_config,
+    )
     linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
     for name, layer in list(model.named_modules()):
         if isinstance(layer, linear_4bit):

@@ -129,6 +129,7 @@ def step_settings(
     is_full, is_fsdp = config.tuning.mode == "full", layout.name == "fsdp"
     half_dtype = precision.compute if precision.compute != "float32" else None
     sync = gradient_sync(config, precision, layout.name)
+    # how rows reach the attention, and what keeps them apart
     attention: TracedAttention = step.attention
     if step.varlen:
         attention = "one_by_one" if step.one_by_one else "varlen"
@@ -136,9 +137,8 @@ def step_settings(
     if step.cudnn:
         cudnn = "always" if config.task_mode == "cpt" else "training"
     mask: RowMask = row_mask(has_padding=step.padded, uses_masks=step.masks)
-    if step.varlen or (
-        config.data.packing != "none" and config.task_mode != "cpt"
-    ):  # full blocks are never packed
+    # full blocks are never packed
+    if step.varlen or (config.data.packing != "none" and config.task_mode != "cpt"):
         mask = "packed"
     return StepSettings(
         model=config_json,
@@ -241,18 +241,21 @@ def _import_module(name: str) -> ModuleType:
 
 
 def cached_trace(settings: StepSettings) -> TracedPeak:
-    """`step.trace_step`, remembered; raises as that does."""
-    key_fields = {"settings": settings.canonical_text(), "trace": TRACE_VERSION}
+    """`step.trace_step`, whose result is read from the cache if there is one; raises as that
+    does."""
     return load_or_measure(
-        "traces", key_fields, _PEAK_ADAPTER, lambda: _import_module("step").trace_step(settings)
+        "traces",
+        {"settings": settings.canonical_text(), "trace": TRACE_VERSION},
+        _PEAK_ADAPTER,
+        lambda: _import_module("step").trace_step(settings),
     )
 
 
 def cached_shape(
     config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False
 ) -> ModelShape:
-    """`meta_shape.measure_shape_on_meta`, remembered, but not with remote code; raises as that
-    does."""
+    """`meta_shape.measure_shape_on_meta`, whose result is read from the cache if there is one,
+    except with remote code; raises as that does."""
     shape = load_or_measure(
         "shapes",
         {"config": config, "shape": SHAPE_VERSION},
@@ -302,10 +305,9 @@ _MODE_TEXTS: dict[BlockMode, str] = {
 def load_planned_shape(
     config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False
 ) -> ModelShape:
-    """The shapes of a config.json's language model, for a plan: of a class that the tables lack
-    they, and its blocks, are measured. Raises ModelError: it is no causal language model, or its
-    class refuses the config.
-    """
+    """Read the shapes of a config.json's language model for a plan; for a class that the tables
+    lack, they and its blocks are measured. Raises ModelError: it is no causal language model, or
+    its class refuses the config."""
     try:
         return parse_model_shape(config, name=name)
     except UnknownArchitecture as error:
@@ -405,8 +407,8 @@ class BlockMeter:
 
 
 def leading_blocks(order: Sequence[int]) -> tuple[int, ...]:
-    """The kinds' indices of as many of the first blocks as show every kind, each behind another
-    block where there is one, and of several kinds each before another."""
+    """The kinds of the first blocks of a model, as many blocks as it takes to show every kind: each
+    behind another block where there is one, and of several kinds each before another."""
     needed = max(
         (order.index(kind_index, 1) if kind_index in order[1:] else 0) for kind_index in set(order)
     )
@@ -415,8 +417,8 @@ def leading_blocks(order: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class BlockMeasurement:
-    """What is run: a model's first blocks, by their indices in `ModelShape.layers`, in this mode of
-    a block."""
+    """A measurement of a model's first blocks, given by their indices in `ModelShape.layers`, in
+    one mode of a block."""
 
     settings: StepSettings
     # For a class that does not take the boundaries of rows one behind the other: a run pads them
@@ -469,11 +471,11 @@ class BlockMeasurement:
             length,
             _MODE_TEXTS[self.block_mode],
         )
-        problem = ""
+        problem, measurements = "", [self]
         # a class may not take boundaries: then its rows are padded, as a run pads them
-        for measurement in (self, replace(self, settings=self.padded_settings))[
-            : 1 + (self.padded_settings is not self.settings)
-        ]:
+        if self.padded_settings is not self.settings:
+            measurements.append(replace(self, settings=self.padded_settings))
+        for measurement in measurements:
             try:
                 return measurement._measure_fake(batches, length)
             except TraceUnavailable as error:
@@ -481,19 +483,18 @@ class BlockMeasurement:
         try:
             return self._measure_on_cpu(batches, length)
         except TraceUnavailable as error:
-            kind = one_line(str(self.settings.model.get("model_type")))
             raise ModelError(
-                f"no plan can be made for the class {kind}: what its blocks need cannot be measured"
-                f" ({problem}; on the CPU: {one_line(str(error), limit=200)})"
+                "no plan can be made for the class"
+                f" {one_line(str(self.settings.model.get('model_type')))}: what its blocks need"
+                f" cannot be measured ({problem}; on the CPU: {one_line(str(error), limit=200)})"
             ) from None
 
     def _measure_fake(self, batches: Sequence[int], length: int) -> list[MeasuredBlocks]:
         sizes = (2 * self._chunk_tokens, self._chunk_tokens)
         long, short = 0, 0
         if length > 2 * sizes[0] and self._is_linear_in_tokens:
-            batch_shapes = [(1, size) for size in sizes]
             long, short = _import_module("step").count_operators(
-                self.settings, batch_shapes, depth=len(self.kind_indices)
+                self.settings, [(1, size) for size in sizes], depth=len(self.kind_indices)
             )
         if long <= short:
             return self._run_blocks([(rows, length) for rows in batches])
@@ -528,7 +529,7 @@ class BlockMeasurement:
         self, batch_shapes: Sequence[tuple[int, int]], *, uses_real_tensors: bool = False
     ) -> list[MeasuredBlocks]:
         settings = self.settings
-        if uses_real_tensors:  # of which the CPU has no kernel that holds what a GPU's would
+        if uses_real_tensors:  # the CPU has no fused kernel that holds what a GPU's would
             settings = replace(settings, attention="eager")
         measured: list[MeasuredBlocks] = _import_module("step").run_blocks(
             settings,

@@ -43,8 +43,8 @@ def _flash_backward(args: Any) -> tuple[int, ...]:
 
 
 def _flash_varlen_backward(args: Any) -> tuple[int, ...]:
-    """The same with 128 more positions a row (mha_varlen_bwd); the seventh argument holds the rows'
-    borders."""
+    """`_flash_backward` with 128 more positions a row (mha_varlen_bwd); the seventh argument holds
+    the rows' borders."""
     query, key = args[1], args[2]
     tokens, heads, size = query.shape
     padded_tokens = tokens + 128 * (args[6].shape[0] - 1)
@@ -120,11 +120,7 @@ class CudaAttention:
     ) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu"):
             autocast_dtype = torch.get_autocast_dtype("cpu")
-            query, key, value = (
-                query.to(autocast_dtype),
-                key.to(autocast_dtype),
-                value.to(autocast_dtype),
-            )
+            query, key, value = (one.to(autocast_dtype) for one in (query, key, value))
         kernel = self.choose_kernel(query, key, value, attn_mask, enable_gqa)
         if kernel == "flash":
             return traced_flash_attention(query, key, value, dropout_p, is_causal, scale)
@@ -218,12 +214,22 @@ def flash_attn_varlen_func(
     causal: bool = False,
     **_: Any,
 ) -> Any:
-    """The same for rows of many lengths, one after the other: [all tokens, heads, head size].
-    PyTorch's operator is built from the same kernel, and holds what flash-attn holds."""
+    """flash-attn 2's function for rows of many lengths, one after the other: [all tokens, heads,
+    head size]. PyTorch's operator is built from the same kernel, and holds what flash-attn holds.
+    """
     size, (q, k, v) = q.shape[-1], _pad_head_size(q, k, v)
-    longest = (max_seqlen_q, max_seqlen_k)
     return aten._flash_attention_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, causal, False, scale=softmax_scale
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        causal,
+        False,
+        scale=softmax_scale,
     )[0][..., :size]
 
 
@@ -266,9 +272,8 @@ class _DeltaRule(torch.autograd.Function):
         rows: int,
     ) -> Any:
         """The output, B x T x V x D; `rows`: sequences in a row of the batch."""
-        inputs = [
-            one.contiguous() for one in (q_BTHK, k_BTHK, v_BTVD, beta_BTV)
-        ]  # they live until the end
+        # they live until the end
+        inputs = [one.contiguous() for one in (q_BTHK, k_BTHK, v_BTVD, beta_BTV)]
         q, k, v, beta = inputs
         norms = (None, None)
         if is_normalised:
@@ -326,14 +331,15 @@ def chunk_gated_delta_rule(
     cu_seqlens: Any = None,
     **_: Any,
 ) -> tuple[Any, Any]:
-    """What takes the place of the function of that name of transformers' classes, with its
-    arguments and results."""
+    """Takes the place of the function of that name in transformers' classes, with its arguments and
+    results."""
     rows = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     out = _DeltaRule.apply(query, key, value, g, beta, use_qk_l2norm_in_kernel, rows)
     if not output_final_state:
         return out, None
-    shape = (value.shape[0] * rows, value.shape[2], key.shape[3], value.shape[3])
-    return out, value.new_zeros(shape, dtype=torch.float32)
+    return out, value.new_zeros(
+        value.shape[0] * rows, value.shape[2], key.shape[3], value.shape[3], dtype=torch.float32
+    )
 
 
 def _norm_statistics(x: Any) -> Any:

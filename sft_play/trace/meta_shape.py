@@ -89,10 +89,9 @@ _DOWN_PROJECTIONS = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w
 def measure_shape_on_meta(
     config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False
 ) -> ModelShape:
-    """The shapes of the language model that a config.json describes, measured on its class without
+    """Measure the shapes of the language model that a config.json describes on its class, without
     weights, in seconds. Raises ModelError: transformers has no causal language model of this type,
-    or its class refuses the config.
-    """
+    or its class refuses the config."""
     require_causal_lm_config(config, name=name)
     refuse_absurd_sizes(config, name=name)
     refuse_remote_code(dict(config), name=name, allowed=trust_remote_code)
@@ -149,12 +148,10 @@ def measure_shape_on_meta(
 def measure_shape(
     model: nn.Module, hf_config: Any, *, name: str, without_adapter: Container[str] = frozenset()
 ) -> ModelShape:
-    """The shapes of a model, by its modules; raises ModelError without a token embedding or
+    """Read the shapes of a model from its modules. Raises ModelError without a token embedding or
     repeated blocks."""
-    embedding, head = (
-        _call_getter(model, "get_input_embeddings"),
-        _call_getter(model, "get_output_embeddings"),
-    )
+    embedding = _call_getter(model, "get_input_embeddings")
+    head = _call_getter(model, "get_output_embeddings")
     path, blocks = find_block_list(model)
     if not isinstance(getattr(embedding, "weight", None), torch.Tensor) or not len(blocks):
         raise ModelError(
@@ -172,16 +169,7 @@ def measure_shape(
     heads = _config_number(hf_config, "num_attention_heads") or 1
     width = embedding.weight.shape[1]
     hidden = _config_number(hf_config, "hidden_size") or width
-    outer_linears = tuple(
-        replace(
-            _linear_shape(module_path.rpartition(".")[2], module),
-            adaptable=module_path not in without_adapter,
-        )
-        for module_path, module in model.named_modules()
-        if isinstance(module, _LINEAR_CLASSES)
-        and module is not head
-        and not module_path.startswith(f"{path}.")
-    )
+    dropouts = (_config_field(hf_config, field) for field in _ATTENTION_DROPOUT_FIELDS)
     shape = ModelShape(
         name=name,
         model_type=str(hf_config.model_type),
@@ -193,9 +181,7 @@ def measure_shape(
         num_layers=len(blocks),
         num_heads=heads,
         num_kv_heads=_config_number(hf_config, "num_key_value_heads") or heads,
-        head_dim=_config_number(hf_config, "qk_head_dim")
-        or _config_number(hf_config, "head_dim")
-        or max(1, hidden // heads),
+        head_dim=_config_number(hf_config, "qk_head_dim", "head_dim") or max(1, hidden // heads),
         vocab_size=embedding.weight.shape[0],
         tied=head is None or head.weight is embedding.weight,
         max_positions=_config_number(hf_config, "max_position_embeddings"),
@@ -203,14 +189,7 @@ def measure_shape(
         layer_order=tuple(kinds.index(block) for block in block_kinds),
         window=_window_tokens(hf_config, attention_kinds),
         num_experts=max(kind.num_experts for kind in kinds),
-        experts_per_token=next(
-            (
-                value
-                for name in _EXPERTS_PER_TOKEN_FIELDS
-                if (value := _config_number(hf_config, name))
-            ),
-            0,
-        ),
+        experts_per_token=_config_number(hf_config, *_EXPERTS_PER_TOKEN_FIELDS) or 0,
         # `experts_implementation` reaches experts of transformers' own kind alone
         uses_custom_experts=any(kind.num_experts for kind in kinds)
         and not any(hasattr(module, "is_concatenated") for module in model.modules()),
@@ -225,14 +204,7 @@ def measure_shape(
         uses_alibi=bool(_config_field(hf_config, "alibi"))
         or hf_config.model_type in ("bloom", "mpt"),
         caps_logits=_config_field(hf_config, "final_logit_softcapping") is not None,
-        attention_dropout=next(
-            (
-                float(rate)
-                for name in _ATTENTION_DROPOUT_FIELDS
-                if (rate := _config_field(hf_config, name))
-            ),
-            0.0,
-        ),
+        attention_dropout=float(next(filter(None, dropouts), 0.0)),
         position_rows=sum(
             module.weight.shape[0]
             for path, module in model.named_modules()
@@ -240,7 +212,7 @@ def measure_shape(
             and module.weight.shape[1] == hidden
             and path.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")
         ),
-        outer_linears=outer_linears,
+        outer_linears=_outer_linears(model, head, path, without_adapter),
         can_checkpoint=bool(getattr(type(model), "supports_gradient_checkpointing", False)),
         has_fused_attention=bool(getattr(type(model), "_supports_sdpa", False)),
         source_note=f"that of {type(model).__name__}, measured on its class",
@@ -253,6 +225,21 @@ def measure_shape(
     )
 
 
+def _outer_linears(
+    model: nn.Module, head: Any, block_list: str, without_adapter: Container[str]
+) -> tuple[LinearShape, ...]:
+    # beside the blocks, such as a projection behind a narrow embedding
+    return tuple(
+        replace(
+            _linear_shape(path.rpartition(".")[2], module), adaptable=path not in without_adapter
+        )
+        for path, module in model.named_modules()
+        if isinstance(module, _LINEAR_CLASSES)
+        and module is not head
+        and not path.startswith(f"{block_list}.")
+    )
+
+
 def _measure_blocks(
     model: nn.Module,
     hf_config: Any,
@@ -261,9 +248,8 @@ def _measure_blocks(
     without_adapter: Container[str],
 ) -> list[LayerKind]:
     path, blocks = find_block_list(model)
-    unpacked = frozenset(
-        ExpertQuantizer.get_modules_to_not_convert(model)
-    )  # weights that blocks share, too
+    # weights that blocks share, too
+    unpacked = frozenset(ExpertQuantizer.get_modules_to_not_convert(model))
     # a class whose file names the package may have linear attention in place of softmax attention
     layer_types = (
         _per_layer_field(hf_config, "layer_types", len(blocks))
@@ -319,25 +305,25 @@ def _per_layer_field(hf_config: Any, name: str, count: int) -> Sequence[Any] | N
 def _window_tokens(hf_config: Any, attention_kinds: list[AttentionKind]) -> int | None:
     if not {"sliding", "chunked"} & set(attention_kinds):
         return None
-    names = ("sliding_window", "attention_chunk_size", "window_size")
-    return next(
-        (value for value in (_config_number(hf_config, name) for name in names) if value), None
-    )
+    return _config_number(hf_config, "sliding_window", "attention_chunk_size", "window_size")
 
 
 def _config_field(hf_config: Any, name: str) -> Any:
     try:
         return getattr(hf_config, name, None)
-    except (
-        Exception
-    ):  # a field that differs by layer cannot be read as one: take what the file says
+    except Exception:
+        # a field that differs by layer cannot be read as one: take what the file says
         return hf_config.to_dict().get(name)
 
 
-def _config_number(hf_config: Any, name: str) -> int | None:
-    value = _config_field(hf_config, name)
-    value = value[0] if isinstance(value, list | tuple) and value else value
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+def _config_number(hf_config: Any, *names: str) -> int | None:
+    """The first of these fields that is a whole number above 0; of a list its first one."""
+    for name in names:
+        value = _config_field(hf_config, name)
+        value = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
 
 
 def _linear_shape(path: str, module: nn.Module) -> LinearShape:

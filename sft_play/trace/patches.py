@@ -40,7 +40,7 @@ class TraceState:
 
     @property
     def uses_cudnn(self) -> bool:
-        """Whether cuDNN's attention is switched on now."""
+        """True if cuDNN's attention is switched on now."""
         return self.settings.cudnn == "always" or (
             self.settings.cudnn == "training" and not self.is_evaluating
         )
@@ -152,7 +152,7 @@ def _make_unlogged(original: Any, state: TraceState) -> Any:
 
 
 def is_half_under_autocast(value: Any) -> bool:
-    """Whether CUDA's autocast would cast this tensor up for an operator of its fp32 list."""
+    """True if CUDA's autocast would cast this tensor up for an operator of its fp32 list."""
     return (
         torch.is_autocast_enabled("cpu")
         and isinstance(value, torch.Tensor)
@@ -205,10 +205,8 @@ class Patch:
         function = value.forward if isinstance(value, type) and hasattr(value, "forward") else value
         try:
             names = set(inspect.signature(function).parameters)
-        except (
-            TypeError,
-            ValueError,
-        ):  # C functions have none; `scaled_dot_product_attention` has them in its docstring
+        except (TypeError, ValueError):
+            # C functions have none; `scaled_dot_product_attention` has them in its docstring
             names = {
                 word.strip("=,*() ").partition("=")[0] for word in (function.__doc__ or "").split()
             }

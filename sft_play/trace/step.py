@@ -29,7 +29,7 @@ from sft_play.training.model import attention_functions
 
 
 def trace_step(settings: StepSettings) -> TracedPeak:
-    """The highest bytes of one rank's step; seconds of work, no GPU, no weights. Raises
+    """Trace one rank's step for its highest bytes; takes seconds, no GPU and no weights. Raises
     TraceUnavailable: the libraries cannot run it on fake tensors."""
     start = time.perf_counter()
     with trace_context(settings) as (loop, skeleton):
@@ -48,8 +48,8 @@ def trace_step(settings: StepSettings) -> TracedPeak:
 def record_step(
     settings: StepSettings, *, uses_real_tensors: bool = False, mesh: Any = None
 ) -> StorageLog:
-    """The events of the step. For comparison, `uses_real_tensors` runs it on real CPU tensors
-    instead, a sharded step in the real group of `mesh`. Raises TraceUnavailable: as
+    """Run the step and return its events. For comparison, `uses_real_tensors` runs it on real CPU
+    tensors instead, a sharded step in the real group of `mesh`. Raises TraceUnavailable: as
     `trace_step`."""
     with trace_context(settings, uses_real_tensors=uses_real_tensors, mesh=mesh) as (
         loop,
@@ -150,9 +150,10 @@ class TracedLoop:
                         one is not None and not isinstance(one, FakeTensor)
                         for one in module._buffers.values()
                     )
+                    # no weights in 4 bits
                     is_plain = all(
                         one.is_floating_point() for one in module.parameters(recurse=False)
-                    )  # not in 4 bits
+                    )
                     if is_real and is_plain:
                         base._init_weights(module)
             return model
@@ -223,10 +224,8 @@ class TracedLoop:
             "lion_8bit": lambda elements: build.adam_8bit_state_sizes(elements)[::2],
             "none": lambda elements: (),
         }
-        name, fp32_weights = (
-            self.settings.optimizer.removesuffix(_WIDE_EMBEDDINGS_SUFFIX),
-            list[Any](),
-        )
+        name = self.settings.optimizer.removesuffix(_WIDE_EMBEDDINGS_SUFFIX)
+        fp32_weights: list[Any] = []
         if name != self.settings.optimizer:
             fp32_weights = [
                 one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)
@@ -368,8 +367,8 @@ def _convert_library_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_process() -> Iterator[None]:
-    """No messages of libraries, and no garbage collection in between: its timing depends on what
-    this process did before, and so would peaks."""
+    """Silence libraries, and hold back garbage collection: its timing depends on what this process
+    did before, and so would peaks."""
     gc.collect()
     was_enabled, previous_level = gc.isenabled(), logging.root.manager.disable
     gc.disable()
@@ -433,10 +432,9 @@ def fake_device_mesh(world_size: int) -> Iterator[Any]:
 
 
 def apply_fsdp2(model: Any, settings: StepSettings, mesh: Any) -> Any:
-    """The model in the units that accelerate's `fsdp2_prepare_model` makes of it. 4-bit weights
-    packed as uint8 stay whole on every rank, and nothing is upcast beside them, as for a Params4bit
-    (which a fake is not).
-    """
+    """Cut the model into the units that accelerate's `fsdp2_prepare_model` makes of it. 4-bit
+    weights packed as uint8 stay whole on every rank, and nothing is upcast beside them, as for a
+    Params4bit (which a fake is not)."""
     from accelerate.utils import fsdp_utils
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -763,7 +761,7 @@ def _hidden_states(value: Any) -> torch.Tensor:
 def count_operators(
     settings: StepSettings, batch_shapes: Iterable[tuple[int, int]], *, depth: int
 ) -> list[int]:
-    """How many operators each pass of an evaluation runs."""
+    """Count the operators that each pass of an evaluation runs."""
     counts = []
     with trace_context(settings, depth=depth) as (loop, skeleton):
         model = loop.load_model(skeleton)

@@ -134,7 +134,8 @@ class CachingAllocator:
             self._free_block(block)
 
     def empty_cache(self) -> None:
-        """`torch.cuda.empty_cache`: whole free segments, or free pages, go back."""
+        """Return whole free segments, or free pages, to the device, as `torch.cuda.empty_cache`
+        does."""
         for pool in self._pools.values():
             for _, _, block in list(pool.blocks):
                 if self.uses_expandable_segments:
@@ -230,8 +231,8 @@ class CachingAllocator:
         return segment
 
     def _map_block(self, block: _Block, size: int) -> _Block:
-        """Memory for the first `size` bytes of an unmapped block, in whole pages; returns the free
-        block there."""
+        """Map memory for the first `size` bytes of an unmapped block, in whole pages; returns the
+        free block there."""
         pool = block.pool
         size = min(block.size, -(-size // pool.page_size) * pool.page_size)
         self._reserve_bytes(size)
@@ -288,7 +289,7 @@ class ReplayPeaks:
 
 
 def replay(events: Iterable[Event], *, expandable_segments: bool = False) -> ReplayPeaks:
-    """Peaks of the events, counted once the model is loaded."""
+    """Replay events through an allocator: peaks count from the moment when the model is loaded."""
     allocator = CachingAllocator(expandable_segments=expandable_segments)
     peaks, phase = ReplayPeaks(), "build"
     for kind, key, value, stream in events:
@@ -390,7 +391,7 @@ class StorageLog(TorchDispatchMode):
             self.current -= nbytes
 
     def record_temporary(self, sizes: tuple[int, ...]) -> None:
-        """Buffers that are all live at once inside one call, and freed after it."""
+        """Record buffers that are all live at once inside one call, and freed after it."""
         keys = [(self.record_alloc(nbytes), nbytes) for nbytes in sizes if nbytes]
         for key, nbytes in reversed(keys):
             self.record_free(key, nbytes)
@@ -411,8 +412,8 @@ class StorageLog(TorchDispatchMode):
             self.record_resize(storage)
 
     def record_resize(self, storage: Any) -> None:
-        """`storage.resize_` is not an operator; FSDP empties and refills its gathered parameters
-        with it."""
+        """Record `storage.resize_`, which is not an operator; FSDP empties and refills its gathered
+        parameters with it."""
         entry = self._live.get(storage._cdata)
         nbytes = storage.nbytes()
         if entry is None or entry[1] == nbytes:
@@ -422,7 +423,7 @@ class StorageLog(TorchDispatchMode):
 
     @contextmanager
     def hide_allocations(self) -> Iterator[None]:
-        """Tensors created inside do not exist in a real run."""
+        """Leave out tensors created inside: they do not exist in a real run."""
         self._hide_depth += 1
         try:
             yield
@@ -442,9 +443,8 @@ class StorageLog(TorchDispatchMode):
     # --- operators --------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OPERATOR and isinstance(args[0], FakeTensor):
-            return args[
-                0
-            ].fake_device  # as fake tensors answer it, two calls of three, in a tenth of the time
+            # as fake tensors answer it, two calls of three, in a tenth of the time
+            return args[0].fake_device
         kwargs = kwargs or {}
         if DTensor in types:
             # DTensor unwraps itself; its wrapper's storage of global size does not exist
@@ -482,7 +482,7 @@ class StorageLog(TorchDispatchMode):
 
 
 def _accumulates_in_place(args: Any) -> bool:
-    """Whether the autograd engine sums two gradients of one tensor and a run without modes adds in
+    """True if the autograd engine sums two gradients of one tensor and a run without modes adds in
     place: it does so when it holds the last reference (`InputBuffer::accumulate`), but never under
     dispatch modes or for subclasses.
     """

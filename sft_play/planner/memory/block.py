@@ -50,9 +50,8 @@ def _routed_experts(block: ForwardPass, x: TensorRef) -> TensorRef:
     spec, rows = block.spec, block.tokens * block.spec.experts_per_token
     inner_elements = rows * spec.expert_width
     probabilities = block.tape.op((x,), block.tokens * spec.num_experts, 4, holds_output=True)
-    routing = block.tape.op(
-        (probabilities,), rows, 4 if spec.routes_in_fp32 else x.itemsize
-    )  # (T * k,)
+    # routing has T * k elements
+    routing = block.tape.op((probabilities,), rows, 4 if spec.routes_in_fp32 else x.itemsize)
     del probabilities
     indices = block.tape.new(rows, 8)
     gathered = block.tape.op(
@@ -168,7 +167,7 @@ def _grouped_linear(
         if spec.trains_weights:
             block.create_weight_gradient(elements, weight_itemsize)
         elif adapter_params:
-            # the sum's gradient, of which the factors' are products
+            # the sum's gradient, from which products make the factors'
             sum_gradient = tape.cast(
                 tape.new(elements, autocast_itemsize or weight_itemsize), weight_itemsize
             )
@@ -256,10 +255,8 @@ def attention(block: ForwardPass, x: TensorRef) -> TensorRef:
 
 def _query_key_value(block: ForwardPass, x: TensorRef) -> tuple[TensorRef, TensorRef, TensorRef]:
     spec = block.spec
-    q_size, kv_size = (
-        spec.heads * spec.head_dim * block.tokens,
-        spec.kv_heads * spec.head_dim * block.tokens,
-    )
+    q_size = spec.heads * spec.head_dim * block.tokens
+    kv_size = spec.kv_heads * spec.head_dim * block.tokens
     if "qkv" in block.linears:
         qkv = linear(block, x, "qkv")
         q, k, v = block.split(qkv, q_size, kv_size, qkv.elements - q_size - kv_size)
@@ -298,7 +295,7 @@ def _rotate_query_key(
 
 
 def _is_masked_cudnn(spec: BlockSpec) -> bool:
-    """cuDNN's kernel behind a mask, for which transformers repeats keys and values."""
+    """True for cuDNN's kernel behind a mask: transformers repeats keys and values for it."""
     return spec.kernel == "cudnn" and spec.masked
 
 
@@ -432,9 +429,8 @@ def _cudnn_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRe
         bias = block.tape.new(mask_elements, q.itemsize)
     # backward: sums of dO * O and dq in fp32 (cudnn-frontend, scaled_dot_product_flash_attention.h)
     backward_bytes = 4 * block.tokens * spec.heads * (1 + spec.head_dim)
-    if (
-        spec.heads != spec.kv_heads and not spec.masked
-    ):  # dk and dv of all query heads, before they are summed
+    # dk and dv of all query heads, before they are summed
+    if spec.heads != spec.kv_heads and not spec.masked:
         backward_bytes += 2 * block.tokens * spec.heads * spec.head_dim * q.itemsize
     return _fused_attention(block, q, k, v, backward_bytes, bias)
 
@@ -474,7 +470,7 @@ def _score_elements(block: ForwardPass) -> int:
 
 
 def _softmax(block: ForwardPass, scores: TensorRef) -> TensorRef:
-    """Holds its output; the backward kernel takes grad * output first (SoftMax.cu)."""
+    """Softmax: holds its output; the backward kernel computes grad * output first (SoftMax.cu)."""
     size, itemsize = scores.elements, scores.itemsize
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
@@ -485,8 +481,8 @@ def _softmax(block: ForwardPass, scores: TensorRef) -> TensorRef:
 
 
 def _sink_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRef) -> TensorRef:
-    """gpt-oss (modeling_gpt_oss.py, eager_attention_forward): a column joins the scores, their
-    maximum is taken off, and the softmax stays in the compute dtype."""
+    """Attention of gpt-oss (modeling_gpt_oss.py, eager_attention_forward): a column joins the
+    scores, their maximum is taken off, and the softmax stays in the compute dtype."""
     itemsize = q.itemsize
     scores = block.scale(block.tape.op((q, k), _score_elements(block), itemsize, saved=(q, k)))
     scores = block.tape.op((scores,), scores.elements, itemsize, backward=shared_gradient(1))
@@ -548,8 +544,8 @@ def _eager_attention(block: ForwardPass, q: TensorRef, k: TensorRef, v: TensorRe
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """One block, or the tail, in a step, above what is held before it. The peaks include its input
-    and, in the backward pass, its output's gradient."""
+    """Bytes of one block, or of the tail, in a step, above what is held before it. The peaks
+    include its input and, in the backward pass, the gradient of its output."""
 
     forward: int
     # Held from its forward to its backward pass; without its own input, unless an operation holds
@@ -568,7 +564,7 @@ class LayerBytes:
 
     @property
     def offloaded(self) -> LayerBytes:
-        """The same where what it keeps is in RAM, and comes back for its backward pass."""
+        """The same block where its kept bytes are in RAM, and come back for its backward pass."""
         return replace(self, saved=0, backward=self.backward + self.saved)
 
 
@@ -605,8 +601,8 @@ def block_bytes(
     input_has_grad: bool = True,
     is_accumulating: bool = False,
 ) -> BlockBytes:
-    """What one block takes for `batch` sequences of `length` tokens; its input's elements have
-    `itemsize` bytes."""
+    """Bytes that one block takes for `batch` sequences of `length` tokens; its input's elements
+    have `itemsize` bytes."""
     tape = Tape()
     block = ForwardPass(tape, spec, batch, length, is_accumulating=is_accumulating)
     size = batch * length * spec.hidden
@@ -686,10 +682,9 @@ CPU_BACKWARD_BYTES, CPU_CAP_BYTES = 29, 4
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The output head: words, whether its weight trains, bytes of its weight, whether only rows of
-    it train, in a copy of the table that autograd holds and whose gradient is gone at once, and
-    whether its logits are capped.
-    """
+    """The output head: words, whether its weight trains, bytes of an element of the weight, whether
+    only rows of it train, and whether its logits are capped. Rows train in a copy of the table that
+    autograd holds; the copy's gradient is freed at once."""
 
     vocab_size: int
     trainable: bool
@@ -729,9 +724,8 @@ def head_bytes(
     elements = out.elements
     del out
     kept_bytes = tape.meter.live
-    backward_bytes = _backward_peak(
-        tape, node, (elements, 4)
-    )  # the loss is fp32, whatever the logits are
+    # the loss is fp32, whatever the logits are
+    backward_bytes = _backward_peak(tape, node, (elements, 4))
     return LayerBytes(
         forward_bytes, kept_bytes, backward_bytes, sum(ref.nbytes for ref in tail.gradients)
     )
@@ -825,9 +819,8 @@ def _logits_loss(tail: ForwardPass, x: TensorRef, head: OutputHead) -> TensorRef
     logits = tail.dense(
         x, "head", tail.spec.hidden, head.vocab_size, head.weight_itemsize, trainable=head.trainable
     )
-    if (
-        logits.itemsize != 4 or tail.batch > 1
-    ):  # an fp32 copy; of a part of fp32 logits, log_softmax makes one itself
+    # an fp32 copy; of a part of fp32 logits, log_softmax makes one itself
+    if logits.itemsize != 4 or tail.batch > 1:
         tape.meter.add_transient(2 * 4 * scored_elements)
     # the zeros of `gather` and the gradient of log_softmax are gone where that of the logits has
     # its width

@@ -42,13 +42,8 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
     (training/model/model_loading.py). Under ZeRO-3 each rank creates all NF4 weights
     (core_model_loading.py), PEFT adds adapters in fp32, and only then does DeepSpeed partition;
     plain weights are partitioned as they arrive."""
-    config, shape, layout, resident = (
-        simulation.config,
-        simulation.shape,
-        simulation.step.layout,
-        simulation.resident,
-    )
-    itemsize = simulation.loaded_element_bytes.weights
+    config, shape, layout = simulation.config, simulation.shape, simulation.step.layout
+    resident, itemsize = simulation.resident, simulation.loaded_element_bytes.weights
 
     def terms(weights: int, adapters: int, temporary: int, **others: int) -> MemoryTerms:
         return {"weights": weights, "adapters": adapters, "gather_buffers": temporary, **others}
@@ -80,9 +75,8 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
             resident.weights, resident.adapters, temporary, host_copies=host_copy_bytes(simulation)
         )
     shard_total = resident.weights + resident.adapters
-    if (
-        layout.tensor_parallel > 1
-    ):  # divided on the way to the device, where FSDP2 shards what is already there
+    # divided on the way to the device, where FSDP2 shards what is already there
+    if layout.tensor_parallel > 1:
         unsharded = resident_bytes(
             config, shape, simulation.loaded_element_bytes, replace(layout, shard=1)
         )
@@ -97,9 +91,8 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
     ]
     if not simulation.is_nf4:
         temporary = itemsize * largest_tensor_elements(shape)
-        if (
-            not layout.shards_params
-        ):  # parts of a stack, beside all that is loaded; adapters are not there yet
+        # parts of a stack, beside all that is loaded; adapters are not there yet
+        if not layout.shards_params:
             stack_bytes = (STACKING_COPIES - 1) * itemsize * max(stacked_sizes, default=0)
             temporary = max(stack_bytes, grown_table - resident.adapters)
         return terms(
@@ -108,9 +101,8 @@ def loading_terms(simulation: StepMemorySimulation) -> MemoryTerms:
     sizes = [linear.weights for linear, _ in shape.linears] + [
         STACKING_COPIES * size for size in stacked_sizes
     ]
-    adapter_bytes = (
-        4 * simulation.trained_parameters.params
-    )  # not there yet while the last matrices are quantised
+    # not there yet while the last matrices are quantised
+    adapter_bytes = 4 * simulation.trained_parameters.params
     temporary = max(
         shard_total * layout.is_fsdp,  # DoRA: accelerate keeps all until FSDP has cut
         grown_table - adapter_bytes,
@@ -138,11 +130,8 @@ def _adapter_start_bytes(simulation: StepMemorySimulation) -> int:
 
 def host_read_bytes(simulation: StepMemorySimulation) -> int:
     """Bytes of RAM that a rank needs to load the weights, without pages of their files."""
-    layout, shape, itemsize = (
-        simulation.step.layout,
-        simulation.shape,
-        simulation.loaded_element_bytes.weights,
-    )
+    layout, shape = simulation.step.layout, simulation.shape
+    itemsize = simulation.loaded_element_bytes.weights
     if layout.is_fsdp or (layout.is_zero and layout.shards_params and not simulation.is_nf4):
         return itemsize * largest_tensor_elements(shape) + host_copy_bytes(simulation)
     sizes = sorted(
@@ -162,10 +151,8 @@ def host_copy_bytes(simulation: StepMemorySimulation) -> int:
     into memory, and copies what is cast from another dtype (DeepSpeed: each tensor in transit) or
     stacked (experts).
     """
-    shape, has_stored_dtype = (
-        simulation.shape,
-        simulation.shape.stored_dtype == simulation.precision.load,
-    )
+    shape = simulation.shape
+    has_stored_dtype = shape.stored_dtype == simulation.precision.load
     copied_params = (
         shape.expert_params if has_stored_dtype or simulation.step.layout.is_zero else shape.params
     )
@@ -380,7 +367,7 @@ CUDA_CONTEXT_BYTES = GIB // 2
 # NCCL's buffers per communicator, the upper end of what was reported (544 to 688 MiB).
 NCCL_BYTES = 688 * MIB
 # Fraction of the loading bytes that is kept free beside them. Not measured on a GPU yet; a step's
-# margin covers activations, of which loading has none.
+# margin covers activations, and loading has none.
 LOAD_MARGIN = MARGINS["quantised"].share
 
 # Rows of an evaluation batch that a plan takes at most: a device that computes so many at once
@@ -450,7 +437,7 @@ class MemoryEstimate:
 
     @property
     def resident(self) -> int:
-        """Of the allocated bytes: those that stay between steps."""
+        """The allocated bytes that stay between steps."""
         return resident_term_bytes(self.terms)
 
     def phase_bytes(self, phase: RunPhase) -> tuple[int | None, int | None]:
@@ -487,7 +474,7 @@ class MemoryEstimate:
 
     @property
     def is_limited_by_loading(self) -> bool:
-        """Whether loading needs more than any step does."""
+        """True if loading needs more than any step does."""
         return self.required_to_load > self.reserved + self.margin + self.outside_allocator
 
     @property
@@ -518,9 +505,8 @@ def estimate_from_simulation(simulation: StepMemorySimulation) -> MemoryEstimate
     by_moment: dict[RunPhase, tuple[int, int]] = {}
     for name, terms in phases.items():
         reserved = _phase_reserved_bytes(name, terms, step)
-        if (
-            name == "saving" and not step.on_gpu
-        ):  # what is copied to be written is in the same memory
+        # what is copied to be written is in the same memory
+        if name == "saving" and not step.on_gpu:
             reserved += saving.first_rank_ram
         run_phase = RUN_PHASES.get(name, "training")
         previous = by_moment.get(run_phase, (0, 0))
@@ -601,9 +587,8 @@ def max_evaluation_rows(simulation: StepMemorySimulation) -> int:
 
 
 def _phase_reserved_bytes(phase: str, terms: Mapping[str, int], step: Step) -> int:
-    if (
-        not step.on_gpu
-    ):  # above the level after the imports: tensors, and what malloc does not return
+    # above the level after the imports: tensors, and what malloc does not return
+    if not step.on_gpu:
         slack_bytes = (
             CPU_ACTIVATION_SLACK * terms["activations"] + CPU_HEAD_SLACK * terms["loss_head"]
         )
@@ -656,14 +641,13 @@ def resident_term_bytes(terms: Mapping[str, int]) -> int:
 def reserved_bytes(
     terms: Mapping[str, int], *, attention: str, layout: Layout, is_evaluation: bool = False
 ) -> int:
-    """Bytes that the allocator has reserved when a phase's terms are live: a bound, where no trace
+    """Bytes that the allocator has reserved when a phase's terms are live: a bound, if no trace
     says more; `is_evaluation`: the phase is an evaluation's."""
     gradient_bytes = terms.get("gradients", 0)
     # what comes and goes within a step: activations, the head, gathered units
     temporary = sum(terms.values()) - resident_term_bytes(terms) - gradient_bytes
-    is_multi_gpu = (
-        layout.ranks > 1 and layout.context_parallel == 1
-    )  # beside shared rows, units are small
+    # beside shared rows, units are small
+    is_multi_gpu = layout.ranks > 1 and layout.context_parallel == 1
     slack = TEMPORARY_SLACK["several_gpus" if is_multi_gpu else attention]
     slack = max(slack, EVALUATION_SLACK * is_evaluation)
     return int(sum(terms.values()) + slack * temporary + GRADIENT_SLACK * gradient_bytes)
@@ -677,10 +661,12 @@ def step_reserved_bytes(
     phases: Iterable[Mapping[str, int]], *, attention: str, layout: Layout
 ) -> int:
     """Bytes that the allocator has reserved after a step with these phases' terms: the largest of
-    their bounds. Under FSDP what is freed on one stream is not given to another, so that each
-    stream keeps its own highest bytes, whenever they were: the sum of those counts where it is
-    more. A stream's units are whole and of few sizes, and leave no holes in its own pools (replays
-    in benchmarks/closed_form.json)."""
+    their bounds.
+
+    Under FSDP what is freed on one stream is not given to another, so each stream keeps its own
+    highest bytes, whenever they were; their sum counts where it is more. A stream's units are whole
+    and of few sizes, and leave no holes in its own pools (replays in benchmarks/closed_form.json).
+    """
     step_terms = list(phases)  # read several times
     bound = max(reserved_bytes(terms, attention=attention, layout=layout) for terms in step_terms)
     if not layout.is_fsdp:
@@ -697,13 +683,9 @@ def step_reserved_bytes(
 
 
 def select_margin(simulation: StepMemorySimulation) -> Margin:
-    """The margin of a setting: the largest of its classes."""
-    config, shape, step, layout = (
-        simulation.config,
-        simulation.shape,
-        simulation.step,
-        simulation.step.layout,
-    )
+    """The margin of a setting: the largest among the classes that it belongs to."""
+    config, shape = simulation.config, simulation.shape
+    step, layout = simulation.step, simulation.step.layout
     has_custom_experts = shape.uses_custom_experts or any(
         kind.num_experts and not kind.expert_weights for kind in shape.layers
     )

@@ -35,7 +35,7 @@ PAGED_MIN_ELEMENTS = 100_000
 
 
 def loads_by_unit(config: RunConfig, layout: Layout) -> bool:
-    """Whether ranks get the weights from the first one, a unit at a time, and keep their shards.
+    """True if ranks get the weights from the first one, a unit at a time, and keep their shards.
     DoRA's magnitudes are computed from full weights; tensor parallelism divides differently."""
     uses_dora = config.tuning.mode != "full" and config.tuning.lora.use_dora
     return layout.is_fsdp and layout.tensor_parallel == 1 and not uses_dora
@@ -51,8 +51,8 @@ def nf4_bytes(elements: int) -> int:
 
 
 def large_tensors(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
-    """Elements, count and whether qlora packs it, of the tensors that can be large: matrices,
-    embedding, head."""
+    """Yield elements, count and whether qlora packs it, for each kind of tensor that can be large:
+    matrices, embedding, head."""
     for elements, count in shape.packable_sizes:
         yield elements, count, True
     for linear, count in shape.linears:
@@ -124,9 +124,8 @@ HEAD_NAMES = frozenset({"lm_head", "embed_out", "output"})
 @dataclass(frozen=True)
 class TrainedParameters:
     """What trains: parameters, bytes of one, whether embedding and head are among them, and bytes
-    of a state's element. States wider than the parameters are those of stochastic rounding, which
-    steps one tensor at a time in fp32.
-    """
+    of a state's element. States wider than their parameters belong to stochastic rounding, which
+    steps one tensor at a time in fp32."""
 
     params: int
     itemsize: int
@@ -144,14 +143,14 @@ class TrainedParameters:
 
     @property
     def rounds_stochastically(self) -> bool:
-        """Whether each tensor is stepped in fp32 and rounded back."""
+        """True if each tensor is stepped in fp32 and rounded back."""
         return self.state_itemsize > self.itemsize
 
 
 def trained_parameters(
     config: RunConfig, shape: ModelShape, element_bytes: ElementBytes
 ) -> TrainedParameters:
-    """The trained parameters: all of them, or adapters and modules_to_save (PEFT copies those)."""
+    """The parameters that train: all of them, or adapters and PEFT's copies of modules_to_save."""
     table_sides = shape.vocab_size + shape.hidden_size
     if config.tuning.mode == "full":
         linear_sides = sum(
@@ -169,13 +168,12 @@ def trained_parameters(
         )
     lora = config.tuning.lora
     copied_modules = {name.rpartition(".")[2] for name in lora.modules_to_save}
-    trains_embedding, trains_head = (
-        bool(copied_modules & EMBEDDING_NAMES),
-        bool(copied_modules & HEAD_NAMES),
-    )
+    trains_embedding = bool(copied_modules & EMBEDDING_NAMES)
+    trains_head = bool(copied_modules & HEAD_NAMES)
     adapter_and_copy_params = adapter_params(shape, lora) + shape.embedding_table_params * (
         trains_embedding + trains_head
     )
+    # new tokens' rows train in each table that is not copied as a whole; tied tables are one
     tables = (
         1
         if shape.tied and not (trains_embedding or trains_head)
@@ -207,10 +205,13 @@ def trained_parameters(
 def optimizer_bytes(
     optim: str, shape: ModelShape, parameters: TrainedParameters, *, is_full: bool
 ) -> int:
-    """Optimizer states in the allocator. AdamW: two of the parameter's dtype (torch keeps states in
-    it), Muon one; bitsandbytes' own, two of AdamW and one of Lion: fp32, or a byte and a 256th of
-    an fp32 absmax, without those that are paged; those of whole embeddings are fp32 always
-    (transformers' `create_optimizer`). Adafactor: a row and a column of fp32 for each matrix."""
+    """Bytes of optimizer states in the allocator.
+
+    AdamW has two states in the parameter's dtype (torch keeps them in it), Muon one, Adafactor a
+    row and a column of fp32 for each matrix. bitsandbytes' AdamW has two and its Lion one, in fp32,
+    or in a byte and a 256th of an fp32 absmax; paged states do not count, and whole embeddings
+    always have fp32 (transformers' `create_optimizer`).
+    """
     if optim in BITSANDBYTES_OPTIMIZERS:
         states, fp32_params = _state_counts(optim, shape, parameters)
         state_bytes = states * (
@@ -230,8 +231,8 @@ def optimizer_bytes(
 
 
 def paged_bytes(optim: str, shape: ModelShape, parameters: TrainedParameters) -> int:
-    """Bytes of states in managed memory, outside the allocator; those of scales and small tensors
-    never are."""
+    """Bytes of states in managed memory, outside the allocator; the scales and small tensors'
+    states never are."""
     if not optim.startswith("paged"):
         return 0
     states, fp32_params = _state_counts(optim, shape, parameters)
@@ -443,9 +444,8 @@ def _zero_resident_bytes(
     if layout.shards_params:
         frozen_bytes = (frozen_bytes - unsharded_bytes) // layout.shard
     on_gpu = not layout.offloads_params
-    host_bytes = (
-        16 * shard_params * layout.offloads_states
-    )  # fp32 masters, two states and gradients
+    # fp32 masters, two states and gradients
+    host_bytes = 16 * shard_params * layout.offloads_states
     host_bytes += (weight_shard_bytes + frozen_bytes) * layout.offloads_params
     return ResidentBytes(
         weights=unsharded_bytes + (frozen_bytes + weight_shard_bytes * is_full) * on_gpu,
@@ -583,11 +583,12 @@ def zero_bucket_bytes(
     packed_params: int = 0,
     reduces_in_fp32: bool = False,
 ) -> int:
-    """DeepSpeed's flat buffers in half precision: two of gradients being sent in stages 1 and 2,
-    and in stage 3 one beside the parameters that it keeps gathered. A bucket has the hidden size
-    squared elements, as transformers fills `reduce_bucket_size: auto` (integrations/deepspeed.py).
-    `packed_params`: parameters in NF4, two of which DeepSpeed sees as one element of one byte.
-    `reduces_in_fp32`: gradients made in half precision travel in fp32.
+    """Bytes of DeepSpeed's flat buffers in half precision: two of gradients being sent in stages 1
+    and 2, and in stage 3 one beside the parameters that it keeps gathered.
+
+    A bucket has the hidden size squared elements, as transformers fills `reduce_bucket_size: auto`
+    (integrations/deepspeed.py). `packed_params`: parameters in NF4; DeepSpeed sees two as one
+    element of one byte. `reduces_in_fp32`: gradients made in half precision travel in fp32.
     """
     # two bytes an element, and a copy in fp32 being sent
     bucket = (6 if reduces_in_fp32 else 2) * min(hidden * hidden, trained_params)

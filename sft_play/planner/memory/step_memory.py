@@ -123,7 +123,7 @@ def cublas_workspace_bytes(capability: tuple[int, int] | None) -> int:
 
 
 def is_padded(config: RunConfig, layout: Layout, *, rows: int, uses_masks: bool = True) -> bool:
-    """Whether rows of a batch, not packed, are padded to the longest with a mask; full blocks of
+    """True if rows of a batch, not packed, are padded to the longest with a mask; full blocks of
     text never are."""
     return uses_masks and config.task_mode != "cpt" and rows > 1 and layout.context_parallel == 1
 
@@ -151,10 +151,8 @@ class StepMemorySimulation:
             self.element_bytes = ElementBytes(
                 gathered_itemsize, loaded_element_bytes.autocast, gathered_itemsize
             )
-        self.weight_itemsize, self.trained_itemsize = (
-            DTYPE_BYTES[precision.load],
-            self.element_bytes.adapters,
-        )
+        self.weight_itemsize = DTYPE_BYTES[precision.load]
+        self.trained_itemsize = self.element_bytes.adapters
         if layout.is_fsdp:
             self.weight_itemsize = self.element_bytes.weights
         if self.is_full:
@@ -279,9 +277,11 @@ class StepMemorySimulation:
             # it; the block runs forward again first, and its input stays until its backward pass
             # has ended
             lone_peak = self._lone_forward_peak(layer, batch, self.specs, training=True)
-            peak = max(kept_layer.backward + kept_layer.input, block.recompute_peak)
             checkpointed = replace(
-                kept_layer, forward=lone_peak, saved=self._hidden_bytes(batch, layer), backward=peak
+                kept_layer,
+                forward=lone_peak,
+                saved=self._hidden_bytes(batch, layer),
+                backward=max(kept_layer.backward + kept_layer.input, block.recompute_peak),
             )
             layers.append(checkpointed.offloaded if self.step.offloads else checkpointed)
         return layers
@@ -295,7 +295,7 @@ class StepMemorySimulation:
         )
 
     def _evaluation_layer(self, layer: int, rows: int, specs: Sequence[BlockSpec]) -> LayerBytes:
-        """A block where nothing is held for a backward pass; autocast keeps copies of its fp32
+        """A block's bytes where nothing is held for a backward pass; autocast copies its fp32
         parameters there too."""
         return LayerBytes(
             self._lone_forward_peak(layer, rows, specs, training=False),
@@ -309,8 +309,8 @@ class StepMemorySimulation:
         return self.weight_itemsize
 
     def _table_copy_bytes(self) -> int:
-        """Bytes of the copy of a whole table that its rows are put into, of which only some train;
-        else 0."""
+        """Bytes of the copy of a whole table that its trained rows are put into; 0 unless rows
+        train."""
         trained = self.trained_parameters
         trains_rows = trained.new_token_params > 0 and not trained.trains_embedding
         return self.shape.embedding_table_params * self.weight_itemsize * trains_rows
@@ -336,7 +336,7 @@ class StepMemorySimulation:
         )
 
     def _is_accumulating(self) -> bool:
-        """Whether a gradient is added to an older one of full size; a rank that keeps shards
+        """True if a gradient is added to an older one of full size; a rank that keeps shards
         divides each new one."""
         has_full_gradients = not self.step.layout.shards_gradients or self.full_gradient_bytes > 0
         return has_full_gradients and self.accumulates_gradients
@@ -438,7 +438,7 @@ class StepMemorySimulation:
 
     @cached_property
     def training_phases(self) -> Mapping[StepPhase, MemoryTerms]:
-        """The step itself: of each phase's visits the one with the most bytes."""
+        """The phases of the step itself: of each one's visits the one with the most bytes."""
         held_bytes = [self._batch_bytes(self.step.micro_batch, self.specs, is_training=True)]
         temporary_bytes = optimizer_temporary_bytes(
             self.config.train.optim, self.shape, self.rank_parameters
@@ -504,9 +504,8 @@ class StepMemorySimulation:
                 gather_buffers=gather_buffers.tail_gather_bytes,
             )
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
-        loss_head_bytes = max(
-            0, head.forward - size
-        )  # of the head's own peak; its input is counted beside it
+        # of the head's own peak; its input is counted beside it
+        loss_head_bytes = max(0, head.forward - size)
         yield self._phase_terms(
             "head",
             older_gradients,
@@ -518,9 +517,8 @@ class StepMemorySimulation:
     def _backward_phases(self, held_bytes: list[int]) -> Iterator[tuple[StepPhase, MemoryTerms]]:
         gather_buffers = self.gather_buffers
         head = self._head_bytes(self.step.micro_batch, needs_gradient=True)
-        gathered_bytes = (
-            gather_buffers.tail + gather_buffers.blocks[-1]
-        )  # its parameters, the last block's buffer
+        # its parameters, the last block's buffer
+        gathered_bytes = gather_buffers.tail + gather_buffers.blocks[-1]
         yield self._phase_terms(
             "head",
             self._older_gradient_bytes(),
@@ -595,10 +593,8 @@ class StepMemorySimulation:
         batch_bytes = self._batch_bytes(rows, specs, is_training=False)
         gather_buffers, gradient_bytes = self.gather_buffers, self._gradients_between_steps()
         # blocks of one kind need the same, and the last of them comes with the most casts held
-        last_layers, cast_bytes = (
-            {kind_index: layer for layer, kind_index in enumerate(self.shape.layer_order)},
-            0,
-        )
+        last_layers = {kind_index: layer for layer, kind_index in enumerate(self.shape.layer_order)}
+        cast_bytes = 0
         for layer, index in enumerate(self.shape.layer_order):
             block = self._evaluation_layer(layer, rows, specs)
             if last_layers[index] == layer:
@@ -637,7 +633,7 @@ class StepMemorySimulation:
 def largest_by_phase(
     phases: Iterable[tuple[StepPhase, MemoryTerms]],
 ) -> Mapping[StepPhase, MemoryTerms]:
-    """Select, of each phase's visits, the one with the most bytes."""
+    """Keep, of each phase's visits, the one with the most bytes."""
     largest_terms: dict[StepPhase, MemoryTerms] = {}
     for phase, terms in phases:
         if phase not in largest_terms or sum(terms.values()) > sum(largest_terms[phase].values()):
@@ -684,10 +680,9 @@ class MeasuredBlocks:
 
 
 def interpolate(low: MeasuredBlocks, high: MeasuredBlocks, batch: int) -> MeasuredBlocks:
-    """The micro step of a batch between two that were measured, or on their line beyond them. A
-    peak is the largest of phases that grow with the batch at different rates, so that the line
-    between two of them is not below it.
-    """
+    """Interpolate the micro step of a batch between two that were measured, or extend their line
+    beyond them. Between them the line is not too low: a peak is the largest of phases that grow
+    with the batch at different rates."""
     fraction = (batch - low.batch) / (high.batch - low.batch)
 
     def blend(low_value: Any, high_value: Any) -> Any:
@@ -722,7 +717,7 @@ class MeasuredStepSimulation(StepMemorySimulation):
 
     @property
     def was_measured_on_cpu(self) -> bool:
-        """Whether its bytes are extrapolated from a few real tokens on the CPU."""
+        """True if its bytes are extrapolated from a few real tokens on the CPU."""
         return self._measured_blocks(self._block_mode(0), self.step.micro_batch).on_cpu
 
     def _compute_blocks(self) -> tuple[list[BlockBytes], list[int]]:

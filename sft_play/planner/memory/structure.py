@@ -28,9 +28,8 @@ def segment_remainder(nbytes: int) -> int:
     if nbytes < OWN_SEGMENT_BYTES:
         return 0
     remainder = -nbytes % (2 * MIB)
-    return (
-        remainder if remainder <= MIB else 0
-    )  # kSmallSize: a larger remainder becomes a block of its own
+    # kSmallSize: a larger remainder becomes a block of its own
+    return remainder if remainder <= MIB else 0
 
 
 # Weights that share one absmax in bitsandbytes' NF4: its default, and transformers sets no other.
@@ -56,8 +55,8 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Bytes of an element: loaded weights, autocast's dtype (None: no autocast), adapters,
-    optimizer states (None: the dtype of their parameter)."""
+    """Bytes of an element of loaded weights, of autocast's dtype (None: no autocast), of adapters
+    and of optimizer states (None: the dtype of their parameter)."""
 
     weights: int = 2
     autocast: int | None = 2
@@ -152,7 +151,7 @@ def configured_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
 
 
 def is_target(linear: LinearShape, targets: tuple[str, ...] | Literal["auto"]) -> bool:
-    """Whether a linear layer gets an adapter."""
+    """True if a linear layer gets an adapter."""
     return linear.adaptable and (
         targets == "auto" or any(linear.matches(target) for target in targets)
     )
@@ -171,7 +170,7 @@ def stacked_adapter_params(stacked: StackedExpertWeight, lora: LoraConfig) -> in
 
 
 def needs_attention_mask(kind: LayerKind, shape: ModelShape, *, length: int, padded: bool) -> bool:
-    """Whether attention gets a mask of S x S: real padding, or a window shorter than the rows
+    """True if attention gets a mask of S x S: real padding, or a window shorter than the rows
     (transformers omits it where causality alone expresses it: masking_utils.py,
     `_ignore_causal_mask_sdpa`)."""
     is_windowed = (
@@ -229,10 +228,9 @@ def sdpa_call(shape: ModelShape, *, masked: bool, half_precision: bool) -> SdpaC
 def needs_repeated_kv(
     shape: ModelShape, *, attention: str, half_precision: bool, capability: tuple[int, int] | None
 ) -> bool:
-    """Whether a run on GPUs of this capability repeats keys and values for sdpa: grouped ones only
-    flash attention takes, and where it does not run, PyTorch would use its math kernel, with S x S
-    scores in fp32.
-    """
+    """True if a run on GPUs of this capability repeats keys and values for sdpa. Only flash
+    attention takes grouped heads; where it does not run, PyTorch would use its math kernel, with S
+    x S scores in fp32."""
     call = sdpa_call(shape, masked=False, half_precision=half_precision)
     return (
         attention == "sdpa"
@@ -271,9 +269,8 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
         attention_dropout=shape.attention_dropout,
         has_softcap=shape.attention_softcap is not None,
         has_sinks=shape.has_attention_sinks,
-        num_experts=(
-            kind.num_experts if kind.expert_width else 0
-        ),  # experts of unknown width are counted as none
+        # experts of unknown width are counted as none
+        num_experts=kind.num_experts if kind.expert_width else 0,
         experts_per_token=shape.experts_per_token,
         expert_width=kind.expert_width,
         expert_tensors=tuple(
@@ -298,7 +295,7 @@ _MLP_ROLES = {3: ("gate", "up", "down"), 2: ("gate_up", "down"), 0: ()}
 
 
 def linears_by_role(kind: LayerKind, shape: ModelShape) -> dict[str, LinearShape]:
-    """The linear layers of a block of the table by role; none of a class that is measured."""
+    """The linear layers of a block by role; empty for a class whose blocks are measured."""
     if shape.adapter_placement is not None:
         return {}
     attention_linears = [linear for linear in kind.linears if linear.is_attention]

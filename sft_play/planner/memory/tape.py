@@ -137,7 +137,7 @@ class Tape:
         return TensorRef(_Storage(self.meter, elements * itemsize), elements, itemsize)
 
     def cast(self, ref: TensorRef, itemsize: int) -> TensorRef:
-        """Fresh storage of this width without a gradient; `ref` itself where it has it."""
+        """Storage of this width without a gradient: `ref` itself if it has it, else fresh."""
         return ref if ref.itemsize == itemsize else self.new(ref.elements, itemsize)
 
     def leaf(self, elements: int, itemsize: int) -> TensorRef:
@@ -217,9 +217,8 @@ class Tape:
             node = heapq.heappop(queue)
             if node.has_saved_tensors and not self.live_at_first_use:
                 self.live_at_first_use = self.meter.live
-            (output_gradient,) = pending.pop(
-                id(node)
-            )  # all its consumers are newer, and so have run
+            # all its consumers are newer, and so have run
+            (output_gradient,) = pending.pop(id(node))
             input_gradients = list(node.backward(self, output_gradient))
             del output_gradient
             node.saved.clear()
@@ -283,8 +282,8 @@ def round_up(size: int, multiple: int) -> int:
 
 
 class ForwardPass:
-    """A forward pass of one block on a tape; `gradients` are those of parameters that stay after
-    the backward pass, `cast_weights` autocast's copies of trained fp32 weights, by the name of the
+    """A forward pass of one block on a tape. `gradients` has the gradients that stay after the
+    backward pass, `cast_weights` autocast's copies of trained fp32 weights by the name of the
     layer."""
 
     def __init__(
@@ -347,7 +346,7 @@ class ForwardPass:
         return self.tape.op((a, b), a.elements, itemsize, saved=saved, backward=backward)
 
     def dropout(self, x: TensorRef, probability: float) -> TensorRef:
-        """Dropout: a mask of one byte an element is held."""
+        """Dropout of x: holds a mask of one byte an element."""
         if not probability or not self.training:
             return x
         return self.tape.op((x,), x.elements, x.itemsize, saved=(self.tape.new(x.elements, 1),))
@@ -433,8 +432,8 @@ def liger_norm(
     tape: Tape, x: TensorRef, rows: int, *, in_place: bool, trains_weight: bool
 ) -> TensorRef:
     """A norm over each of `rows`: holds its input and one fp32 number a row, and gives its input's
-    dtype. Backward the gradient of the input replaces that of the output where `in_place`; a
-    trained weight's is summed from an fp32 row of each multiprocessor."""
+    dtype. Backward the input's gradient replaces the output's if `in_place`; a trained weight's is
+    summed from an fp32 row of each multiprocessor."""
     size, e, needs_gradient = x.elements, x.itemsize, x.node is not None
     statistics = tape.new(rows, 4)
 
@@ -526,12 +525,8 @@ def _scale_by_weight(block: ForwardPass, x: TensorRef) -> TensorRef:
         if block.spec.norm == "gemma"
         else max(x.itemsize, block.spec.element_bytes.weights)
     )
-    size, e, trains_weight, needs_gradient = (
-        x.elements,
-        x.itemsize,
-        block.spec.trains_weights,
-        x.node is not None,
-    )
+    size, e, needs_gradient = x.elements, x.itemsize, x.node is not None
+    trains_weight = block.spec.trains_weights
 
     def backward(tape: Tape, grad: TensorRef) -> Grads:
         out = tape.new(size, itemsize) if needs_gradient else None
@@ -621,9 +616,8 @@ def _adapted_nf4_linear(block: ForwardPass, x: TensorRef, role: str, spec: Linea
     """peft/tuners/lora/bnb.py, Linear4bit.forward: the base's result is cloned; no cast under
     autocast."""
     result = _base_linear(block, x, role, spec)
-    result = block.tape.op(
-        (result,), result.elements, result.itemsize, backward=shared_gradient(1)
-    )  # result.clone()
+    # result.clone()
+    result = block.tape.op((result,), result.elements, result.itemsize, backward=shared_gradient(1))
     itemsize = result.itemsize
     if block.spec.element_bytes.autocast is None:
         x = block.to(x, block.spec.element_bytes.adapters)
@@ -642,7 +636,8 @@ def _adapter_output(
 
 
 def _lora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) -> TensorRef:
-    """B(A(x)): T x r, then T x outputs. Both factors train, so both of their inputs are held."""
+    """B(A(x)) of LoRA: T x r, then T x outputs. Both factors train, so both of their inputs are
+    held."""
     itemsize = block.spec.element_bytes.adapters
     low_rank = block.dense(x, f"{role}.A", spec.inputs, spec.rank, itemsize, trainable=True)
     return block.dense(low_rank, f"{role}.B", spec.rank, spec.outputs, itemsize, trainable=True)
@@ -651,9 +646,9 @@ def _lora_output(block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec) 
 def _dora_output(
     block: ForwardPass, x: TensorRef, role: str, spec: LinearSpec, result: TensorRef
 ) -> TensorRef:
-    """peft/tuners/lora/dora.py: BA, taken as B(A(identity)), and the plain weight live until the
-    end. With dropout the base runs again on what that left. The magnitude is fp32, and so is what
-    it multiplies."""
+    """DoRA (peft/tuners/lora/dora.py): BA, taken as B(A(identity)), and the plain weight live until
+    the end. With dropout the base runs again on what that left. The magnitude is fp32, and so is
+    what it multiplies."""
     base = None if block.spec.lora_dropout else result
     x = block.dropout(x, block.spec.lora_dropout)
     # the identity (i*i, held by A's product), BA and the plain weight (i*o each, as x); their sum's
@@ -694,7 +689,6 @@ def _scale_by_magnitude(block: ForwardPass, x: TensorRef) -> TensorRef:
         tape.meter.add_transient(4 * size)
         if not needs_gradient:
             return (None,)
-        out = tape.new(size, 4)
-        return (tape.cast(out, e),)
+        return (tape.cast(tape.new(size, 4), e),)
 
     return block.tape.op((x,), size, 4, saved=(x,), backward=backward, trains_weight=True)
