@@ -303,8 +303,7 @@ def build_rows(
     except OSError as error:
         raise DataError(
             f"the token cache {folder.parent} cannot be written: {error.strerror or error}; free "
-            f"space there, or name "
-            "another folder in SFT_PLAY_CACHE"
+            "space there, or name another folder in SFT_PLAY_CACHE"
         ) from error
 
 
@@ -317,7 +316,8 @@ def _code_digest(package: Path) -> str:
     return digest.hexdigest()
 
 
-# Of a data set of the hub its commit, or today's date if that is unknown.
+# A digest of a file's content; for a data set of the hub its commit, or today's date if that is
+# unknown.
 def _content_digest(part: FilePart) -> str:
     if part.kind == "hub":
         from huggingface_hub import HfApi
@@ -349,9 +349,8 @@ class _CacheUnpickler(pickle.Unpickler):
 
 
 def _load_cache(folder: Path) -> BuiltRows | None:
-    with contextlib.suppress(
-        Exception
-    ):  # damaged, or pickled by another Python: the rows are made again
+    # damaged, or pickled by another Python: the rows are made again
+    with contextlib.suppress(Exception):
         with (folder / _META_FILE).open("rb") as file:
             files, stats = _CacheUnpickler(file).load()
         # the folder was renamed when it was whole; a user may have removed files since
@@ -557,9 +556,8 @@ _START_LOCK = threading.Lock()
 def hide_main_module() -> Iterator[None]:
     """Keep processes started in this context from importing the running program: it may import
     torch, and a script without `if __name__ == "__main__"` would start over in each."""
-    with (
-        _START_LOCK
-    ):  # one thread at a time, or the second would put back what the first one put there
+    # one thread at a time, or the second would put back what the first one put there
+    with _START_LOCK:
         main_module = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
         try:

@@ -15,9 +15,8 @@ from sft_play.data.sources.json_rows import is_turn_list
 from sft_play.data.sources.messages import UnusableRowError, iter_texts, unpack_json
 from sft_play.log import one_line
 
-# `kinds`: words in the names of columns; what is missed where one is not read; the known column
+# By kind: words in the names of columns; what is missed where one is not read; the known column
 # that reads it, and what it becomes there. A name with a word of `about` only describes its row.
-# `hints`: for rows of no format.
 COLUMN_KINDS: dict[str, dict[str, str]] = json.loads(
     resources.files(__package__).joinpath("columns.json").read_text(encoding="utf-8")
 )
@@ -101,9 +100,8 @@ def kinds_in_name(name: str) -> frozenset[str]:
     )
     if "about" in kinds:
         return kinds & {"about", "media"}
-    return (
-        kinds - {"question"} if "system" in kinds else kinds
-    )  # a prompt that is the system's is no question
+    # a prompt that is the system's is no question
+    return kinds - {"question"} if "system" in kinds else kinds
 
 
 def columns_setting(columns: Mapping[str, str]) -> str:
@@ -190,9 +188,8 @@ def describe_unused_columns(
                 f"{one_line(name, limit=40)} ({COLUMN_KINDS[kind]['missed']}, {count:,}"
                 f" row{'s' * (count != 1)})"
             )
-            if mapping and added_columns.keys().isdisjoint(
-                dict(mapping)
-            ):  # of two for one known column the first
+            # of two for one known column the first
+            if mapping and added_columns.keys().isdisjoint(dict(mapping)):
                 added_columns |= mapping
                 conversions.append(f"{one_line(name, limit=40)} as {COLUMN_KINDS[kind]['becomes']}")
     other_names = [
@@ -285,14 +282,11 @@ def refuse_other_kind(
         (key for key in REJECTED_COLUMNS if key in data and _is_answer(data[key])), None
     )
     if rejected is not None:
-        remedy = (
-            "data.columns={prompt: prompt, completion: chosen}, or {messages: chosen} if it is a"
-            " chat, trains it"
-        )
         raise UnusableRowError(
             "preferences (a chosen and a rejected answer, as for DPO), which are not supervised"
             " examples",
-            f"{rejected} is there; {remedy}; {train_anyway}",
+            f"{rejected} is there; data.columns={{prompt: prompt, completion: chosen}}, or"
+            f" {{messages: chosen}} if it is a chat, trains it; {train_anyway}",
         )
     negative = next(
         (key for key in NEGATIVE_COLUMNS if key in data and _is_passage(data[key])), None

@@ -209,9 +209,8 @@ def _parse_message(item: dict[str, Any], location: str, role_key: str) -> Messag
     content_key = next((key for key in _CONTENT_KEYS if key in item and key != role_key), "content")
     content = item.get(content_key)
     message: Message = {"role": role}
-    if (
-        str(role_value).strip().lower() in _CALL_PART_TYPES
-    ):  # ShareGPT's form: the turn's text is the call as JSON
+    # ShareGPT's form: the turn's text is the call as JSON
+    if str(role_value).strip().lower() in _CALL_PART_TYPES:
         message |= {"content": "", "tool_calls": _parse_call_text(content, location)}
     else:
         calls = _read_calls(item, content, location)
