@@ -157,9 +157,12 @@ def judge_masks(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     """Which rows have a verified mask, by which method, and how much of them is trained."""
     name = f"masks: {stats.split}"
     if stats.unmasked_rows:
-        readable_text = f"{plural(stats.rows - stats.bad_rows.total(), 'row')} of {stats.source}"
         yield _bad_rows_finding(
-            name, readable_text, stats.unmasked_rows, stats.first_unmasked_rows, data
+            name,
+            f"{plural(stats.rows - stats.bad_rows.total(), 'row')} of {stats.source}",
+            stats.unmasked_rows,
+            stats.first_unmasked_rows,
+            data,
         )
         return
     if not stats.kept_rows:
@@ -208,8 +211,8 @@ def judge_texts(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
         return
     spelled_note = (
         f"{stats.special_token_count:,} special tokens are spelled in the texts of "
-        f"{plural(stats.special_rows, 'row')} "
-        f"of {stats.split} (the first: {one_line(stats.first_special_location)})"
+        f"{plural(stats.special_rows, 'row')} of {stats.split} (the first:"
+        f" {one_line(stats.first_special_location)})"
     )
     if data.special_tokens_in_text != "plain":
         yield warn_finding(

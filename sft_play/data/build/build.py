@@ -198,24 +198,20 @@ KEPT_SIDE, HELD_OUT_SIDE = "kept", "held"
 # Options of the data section that decide no row's tokens; the template is part of the tokenizer.
 _OPTIONS_NOT_IN_KEY = frozenset(
     {
-        *(
-            "train_path",
-            "val_path",
-            "test_path",
-            "text_path",
-            "text_fraction",
-            "val_fraction",
-            "on_bad_row",
-        ),
-        *(
-            "max_lost_fraction",
-            "packing",
-            "sources",
-            "workers",
-            "process",
-            "documents",
-            "chat_template",
-        ),
+        "train_path",
+        "val_path",
+        "test_path",
+        "text_path",
+        "text_fraction",
+        "val_fraction",
+        "on_bad_row",
+        "max_lost_fraction",
+        "packing",
+        "sources",
+        "workers",
+        "process",
+        "documents",
+        "chat_template",
     }
 )
 
@@ -275,14 +271,12 @@ def build_rows(
             if recipe.tokenizer.writes_date and not recipe.data.template_date
             else "",
             "kind": [
-                *(
-                    split,
-                    recipe.is_document,
-                    recipe.text_span,
-                    recipe.held_out_share,
-                    recipe.keeps_chats,
-                    recipe.task_mode,
-                )
+                split,
+                recipe.is_document,
+                recipe.text_span,
+                recipe.held_out_share,
+                recipe.keeps_chats,
+                recipe.task_mode,
             ],
             "source": str(source),
             "content": [[part.name, part.kind, _content_digest(part)] for part in parts],
@@ -383,6 +377,7 @@ def _build_cache(
             workers = 1 if total_bytes < _MIN_PARALLEL_BYTES else min(cpu_cores(), _MAX_WORKERS)
         piece_bytes = total_bytes // (workers * _PIECES_PER_WORKER)
         piece_bytes = max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, piece_bytes))
+        # A file's format is found here, where its first rows are: a worker may get any piece of it.
         jobs: list[_BuildJob] = []
         for part in parts:
             row_format = detect_format(read_part(part), recipe.data)[1]
@@ -405,10 +400,12 @@ def _build_cache(
                     counts.add(job_stats[name])
                 for name, file in job_files.items():
                     files[name].append(file)
+        # by their rows, then the formats of files whose rows are all bad
         formats = [name for name, _ in stats[KEPT_SIDE].formats.most_common()]
         formats += [job.row_format.name for job in jobs if job.row_format]
         for side_stats in stats.values():
             side_stats.format = ", ".join(dict.fromkeys(formats)) or side_stats.format
+        # Documents run on over the ends of files and pieces: blocks are cut when all are there.
         if recipe.is_document:
             for side, document_files in files.items():
                 is_held_out = split != "train" or side == HELD_OUT_SIDE or recipe.text_span[0] > 0
@@ -574,9 +571,8 @@ def _start_worker(pickled_recipe: bytes, parent_pid: int) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent_pid, signal.SIGKILL)  # a parent that is killed cannot end its workers
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # one process for each core: threads would only compete
-    )
+    # one process for each core: threads would only compete
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = _BuildWorker(pickle.loads(pickled_recipe))
 
 

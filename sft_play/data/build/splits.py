@@ -416,6 +416,8 @@ class _SplitBuilder:
             self._build_held_out(paths.val, "val"),
             self._build_held_out(paths.test, "test"),
         )
+        # Each source has validation rows of its own, or some are split off it; with a common file
+        # for all of them none are.
         train: list[DataSplit] = []
         held_out_by_source: dict[int, DataSplit] = {}
         for index, source in enumerate(paths.sources):
@@ -434,6 +436,7 @@ class _SplitBuilder:
                 held_out_by_source[index] = val
         vals = list(held_out_by_source.values()) if common_val is None else [common_val]
         count_shared_rows([split.stats for split in (*train, *vals, test) if split is not None])
+        # Rows are judged and counted before max_rows leaves some out; an epoch mixes the rest.
         names = tuple(source.name for source in paths.sources)
         used_splits = [
             self._limit_rows(

@@ -788,6 +788,7 @@ class TurnLocator:
     def _fill_layout(
         self, template_layout: TemplateLayout, text: str, gap_starts: Sequence[int]
     ) -> LocatedTurns:
+        # places in gaps become characters of this row's text
         spans: dict[int, Span] = {}
         guessed_spans: dict[int, Span] = {}
         prompt_suffixes: dict[int, str] = {}
@@ -809,6 +810,7 @@ class TurnLocator:
             if turn.unprompted_header:
                 headers[turn.message_index] = turn.unprompted_header
             spans[turn.message_index] = (start, end)
+        # the weakest way in which one of the turns was found names the row's method
         inexact_turns = {turn.message_index: turn for turn in template_layout.turns if turn.reason}
         if inexact_turns:
             method = "last_turn" if spans else "inexact"
@@ -890,6 +892,8 @@ class TurnLocator:
             if piece.kind == "content"
         }
         stripped_pieces = []
+        # The first fault is raised. A piece that is not written may still be there under another
+        # name, or be think text of the history, which templates leave out.
         for piece_index, piece in enumerate(pieces):
             role = messages[piece.message_index]["role"]
             location = f"messages[{piece.message_index}]"

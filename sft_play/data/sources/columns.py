@@ -137,12 +137,14 @@ def missed_column_kind(name: str, value: Any, *, is_text: bool, answer_chars: in
     kinds, value = kinds_in_name(name), unpack_json(value, "[{")
     if not isinstance(value, (str, list, dict)) and not kinds:
         return ""
+    # Tools are told by what they are made of, whatever the column's name.
     items = value if isinstance(value, list) else [value]
     are_objects = all(isinstance(item, dict) for item in items)
     if are_objects and (
         "tools" in kinds or all("function" in item or "parameters" in item for item in items)
     ):
         return "tools"
+    # Masks and weights: a usual value (all trained, weight 1) says nothing that would be missed.
     lowered = str(value).strip().lower()
     flag_kinds = [
         kind
@@ -157,6 +159,7 @@ def missed_column_kind(name: str, value: Any, *, is_text: bool, answer_chars: in
         and not isinstance(value, (list, dict))
     ):
         return "label"
+    # Texts: missed for their name with a few words, under any name where they are long.
     texts = list(iter_texts(value))
     counts = [len(WORD_PATTERN.findall(text[:_ENOUGH_CHARS])) for text in texts]
     if "media" in kinds and not is_text and any(map(_MEDIA_VALUE.fullmatch, texts)):
@@ -232,20 +235,16 @@ _UNWANTED_WORDS = frozenset(
     {"false", "0", "0.0", "undesirable", "unwanted", "rejected", "dispreferred"}
 )
 REJECTED_COLUMNS = (
-    *(
-        "rejected",
-        "rejected_response",
-        "response_rejected",
-        "rejected_answer",
-        "rejected_completion",
-    ),
-    *(
-        "rejected_output",
-        "rejected_messages",
-        "rejected_conversations",
-        "non_preferred_output",
-        "dispreferred",
-    ),
+    "rejected",
+    "rejected_response",
+    "response_rejected",
+    "rejected_answer",
+    "rejected_completion",
+    "rejected_output",
+    "rejected_messages",
+    "rejected_conversations",
+    "non_preferred_output",
+    "dispreferred",
 )
 NEGATIVE_COLUMNS = ("negative", "negatives", "neg", "hard_negatives")
 CHOICE_COLUMNS = ("choices", "options")

@@ -209,9 +209,10 @@ def check_first_rows(data: DataConfig, paths: DataPaths, *, task_mode: str) -> N
             if len(rows) < CHECKED_FIRST_ROWS or len(rows) - len(bad) >= FORMAT_PROBE_ROWS:
                 detect_format(iter(rows), data)
             if bad and len(bad) == len(rows) and data.on_bad_row == "fail":
-                prefix = "the first " * (len(rows) == CHECKED_FIRST_ROWS)
                 raise no_usable_rows_error(
-                    f"{prefix}{len(bad):,} rows of {option}={one_line(part.name)}", bad
+                    f"{'the first ' * (len(rows) == CHECKED_FIRST_ROWS)}{len(bad):,} rows of"
+                    f" {option}={one_line(part.name)}",
+                    bad,
                 )
 
 

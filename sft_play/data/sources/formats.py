@@ -203,6 +203,7 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
             )
         if is_new:
             messages = [{"role": "system", "content": system_prompt}, *messages]
+    # There must be a turn to train, and nothing after it that waits for an answer.
     if not messages:
         raise UnusableRowError("no turns")
     if messages[-1]["role"] == "user":
