@@ -474,10 +474,11 @@ def _mark_segments(row: PreviewRow, max_pieces: int) -> Iterator[tuple[str, str]
 # --- the page -------------------------------------------------------------------------------------
 
 _STYLE = """
-:root { color-scheme: light dark; --a: #eceef1; --b: #dde1e7; --ta: #c2ecc4; --tb: #9fdda4;
-  --bad: #a3262a; }
-@media (prefers-color-scheme: dark) {
-  :root { --a: #262b33; --b: #343b46; --ta: #1c5130; --tb: #28713f; --bad: #ff8f8f; } }
+:root { color-scheme: light dark; --a: #eceef1; --b: #dde1e7; --ta: #c2ecc4; --tb: #9fdda4;\
+ --bad: #a3262a; }
+@media (prefers-color-scheme: dark) { :root { --a: #262b33; --b: #343b46; --ta: #1c5130;\
+ --tb: #28713f;
+  --bad: #ff8f8f; } }
 body { margin: 0 auto; padding: 1.5rem; max-width: 78rem; font: 15px/1.5 system-ui, sans-serif; }
 body, pre { overflow-wrap: anywhere; }
 section { margin-top: 2rem; border-top: 1px solid gray; }
@@ -491,9 +492,10 @@ pre { font: 14px/1.75 ui-monospace, monospace; white-space: pre-wrap; }
 .cut, .bad { color: var(--bad); font-weight: 600; }
 .gap { font-style: italic; }
 """.strip()
-_LEGEND = """<p><span class="t">not</span><span class="t b"> trained</span> ·
-<span class="t y">tra</span><span class="t y o">ined</span> ·
-<span class="t s">special token</span> · <span class="t x">cut by max_seq_len</span> ·
+_LEGEND = """<p><span class="t">not</span><span class="t b"> trained</span> ·\
+ <span class="t y">tra</span><span
+class="t y o">ined</span> · <span class="t s">special token</span> ·\
+ <span class="t x">cut by max_seq_len</span> ·
 ⟨U+200B⟩ a character that is not seen, ⟨0xF0⟩ a byte that is no character</p>
 """
 
