@@ -1,5 +1,5 @@
-"""What a command answers with: plain data for programs, and lines for a person; and what a check
-found, of which `make check` and `make doctor` collect their answers (`diagnose/doctor.py` shows
+"""What a command answers with: plain data for programs, and lines for a person. And findings, one
+for each check: `make check` and `make doctor` answer with them (`diagnose/doctor.py` shows
 them)."""
 
 import json

@@ -118,7 +118,7 @@ def read_document(path: Path, options: DocumentsConfig) -> str:
     return text.strip("\n")
 
 
-# A library is imported by the first document that needs it.
+# Libraries are imported here, by the first document that needs them.
 def _convert_document(kind: str, data: bytes, options: DocumentsConfig) -> str:
     from markitdown import StreamInfo, converters
 
@@ -138,9 +138,8 @@ def _convert_document(kind: str, data: bytes, options: DocumentsConfig) -> str:
         import trafilatura
         from bs4 import UnicodeDammit
 
-        page = (
-            UnicodeDammit(data, is_html=True).unicode_markup or ""
-        )  # decoded as it declares, as browsers do
+        # decoded as it declares, as browsers do
+        page = UnicodeDammit(data, is_html=True).unicode_markup or ""
         main_text = options.drop_repeated and trafilatura.extract(
             page, output_format="markdown", include_comments=False
         )
@@ -161,9 +160,8 @@ def _convert_document(kind: str, data: bytes, options: DocumentsConfig) -> str:
             for name in sorted(archive.namelist()):
                 if re.fullmatch(r"word/(header|footer)\d*\.xml", name):
                     for paragraph in ElementTree.fromstring(archive.read(name)).findall(".//{*}p"):
-                        headers["".join(run.text or "" for run in paragraph.findall(".//{*}t"))] = (
-                            None
-                        )
+                        runs = paragraph.findall(".//{*}t")
+                        headers["".join(run.text or "" for run in runs)] = None
         text = "\n\n".join([*filter(str.strip, headers), text])
     return str(text)
 
@@ -181,9 +179,8 @@ class ReaderProcess:
         """Read a document as clean text; raises UnreadableDocumentError as `read_document` does, or
         at a limit."""
         if self._process is None:
-            from sft_play.data.build.build import (
-                hide_main_module,
-            )  # with libraries that the reader does not need
+            # imported here: it comes with libraries that the reading process does not need
+            from sft_play.data.build.build import hide_main_module
 
             context = multiprocessing.get_context("spawn")
             self._connection, child_connection = context.Pipe()
@@ -369,16 +366,20 @@ class DocumentsReport(Answer):
     val_note: str = ""
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """What data.documents.path names."""
+        document_path = self.config.path
+        return (document_path,) if isinstance(document_path, str) else document_path
+
+    @property
     def ok(self) -> bool:
-        """Whether there is text to train on."""
+        """True if there is text to train on."""
         return self.splits[TRAIN_FILE]["rows"] > 0
 
     def as_json(self) -> dict[str, Any]:
         """The content of report.json; counts in documents, rows, paragraphs and characters."""
         return {
-            "path": (
-                [self.config.path] if isinstance(self.config.path, str) else list(self.config.path)
-            ),
+            "path": list(self.paths),
             "out_dir": self.config.out_dir,
             "found": len(self.documents),
             "read": len(self.documents) - len(self.unreadable),
@@ -396,13 +397,10 @@ class DocumentsReport(Answer):
 
     def lines(self) -> list[str]:
         """The report for people."""
-        read_count, rows = (
-            len(self.documents) - len(self.unreadable),
-            sum(one["rows"] for one in self.splits.values()),
-        )
+        rows = sum(split["rows"] for split in self.splits.values())
         lines = [
-            f"{plural(len(self.documents), 'document')} found, {read_count} read,"
-            f" {len(self.unreadable)} not"
+            f"{plural(len(self.documents), 'document')} found,"
+            f" {len(self.documents) - len(self.unreadable)} read, {len(self.unreadable)} not"
         ]
         lists = {
             "not read": [f"{name}: {reason}" for name, reason in self.unreadable.items()],
@@ -422,9 +420,9 @@ class DocumentsReport(Answer):
                 else "kept (data.documents.drop_repeated=false)"
             )
             lines.append(f"{plural(self.repeated_paragraphs, 'paragraph')} repeated, {outcome}")
-        limit = f"{self.config.chunk_chars:,} characters"
         lines.append(
-            f"{plural(self.paragraphs, 'paragraph')} in {plural(rows, 'row')} of at most {limit}"
+            f"{plural(self.paragraphs, 'paragraph')} in {plural(rows, 'row')} of at most"
+            f" {self.config.chunk_chars:,} characters"
         )
         for name, split in self.splits.items():
             if split["rows"]:
@@ -447,23 +445,28 @@ def _format_list(title: str, items: list[str]) -> list[str]:
     return lines
 
 
-def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
-    """Read `data.documents.path`, write train.jsonl, val.jsonl and report.json to
-    `data.documents.out_dir`. `force` overwrites files that were edited. Raises DataError where no
-    document can be read, or packages are missing.
-    """
-    # before any document is read, so that a folder of text does not fail at its first web page
+def _require_packages() -> None:
+    """Raise DataError with the command that installs the packages of `DOCUMENT_PACKAGES` where one
+    is missing."""
     missing = [
         package
         for package, module in DOCUMENT_PACKAGES.items()
         if importlib.util.find_spec(module) is None
     ]
     if missing:
-        message = (
+        raise DataError(
             f"make dapt-docx needs packages that are not installed in {sys.prefix}:"
-            f" {', '.join(missing)}"
+            f" {', '.join(missing)}; install them there: pip install 'sft-play[documents]'"
         )
-        raise DataError(f"{message}; install them there: pip install 'sft-play[documents]'")
+
+
+def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
+    """Read `data.documents.path`, write train.jsonl, val.jsonl and report.json to
+    `data.documents.out_dir`. `force` overwrites files that were edited. Raises DataError where no
+    document can be read, or packages are missing.
+    """
+    # before any document is read, so that a folder of text does not fail at its first web page
+    _require_packages()
     options, output_names = config.data.documents, (TRAIN_FILE, VAL_FILE, REPORT_JSON_FILE)
     folder, report = Path(options.out_dir), DocumentsReport(options)
     find_documents(report, output_paths=[folder / name for name in output_names])
@@ -471,9 +474,8 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
         train_file = output.open(TRAIN_FILE)
         names_by_digest: dict[bytes, str] = {}
         known_paragraphs: set[bytes] = set()
-        val_documents: list[
-            tuple[str, list[str]]
-        ] = []  # for validation, if there will be something to train on
+        # for validation, if there will be something to train on
+        val_documents: list[tuple[str, list[str]]] = []
         with contextlib.closing(read_documents(report.documents, options)) as texts:
             for name, text in texts:
                 if isinstance(text, UnreadableDocumentError):
@@ -482,7 +484,7 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
                 # the share is that of all the text, so that other documents do not move this one to
                 # another split
                 paragraphs = split_paragraphs(text)
-                text_digest = _text_digest(join_paragraphs(paragraphs))
+                text_digest = hashlib.sha256(join_paragraphs(paragraphs).encode()).digest()
                 share = digest_share(text_digest)
                 first_name = names_by_digest.setdefault(text_digest, name)
                 new_paragraphs = []
@@ -490,17 +492,16 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
                     report.copies[name] = first_name
                 else:
                     for paragraph in paragraphs:
-                        words = " ".join(
-                            paragraph.split()
-                        )  # the same paragraph may be wrapped otherwise
-                        digest, is_short = (
-                            _text_digest(words)[:16],
-                            len(words.encode("utf-8")) < MIN_REPEATED_BYTES,
+                        # the same paragraph may be wrapped otherwise
+                        words = " ".join(paragraph.split()).encode()
+                        digest = hashlib.sha256(words).digest()[:16]
+                        # headings and code never count as repeats: the text around them needs them
+                        may_repeat = len(words) >= MIN_REPEATED_BYTES and not (
+                            HEADING.fullmatch(paragraph) or FENCE.match(paragraph)
                         )
-                        if digest not in known_paragraphs:
+                        if not (may_repeat and digest in known_paragraphs):
                             new_paragraphs.append(paragraph)
-                        # headings and code never count as repeats, which the text around them needs
-                        if not (is_short or HEADING.fullmatch(paragraph) or FENCE.match(paragraph)):
+                        if may_repeat:
                             known_paragraphs.add(digest)
                     report.repeated_paragraphs += len(paragraphs) - len(new_paragraphs)
                 if options.drop_repeated:
@@ -514,8 +515,8 @@ def convert_documents(config: RunConfig, *, force: bool = False) -> DocumentsRep
             split, file = VAL_FILE, output.open(VAL_FILE)
         elif val_documents:
             report.val_note = (
-                f"no {VAL_FILE}: by their hashes all documents would be in it, and none in"
-                f" {TRAIN_FILE}"
+                f"no {VAL_FILE}: by their hashes all documents would be in it, which leaves none"
+                " to train on"
             )
         elif options.val_fraction:
             report.val_note = (
@@ -540,19 +541,14 @@ def find_documents(report: DocumentsReport, *, output_paths: Iterable[Path]) -> 
     `output_paths`, which it writes. Raises DataError where there is none: where it looked, and what
     is there."""
     paths_by_name: dict[str, Path] = {}
-    document_paths = report.as_json()["path"]
-    known_paths = {
-        os.path.realpath(path) for path in output_paths
-    }  # a document is read once, whatever leads to it
+    # a document is read once, whatever leads to it
+    known_paths = {os.path.realpath(path) for path in output_paths}
     for root, path in (
-        root_and_path
-        for document_path in document_paths
-        for root_and_path in _find_files(document_path)
+        root_and_path for value in report.paths for root_and_path in _find_files(value)
     ):
         real_path, suffix = os.path.realpath(path), path.suffix.lower()
-        if real_path in known_paths or path.name.startswith(
-            (".", "~$")
-        ):  # Word keeps ~$… beside an open document
+        # Word keeps ~$… beside an open document
+        if real_path in known_paths or path.name.startswith((".", "~$")):
             continue
         known_paths.add(real_path)
         name = _display_path(path.relative_to(root))
@@ -567,7 +563,7 @@ def find_documents(report: DocumentsReport, *, output_paths: Iterable[Path]) -> 
             f"{count} {suffix}" for suffix, count in report.other_files.most_common(12)
         )
         raise DataError(
-            f"data.documents.path={one_line(', '.join(document_paths))}: no documents there (looked"
+            f"data.documents.path={one_line(', '.join(report.paths))}: no documents there (looked"
             f" from {Path.cwd()} for {', '.join(DOCUMENT_KINDS)}); there are {others or 'no files'}"
         )
 
@@ -626,10 +622,6 @@ def read_documents(
         for name, text in zip(paths_by_name, pool.map(read, paths_by_name.values()), strict=True):
             yield name, text
             progress.add()
-
-
-def _text_digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8")).digest()
 
 
 def _write_rows(

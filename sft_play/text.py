@@ -103,9 +103,13 @@ def render_lines(renderable: RenderableType, *, width: int | None = PAGE_WIDTH) 
     """The lines of a table, without colours; names are never read as markup. None: as wide as its
     longest line."""
     buffer = io.StringIO()
-    console_width = 100_000 if width is None else width
     console = Console(
-        file=buffer, width=console_width, no_color=True, highlight=False, markup=False, emoji=False
+        file=buffer,
+        width=100_000 if width is None else width,
+        no_color=True,
+        highlight=False,
+        markup=False,
+        emoji=False,
     )
     console.print(renderable)
     return [line.rstrip() for line in buffer.getvalue().splitlines()]

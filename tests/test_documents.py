@@ -194,6 +194,13 @@ def test_text_that_repeats_stays_where_it_is_wanted_and_validation_never_takes_a
     report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.0001, drop_repeated=False))
     assert [row["text"] for row in rows(tmp_path / "out")] == [f"First.\n\n{LONG}", f"Second.\n\n{LONG}"]
     assert (report.repeated_paragraphs, "no document has a hash in the share" in report.val_note) == (1, True)
+    # headings and code are no repeats of anything, not of the same words in a paragraph either
+    words = "# A heading of more than forty bytes, as few of them are"
+    (folder / "a.txt").write_text(words.replace("of more", "of\nmore"))
+    (folder / "b.txt").write_text(f"{words}\n\nSecond.")
+    convert_documents(config(folder, tmp_path / "headings"))
+    assert rows(tmp_path / "headings")[1]["text"] == f"{words}\n\nSecond."
+    (folder / "a.txt").write_text(f"First.\n\n{LONG}")
     (folder / "b.txt").unlink()
     text = next(t for t in map("Text {}.".format, range(99)) if hashlib.sha256(t.encode()).hexdigest() < "7")
     (folder / "a.txt").write_text(text)

@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import pickle
 import random
 import tracemalloc
@@ -178,6 +179,8 @@ class TestJson:
             ('{"a": ' + "[" * 5_000, "nested too deeply"),
             ('{"a": ' + "[" * 300 + "]" * 300 + "}", "nested too deeply"),
             ('{"a": "\\udc00"}', "half of a surrogate pair"),
+            ('{"\\udc00": "a"}', "half of a surrogate pair"),
+            ('{"a": {"\\ud83d": 1}}', "half of a surrogate pair"),
             ('{"a": 1e400}', "a number is too large"),
             ('"text"', "a row is not an object"),
             ('{"messages": [', "the object goes on in the next line"),
@@ -483,7 +486,8 @@ class TestSources:
         for name in (*splits, "Val.1", "testimonials", "training_data_notes", "latest"):
             assert tables.split_from_name(name) == {**splits, "Val.1": "val"}.get(name), name
 
-    def test_the_digest_of_a_source_follows_its_content(self, tmp_path):
+    def test_the_digest_of_a_source_follows_its_content(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
         path = lines(tmp_path / "a.jsonl", ROW)
         glob, before = DataSource(f"{tmp_path}/*.jsonl"), source_digest(path)
         assert before == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -492,6 +496,12 @@ class TestSources:
         assert source_digest(path) != before
         assert source_digest(glob) != of_glob
         assert source_digest(DataSource("hub:a/b")) != source_digest(DataSource("hub:a/c"))
+        os.utime(path, (1, 1))  # a file that is not being written is remembered
+        known = source_digest(path)
+        for spoilt in (b"", b"\xff" * 64, b"\0" * 9):  # half-written, as after a power cut
+            for remembered in (tmp_path / "cache" / "digests").iterdir():
+                remembered.write_bytes(spoilt)
+            assert source_digest(path) == known
 
 
 class TestHub:

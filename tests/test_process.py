@@ -270,6 +270,9 @@ def test_what_is_written_is_the_same_each_time_and_kept_where_somebody_edited_it
     write(tmp_path / "again" / "a.jsonl", *rows_of(run.folder / "train.jsonl"))
     run(*ALL_IN_TRAIN, raw=tmp_path / "again")
     assert (run.folder / "train.jsonl").read_text() == first
+    write(tmp_path / "named" / "a.jsonl", *({**row, "source": ""} for row in rows_of(run.folder / "train.jsonl")))
+    run(*ALL_IN_TRAIN, raw=tmp_path / "named")  # no name of a source is none: the row has the place where it stands
+    assert rows_of(run.folder / "train.jsonl")[1]["source"] == f"{tmp_path}/named/a.jsonl:2"
 
 
 WORDS = st.text() | st.sampled_from(["user", "assistant"])
@@ -661,6 +664,10 @@ def test_what_cannot_be_read_or_is_no_similarity_is_refused(near, tmp_path):
     pytest.importorskip("datasketch")
     with pytest.raises(DataError, match=r"gone\.jsonl does not exist"):
         near(f"compare_with=[{tmp_path}/gone.jsonl]", rows=rows_with_copies())
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "\xff"}')
+    for setting in (f"compare_with=[{tmp_path}/bad.jsonl]", "compare_with=[/nowhere]"):
+        with pytest.raises(DataError, match=r"^data\.process\.compare_with: "):
+            near(setting, rows=rows_with_copies())
 
 
 @needs_datasketch
@@ -680,6 +687,13 @@ def test_the_runs_own_held_out_files_are_compared_with_by_default(tmp_path):
     assert [(name, places.count) for name, places in found.items()] == [(test, 1)]
     assert overlaps(f"test_path: {test}", ", drop_overlaps: true").rows_kept == 7
     assert len(overlaps(f"val_path: {test}, test_path: {test}", f", compare_with: [{test}]").overlaps) == 1
+    # however it is named, it is read once, and the key is said where it cannot be read
+    again = f"{tmp_path}/out/../mine.jsonl"
+    assert [*overlaps(f"val_path: {again}, test_path: {test}", f", compare_with: [{test}]").overlaps] == [test]
+    assert [*overlaps(f"val_path: {again}, test_path: {test}").overlaps] == [again]
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DataError, match=r"^data\.test_path: .*empty\.jsonl has no rows"):
+        overlaps(f"test_path: {tmp_path}/empty.jsonl")
     assert not overlaps(f"test_path: {test}", ", near_duplicates: ignore").overlaps
     assert not overlaps(f"val_path: {raw}, test_path: {tmp_path}/none.jsonl").overlaps
     assert not overlaps(f"val_path: {tmp_path}/out/train.jsonl").overlaps

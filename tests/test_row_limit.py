@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import random
@@ -18,8 +19,10 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
+from sft_play.data import process as process_module
 from sft_play.data.build import survey
 from sft_play.data.build.survey import RENDER_BATCH_CHARS, RowRenderer, estimate_size, split_batches
+from sft_play.data.managed_outputs import OutputFolder
 from sft_play.data.masks.render import Renderer
 from sft_play.data.process import process_files
 from sft_play.data.sources import json_rows, raw, tables
@@ -37,7 +40,7 @@ LIMIT = "the row is larger than 1 MiB"
 def small_limit(monkeypatch):
     """The limit of a row is 1 MiB here, so that files are small."""
     assert raw.MAX_ROW_BYTES == 16 * MIB
-    for module in (raw, json_rows, tables):
+    for module in (raw, json_rows, tables, process_module):
         monkeypatch.setattr(module, "MAX_ROW_BYTES", MIB)
 
 
@@ -122,6 +125,7 @@ def test_a_row_of_a_json_list_over_the_limit_is_named_with_its_line(tmp_path):
 
 def test_a_row_of_a_table_over_the_limit_is_refused(tmp_path):
     import pyarrow as pa
+    import pyarrow.feather
     import pyarrow.parquet
 
     path = tmp_path / "a.csv"
@@ -131,11 +135,20 @@ def test_a_row_of_a_table_over_the_limit_is_refused(tmp_path):
     path.write_text("question,answer\nq," + "x" * (MIB + 9) + "\n")
     with pytest.raises(DataError, match=LIMIT):
         list(read_rows(path, split="train"))
-    table = pa.table({"question": ["a", "b", "c"], "answer": ["x", "y" * (MIB + 9), "z"]})
+    field = '"' + "x y z\n" * (MIB // 24) + '"'  # a quarter of the limit, which is one of a row
+    path.write_text("question,answer\n" + f"q,{field}\n" * 8)
+    assert len([row for row in read_rows(path, split="train") if isinstance(row, RawRow)]) == 8
+    path.write_text("a,b,c,d,e,f\n" + ",".join("xyzuvw") + "\n" + ",".join([field] * 6) + "\n")
+    with pytest.raises(DataError, match=r"a\.csv:3: a quote .* not closed, or .* larger than 1 MiB"):
+        list(read_rows(path, split="train"))
+    half = "y" * (MIB // 2 + 9)
+    table = pa.table({"question": ["a", half, "c"], "answer": ["x", half, "z"]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    rows = list(read_rows(tmp_path / "a.parquet", split="train"))
-    assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
-    assert (rows[1].where, rows[1].reason) == (f"{tmp_path}/a.parquet:row 2", LIMIT)
+    pyarrow.feather.write_feather(table, str(tmp_path / "a.arrow"))
+    for name in ("a.parquet", "a.arrow"):
+        rows = list(read_rows(tmp_path / name, split="train"))
+        assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
+        assert (rows[1].where, rows[1].reason) == (f"{tmp_path}/{name}:row 2", LIMIT)
 
 
 def test_long_rows_of_a_table_become_objects_a_few_at_a_time(tmp_path):
@@ -258,6 +271,15 @@ def test_process_names_a_line_over_the_limit_and_writes_nothing(tmp_path):
     assert list(out.iterdir()) == []
     report = process_files(config_from_text(text, name="run.yaml", overrides=("data.on_bad_row=skip",)))
     assert (report.rows_kept, report.dropped[LIMIT].count) == (2, 1)
+    # a row of a table that would be too large to be read again: its JSON has twice as many bytes
+    path = tmp_path / "a.csv"
+    path.write_text('question,answer\nq,a\nq2,"' + "\n" * 600_000 + 'x"\n')
+    text = text.replace("a.jsonl", "a.csv")
+    with pytest.raises(DataError, match=rf"a\.csv:3: {LIMIT}"):
+        process_files(config_from_text(text, name="run.yaml"))
+    kept = ("data.on_bad_row=skip", "data.process.test_fraction=0")
+    report = process_files(config_from_text(text, name="run.yaml", overrides=kept))
+    assert (report.rows_kept, report.dropped[LIMIT].count) == (1, 1)
 
 
 def test_a_command_that_is_killed_leaves_no_half_written_file_under_its_name(tmp_path):
@@ -271,3 +293,11 @@ def test_a_command_that_is_killed_leaves_no_half_written_file_under_its_name(tmp
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)
     assert ended.returncode == -signal.SIGKILL
     assert all(path.name.startswith(".") for path in (tmp_path / "out").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named_and_what_is_read_meanwhile_is_not(tmp_path):
+    for place, refusal in ((tmp_path, DataError), (tmp_path / "raw", PermissionError)):
+        output = OutputFolder(tmp_path, ("a.jsonl",), force=False, command="process")
+        denied = PermissionError(errno.EACCES, "Permission denied", str(place / ".a.jsonl.0"))
+        with pytest.raises(refusal, match="Permission denied"), output:
+            raise denied

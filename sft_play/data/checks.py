@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play.answers import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.config.schema import DataConfig
-from sft_play.data.build.stats import RowStats, count_shared_rows, format_row_count, length_remedy
+from sft_play.data.build.stats import RowStats, count_shared_rows, length_remedy
 from sft_play.data.build.survey import count_readable_rows
 from sft_play.data.masks.token_row import MASK_METHODS
 from sft_play.data.sources.columns import describe_unused_columns
@@ -19,21 +19,23 @@ from sft_play.data.sources.messages import known_role_lines
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.data.sources.tables import HUB_PREFIX
 from sft_play.log import one_line
+from sft_play.text import plural
 
 # Rows
 
 
 def judge_rows(stats: RowStats, data: DataConfig, *, task_mode: str) -> Iterator[Finding]:
-    """The rows of a file: how many, of which format, and those that cannot be read."""
+    """Judge the rows of a file: how many there are, their format, and rows that cannot be read."""
     name = f"rows: {stats.split}"
-    description = f"{format_row_count(stats.rows)} of {stats.source} ({stats.format})"
+    description = f"{plural(stats.rows, 'row')} of {stats.source} ({stats.format})"
     if stats.rows == 0:
         yield fail_finding(name, f"{stats.source} has no rows", "give a file with rows")
         return
     if task_mode == "cpt" and stats.chats:
-        message = f"{description} hold chats, and task_mode is cpt, which trains plain text"
         yield fail_finding(
-            name, message, f"use task_mode=sft, or give data.{stats.split}_path plain text, or null"
+            name,
+            f"{description} hold chats, and task_mode is cpt, which trains plain text",
+            f"use task_mode=sft, or give data.{stats.split}_path plain text, or null",
         )
         return
     if stats.bad_rows:
@@ -48,23 +50,23 @@ def judge_rows(stats: RowStats, data: DataConfig, *, task_mode: str) -> Iterator
     else:
         yield pass_finding(name, description)
     if stats.left_out_rows:
-        reasons = "; ".join(
-            f"{count:,} x {reason}" for reason, count in stats.left_out_rows.most_common(6)
-        )
+        reasons = [f"{count:,} x {reason}" for reason, count in stats.left_out_rows.most_common(6)]
         yield pass_finding(
-            name, f"{sum(stats.left_out_rows.values()):,} rows are left out as asked: {reasons}"
+            name,
+            f"{stats.left_out_rows.total():,} rows are left out as asked: {'; '.join(reasons)}",
         )
     for note, count in stats.notes.most_common(12):
         first_location = one_line(stats.first_note_locations[note], limit=300)
-        message = (
-            f"{format_row_count(count)}: {one_line(note, limit=400)} (the first: {first_location})"
+        yield warn_finding(
+            name,
+            f"{plural(count, 'row')}: {one_line(note, limit=400)} (the first: {first_location})",
+            "used as they are: make preview ROW=… shows one",
         )
-        yield warn_finding(name, message, "used as they are: make preview ROW=… shows one")
     yield from judge_columns(stats, data)
 
 
 def judge_columns(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
-    """The columns that are not read; a warning where one of them would be missed."""
+    """List the columns that are not read; a warning where one of them would be missed."""
     message, is_missed = describe_unused_columns(stats.unused_columns, data.columns)
     name = f"columns: {stats.split}"
     if is_missed:
@@ -117,23 +119,17 @@ def _bad_rows_finding(
 def duplicate_warnings(stats: RowStats) -> Iterator[Finding]:
     """Warn of rows with the tokens of an earlier row, or of a row in another split."""
     if stats.repeated_rows:
-        message = (
-            f"{format_row_count(stats.repeated_rows)} of {stats.split} with the tokens of an"
-            " earlier one"
-        )
         yield warn_finding(
             "duplicates",
-            f"{message} (make process names them)",
+            f"{plural(stats.repeated_rows, 'row')} of {stats.split} with the tokens of an earlier"
+            " one (make process names them)",
             "keep one of each: make process SET=data.process.drop_duplicates=true",
         )
     for other_split, count in stats.shared_rows.items():
-        message = (
-            f"{format_row_count(count)} with the same tokens as in {other_split}: figures on"
-            f" {stats.split} flatter the model"
-        )
         yield warn_finding(
             "leaks",
-            f"{message} (make process names them)",
+            f"{plural(count, 'row')} with the same tokens as in {other_split}: figures on"
+            f" {stats.split} flatter the model (make process names them)",
             "leave them out of one: make process SET=data.process.drop_leaks=true",
         )
 
@@ -161,9 +157,12 @@ def judge_masks(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     """Which rows have a verified mask, by which method, and how much of them is trained."""
     name = f"masks: {stats.split}"
     if stats.unmasked_rows:
-        readable_text = f"{format_row_count(stats.rows - stats.bad_rows.total())} of {stats.source}"
         yield _bad_rows_finding(
-            name, readable_text, stats.unmasked_rows, stats.first_unmasked_rows, data
+            name,
+            f"{plural(stats.rows - stats.bad_rows.total(), 'row')} of {stats.source}",
+            stats.unmasked_rows,
+            stats.first_unmasked_rows,
+            data,
         )
         return
     if not stats.kept_rows:
@@ -212,8 +211,8 @@ def judge_texts(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
         return
     spelled_note = (
         f"{stats.special_token_count:,} special tokens are spelled in the texts of "
-        f"{format_row_count(stats.special_rows)} "
-        f"of {stats.split} (the first: {one_line(stats.first_special_location)})"
+        f"{plural(stats.special_rows, 'row')} of {stats.split} (the first:"
+        f" {one_line(stats.first_special_location)})"
     )
     if data.special_tokens_in_text != "plain":
         yield warn_finding(
@@ -224,7 +223,7 @@ def judge_texts(stats: RowStats, data: DataConfig) -> Iterator[Finding]:
     elif stats.special_documents:
         yield warn_finding(
             "special_tokens_in_text",
-            f"{spelled_note}; {format_row_count(stats.special_documents)} are plain text, trained"
+            f"{spelled_note}; {plural(stats.special_documents, 'row')} are plain text, trained"
             " whole, with these tokens as the characters that spell them",
             "rendered chats belong into messages; data.special_tokens_in_text=control takes each"
             " for its token",
@@ -406,7 +405,7 @@ def judge_special_tokens(stats: RowStats, tokenizer: Any) -> Iterator[Finding]:
 def judge_split(
     stats: RowStats, data: DataConfig, *, max_seq_len: int, max_positions: int | None
 ) -> Iterator[Finding]:
-    """What a run says of a split's rows, and where it fails stops at."""
+    """Judge a split for a run, which stops at the first FAIL."""
     yield from judge_rows(stats, data, task_mode="")  # the run itself refuses rows of another task
     yield from duplicate_warnings(stats)
     if stats.methods or stats.unmasked_rows:  # documents have no masks

@@ -67,12 +67,11 @@ def infer_dataset(
             _infer_with_encoding(data_path, error.encoding, count_tokens, max_positions),
             error.encoding,
         )
-    description = (
-        f"{dataset.description}; not UTF-8, but {encoding} by its looks: make preview shows the"
-        " rows"
-    )
     return replace(
-        dataset, settings={**dataset.settings, "data.encoding": encoding}, description=description
+        dataset,
+        settings={**dataset.settings, "data.encoding": encoding},
+        description=f"{dataset.description}; not UTF-8, but {encoding} by its looks: make preview"
+        " shows the rows",
     )
 
 
@@ -168,14 +167,14 @@ def _find_sources(data_path: str, encoding: str) -> tuple[dict[str, str], AnySou
             return paths, find_source(paths["data.train_path"], encoding=encoding), False
     try:
         parts = list_parts(source)
-        is_text = all(
-            part.kind == "auto" and part.path.suffix.lower() in (".txt", ".md", ".rst")
-            for part in parts
-        )
-        return {"data.train_path": data_path}, source, is_text
     except DataError:
         list_parts(source, wants_text=True)
         return {"data.train_path": data_path}, source, True
+    is_text = all(
+        part.kind == "auto" and part.path.suffix.lower() in (".txt", ".md", ".rst")
+        for part in parts
+    )
+    return {"data.train_path": data_path}, source, is_text
 
 
 def _choose_length(tokens: Sequence[int]) -> int:

@@ -22,10 +22,6 @@ from sft_play.log import one_line
 RECORD_NAME = ".sft_play_written.json"
 
 
-# What a write fails with where the disk is full or broken, or a limit is reached.
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-
 @contextlib.contextmanager
 def _name_write_errors(path: Path) -> Iterator[None]:
     try:
@@ -88,7 +84,12 @@ class OutputFolder:
                 with contextlib.suppress(OSError):
                     file.close()
             self._renames.__exit__(kind, error, trace)
-            if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            # The disk is full or broken, a limit is reached, or a file here cannot be written:
+            # errors of files that are read meanwhile keep their own words.
+            if isinstance(error, OSError) and (
+                error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+                or (error.filename is not None and Path(error.filename).parent == self.path)
+            ):
                 raise DataError(f"{self.path} cannot be written: {error.strerror}") from None
             return
         with _name_write_errors(self.path), self._renames:

@@ -60,8 +60,8 @@ def jaccard_similarity(first: Shingles, second: Shingles) -> float:
 
 
 def choose_bands(threshold: float) -> tuple[int, int]:
-    """Bands and rows of the index: the longest rows, which let the fewest other pairs through, of
-    few bands."""
+    """Choose the bands of the index and the rows of each: as many rows as few bands allow, since
+    longer bands let fewer other pairs through."""
     sure_similarity = min(threshold + SIMILARITY_MARGIN, (1 + threshold) / 2)
     bands_by_rows = {
         rows: math.ceil(math.log(MISS_PROBABILITY) / math.log(1 - sure_similarity**rows))
@@ -75,8 +75,8 @@ def choose_bands(threshold: float) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class TextSketch:
-    """A text as it is compared: its shingles, and its MinHash in bands, of which similar texts
-    share one."""
+    """A text as it is compared: its shingles, and its MinHash in bands. Similar texts have a band
+    in common."""
 
     shingles: Shingles
     bands: tuple[bytes, ...]
@@ -147,8 +147,9 @@ class SimilarityIndex:
 
 
 def compared_texts(example: Example) -> list[str]:
-    """All of a row but system prompts and tools, which many rows share; and each long turn of the
-    user, since the row of a benchmark may have another answer, or none."""
+    """Return the texts by which a row is compared: first all of it but system prompts and tools,
+    which many rows share; then each long turn of the user, since a benchmark's row may have another
+    answer, or none."""
     if isinstance(example, Text):
         return [example.text]
     turns = [turn for turn in example.messages if turn["role"] != "system"]
@@ -161,8 +162,8 @@ def _is_long(text: str) -> bool:
 
 
 def read_compared_texts(path_or_hub_id: str, data: DataConfig) -> Iterator[tuple[str, str]]:
-    """The texts of every row of a file with their places; of no known format, all long ones. Raises
-    DataError."""
+    """Yield the texts by which the rows of a file are compared, each with its place; every long
+    text of a row that has no known format. Raises DataError where the file cannot be read."""
     for row in read_rows(find_source(path_or_hub_id, encoding=data.encoding), split="test"):
         if isinstance(row, BadRow):
             continue

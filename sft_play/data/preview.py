@@ -17,13 +17,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.build.stats import format_row_count
 from sft_play.data.build.survey import RowRenderer
 from sft_play.data.masks.token_row import IGNORED, MASK_METHODS
 from sft_play.data.sources.examples import ExampleReader, read_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
+from sft_play.text import plural
 
 # Tokens of one example that are shown; of longer ones the middles of stretches are left out, with a
 # count.
@@ -52,7 +52,7 @@ def choose_rows(
         indices = [row_number - 1]
     else:
         raise DataError(
-            f"ROW={row_number}: {reader.source} has {format_row_count(len(sizes))}; rows are"
+            f"ROW={row_number}: {reader.source} has {plural(len(sizes), 'row')}; rows are"
             " counted from 1"
         )
     return [(index + 1, row) for index, row in enumerate(reader.raw_rows()) if index in indices]
@@ -66,208 +66,11 @@ def choose_row_indices(rows: int, count: int, *, longest_index: int) -> list[int
     if count == 1:
         return [0]
     row_indices = [round(n * (rows - 1) / (count - 1)) for n in range(count)]
-    if (
-        count > 2 and longest_index not in row_indices
-    ):  # in the place of the nearest; the first and the last stay
+    # in the place of the nearest; the first and the last stay
+    if count > 2 and longest_index not in row_indices:
         nearest = min(row_indices[1:-1], key=lambda n: abs(n - longest_index))
         row_indices[row_indices.index(nearest)] = longest_index
     return sorted(row_indices)
-
-
-# --- what there is to see of a row ----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PreviewRow:
-    """One row of the file, tokenised and marked; `reason`: why it cannot be used; `raw_text`: how
-    it begins then."""
-
-    row_number: int
-    location: str
-    ids: tuple[int, ...] = ()
-    labels: tuple[int, ...] = ()
-    pieces: "tuple[TokenPiece, ...]" = ()
-    method: str = ""
-    notes: tuple[str, ...] = ()
-    cut_tokens: int = 0
-    lost_trained_tokens: int = 0
-    reason: str = ""
-    raw_text: str = ""
-
-    @property
-    def trained_tokens(self) -> int:
-        """Tokens of the whole row whose label counts; the first token is never predicted."""
-        return sum(label != IGNORED for label in self.labels[1:])
-
-    @property
-    def cut_summary(self) -> str:
-        """How much max_seq_len cuts, in words."""
-        return (
-            f"max_seq_len cuts {self.cut_tokens:,} tokens, {self.lost_trained_tokens:,} of them"
-            " trained"
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """The row in plain data."""
-        return {
-            "row": self.row_number,
-            "where": self.location,
-            "reason": self.reason or None,
-            "tokens": len(self.ids),
-            "trained": self.trained_tokens,
-            "cut": self.cut_tokens,
-            "lost": self.lost_trained_tokens,
-            "method": self.method or None,
-            "notes": list(self.notes),
-            "input_ids": list(self.ids),
-            "labels": list(self.labels),
-        }
-
-    def summary(self) -> str:
-        """The row's place, its length, its mask, what is cut, and its notes."""
-        facts = []
-        if self.ids:
-            share = self.trained_tokens / len(self.ids)
-            facts = [f"{len(self.ids):,} tokens", f"{self.trained_tokens:,} trained ({share:.0%})"]
-        if self.method:
-            facts.append(f"mask: {MASK_METHODS.get(self.method, self.method)}")
-        if self.cut_tokens:
-            facts.append(self.cut_summary)
-        facts += [one_line(note, limit=300) for note in self.notes]
-        return ": ".join(
-            filter(None, [f"({one_line(self.location, limit=300)})", "; ".join(facts)])
-        )
-
-    def problem_lines(self) -> list[str]:
-        """Why the row cannot be used, and how it begins; nothing where it can."""
-        reason = self.reason and f"CANNOT BE USED: {one_line(self.reason, limit=600)}"
-        return list(filter(None, [reason, make_visible(self.raw_text)]))
-
-
-def preview_rows(
-    row_number: int,
-    row_with_format: RowWithFormat,
-    reader: ExampleReader,
-    row_renderer: RowRenderer,
-    token_bytes: "TokenBytes",
-) -> Iterator[PreviewRow]:
-    """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that
-    it becomes."""
-    raw, row_format = row_with_format
-    example = read_example(raw, row_format, reader.data)
-    raw_text = ""
-    if isinstance(raw, RawRow):
-        raw_text = json.dumps(raw.data, ensure_ascii=False, default=str)
-    if len(raw_text) > MAX_RAW_CHARACTERS:
-        raw_text = f"{raw_text[:MAX_RAW_CHARACTERS]}…"
-    for outcome in row_renderer.render_rows([(row_number, example)]):
-        if isinstance(outcome, BadRow) or outcome.whole_row is None:
-            bad_row = outcome if isinstance(outcome, BadRow) else outcome.row
-            assert isinstance(bad_row, BadRow)
-            yield PreviewRow(
-                row_number, bad_row.where, reason=bad_row.explanation, raw_text=raw_text
-            )
-            continue
-        whole_row, row = outcome.whole_row, outcome.row
-        ids, labels = tuple(whole_row.input_ids), tuple(whole_row.labels)
-        if isinstance(row, BadRow):  # too long: its answer is behind the limit
-            kept_ids, reason = ids[: row_renderer.max_seq_len], row.explanation
-            cut_tokens = len(ids) - len(kept_ids)
-            lost_tokens = sum(label != IGNORED for label in labels[len(kept_ids) :])
-        else:
-            kept_ids, reason = tuple(row.input_ids), ""
-            cut_tokens, lost_tokens = row.cut_tokens, row.lost_trained_tokens
-        counts = (
-            (whole_row.untrained_turns, "assistant turns have no exact mask and are not trained"),
-            (
-                whole_row.stripped_think_pieces,
-                "pieces of think text are not written by the template",
-            ),
-            (whole_row.special_token_count, "special tokens are spelled in its texts"),
-            (whole_row.merged_edges, "answers end inside a token, which is split there"),
-        )
-        notes = [
-            *outcome.example.notes,
-            *whole_row.notes,
-            *(f"{count} {note}" for count, note in counts if count),
-        ]
-        if whole_row.added_end:
-            end = one_line(whole_row.added_end.strip())
-            notes.append(
-                f"{end} is added after the last turn, which the chat template does not end"
-            )
-        yield PreviewRow(
-            row_number,
-            whole_row.location,
-            ids,
-            labels,
-            tuple(
-                split_token_pieces(
-                    ids, labels, token_bytes, kept_flags=kept_token_flags(ids, kept_ids)
-                )
-            ),
-            whole_row.method,
-            tuple(notes),
-            cut_tokens=cut_tokens,
-            lost_trained_tokens=lost_tokens,
-            reason=reason,
-        )
-
-
-# Each part of a row as it is shown: its text; its styles, which the page and the terminal each have
-# (t a token, b every second one, y trained, o every second trained, s special, x cut); and its
-# piece, None for a remark between pieces.
-def shown_segments(
-    row: PreviewRow, max_pieces: int
-) -> Iterator[tuple[str, str, "TokenPiece | None"]]:
-    """About `max_pieces` pieces of a row, with remarks on what is left out between, and where
-    max_seq_len begins to cut, and to keep again."""
-    is_kept = True
-    for index, item in enumerate(shorten_pieces(row.pieces, max_pieces)):
-        if isinstance(item, str):
-            yield f" {item} ", "gap", None
-            continue
-        if item.is_kept != is_kept:
-            is_kept = item.is_kept
-            remark = "kept from here" if is_kept else row.cut_summary
-            yield f"\n--- {remark} ---\n", "cut", None
-        is_odd = bool(index % 2)
-        flags = {
-            "t": True,
-            "b": is_odd and not item.is_trained,
-            "y": item.is_trained,
-            "o": is_odd and item.is_trained,
-            "s": item.is_special,
-            "x": not item.is_kept,
-        }
-        text = "".join(
-            "⏎\n" if character == "\n" else character_sign(character) for character in item.text
-        )
-        yield text, " ".join(name for name, is_set in flags.items() if is_set), item
-
-
-def shorten_pieces(pieces: Sequence["TokenPiece"], max_pieces: int) -> list["TokenPiece | str"]:
-    """The pieces, the middles of their longest stretches left out so that some `max_pieces` remain,
-    with their number in their place. A stretch is a run that is trained, or not, or cut as a whole:
-    each keeps its beginning and end.
-    """
-    if len(pieces) <= max_pieces:
-        return list(pieces)
-    runs = [
-        list(run)
-        for _, run in itertools.groupby(pieces, key=lambda piece: (piece.is_trained, piece.is_kept))
-    ]
-    pieces_per_run = max(10, max_pieces // len(runs))
-    items: list[TokenPiece | str] = []
-    for run in runs:
-        if len(run) <= pieces_per_run + 1:  # a gap in the place of one piece would save nothing
-            items += run
-            continue
-        half = pieces_per_run // 2
-        tokens = sum(len(piece.ids) for piece in run[half:-half])
-        trained_note = f", {tokens:,} of them trained" * run[0].is_trained
-        items += [*run[:half], f"… {tokens:,} tokens not shown{trained_note} …", *run[-half:]]
-    return items
 
 
 # --- tokens as the bytes that they stand for, in pieces of whole characters -----------------------
@@ -386,11 +189,11 @@ def kept_token_flags(ids: Sequence[int], kept_ids: Sequence[int]) -> list[bool]:
     end."""
     size, kept_size = len(ids), len(kept_ids)
     is_end = list(ids[size - kept_size :]) == list(kept_ids) != list(ids[:kept_size])
-    beginning = (
-        0
-        if is_end
-        else next((index for index in range(kept_size) if ids[index] != kept_ids[index]), kept_size)
-    )
+    beginning = 0
+    if not is_end:
+        beginning = next(
+            (index for index in range(kept_size) if ids[index] != kept_ids[index]), kept_size
+        )
     return [index < beginning or index >= size - (kept_size - beginning) for index in range(size)]
 
 
@@ -418,6 +221,202 @@ def make_visible(text: str) -> str:
     """Text that is safe to show, on one line: spaces as they are, everything else that is not seen
     by its sign."""
     return " ".join("".join(map(character_sign, word)) for word in text.split(" "))
+
+
+# --- what there is to see of a row ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PreviewRow:
+    """One row of the file, tokenised and marked; `reason`: why it cannot be used; `raw_text`: how
+    it begins then."""
+
+    row_number: int
+    location: str
+    ids: tuple[int, ...] = ()
+    labels: tuple[int, ...] = ()
+    pieces: tuple[TokenPiece, ...] = ()
+    method: str = ""
+    notes: tuple[str, ...] = ()
+    cut_tokens: int = 0
+    lost_trained_tokens: int = 0
+    reason: str = ""
+    raw_text: str = ""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens of the whole row whose label counts; the first token is never predicted."""
+        return sum(label != IGNORED for label in self.labels[1:])
+
+    @property
+    def cut_summary(self) -> str:
+        """How much max_seq_len cuts, in words."""
+        return (
+            f"max_seq_len cuts {self.cut_tokens:,} tokens, {self.lost_trained_tokens:,} of them"
+            " trained"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The row in plain data."""
+        return {
+            "row": self.row_number,
+            "where": self.location,
+            "reason": self.reason or None,
+            "tokens": len(self.ids),
+            "trained": self.trained_tokens,
+            "cut": self.cut_tokens,
+            "lost": self.lost_trained_tokens,
+            "method": self.method or None,
+            "notes": list(self.notes),
+            "input_ids": list(self.ids),
+            "labels": list(self.labels),
+        }
+
+    def summary(self) -> str:
+        """The row's place, its length, its mask, what is cut, and its notes."""
+        facts = []
+        if self.ids:
+            share = self.trained_tokens / len(self.ids)
+            facts = [f"{len(self.ids):,} tokens", f"{self.trained_tokens:,} trained ({share:.0%})"]
+        if self.method:
+            facts.append(f"mask: {MASK_METHODS.get(self.method, self.method)}")
+        if self.cut_tokens:
+            facts.append(self.cut_summary)
+        facts += [one_line(note, limit=300) for note in self.notes]
+        return ": ".join(
+            filter(None, [f"({one_line(self.location, limit=300)})", "; ".join(facts)])
+        )
+
+    def problem_lines(self) -> list[str]:
+        """Why the row cannot be used, and how it begins; nothing where it can."""
+        reason = self.reason and f"CANNOT BE USED: {one_line(self.reason, limit=600)}"
+        return list(filter(None, [reason, make_visible(self.raw_text)]))
+
+
+def preview_rows(
+    row_number: int,
+    row_with_format: RowWithFormat,
+    reader: ExampleReader,
+    row_renderer: RowRenderer,
+    token_bytes: TokenBytes,
+) -> Iterator[PreviewRow]:
+    """One row with its tokens, or why it has none; with data.multi_turn=split one for each row that
+    it becomes."""
+    raw, row_format = row_with_format
+    example = read_example(raw, row_format, reader.data)
+    raw_text = ""
+    if isinstance(raw, RawRow):
+        raw_text = json.dumps(raw.data, ensure_ascii=False, default=str)
+    if len(raw_text) > MAX_RAW_CHARACTERS:
+        raw_text = f"{raw_text[:MAX_RAW_CHARACTERS]}…"
+    for outcome in row_renderer.render_rows([(row_number, example)]):
+        if isinstance(outcome, BadRow) or outcome.whole_row is None:
+            bad_row = outcome if isinstance(outcome, BadRow) else outcome.row
+            assert isinstance(bad_row, BadRow)
+            yield PreviewRow(
+                row_number, bad_row.where, reason=bad_row.explanation, raw_text=raw_text
+            )
+            continue
+        whole_row, row = outcome.whole_row, outcome.row
+        ids, labels = tuple(whole_row.input_ids), tuple(whole_row.labels)
+        if isinstance(row, BadRow):  # too long: its answer is behind the limit
+            kept_ids, reason = ids[: row_renderer.max_seq_len], row.explanation
+            cut_tokens = len(ids) - len(kept_ids)
+            lost_tokens = sum(label != IGNORED for label in labels[len(kept_ids) :])
+        else:
+            kept_ids, reason = tuple(row.input_ids), ""
+            cut_tokens, lost_tokens = row.cut_tokens, row.lost_trained_tokens
+        counts = (
+            (whole_row.untrained_turns, "assistant turns have no exact mask and are not trained"),
+            (
+                whole_row.stripped_think_pieces,
+                "pieces of think text are not written by the template",
+            ),
+            (whole_row.special_token_count, "special tokens are spelled in its texts"),
+            (whole_row.merged_edges, "answers end inside a token, which is split there"),
+        )
+        notes = [
+            *outcome.example.notes,
+            *whole_row.notes,
+            *(f"{count} {note}" for count, note in counts if count),
+        ]
+        if whole_row.added_end:
+            notes.append(
+                f"{one_line(whole_row.added_end.strip())} is added after the last turn, which the"
+                " chat template does not end"
+            )
+        yield PreviewRow(
+            row_number,
+            whole_row.location,
+            ids,
+            labels,
+            tuple(
+                split_token_pieces(
+                    ids, labels, token_bytes, kept_flags=kept_token_flags(ids, kept_ids)
+                )
+            ),
+            whole_row.method,
+            tuple(notes),
+            cut_tokens=cut_tokens,
+            lost_trained_tokens=lost_tokens,
+            reason=reason,
+        )
+
+
+# Each part of a row as it is shown: its text; its styles, which the page and the terminal each have
+# (t a token, b every second one, y trained, o every second trained, s special, x cut); and its
+# piece, None for a remark between pieces.
+def shown_segments(
+    row: PreviewRow, max_pieces: int
+) -> Iterator[tuple[str, str, TokenPiece | None]]:
+    """About `max_pieces` pieces of a row, with remarks on what is left out between, and where
+    max_seq_len begins to cut, and to keep again."""
+    is_kept = True
+    for index, item in enumerate(shorten_pieces(row.pieces, max_pieces)):
+        if isinstance(item, str):
+            yield f" {item} ", "gap", None
+            continue
+        if item.is_kept != is_kept:
+            is_kept = item.is_kept
+            remark = "kept from here" if is_kept else row.cut_summary
+            yield f"\n--- {remark} ---\n", "cut", None
+        is_odd = bool(index % 2)
+        flags = {
+            "t": True,
+            "b": is_odd and not item.is_trained,
+            "y": item.is_trained,
+            "o": is_odd and item.is_trained,
+            "s": item.is_special,
+            "x": not item.is_kept,
+        }
+        text = "".join(
+            "⏎\n" if character == "\n" else character_sign(character) for character in item.text
+        )
+        yield text, " ".join(name for name, is_set in flags.items() if is_set), item
+
+
+def shorten_pieces(pieces: Sequence[TokenPiece], max_pieces: int) -> list[TokenPiece | str]:
+    """The pieces, the middles of their longest stretches left out so that some `max_pieces` remain,
+    with their number in their place. A stretch is a run that is trained, or not, or cut as a whole:
+    each keeps its beginning and end.
+    """
+    if len(pieces) <= max_pieces:
+        return list(pieces)
+    runs = [
+        list(run)
+        for _, run in itertools.groupby(pieces, key=lambda piece: (piece.is_trained, piece.is_kept))
+    ]
+    pieces_per_run = max(10, max_pieces // len(runs))
+    items: list[TokenPiece | str] = []
+    for run in runs:
+        if len(run) <= pieces_per_run + 1:  # a gap in the place of one piece would save nothing
+            items += run
+            continue
+        half = pieces_per_run // 2
+        tokens = sum(len(piece.ids) for piece in run[half:-half])
+        trained_note = f", {tokens:,} of them trained" * run[0].is_trained
+        items += [*run[:half], f"… {tokens:,} tokens not shown{trained_note} …", *run[-half:]]
+    return items
 
 
 # --- plain text, and the terminal -----------------------------------------------------------------

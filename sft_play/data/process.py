@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from sft_play.answers import Answer
 from sft_play.config.schema import ProcessConfig, RunConfig, StyleConfig
-from sft_play.data.build.stats import RowStats, format_row_count
+from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import CHARACTERS_PER_TOKEN
 from sft_play.data.checks import judge_columns
 from sft_play.data.managed_outputs import OutputFolder
@@ -26,6 +26,7 @@ from sft_play.data.masks.render import is_trained_turn
 from sft_play.data.near_duplicates import (
     SimilarityIndex,
     SketchMaker,
+    TextSketch,
     compared_texts,
     read_compared_texts,
 )
@@ -59,12 +60,12 @@ from sft_play.data.sources.formats import (
     to_example,
 )
 from sft_play.data.sources.messages import author_form, known_role_lines
-from sft_play.data.sources.raw import BadRow, RawRow, bad_row_lines
+from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large_row
 from sft_play.data.sources.tables import list_split_names, split_from_name, split_from_set_name
 from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line
 from sft_play.process.waiting import report_wait
-from sft_play.text import GIB
+from sft_play.text import GIB, plural
 
 SPLIT_NAMES = ("train", "val", "test")
 OUTPUT_NAMES = (*(f"{name}.jsonl" for name in SPLIT_NAMES), "report.json")
@@ -156,7 +157,7 @@ class SplitReport:
                 f"{self.roles.total():,} turns ({roles}), {self.trained_turns:,} of them trained"
             )
         return [
-            f"{format_row_count(self.rows)}; {turns}",
+            f"{plural(self.rows, 'row')}; {turns}",
             (
                 f"about {self.tokens:,} tokens an epoch, longest row {self.longest:,};"
                 f" {self.rows_over_limit / self.rows:.1%} of the rows are over model.max_seq_len"
@@ -198,7 +199,6 @@ class ProcessReport(Answer):
     def as_json(self) -> dict[str, Any]:
         """The report as JSON, which report.json holds."""
         options = self.options
-        drops_near = {"ignore": None, "count": False, "drop": True}[options.near_duplicates]
         return {
             "ok": self.ok,
             "out_dir": options.out_dir,
@@ -209,7 +209,10 @@ class ProcessReport(Answer):
             "notes": {note: asdict(places) for note, places in self.notes.items()},
             "duplicates": {**asdict(self.duplicates), "dropped": options.drop_duplicates},
             "leaks": {**asdict(self.leaks), "dropped": options.drop_leaks},
-            "near_duplicates": {**asdict(self.near_duplicates), "dropped": drops_near},
+            "near_duplicates": {
+                **asdict(self.near_duplicates),
+                "dropped": {"ignore": None, "count": False, "drop": True}[options.near_duplicates],
+            },
             "overlaps": {
                 name: {**asdict(places), "dropped": options.drop_overlaps}
                 for name, places in self.overlaps.items()
@@ -230,7 +233,7 @@ class ProcessReport(Answer):
         options, file_count = self.options, len(self.files)
         split_counts = ", ".join(f"{name} {split.rows:,}" for name, split in self.splits.items())
         lines = [
-            f"Processed {format_row_count(self.rows_in)} of {file_count}"
+            f"Processed {plural(self.rows_in, 'row')} of {file_count}"
             f" file{'s' * (file_count != 1)}: {self.rows_kept:,} kept ({split_counts}) in"
             f" {options.out_dir}"
         ]
@@ -248,8 +251,7 @@ class ProcessReport(Answer):
         for title, counts in (("Left out", self.dropped), ("Note", self.notes)):
             for reason, places in _sort_by_count(counts):
                 lines.append(
-                    f"{title}: {format_row_count(places.count)}: {reason}:"
-                    f" {places.format_locations()}"
+                    f"{title}: {plural(places.count, 'row')}: {reason}: {places.format_locations()}"
                 )
         checks = [
             ("Duplicates", self.duplicates, options.drop_duplicates, "drop_duplicates=true"),
@@ -284,10 +286,9 @@ class ProcessReport(Answer):
             lines.append(line)
         lines += self.remarks
         if self.skipped_files:
-            names = ", ".join(self.skipped_files[:MAX_LISTED])
             lines.append(
                 f"Files not read, whose names are not those of data ({len(self.skipped_files)}):"
-                f" {names}"
+                f" {', '.join(self.skipped_files[:MAX_LISTED])}"
             )
         for name, split in self.splits.items():
             lines += [f"{name}: {line}" for line in split.lines(self.max_seq_len)]
@@ -319,8 +320,8 @@ def process_files(config: RunConfig, *, force: bool = False) -> ProcessReport:
 
 
 class _Processor:
-    # what grows with the raw files: digests (16 bytes a row), what near-duplicates are found by,
-    # and counts
+    # Memory grows with the raw files by digests (16 bytes a row), by what near-duplicates are found
+    # by, and by counts.
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._options: ProcessConfig = config.data.process
@@ -346,32 +347,16 @@ class _Processor:
     def run(self, *, force: bool) -> ProcessReport:
         report = self._report
         parts = self._find_parts()
-        # of data.val_path and data.test_path only files that are neither trained on nor written
-        data, compare_paths = self._config.data, list(self._options.compare_with)
-        trained_paths = [
-            part.path.resolve() for part, split in parts if split not in ("val", "test")
-        ]
-        for value in filter(None, (data.val_path, data.test_path)):
-            path = Path(value).expanduser().resolve()
-            is_held_out = path.exists() and path not in trained_paths and not self._is_output(path)
-            if self._compares_rows and is_held_out:
-                compare_paths.append(value)
-        for value in dict.fromkeys(compare_paths):
-            index, name = SimilarityIndex(self._sketch_maker), one_line(value)
-            with report_wait(f"Reading the rows of {name}", unit="rows") as progress:
-                for text, location in read_compared_texts(value, data):
-                    index.add(self._sketch_maker.sketch(text), location)
-                    progress.add()
-            self._indexes_by_file[name] = index
-            self._report.overlaps[name] = Occurrences()
+        self._index_compared_files(parts)
         out = OutputFolder(
             Path(self._options.out_dir).expanduser(), OUTPUT_NAMES, force=force, command="process"
         )
-        total = functools.partial(count_part_rows, [part for part, _ in parts])
-        with (
-            out,
-            report_wait("Processing raw rows", unit="rows", count_total=total) as self._progress,
-        ):
+        waiting = report_wait(
+            "Processing raw rows",
+            unit="rows",
+            count_total=lambda: count_part_rows([part for part, _ in parts]),
+        )
+        with out, waiting as self._progress:
             for part, split in parts:
                 self._process_part(part, split, out)
             if (
@@ -417,6 +402,37 @@ class _Processor:
             out.write_json("report.json", report.as_json())
         return report
 
+    def _index_compared_files(self, parts: list[tuple[FilePart, str | None]]) -> None:
+        """Index the rows that training rows are compared with: those of the files of
+        data.process.compare_with; and of data.val_path and data.test_path where these are neither
+        trained on nor written here. Raises DataError with the key of a file that cannot be read.
+        """
+        data = self._config.data
+        # by their resolved paths: a file that two keys name is read once
+        files = {
+            Path(value).expanduser().resolve(): ("data.process.compare_with", value)
+            for value in self._options.compare_with
+        }
+        trained_paths = [
+            part.path.resolve() for part, split in parts if split not in ("val", "test")
+        ]
+        for key, value in (("data.val_path", data.val_path), ("data.test_path", data.test_path)):
+            path = Path(value or "").expanduser().resolve()
+            is_held_out = path.exists() and path not in trained_paths and not self._is_output(path)
+            if value and self._compares_rows and is_held_out:
+                files.setdefault(path, (key, value))
+        for key, value in files.values():
+            index, name = SimilarityIndex(self._sketch_maker), one_line(value)
+            try:
+                with report_wait(f"Reading the rows of {name}", unit="rows") as progress:
+                    for text, location in read_compared_texts(value, data):
+                        index.add(self._sketch_maker.sketch(text), location)
+                        progress.add()
+            except DataError as error:
+                raise DataError(f"{key}: {error}") from None
+            self._indexes_by_file[name] = index
+            self._report.overlaps[name] = Occurrences()
+
     def _is_output(self, path: Path) -> bool:
         # our own output may be in a folder below the raw files
         return any(map(path.resolve().is_relative_to, self._output_folders))
@@ -438,10 +454,10 @@ class _Processor:
         parts_by_split: dict[str, list[FilePart]] = {"val": [], "test": [], "train": []}
         for part, split in splits_by_part.items():
             parts_by_split[split or "train"].append(part)
-        present_splits = ", ".join(name for name in SPLIT_NAMES if parts_by_split[name])
+        present_splits = [name for name in SPLIT_NAMES if parts_by_split[name]]
         self._report.remarks.append(
-            f"The raw files have their own splits ({present_splits}); they are kept, and none is"
-            " split off"
+            f"The raw files have their own splits ({', '.join(present_splits)}); they are kept, and"
+            " none is split off"
         )
         return [(part, name) for name, parts in parts_by_split.items() for part in parts]
 
@@ -466,9 +482,8 @@ class _Processor:
                 if str(item) not in part_names and not self._is_output(item)
             ]
         for part in parts:
-            names = []
-            if part.kind in ("saved", "hub"):
-                names = list_split_names(part.name, is_on_hub=part.kind == "hub")
+            has_splits = part.kind in ("saved", "hub")
+            names = list_split_names(part.name, is_on_hub=part.kind == "hub") if has_splits else []
             for name in names:
                 split = split_from_set_name(name)
                 if split or len(names) == 1:
@@ -490,18 +505,13 @@ class _Processor:
     def _process_part(self, part: FilePart, split: str | None, out: OutputFolder) -> None:
         # faults are kept for one message about all files
         name = f"{part.name} ({part.split})" if part.kind in ("saved", "hub") else part.name
-        file_report, stats, error_text = (
-            FileReport(one_line(name, limit=4_000), split=split),
-            RowStats(),
-            "",
-        )
+        file_report = FileReport(one_line(name, limit=4_000), split=split)
+        stats, error_text = RowStats(), ""
         self._report.files.append(file_report)
+        # rows are written without data.style, which make style or a run adds
+        data = self._config.data.model_copy(update={"style": StyleConfig()})
         try:
-            # rows are written without data.style, which make style or a run adds
-            rows, data = (
-                read_part(part),
-                self._config.data.model_copy(update={"style": StyleConfig()}),
-            )
+            rows = read_part(part)
             probed_rows, row_format = detect_format(rows, data)
             if row_format is not None:
                 file_report.format = row_format.name
@@ -509,19 +519,18 @@ class _Processor:
                 example = read_example(raw, row_format, data)
                 file_report.rows += 1
                 self._progress.add()
+                if not isinstance(example, BadRow):
+                    assert isinstance(raw, RawRow)
+                    # a row that was processed before keeps the place that it came from
+                    if is_processed_row(raw.data) and isinstance(raw.data["source"], str):
+                        example = replace(example, where=raw.data["source"] or example.where)
+                    stats.count_example(example)
+                    example = self._process_example(example, split, file_report.name, out)
                 if isinstance(example, BadRow):
                     self._report.dropped.setdefault(example.reason, Occurrences()).add(
                         example.where
                     )
                     stats.count_bad(example)
-                else:
-                    assert isinstance(raw, RawRow)
-                    if is_processed_row(raw.data) and isinstance(raw.data["source"], str):
-                        example = replace(
-                            example, where=raw.data["source"]
-                        )  # as it was processed before
-                    stats.count_example(example)
-                    self._process_example(example, split, file_report.name, out)
         except DataError as error:
             error_text = str(error)
         file_report.unused = list(dict.fromkeys(name for name, _, _ in stats.unused_columns))[
@@ -545,9 +554,18 @@ class _Processor:
 
     def _process_example(
         self, example: Example, split: str | None, file_name: str, out: OutputFolder
-    ) -> None:
+    ) -> Example | BadRow:
+        """Count a row, and write it where nothing says to leave it out. Returns the row, or the bad
+        row where it would be too large to be read again."""
         report, options = self._report, self._options
         digest = content_digest(example)
+        line = json.dumps(processed_row(example, digest), ensure_ascii=False)
+        # a character takes at most 4 bytes: only long lines have to be encoded to know their size
+        if (
+            len(line) > MAX_ROW_BYTES // 4
+            and (size := len(line.encode("utf-8", "replace"))) > MAX_ROW_BYTES
+        ):
+            return too_large_row(example.where, size)
         if split is None:
             split = split_by_digest(
                 digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction
@@ -571,6 +589,8 @@ class _Processor:
             # from train alone: the held-out rows stay the same whatever is trained on
             if options.drop_leaks and split == "train":
                 reason = reason or "stands in val or test too"
+        # Rows that are nearly the same. A sketch takes longer than all else here: it is made once.
+        sketches: list[TextSketch] = []
         if not reason and split == "train" and self._indexes_by_file:
             sketches = [self._sketch_maker.sketch(text) for text in compared_texts(example)]
             for name, other_rows in self._indexes_by_file.items():
@@ -580,27 +600,28 @@ class _Processor:
                     reason = "nearly a row of a held-out file" * options.drop_overlaps
         if not reason and self._compares_rows and not splits_with_row:
             index, is_dropped = self._similarity_index, options.near_duplicates == "drop"
-            sketch = self._sketch_maker.sketch(compared_texts(example)[0])
-            match = index.nearest(sketch)
+            if not sketches:
+                sketches = [self._sketch_maker.sketch(compared_texts(example)[0])]
+            match = index.nearest(sketches[0])
             if match is not None:  # later rows are not compared with it then
                 report.near_duplicates.add(f"{example.where} (like {match[1]}, {match[0]:.2f})")
                 reason = "nearly an earlier row" * is_dropped
             elif is_dropped or index.memory_bytes < MAX_INDEX_BYTES:
-                index.add(sketch, example.where)
+                index.add(sketches[0], example.where)
         if reason:
             report.dropped.setdefault(reason, Occurrences()).add(example.where)
-            return
-        kind = "text" if isinstance(example, Text) else "chats"
-        self._first_file_by_kind.setdefault(kind, file_name)
+            return example
+        self._first_file_by_kind.setdefault(
+            "text" if isinstance(example, Text) else "chats", file_name
+        )
         if not self._faults:  # else nothing will be written; the rest is read to list all faults
             if split not in self._output_files:  # a split without rows gets no file
                 self._output_files[split] = out.open(f"{split}.jsonl")
-            self._output_files[split].write(
-                json.dumps(processed_row(example, digest), ensure_ascii=False) + "\n"
-            )
+            self._output_files[split].write(line + "\n")
             report.splits.setdefault(split, SplitReport()).count(
                 example, max_seq_len=report.max_seq_len
             )
+        return example
 
 
 def processed_row(example: Example, digest: bytes) -> dict[str, Any]:
@@ -638,8 +659,8 @@ _OUTCOMES = ("set", "prepended", "replaced", "left", "text")
 
 @dataclass
 class StyleReport(Answer):
-    """What became of the system prompts: counts by split of set, prepended, replaced, left, and
-    rows of text."""
+    """How many rows of each split had their system prompt set, prepended, replaced or left, and how
+    many are plain text."""
 
     out_dir: str
     splits: dict[str, Counter[str]] = field(default_factory=dict)
@@ -653,13 +674,11 @@ class StyleReport(Answer):
     def lines(self) -> list[str]:
         """The report in words."""
         lines = [
-            f"Styled {format_row_count(self.total.total())} into {self.out_dir}:"
+            f"Styled {plural(self.total.total(), 'row')} into {self.out_dir}:"
             f" {_format_outcomes(self.total)}"
         ]
         for name, counts in self.splits.items():
-            lines.append(
-                f"  {name}: {format_row_count(counts.total())}, {_format_outcomes(counts)}"
-            )
+            lines.append(f"  {name}: {plural(counts.total(), 'row')}, {_format_outcomes(counts)}")
         return [
             *lines,
             *(
@@ -674,11 +693,10 @@ class StyleReport(Answer):
             name: {outcome: counts[outcome] for outcome in _OUTCOMES}
             for name, counts in self.splits.items()
         }
-        total = {outcome: self.total[outcome] for outcome in _OUTCOMES}
         return {
             "ok": self.ok,
             "out_dir": self.out_dir,
-            **total,
+            **{outcome: self.total[outcome] for outcome in _OUTCOMES},
             "splits": splits,
             "unused_globs": [*self.unused_globs],
         }
@@ -695,8 +713,8 @@ def _format_outcomes(counts: Counter[str]) -> str:
 
 
 def style_rows(config: RunConfig, text: str | None, *, force: bool = False) -> StyleReport:
-    """Write the splits of `data.process.out_dir` to `data.style.out_dir` with their system prompts:
-    that of the first glob of `data.style.per_source` that matches, else `text` (STYLE=), else
+    """Write the splits of `data.process.out_dir` to `data.style.out_dir` with system prompts: the
+    prompt of the first glob of `data.style.per_source` that matches, else `text` (STYLE=), else
     `data.style.system`. Raises ConfigError without a prompt, DataError without processed rows or
     where edited files would be written over.
     """
@@ -723,8 +741,11 @@ def style_rows(config: RunConfig, text: str | None, *, force: bool = False) -> S
         for name in names:
             path, file = source / f"{name}.jsonl", output.open(f"{name}.jsonl")
             counts = report.splits.setdefault(name, Counter())
-            total = functools.partial(count_part_rows, [FilePart(str(path), "lines")])
-            with report_wait(f"Styling {name} rows", unit="rows", count_total=total) as progress:
+            with report_wait(
+                f"Styling {name} rows",
+                unit="rows",
+                count_total=functools.partial(count_part_rows, [FilePart(str(path), "lines")]),
+            ) as progress:
                 for row in read_processed(path):
                     prompt, glob = find_system_prompt(str(row.data.get("source")), options)
                     unused_globs.pop(glob, None)

@@ -198,24 +198,20 @@ KEPT_SIDE, HELD_OUT_SIDE = "kept", "held"
 # Options of the data section that decide no row's tokens; the template is part of the tokenizer.
 _OPTIONS_NOT_IN_KEY = frozenset(
     {
-        *(
-            "train_path",
-            "val_path",
-            "test_path",
-            "text_path",
-            "text_fraction",
-            "val_fraction",
-            "on_bad_row",
-        ),
-        *(
-            "max_lost_fraction",
-            "packing",
-            "sources",
-            "workers",
-            "process",
-            "documents",
-            "chat_template",
-        ),
+        "train_path",
+        "val_path",
+        "test_path",
+        "text_path",
+        "text_fraction",
+        "val_fraction",
+        "on_bad_row",
+        "max_lost_fraction",
+        "packing",
+        "sources",
+        "workers",
+        "process",
+        "documents",
+        "chat_template",
     }
 )
 
@@ -275,14 +271,12 @@ def build_rows(
             if recipe.tokenizer.writes_date and not recipe.data.template_date
             else "",
             "kind": [
-                *(
-                    split,
-                    recipe.is_document,
-                    recipe.text_span,
-                    recipe.held_out_share,
-                    recipe.keeps_chats,
-                    recipe.task_mode,
-                )
+                split,
+                recipe.is_document,
+                recipe.text_span,
+                recipe.held_out_share,
+                recipe.keeps_chats,
+                recipe.task_mode,
             ],
             "source": str(source),
             "content": [[part.name, part.kind, _content_digest(part)] for part in parts],
@@ -303,8 +297,7 @@ def build_rows(
     except OSError as error:
         raise DataError(
             f"the token cache {folder.parent} cannot be written: {error.strerror or error}; free "
-            f"space there, or name "
-            "another folder in SFT_PLAY_CACHE"
+            "space there, or name another folder in SFT_PLAY_CACHE"
         ) from error
 
 
@@ -317,7 +310,8 @@ def _code_digest(package: Path) -> str:
     return digest.hexdigest()
 
 
-# Of a data set of the hub its commit, or today's date if that is unknown.
+# A digest of a file's content; for a data set of the hub its commit, or today's date if that is
+# unknown.
 def _content_digest(part: FilePart) -> str:
     if part.kind == "hub":
         from huggingface_hub import HfApi
@@ -349,9 +343,8 @@ class _CacheUnpickler(pickle.Unpickler):
 
 
 def _load_cache(folder: Path) -> BuiltRows | None:
-    with contextlib.suppress(
-        Exception
-    ):  # damaged, or pickled by another Python: the rows are made again
+    # damaged, or pickled by another Python: the rows are made again
+    with contextlib.suppress(Exception):
         with (folder / _META_FILE).open("rb") as file:
             files, stats = _CacheUnpickler(file).load()
         # the folder was renamed when it was whole; a user may have removed files since
@@ -384,6 +377,7 @@ def _build_cache(
             workers = 1 if total_bytes < _MIN_PARALLEL_BYTES else min(cpu_cores(), _MAX_WORKERS)
         piece_bytes = total_bytes // (workers * _PIECES_PER_WORKER)
         piece_bytes = max(_MIN_PIECE_BYTES, min(_MAX_PIECE_BYTES, piece_bytes))
+        # A file's format is found here, where its first rows are: a worker may get any piece of it.
         jobs: list[_BuildJob] = []
         for part in parts:
             row_format = detect_format(read_part(part), recipe.data)[1]
@@ -406,10 +400,12 @@ def _build_cache(
                     counts.add(job_stats[name])
                 for name, file in job_files.items():
                     files[name].append(file)
+        # by their rows, then the formats of files whose rows are all bad
         formats = [name for name, _ in stats[KEPT_SIDE].formats.most_common()]
         formats += [job.row_format.name for job in jobs if job.row_format]
         for side_stats in stats.values():
             side_stats.format = ", ".join(dict.fromkeys(formats)) or side_stats.format
+        # Documents run on over the ends of files and pieces: blocks are cut when all are there.
         if recipe.is_document:
             for side, document_files in files.items():
                 is_held_out = split != "train" or side == HELD_OUT_SIDE or recipe.text_span[0] > 0
@@ -557,9 +553,8 @@ _START_LOCK = threading.Lock()
 def hide_main_module() -> Iterator[None]:
     """Keep processes started in this context from importing the running program: it may import
     torch, and a script without `if __name__ == "__main__"` would start over in each."""
-    with (
-        _START_LOCK
-    ):  # one thread at a time, or the second would put back what the first one put there
+    # one thread at a time, or the second would put back what the first one put there
+    with _START_LOCK:
         main_module = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
         try:
@@ -576,9 +571,8 @@ def _start_worker(pickled_recipe: bytes, parent_pid: int) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent_pid, signal.SIGKILL)  # a parent that is killed cannot end its workers
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # one process for each core: threads would only compete
-    )
+    # one process for each core: threads would only compete
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = _BuildWorker(pickle.loads(pickled_recipe))
 
 

@@ -1,8 +1,8 @@
 """Pack rows without cutting them (best-fit), group rows of like length, and compute the padding
 that each costs.
 
-All of it is arithmetic on lengths: no row is read or copied here. Lengths are tokens, indices those
-of the data set.
+All of it is arithmetic on lengths: no row is read or copied here. Lengths are tokens, indices count
+the rows of the data set.
 """
 
 import bisect
@@ -14,7 +14,7 @@ import numpy as np
 
 from sft_play.config.schema import RunConfig
 
-RowIndices = np.typing.NDArray[np.int64]
+RowIndices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def is_packing_enabled(config: RunConfig) -> bool:
@@ -41,7 +41,7 @@ class Packs:
         return self.indices[self.offsets[index] : self.offsets[index + 1]]
 
 
-def pack_best_fit(lengths: np.typing.ArrayLike, capacity: int) -> Packs:
+def pack_best_fit(lengths: Sequence[int] | RowIndices, capacity: int) -> Packs:
     """Pack rows, uncut, into packs of at most `capacity` tokens: the longest first, each into the
     fullest pack that has room for it (best-fit decreasing: at most 11/9 of the fewest packs there
     can be). Rows of one length are dealt together: a million take seconds. Raises ValueError where
@@ -68,9 +68,8 @@ def pack_best_fit(lengths: np.typing.ArrayLike, capacity: int) -> Packs:
     for length, remaining_rows in zip((-values).tolist(), counts.tolist(), strict=True):
         while remaining_rows:
             space_index = bisect.bisect_left(spaces, length)
-            if space_index == len(
-                spaces
-            ):  # no open pack has room: as many new ones as this length fills
+            # no open pack has room: as many new ones as this length fills
+            if space_index == len(spaces):
                 new_packs = -(-remaining_rows // (capacity // length))  # rounded up
                 keep_open(capacity, list(range(pack_count + new_packs - 1, pack_count - 1, -1)))
                 pack_count += new_packs
@@ -109,7 +108,7 @@ def pack_best_fit(lengths: np.typing.ArrayLike, capacity: int) -> Packs:
 
 
 def concatenate_packs(packs: Sequence[Packs]) -> Packs:
-    """The packs of several data sets, one after the other, as those of one."""
+    """Join the packs of several data sets, one set after the other, as the packs of one."""
     rows = np.cumsum([0, *(len(each.indices) for each in packs)])
     offsets = [each.offsets[:-1] + start for each, start in zip(packs, rows, strict=False)]
     indices = [each.indices + start for each, start in zip(packs, rows, strict=False)]
@@ -120,9 +119,9 @@ def concatenate_packs(packs: Sequence[Packs]) -> Packs:
 
 
 def group_by_length(
-    order: np.typing.ArrayLike, lengths: np.typing.ArrayLike, *, window: int
+    order: RowIndices, lengths: Sequence[int] | RowIndices, *, window: int
 ) -> RowIndices:
-    """The order with each `window` of rows (those of one optimizer step) sorted by length, the
+    """The order with each `window` of rows (one optimizer step) sorted by length, the
     longest first. Micro-batches are dealt from a step's rows one after the other, to the ranks in
     turn: so the rows of a micro-batch, and the micro-batches that ranks have at the same time, are
     of like length."""
@@ -132,7 +131,7 @@ def group_by_length(
 
 
 def padding_shares(
-    lengths: np.typing.ArrayLike,
+    lengths: Sequence[int] | RowIndices,
     *,
     micro_batch: int,
     effective_batch: int,

@@ -25,6 +25,7 @@ from sft_play.data.build.build import (
     build_rows,
     chat_from_json,
 )
+from sft_play.data.build.packing import RowIndices
 from sft_play.data.build.stats import RowStats, count_shared_rows
 from sft_play.data.checks import judge_split
 from sft_play.data.masks.token_row import TokenRow
@@ -39,8 +40,6 @@ from sft_play.errors import DataError
 #
 # All of it is arithmetic on counts and a seed: the rows of an epoch follow from its number alone,
 # so that a resumed run has those of an unbroken one, whatever the ranks.
-
-SourceRows = np.typing.NDArray[np.int64]
 
 # A mix that needs more passes over the same rows in one epoch is refused as a mistake.
 MAX_SOURCE_PASSES = 1_000
@@ -62,7 +61,7 @@ def share_counts(weights: Sequence[float], total: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def draw_rows(count: int, max_rows: int | None, *, seed: int) -> SourceRows | None:
+def draw_rows(count: int, max_rows: int | None, *, seed: int) -> RowIndices | None:
     """The rows of a source that `max_rows` keeps, in their order; None where it keeps all."""
     if max_rows is None or max_rows >= count:
         return None
@@ -82,7 +81,7 @@ class SourceMix:
     sizes: tuple[int, ...]
     rows_per_epoch: tuple[int, ...]
     seed: int
-    _orders: dict[tuple[int, int], SourceRows] = field(
+    _orders: dict[tuple[int, int], RowIndices] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -91,7 +90,7 @@ class SourceMix:
         """Rows of an epoch."""
         return sum(self.rows_per_epoch)
 
-    def epoch_rows(self, epoch: int) -> SourceRows:
+    def epoch_rows(self, epoch: int) -> RowIndices:
         """The rows of an epoch, one source after the other."""
         rows = [np.zeros(0, dtype=np.int64)]
         starts = np.cumsum([0, *self.sizes[:-1]]).tolist()
@@ -111,11 +110,10 @@ class SourceMix:
     # The order of a source's rows in one pass over them: random, but rows that the epoch already
     # had come last. An epoch that begins in the middle of a pass takes the rest of it, and of the
     # next pass first what it lacks.
-    def _pass_order(self, source_index: int, pass_index: int) -> SourceRows:
+    def _pass_order(self, source_index: int, pass_index: int) -> RowIndices:
         size, count = self.sizes[source_index], self.rows_per_epoch[source_index]
-        for current in range(
-            pass_index + 1
-        ):  # each depends on one before it: a loop, since recursion would be deep
+        # each depends on one before it: a loop, since recursion would be deep
+        for current in range(pass_index + 1):
             if (source_index, current) in self._orders:
                 continue
             order = np.random.default_rng([self.seed, source_index, current]).permutation(size)
@@ -258,9 +256,12 @@ def build_splits(
     any; no longer max_seq_len is proposed. `today`: the date that templates are given. Raises
     DataError where `judge_split` fails."""
     require_known_columns(config.data)
-    tokenizer_parts = TokenizerParts.from_tokenizer(tokenizer)
     return _SplitBuilder(
-        config, tokenizer_parts, max_seq_len, max_positions, today or date.today()
+        config,
+        TokenizerParts.from_tokenizer(tokenizer),
+        max_seq_len,
+        max_positions,
+        today or date.today(),
     ).build(paths)
 
 
@@ -273,8 +274,9 @@ def count_source_rows(
     max_seq_len: int,
     has_val: bool,
 ) -> RowStats:
-    """Count every row of a part of `DataPaths.named_paths` that a run with this config trains on,
-    from the cache or built now. Raises DataError as `build_splits` does."""
+    """Count the rows that a run makes of one part of `DataPaths.named_paths`, from the cache or
+    built now; `has_val`: the chats have validation rows. Raises DataError as `build_splits`
+    does."""
     require_known_columns(config.data)
     builder = _SplitBuilder(
         config, TokenizerParts.from_tokenizer(tokenizer), max_seq_len, None, date.today()
@@ -311,11 +313,11 @@ class _SplitBuilder:
             return self._build_from_sources(paths)
         val = self._build_held_out(paths.val, "val")
         share = self._config.data.val_fraction
-        # with cpt_mixed the share still holds for the text, of which no validation file is given
+        # with cpt_mixed the share still holds for the text, which has no validation file
         if val is not None and share and self._config.task_mode != "cpt_mixed":
             self._notes.append(
                 f"data.val_fraction={share:g} is not used: data.val_path={paths.val} has "
-                f"validation rows"
+                "validation rows"
             )
         share = share if val is None else 0.0  # rows of val_path are enough
         train, split_off = self._build_source(
@@ -329,7 +331,7 @@ class _SplitBuilder:
         if share and val is None:
             self._notes.append(
                 f"data.val_fraction={share} of {train.stats.kept_rows} rows leaves no validation "
-                f"rows"
+                "rows"
             )
         count_shared_rows([split.stats for split in (train, val, test) if split is not None])
         train, val = self._finish_split(train), self._finish_split(val) if val else None
@@ -414,6 +416,8 @@ class _SplitBuilder:
             self._build_held_out(paths.val, "val"),
             self._build_held_out(paths.test, "test"),
         )
+        # Each source has validation rows of its own, or some are split off it; with a common file
+        # for all of them none are.
         train: list[DataSplit] = []
         held_out_by_source: dict[int, DataSplit] = {}
         for index, source in enumerate(paths.sources):
@@ -432,6 +436,7 @@ class _SplitBuilder:
                 held_out_by_source[index] = val
         vals = list(held_out_by_source.values()) if common_val is None else [common_val]
         count_shared_rows([split.stats for split in (*train, *vals, test) if split is not None])
+        # Rows are judged and counted before max_rows leaves some out; an epoch mixes the rest.
         names = tuple(source.name for source in paths.sources)
         used_splits = [
             self._limit_rows(
@@ -448,17 +453,15 @@ class _SplitBuilder:
         # packed rows are mixed by packs, whose table the trainer logs once they are made
         if self._config.data.packing == "none" or self._trains_text:
             self._notes += [f"Data train: {line}" for line in format_mix_table(mix)]
-        numbered_vals = (
-            held_out_by_source.items() if common_val is None else [(-1, common_val)]
-        )  # -1: of no source
+        # -1: of no source
+        numbered_vals = held_out_by_source.items() if common_val is None else [(-1, common_val)]
         marked_vals = [
             _add_source_column(self._finish_split(split), index) for index, split in numbered_vals
         ]
-        marked_test = _add_source_column(self._finish_split(test), -1) if test else None
         return DataSplits(
             _concatenate_splits(used_splits),
             _concatenate_splits(marked_vals) if marked_vals else None,
-            marked_test,
+            _add_source_column(self._finish_split(test), -1) if test else None,
             (*paths.notes, *self._notes),
             sources,
         )
@@ -494,10 +497,9 @@ class _SplitBuilder:
         stats.split = split
         if self._trains_text and stats.chats:
             raise DataError(
-                f"{key}={stats.source}: task_mode is cpt, which trains plain text, and "
-                f"{stats.chats:,} "
-                f"rows are chats ({stats.format}); use task_mode=sft, rows with a text column, or "
-                f"{key}=null"
+                f"{key}={stats.source}: task_mode is cpt, which trains plain text, and"
+                f" {stats.chats:,} rows are chats ({stats.format}); use task_mode=sft, rows with a"
+                f" text column, or {key}=null"
             )
         for finding in judge_split(
             stats, data, max_seq_len=self._max_seq_len, max_positions=self._max_positions
@@ -522,7 +524,7 @@ class _SplitBuilder:
         if stats.texts:
             self._notes.append(
                 f"{stats.source}: {stats.texts:,} rows of plain text have no turns: every token is "
-                f"trained"
+                "trained"
             )
         return split
 
@@ -531,8 +533,8 @@ class _SplitBuilder:
         if split.rows is None:
             raise DataError(
                 f"{stats.source}: {stats.kept_rows} documents are {stats.tokens:,} tokens, less "
-                f"than one block "
-                f"of max_seq_len {block_size}; lower model.max_seq_len or give more text"
+                f"than one block of max_seq_len {block_size}; lower model.max_seq_len or give more"
+                " text"
             )
         count = len(split.rows)
         # a single block may be shorter: a held-out text of less than one (`build.write_blocks`)
@@ -543,8 +545,7 @@ class _SplitBuilder:
         )
         self._notes.append(
             f"{stats.source}: packed into {count:,} blocks of {block_size} tokens; the last "
-            f"{stats.tokens - tokens:,} "
-            f"tokens fill none"
+            f"{stats.tokens - tokens:,} tokens fill none"
         )
         return replace(split, stats=replace(stats, tokens=tokens, trained_tokens=tokens))
 
@@ -566,9 +567,8 @@ class _SplitBuilder:
         if needed_blocks > MAX_SOURCE_PASSES * blocks:
             raise DataError(
                 f"data.text_fraction={text_fraction:g} of {count} chats asks for {needed_blocks:,} "
-                f"text blocks, and "
-                f"{text.stats.source} has {blocks}: more than {MAX_SOURCE_PASSES} passes over it; "
-                f"lower it"
+                f"text blocks, and {text.stats.source} has {blocks}: more than {MAX_SOURCE_PASSES} "
+                "passes over it; lower it"
             )
         # rows are numbered with the chats first; text is taken in passes over all its blocks
         order = [*range(count), *(count + index % blocks for index in range(needed_blocks))]
@@ -576,8 +576,7 @@ class _SplitBuilder:
         rows = _concatenate_datasets([chats.rows, text.rows]).select(order)
         self._notes.append(
             f"Data train: {count:,} chats and {needed_blocks:,} text blocks ({text_fraction:g} of "
-            f"the sequences; "
-            f"{needed_blocks / blocks:.2g} passes over the text)"
+            f"the sequences; {needed_blocks / blocks:.2g} passes over the text)"
         )
         text_tokens = needed_blocks * self._max_seq_len
         report = replace(text.stats, tokens=text_tokens, trained_tokens=text_tokens)
@@ -586,7 +585,7 @@ class _SplitBuilder:
             text = self._pack_text(held_out)
             self._notes.append(
                 f"Data val: {len(text.rows):,} blocks of held-out text ({text.stats.source}) "
-                f"beside the chats"
+                "beside the chats"
             )
             rows = _concatenate_datasets([val.rows, text.rows])
             val = DataSplit(rows, val.stats.merge_source(text.stats), val.chats)

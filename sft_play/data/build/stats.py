@@ -21,12 +21,6 @@ from sft_play.data.sources.columns import UnusedColumn
 from sft_play.data.sources.formats import Chat, Example
 from sft_play.data.sources.raw import LISTED_BAD_ROWS, BadRow
 
-
-def format_row_count(count: int) -> str:
-    """A number of rows in words."""
-    return f"{count:,} row{'s' * (count != 1)}"
-
-
 # What a limit costs
 
 
@@ -85,7 +79,7 @@ class TruncationCost:
         )
 
     def smallest_limit(self, share: float) -> int:
-        """The smallest limit that keeps this share."""
+        """The smallest limit that keeps this share of the trained tokens."""
         return next(
             (
                 limit
@@ -146,7 +140,7 @@ class RowStats:
     stripped_think_pieces: int = 0
     # Rows whose texts spell special tokens.
     special_rows: int = 0
-    # Those of them that are plain text, of which every token is trained.
+    # Rows among them that are plain text: every token is trained.
     special_documents: int = 0
     # Special tokens that texts spell.
     special_token_count: int = 0
@@ -157,7 +151,7 @@ class RowStats:
     # Rows with an answer whose last trained token is no special one.
     rows_with_open_end: int = 0
     first_open_end_location: str = ""
-    # Rows of which max_seq_len cuts an answer in two, so that its end is not trained.
+    # Rows with an answer that max_seq_len cuts in two: its end is not trained.
     rows_with_cut_end: int = 0
     # Ids of the special tokens that trained parts end with.
     end_token_ids: Counter[int] = field(default_factory=Counter)
@@ -260,7 +254,7 @@ class RowStats:
         self.merged_edges += row.merged_edges
 
     def count_too_long(self, row: TokenRow) -> None:
-        """Count a row of which max_seq_len leaves nothing to train."""
+        """Count a row that max_seq_len leaves nothing of to train, or leaves out for its length."""
         prompt_tokens = next(index for index, label in enumerate(row.labels) if label != IGNORED)
         self.too_long_rows += 1
         self.shortest_prompt = min(filter(None, (self.shortest_prompt, prompt_tokens)), default=0)
@@ -276,8 +270,8 @@ class RowStats:
         _add_fields(self, other, excluded=("first_row",))
 
     def merge_held_out(self, held_out: RowStats) -> RowStats:
-        """The counts of a source whose rows are on two sides, these ones and those that are held
-        out."""
+        """Return the counts of a whole source: these rows, which it keeps, and its held-out
+        ones."""
         combined = RowStats(format="")
         _add_fields(combined, self)
         _add_fields(combined, held_out, excluded=("rows", "first_row"))
@@ -333,8 +327,7 @@ class RowStats:
         )
         line = (
             f"{rows} of {self.source}, {self.trained_tokens / max(1, self.tokens):.0%} of "
-            f"{self.tokens:,} tokens "
-            f"trained"
+            f"{self.tokens:,} tokens trained"
         )
         if not self.lengths:  # of text, not of chats
             return f"{line}, in blocks of {max_seq_len:,}"
@@ -355,7 +348,7 @@ def count_shared_rows(splits: Sequence[RowStats]) -> None:
             later.shared_rows[earlier.split] = later.shared_rows.get(earlier.split, 0) + count
 
 
-# Adds the counts of later rows to those of earlier ones, field by field; the caller adds those in
+# Add the counts of later rows to earlier counts, field by field; the caller adds the fields of
 # `excluded`.
 def _add_fields(stats: RowStats, other: RowStats, *, excluded: Collection[str] = ()) -> None:
     for name, other_value in vars(other).items():

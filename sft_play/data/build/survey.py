@@ -70,9 +70,8 @@ def estimate_size(data: DataConfig, *, wants_text: bool = False) -> EstimatedSiz
 
 
 def _estimate_source(source_path: str, encoding: str, *, wants_text: bool) -> EstimatedSize | None:
-    with contextlib.suppress(
-        OSError, SftPlayError, ValueError, RuntimeError
-    ):  # an estimate never stops a plan
+    # an estimate never stops a plan
+    with contextlib.suppress(OSError, SftPlayError, ValueError, RuntimeError):
         parts = list_parts(find_source(source_path, encoding=encoding), wants_text=wants_text)
         if any(part.kind != "auto" for part in parts):
             return None
@@ -205,11 +204,12 @@ class RowRenderer:
                 if isinstance(item, BadRow):
                     yield item
                 elif is_joined and isinstance(item, Chat):
-                    reason = (
-                        f"task_mode is {self.task_mode}, which takes plain text here, and the row "
-                        "is a chat"
+                    bad_row = BadRow(
+                        item.where,
+                        f"task_mode is {self.task_mode}, which takes plain text here, and the row"
+                        " is a chat",
                     )
-                    yield RowOutcome(row_number, item, None, BadRow(item.where, reason))
+                    yield RowOutcome(row_number, item, None, bad_row)
                 elif isinstance(row := next(rendered), BadRow):
                     yield RowOutcome(row_number, item, None, row)
                 else:

@@ -62,8 +62,8 @@ def control_tokens(text: str, special_tokens: Sequence[str]) -> list[str]:
 
 
 def find_control_tokens(text: str, special_tokens: Sequence[str]) -> list[tuple[int, str]]:
-    """Where control tokens begin in a text; of those that overlap the first, of those of one
-    beginning the longest."""
+    """Find control tokens in a text, each with its offset, in order. Of tokens that overlap the
+    first counts, of tokens that begin together the longest."""
     # Both kinds: a tokenizer may lack tokens of its template, and may have tokens that look like
     # words.
     matches = {(match.start(), match.group()) for match in _CONTROL_TOKEN.finditer(text)}
@@ -185,9 +185,11 @@ class TurnEnds:
             return self._first_known_end(continued_tail or "")
         # Where the two renderings part, the turn is over: the one goes on with the next turn's
         # header.
-        shared = final_tail
-        if continued_tail is not None:
-            shared = common_prefix(final_tail, continued_tail, self.special_tokens)
+        shared = (
+            final_tail
+            if continued_tail is None
+            else common_prefix(final_tail, continued_tail, self.special_tokens)
+        )
         ends = self._possible_ends(shared, is_answer_text=is_answer_text)
         # A header that is always written is in both texts; it still belongs to the next turn.
         while ends and ends[-1][1] in self.turn_openers:
@@ -271,9 +273,8 @@ class TurnEnds:
         def may_end(token: str) -> bool:
             if token == self.eos_token or not MARKUP_TAG.fullmatch(token):
                 return True
-            is_opening_end = token[1] != "/" and bool(
-                END_WORD.search(token)
-            )  # such as Gemma's <end_of_turn>
+            # such as Gemma's <end_of_turn>
+            is_opening_end = token[1] != "/" and bool(END_WORD.search(token))
             return is_opening_end or (
                 token in self.special_tokens and (is_answer_text or token in known_markers)
             )
@@ -285,17 +286,17 @@ class TurnEnds:
         ]
 
     def _end_offset(self, ends: Sequence[tuple[int, str]]) -> int:
-        """Where an end ends: with the first eos, at which generation stops, else where its last
-        token first stands."""
+        """Find the offset behind an end of turn: behind the first eos, at which generation stops,
+        else behind the first place of the end's last token."""
         tokens = [token for _, token in ends]
-        deciding_token = tokens[-1]
-        if self.eos_token in tokens:
-            deciding_token = self.eos_token
-        return ends[tokens.index(deciding_token)][0] + len(deciding_token)
+        offset, token = ends[
+            tokens.index(self.eos_token if self.eos_token in tokens else tokens[-1])
+        ]
+        return offset + len(token)
 
     def _opener_end(self, final_tail: str, continued_tail: str) -> int:
-        """Where the special token ends that opens the next turn right after this one; 0 where there
-        is none."""
+        """Find the offset behind the special token that opens the next turn right after this one; 0
+        where there is none."""
         closed_tail = final_tail.rstrip()
         following_tokens = [
             place
@@ -442,12 +443,8 @@ class CallForm:
 CALL_FORMS = tuple(
     CallForm(content, typed, short_ids)
     for content in ("own", "empty", "absent")
-    for typed, short_ids in (
-        (False, False),
-        (True, False),
-        (False, True),
-        (True, True),
-    )  # fewest changes first
+    # fewest changes first
+    for typed, short_ids in ((False, False), (True, False), (False, True), (True, True))
 )
 
 
@@ -504,7 +501,7 @@ class FittedTemplate:
         return self.chat_template.render(copies, tools=tools, with_prompt=with_prompt)
 
     def has_only_think_marks(self, text: str) -> bool:
-        """Whether a text has only marks of think text and white space."""
+        """True if a text has only marks of think text and white space."""
         for mark in sorted(self.traits.think_marks, key=len, reverse=True):
             text = text.replace(mark, "")
         return not text.strip()
@@ -882,7 +879,7 @@ def _render_calls(
 
 
 def _are_arguments_intact(template: FittedTemplate, call_text: str, form: ArgumentForm) -> bool:
-    """Whether the probe's arguments are encoded once and not escaped: written as their JSON, or
+    """True if the probe's arguments are encoded once and not escaped: written as their JSON, or
     each value as it is."""
     if template.find_added_entity(call_text):
         return False
@@ -954,9 +951,8 @@ def _probe_headers(template: FittedTemplate, special_tokens: Sequence[str]) -> t
     has_header = any(token != answer_end and not END_WORD.search(token) for token in after_question)
     if has_header or header == text_before:
         return "", ""
-    for mark in template.traits.think_marks[
-        :2
-    ]:  # an empty think block behind it is no part of the header
+    # an empty think block behind it is no part of the header
+    for mark in template.traits.think_marks[:2]:
         header = header.partition(mark)[0]
     return "", header if header.strip() else ""
 

@@ -57,21 +57,8 @@ from sft_play.log import one_line
 
 LOST_TO_LENGTH = "every trained token lies beyond max_seq_len"
 NO_END_TOKEN = "no token ends an answer, so the model would not learn to stop"
-NOTE_NO_PROMPT = (
-    "the chat template writes no generation prompt, so every answer is trained to begin with"
-    " {header}; give data.chat_template a copy of it that ends with {{% if add_generation_prompt"
-    " %}}{{{{ {header} }}}}{{% endif %}}"
-)
-NOTE_NO_HEADER = (
-    "behind a tool's result the generation prompt has no {header}, which the text has; it is not"
-    " trained, so a model served with this template may leave it out"
-)
 NOTE_RENDERED_CHAT = (
     "a text that is a chat, rendered by this chat template, is read as the chat that it is"
-)
-NOTE_PROMPT_DIVERGES = (
-    "an answer's generation prompt goes on otherwise than the answer, with think text that is"
-    " opened or closed; the answer is trained behind what both have in common"
 )
 MOVE_SYSTEM_REMEDY = "data.system_into_user=true puts the system prompt before the first user turn"
 
@@ -321,20 +308,7 @@ class Renderer:
                 )
             # the text, with the spans of its turns
             if self._should_hide(special_count):
-                located = locator.locate(self.special_token_guard.hide(messages), chat.tools)
-                try:
-                    visible_text = locator.template.render(messages, chat.tools)
-                except RenderError as error:
-                    raise InexactMaskError(TEMPLATE_REFUSES_ROW, str(error)) from error
-                # without the end that was added, which the template's own rendering does not have
-                if (
-                    self.special_token_guard.reveal(located.text.removesuffix(located.added_end))
-                    != visible_text
-                ):
-                    raise InexactMaskError(
-                        "the chat template looks for a special token that stands in a text "
-                        "(data.special_tokens_in_text=control takes it as the template does)"
-                    )
+                located = self._locate_hidden(locator, messages, chat.tools)
             else:
                 located = locator.locate(messages, chat.tools)
             # the spans that are trained
@@ -383,6 +357,25 @@ class Renderer:
             added_end=located.added_end,
         )
 
+    def _locate_hidden(
+        self, locator: TurnLocator, messages: Sequence[Message], tools: Sequence[Any]
+    ) -> LocatedTurns:
+        """Locate the turns of messages with their special tokens hidden from the template. Raises
+        InexactMaskError where the template writes another text without them."""
+        located = locator.locate(self.special_token_guard.hide(messages), tools)
+        # without the end that was added, which the template's own rendering does not have
+        written_text = located.text.removesuffix(located.added_end)
+        try:
+            visible_text = locator.template.render(messages, tools)
+        except RenderError as error:
+            raise InexactMaskError(TEMPLATE_REFUSES_ROW, str(error)) from error
+        if self.special_token_guard.reveal(written_text) != visible_text:
+            raise InexactMaskError(
+                "the chat template looks for a special token that stands in a text "
+                "(data.special_tokens_in_text=control takes it as the template does)"
+            )
+        return located
+
     def _skip_empty_think(self, locator: TurnLocator, located: LocatedTurns, span: Span) -> Span:
         """A trained span without the empty think block that it begins with. Raises InexactMaskError
         where the prompt opens that block, so that its end is the model's to write."""
@@ -420,32 +413,41 @@ class Renderer:
                 remedies.append(
                     "data.add_empty_think=true writes the prompt's empty think block before it"
                 )
-            remedies = [*filter(None, remedies)]
-            note = NOTE_PROMPT_DIVERGES
-            if remedies:
-                note = f"{note} ({'; '.join(remedies)})"
-            yield note
+            hint = "; ".join(filter(None, remedies))
+            yield (
+                "an answer's generation prompt goes on otherwise than the answer, with think text"
+                " that is opened or closed; the answer is trained behind what both have in common"
+                f"{f' ({hint})' if hint else ''}"
+            )
         inexact_count = len(located.inexact_turns)
         if inexact_count and (remedy := self._find_remedy(chat, inexact_count=inexact_count)):
             yield f"a turn has no exact mask and is not trained: {remedy}"
         if locator.template.traits.answer_header:
-            yield NOTE_NO_PROMPT.format(header=repr(locator.template.traits.answer_header))
+            header = repr(locator.template.traits.answer_header)
+            yield (
+                "the chat template writes no generation prompt, so every answer is trained to begin"
+                f" with {header}; give data.chat_template a copy of it that ends with"
+                f" {{% if add_generation_prompt %}}{{{{ {header} }}}}{{% endif %}}"
+            )
         headers_after_results = [
             text
             for index, text in located.unprompted_headers.items()
             if index and chat.messages[index - 1]["role"] == "tool"
         ]
         if headers_after_results:
-            yield NOTE_NO_HEADER.format(header=one_line(headers_after_results[0].strip()))
+            yield (
+                "behind a tool's result the generation prompt has no"
+                f" {one_line(headers_after_results[0].strip())}, which the text has; it is not"
+                " trained, so a model served with this template may leave it out"
+            )
 
     def _check_end_tokens(self, locator: TurnLocator, text: str, spans: Sequence[Span]) -> None:
         if self.data.on_missing_end == "train":
             return
         own_ends = locator.ends.end_tokens
         # special tokens, and the template's own ends that are one token
-        if (
-            own_ends not in self._end_tokens_by_ends
-        ):  # a tokenizer may have thousands, and rows millions
+        # a tokenizer may have thousands, and rows millions
+        if own_ends not in self._end_tokens_by_ends:
             parts = self.tokenizer_parts
             ends = [
                 token
@@ -456,15 +458,14 @@ class Renderer:
                 token for token in (*ends, parts.eos_token) if token
             )
         for start, end in spans:
-            trained_text = text[
-                start:end
-            ].rstrip()  # a line break after the end token may be trained with it
+            # a line break after the end token may be trained with it
+            trained_text = text[start:end].rstrip()
             if not trained_text.endswith(self._end_tokens_by_ends[own_ends]):
-                excerpt = one_line(repr(trained_text[-40:]), limit=60)
                 raise InexactMaskError(
                     NO_END_TOKEN,
-                    f"{excerpt}: give data.chat_template a template whose answers end with a token"
-                    " of this tokenizer, or train without one with data.on_missing_end=train",
+                    f"{one_line(repr(trained_text[-40:]), limit=60)}: give data.chat_template a"
+                    " template whose answers end with a token of this tokenizer, or train without"
+                    " one with data.on_missing_end=train",
                 )
 
     def _find_remedy(self, chat: Chat, *, inexact_count: int) -> str:
@@ -532,9 +533,8 @@ class Renderer:
         if first_user_turn is None:
             raise InexactMaskError("there is no user turn to put the system prompt before")
         first_user_turn["content"] = f"{system['content']}\n\n{first_user_turn['content']}"
-        first_user_turn.pop(
-            AUTHOR_MESSAGE, None
-        )  # its author's own message no longer says the same
+        # its author's own message no longer says the same
+        first_user_turn.pop(AUTHOR_MESSAGE, None)
         return replace(chat, messages=tuple(other_messages))
 
     def _select_trained_spans(
@@ -601,9 +601,8 @@ class Renderer:
                     "a token crosses the edge of an answer",
                     encoding.tokens[masked.crossed_index],
                 )
-            masked = (
-                split_tokens or masked
-            )  # on_inexact_mask=train: the token that crosses the edge stays untrained
+            # on_inexact_mask=train: the token that crosses the edge stays untrained
+            masked = split_tokens or masked
         draft.input_ids, draft.labels = masked.ids, masked.labels
         # The text is encoded without special tokens of the tokenizer's own, so a second BOS stands
         # in the text itself.
@@ -655,9 +654,8 @@ class Renderer:
         """Tokens of documents with what the tokenizer puts around a text, each ended by the
         end-of-text token."""
         rows = self.render_all([Text("", text) for text in texts])
-        return [
-            row.input_ids for row in rows if isinstance(row, TokenRow)
-        ]  # all of them: a text is never refused
+        # all of them: a text is never refused
+        return [row.input_ids for row in rows if isinstance(row, TokenRow)]
 
     def prompt_ids(self, chat: Chat) -> list[int] | None:
         """Tokens of everything before the last turn with the generation prompt. None where the last
@@ -685,16 +683,14 @@ class Renderer:
         prompt = self.prompt_ids(chat)
         last_turn_renderer = copy.copy(self)  # shares the probed template
         last_turn_renderer.data = self.data.model_copy(update={"loss_on": "completion"})
-        row = last_turn_renderer.render(
-            chat
-        )  # before any limit: an answer that is cut is not the right one
+        # before any limit: an answer that is cut is not the right one
+        row = last_turn_renderer.render(chat)
         if prompt is None or isinstance(row, BadRow):
             return None
         answer = [label for label in row.labels if label != IGNORED]
         context = row.input_ids[: row.labels.index(answer[0])]
-        if (
-            context[: len(prompt)] == prompt
-        ):  # what stands untrained between them is given too: a block, a header
+        # what stands untrained between them is given too: a block, a header
+        if context[: len(prompt)] == prompt:
             return context, answer
         # the prompt may have closed the think text that the turn closes: it is not asked for a
         # second time
@@ -704,7 +700,7 @@ class Renderer:
         return prompt, answer[overlap:]
 
     def hides_special_tokens(self, messages: Sequence[Message]) -> bool:
-        """Whether special tokens that the messages' texts spell are tokenised as plain text, as in
+        """True if special tokens that the messages' texts spell are tokenised as plain text, as in
         training."""
         return self._should_hide(len(self.special_token_guard.find(*conversation_texts(messages))))
 
@@ -725,5 +721,5 @@ def _merge_chat(chat: Chat) -> Chat:
 
 
 def is_trained_turn(message: Message) -> bool:
-    """Whether it is an assistant turn without `train: false`."""
+    """True if it is an assistant turn without `train: false`."""
     return message["role"] == "assistant" and message.get("train") is not False

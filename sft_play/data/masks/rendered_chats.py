@@ -56,8 +56,8 @@ class RenderedChatParser:
         self._gaps = {
             key: tuple(sorted(gaps, key=len, reverse=True)) for key, gaps in forms.items()
         }
-        all_gaps = "".join(itertools.chain.from_iterable(self._gaps.values()))
         # Control tokens that the template writes around turns.
+        all_gaps = "".join(itertools.chain.from_iterable(self._gaps.values()))
         self._marks = frozenset(filter(str.strip, control_tokens(all_gaps, special_tokens)))
         # Tokens with which all conversations begin, and which no later turn has before it.
         starts = [

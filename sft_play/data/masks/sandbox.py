@@ -78,7 +78,7 @@ def _exchange(request: bytes, *, is_last_try: bool = False) -> Any:
     global _process
     if _process is None or _process.poll() is not None:
         _process = subprocess.Popen(
-            # -P: modules are those of this process, and none of the current folder
+            # -P: modules are imported from where this process has them, not from the current folder
             [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -96,9 +96,8 @@ def _exchange(request: bytes, *, is_last_try: bool = False) -> Any:
             return None
         if exit_code == -signal.SIGPROF:
             limit = f"more than {MAX_RENDER_SECONDS} seconds"
-        elif (
-            exit_code < 0 or exit_code == _EXIT_NO_MEMORY
-        ):  # the kernel may end it too, where memory is short
+        elif exit_code < 0 or exit_code == _EXIT_NO_MEMORY:
+            # the kernel may end it too, where memory is short
             limit = f"more than {MAX_SANDBOX_BYTES / 2**30:.0f} GiB of memory"
         else:
             raise RuntimeError(
@@ -246,9 +245,8 @@ class _GenerationBlock(ext.Extension):
         """What stands between the marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return [
-            nodes.Scope(body).set_lineno(line)
-        ]  # transformers' marks are a block: what is set there ends there
+        # transformers' marks are a block: what is set there ends there
+        return [nodes.Scope(body).set_lineno(line)]
 
 
 def _tojson(
@@ -286,9 +284,8 @@ class _DictFactory:
 class _PlainNamespace(jinja2.utils.Namespace):
     """Jinja's namespace without underscored names, as transformers has it."""
 
-    def __init__(
-        *args: Any, **kwargs: Any
-    ) -> None:  # no `self`: a template may name an attribute so
+    # no `self`: a template may name an attribute so
+    def __init__(*args: Any, **kwargs: Any) -> None:
         attributes = dict(*args[1:], **kwargs)
         for name in attributes:
             _check_name(name)
@@ -310,9 +307,8 @@ def _variable_uses(node: nodes.Node) -> Iterator[tuple[str, bool]]:
         yield node.name, node.ctx == "load"
     children = [*node.iter_child_nodes()]
     if isinstance(node, (nodes.Assign, nodes.AssignBlock)):
-        children.sort(
-            key=lambda child: child is node.target
-        )  # what is assigned is evaluated before its name is set
+        # what is assigned is evaluated before its name is set
+        children.sort(key=lambda child: child is node.target)
     elif isinstance(node, nodes.For):
         children.sort(key=lambda child: child is not node.iter)
     for child in children:

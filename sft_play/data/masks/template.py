@@ -86,9 +86,8 @@ class ChatTemplate:
         Raises RenderError."""
         conversation = {
             "messages": [_normalize_reasoning(message) for message in messages],
-            "tools": (
-                list(tools) or None
-            ),  # transformers passes None where there are none; templates test for it
+            # transformers passes None where there are none; templates test for it
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": with_prompt,
         }

@@ -269,7 +269,7 @@ class TokenizerParts:
 
     @property
     def writes_date(self) -> bool:
-        """Whether a chat template writes the day."""
+        """True if a chat template writes the day."""
         return any("strftime_now" in source for _, source in self.templates)
 
     def replace_template(self, source: str) -> TokenizerParts:

@@ -93,7 +93,7 @@ class Turn:
     message_index: int
     start: GapPosition | None = None
     end: GapPosition | None = None
-    # Its end is that of the rendered conversation up to it.
+    # It ends where the rendered conversation up to it ends.
     ended_by_prefix: bool = False
     # It is ended by the token that opens the next turn.
     ended_by_next_turn: bool = False
@@ -183,7 +183,7 @@ def split_text_pieces(
 
 
 def _is_think(text: str, previous_mark: str, next_mark: str) -> bool:
-    """Whether a text between two marks, such as `<think>` and `</think>`, is think text: it begins
+    """True if a text between two marks, such as `<think>` and `</think>`, is think text: it begins
     the message or stands after an opening mark, and a closing one follows. A text between two
     closing ones is part of the answer.
     """
@@ -259,11 +259,12 @@ class MarkedText:
                 extents.setdefault(index, (begin, end, piece.kind))
         if not extents:
             return None, start, None
-        first, *_, last = [*extents.values()] * 2
-        return first[0], last[1], last[2]
+        pieces = list(extents.values())
+        _, end, kind = pieces[-1]
+        return pieces[0][0], end, kind
 
     def is_end_certain(self, message_index: int, message_count: int) -> bool:
-        """Whether the turn and the message after it are written with texts of their own, so that
+        """True if the turn and the message after it are written with texts of their own, so that
         what stands between them is the turn's end or the other's beginning."""
         written_messages = {
             self._pieces[index].message_index for index, _, _ in self._written_spans
@@ -280,8 +281,9 @@ class MarkedText:
         )
 
     def previous_piece_end(self, offset: int, message_index: int) -> tuple[int, int]:
-        """Where the last piece that ends at or before the position ends, and whose it is; 0 and -1
-        where there is none, or where a message after this one is written there too."""
+        """Find the last piece that ends at or before the position: its end, and the message that it
+        belongs to. 0 and -1 where there is none, or where a message after this one is written there
+        too."""
         ends = [
             (end, self._pieces[index].message_index)
             for index, _, end in self._written_spans
@@ -376,9 +378,7 @@ class _MarkedRow:
             begin = common_size
         elif first_piece_start is not None:
             begin, prompt_suffix = self._start_behind_header(index, prompt, first_piece_start)
-        prompt_end = begin
-        if is_prefix:
-            prompt_end = common_size
+        prompt_end = common_size if is_prefix else begin
         if begin is not None:
             if not prompt_suffix and (is_asked or is_prefix):
                 begin += len(self._unprompted_header(index, begin))
@@ -421,8 +421,9 @@ class _MarkedRow:
     def _start_behind_header(
         self, index: int, prompt: str, first_piece_start: int
     ) -> tuple[int, str] | tuple[None, None]:
-        """Where a turn begins that goes on otherwise than its prompt: behind the header that both
-        have, and what the prompt has behind that. Nones where that is not certain."""
+        """Find the beginning of a turn that goes on otherwise than its prompt: behind the header
+        that both have. Returns it with what the prompt has behind that header; Nones where it is
+        not certain."""
         marked_text = self.marked_text
         previous_end, owner_index = marked_text.previous_piece_end(first_piece_start, index)
         tail = text_after_piece(prompt, marked_text.text, previous_end) or ""
@@ -449,9 +450,9 @@ class _MarkedRow:
         return previous_end + size, tail[size:]
 
     def _unprompted_header(self, index: int, offset: int) -> str:
-        """The header of an assistant's turn where the text has it behind the prompt, which has none
-        (after a tool's result, in some templates): what is a generation prompt after a question is
-        given; else empty.
+        """Return the header that the text has behind the prompt of a turn after a tool's result:
+        some templates write no generation prompt there. The header is the generation prompt that
+        follows a question; "" where the text has none.
         """
         if not index or self.messages[index - 1]["role"] != "tool":
             return ""
@@ -469,8 +470,8 @@ class _MarkedRow:
     def _start_without_prompt(
         self, index: int, earliest: int, first_piece_start: int | None
     ) -> int | None:
-        """Where a turn begins that follows neither a question nor a tool's result: as far before
-        its first piece as its header is long, which is measured after a question; None where that
+        """Find the beginning of a turn that follows neither a question nor a tool's result: its
+        header is measured behind a question, and counted back from its first piece. None where that
         is not certain."""
         if first_piece_start is None:
             return None
@@ -501,11 +502,11 @@ class _MarkedRow:
     def _header_size(
         self, prompt: str, prompted_messages: Sequence[Message], tail: str, gap: str
     ) -> int | None:
-        """How much of `gap`, what stands before a turn's first piece, is the header that its prompt
-        gives; None where that is not certain. `tail` is the end of the prompt, behind the piece
-        that `gap` is behind too. A prompt may open think text that the turn has not, or has closed.
-        What both have is given, but no more than a plain answer has, which has no other turn's
-        words; and where they part there are only marks of think text.
+        """Count the characters of `gap` that are the turn's header as its prompt gives it; None
+        where that is not certain. `gap` stands before the turn's first piece, `tail` ends the
+        prompt: both follow the same piece. The prompt may open think text that the turn does not
+        have, or has closed. Then the header is what both have, but no more than a plain answer has,
+        which holds no other turn's words; and only marks of think text may follow it.
         """
         if SENTINEL_PREFIX in tail or not tail.strip():
             return None
@@ -540,12 +541,12 @@ class _MarkedRow:
         )
         is_last = index + 1 == len(self.messages)
         written_tail = marked_text.text[piece_end:limit]
-        continued_tail: str | None = written_tail
-        if is_last:
-            continued_tail = self._continued_tail(piece_end)
-        final_tail: str | None = turn_text[piece_end:]
-        if not is_prefix:
-            final_tail = text_after_piece(turn_text, marked_text.text, piece_end)
+        continued_tail = self._continued_tail(piece_end) if is_last else written_tail
+        final_tail = (
+            turn_text[piece_end:]
+            if is_prefix
+            else text_after_piece(turn_text, marked_text.text, piece_end)
+        )
         end = ends.find_end(
             final_tail, continued_tail, is_last=is_last, is_answer_text=is_answer_text
         )
@@ -572,9 +573,7 @@ class _MarkedRow:
             return Turn(index)
         # The last turn may be written without its end, which a next turn would bring: it is added
         # to the text.
-        added_end = ""
-        if is_last:
-            added_end = end.text[len(written_tail) :]
+        added_end = end.text[len(written_tail) :] if is_last else ""
         if added_end and not (end.text.startswith(written_tail) and limit == len(marked_text.text)):
             return Turn(index)
         position = marked_text.to_gap_position(piece_end + len(end.text) - len(added_end))
@@ -741,16 +740,15 @@ class TurnLocator:
         is_shared: bool = False,
     ) -> None:
         """Raise InexactMaskError where a turn does not begin where the row's own prompt ends, or
-        end where its does. `is_shared`: the layout is that of another row, whose turns may be
-        inexact where this row's are not.
+        end where its rendering ends. `is_shared`: the layout was measured on another row, whose
+        turns may be inexact where this row's are not.
         """
         for turn in template_layout.turns:
             if turn.reason and not is_shared:
                 continue
             location = f"messages[{turn.message_index}]"
-            prompt = (  # many templates read the first message, which an empty prompt does not have
-                ""
-            )
+            # many templates read the first message, which an empty prompt does not have
+            prompt = ""
             try:
                 prompt = self.template.render(
                     messages[: turn.message_index], tools, with_prompt=True
@@ -790,6 +788,7 @@ class TurnLocator:
     def _fill_layout(
         self, template_layout: TemplateLayout, text: str, gap_starts: Sequence[int]
     ) -> LocatedTurns:
+        # places in gaps become characters of this row's text
         spans: dict[int, Span] = {}
         guessed_spans: dict[int, Span] = {}
         prompt_suffixes: dict[int, str] = {}
@@ -803,15 +802,15 @@ class TurnLocator:
                 guessed_spans[turn.message_index] = (start, end)
                 continue
             suffix = turn.prompt_suffix or ""
-            if text.startswith(
-                suffix, start
-            ):  # the answer's own text may begin as the prompt goes on
+            # the answer's own text may begin as the prompt goes on
+            if text.startswith(suffix, start):
                 start += len(suffix)
             else:
                 prompt_suffixes[start] = suffix
             if turn.unprompted_header:
                 headers[turn.message_index] = turn.unprompted_header
             spans[turn.message_index] = (start, end)
+        # the weakest way in which one of the turns was found names the row's method
         inexact_turns = {turn.message_index: turn for turn in template_layout.turns if turn.reason}
         if inexact_turns:
             method = "last_turn" if spans else "inexact"
@@ -868,7 +867,24 @@ class TurnLocator:
                 format_first_difference(text, second_text),
             )
         marked_text = MarkedText(text, pieces)
-        # Think pieces may be left out; no other may be missing or changed.
+        stripped_pieces = self._check_pieces(messages, pieces, marked_text)
+        marked_row = _MarkedRow(self.template, self.ends, marked_text, marked_messages, tools)
+        turns = tuple(
+            marked_row.locate_turn(index)
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
+        )
+        gaps = tuple(text[begin:end] for begin, end in marked_text.gap_spans)
+        return (
+            TemplateLayout(gaps, tuple(marked_text.written_pieces), turns, stripped_pieces),
+            pieces,
+        )
+
+    def _check_pieces(
+        self, messages: Sequence[Message], pieces: Sequence[MarkedPiece], marked_text: MarkedText
+    ) -> tuple[int, ...]:
+        """Return the numbers of think pieces that the template leaves out. Raises InexactMaskError
+        where any other piece is missing or changed."""
         written_indices = {piece_index for piece_index, _ in marked_text.written_pieces}
         last_content = {
             piece.message_index: piece_index
@@ -876,6 +892,8 @@ class TurnLocator:
             if piece.kind == "content"
         }
         stripped_pieces = []
+        # The first fault is raised. A piece that is not written may still be there under another
+        # name, or be think text of the history, which templates leave out.
         for piece_index, piece in enumerate(pieces):
             role = messages[piece.message_index]["role"]
             location = f"messages[{piece.message_index}]"
@@ -889,9 +907,8 @@ class TurnLocator:
                 raise InexactMaskError(reason, location)
             if piece_index in written_indices:
                 continue
-            if (
-                piece.kind == "name"
-            ):  # Kimi writes the id, `functions.get_weather:0`, and no name beside it
+            # Kimi writes the id, `functions.get_weather:0`, and no name beside it
+            if piece.kind == "name":
                 ids = [
                     str(call.get("id") or "")
                     for call in messages[piece.message_index]["tool_calls"]
@@ -926,17 +943,7 @@ class TurnLocator:
                     f"the chat template drops {_ROLE_POSSESSIVES[role]} text", location
                 )
             stripped_pieces.append(piece_index)
-        marked_row = _MarkedRow(self.template, self.ends, marked_text, marked_messages, tools)
-        turns = tuple(
-            marked_row.locate_turn(index)
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant"
-        )
-        gaps = tuple(text[begin:end] for begin, end in marked_text.gap_spans)
-        return (
-            TemplateLayout(gaps, tuple(marked_text.written_pieces), turns, tuple(stripped_pieces)),
-            pieces,
-        )
+        return tuple(stripped_pieces)
 
     def _mark_messages(
         self, messages: Sequence[Message]

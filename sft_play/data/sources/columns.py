@@ -15,9 +15,8 @@ from sft_play.data.sources.json_rows import is_turn_list
 from sft_play.data.sources.messages import UnusableRowError, iter_texts, unpack_json
 from sft_play.log import one_line
 
-# `kinds`: words in the names of columns; what is missed where one is not read; the known column
+# By kind: words in the names of columns; what is missed where one is not read; the known column
 # that reads it, and what it becomes there. A name with a word of `about` only describes its row.
-# `hints`: for rows of no format.
 COLUMN_KINDS: dict[str, dict[str, str]] = json.loads(
     resources.files(__package__).joinpath("columns.json").read_text(encoding="utf-8")
 )
@@ -101,9 +100,8 @@ def kinds_in_name(name: str) -> frozenset[str]:
     )
     if "about" in kinds:
         return kinds & {"about", "media"}
-    return (
-        kinds - {"question"} if "system" in kinds else kinds
-    )  # a prompt that is the system's is no question
+    # a prompt that is the system's is no question
+    return kinds - {"question"} if "system" in kinds else kinds
 
 
 def columns_setting(columns: Mapping[str, str]) -> str:
@@ -139,12 +137,14 @@ def missed_column_kind(name: str, value: Any, *, is_text: bool, answer_chars: in
     kinds, value = kinds_in_name(name), unpack_json(value, "[{")
     if not isinstance(value, (str, list, dict)) and not kinds:
         return ""
+    # Tools are told by what they are made of, whatever the column's name.
     items = value if isinstance(value, list) else [value]
     are_objects = all(isinstance(item, dict) for item in items)
     if are_objects and (
         "tools" in kinds or all("function" in item or "parameters" in item for item in items)
     ):
         return "tools"
+    # Masks and weights: a usual value (all trained, weight 1) says nothing that would be missed.
     lowered = str(value).strip().lower()
     flag_kinds = [
         kind
@@ -159,6 +159,7 @@ def missed_column_kind(name: str, value: Any, *, is_text: bool, answer_chars: in
         and not isinstance(value, (list, dict))
     ):
         return "label"
+    # Texts: missed for their name with a few words, under any name where they are long.
     texts = list(iter_texts(value))
     counts = [len(WORD_PATTERN.findall(text[:_ENOUGH_CHARS])) for text in texts]
     if "media" in kinds and not is_text and any(map(_MEDIA_VALUE.fullmatch, texts)):
@@ -190,9 +191,8 @@ def describe_unused_columns(
                 f"{one_line(name, limit=40)} ({COLUMN_KINDS[kind]['missed']}, {count:,}"
                 f" row{'s' * (count != 1)})"
             )
-            if mapping and added_columns.keys().isdisjoint(
-                dict(mapping)
-            ):  # of two for one known column the first
+            # of two for one known column the first
+            if mapping and added_columns.keys().isdisjoint(dict(mapping)):
                 added_columns |= mapping
                 conversions.append(f"{one_line(name, limit=40)} as {COLUMN_KINDS[kind]['becomes']}")
     other_names = [
@@ -235,20 +235,16 @@ _UNWANTED_WORDS = frozenset(
     {"false", "0", "0.0", "undesirable", "unwanted", "rejected", "dispreferred"}
 )
 REJECTED_COLUMNS = (
-    *(
-        "rejected",
-        "rejected_response",
-        "response_rejected",
-        "rejected_answer",
-        "rejected_completion",
-    ),
-    *(
-        "rejected_output",
-        "rejected_messages",
-        "rejected_conversations",
-        "non_preferred_output",
-        "dispreferred",
-    ),
+    "rejected",
+    "rejected_response",
+    "response_rejected",
+    "rejected_answer",
+    "rejected_completion",
+    "rejected_output",
+    "rejected_messages",
+    "rejected_conversations",
+    "non_preferred_output",
+    "dispreferred",
 )
 NEGATIVE_COLUMNS = ("negative", "negatives", "neg", "hard_negatives")
 CHOICE_COLUMNS = ("choices", "options")
@@ -285,14 +281,11 @@ def refuse_other_kind(
         (key for key in REJECTED_COLUMNS if key in data and _is_answer(data[key])), None
     )
     if rejected is not None:
-        remedy = (
-            "data.columns={prompt: prompt, completion: chosen}, or {messages: chosen} if it is a"
-            " chat, trains it"
-        )
         raise UnusableRowError(
             "preferences (a chosen and a rejected answer, as for DPO), which are not supervised"
             " examples",
-            f"{rejected} is there; {remedy}; {train_anyway}",
+            f"{rejected} is there; data.columns={{prompt: prompt, completion: chosen}}, or"
+            f" {{messages: chosen}} if it is a chat, trains it; {train_anyway}",
         )
     negative = next(
         (key for key in NEGATIVE_COLUMNS if key in data and _is_passage(data[key])), None

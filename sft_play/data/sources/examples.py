@@ -111,8 +111,7 @@ def apply_style(example: Example | BadRow, row: RawRow, style: StyleConfig) -> E
     return set_system_prompt(example, style, find_system_prompt(source, style)[0])[0]
 
 
-# The system prompts of data.style: those that `make style` writes are those of rows that a run
-# reads.
+# The system prompts of data.style: `make style` writes what a run would give the same rows.
 
 # what follows a file's name in a row's source: its line, or row
 _ROW_NUMBER = re.compile(r"(?::\d+){1,2}$|:row \d+$")
@@ -206,13 +205,14 @@ def check_first_rows(data: DataConfig, paths: DataPaths, *, task_mode: str) -> N
                 continue
             rows = list(itertools.islice(read_part(part), CHECKED_FIRST_ROWS))
             bad = [row for row in rows if isinstance(row, BadRow)]
-            # else the format may be that of a row behind these, nearly all of which are bad
+            # else nearly all of these rows are bad, and a later one may have the format
             if len(rows) < CHECKED_FIRST_ROWS or len(rows) - len(bad) >= FORMAT_PROBE_ROWS:
                 detect_format(iter(rows), data)
             if bad and len(bad) == len(rows) and data.on_bad_row == "fail":
-                prefix = "the first " * (len(rows) == CHECKED_FIRST_ROWS)
                 raise no_usable_rows_error(
-                    f"{prefix}{len(bad):,} rows of {option}={one_line(part.name)}", bad
+                    f"{'the first ' * (len(rows) == CHECKED_FIRST_ROWS)}{len(bad):,} rows of"
+                    f" {option}={one_line(part.name)}",
+                    bad,
                 )
 
 

@@ -131,7 +131,7 @@ def _json_kind(beginning: str) -> str:
     if beginning[0] == "[":  # a list of messages is a row
         is_row = line_end and following.lstrip().startswith("[") and isinstance(first_row, RawRow)
         return "lines" if is_row else "array"
-    # of rows on lines of their own, of which the first was cut off, the second is one
+    # where rows stand on lines of their own and the first was cut off, the second line is a row
     spans_lines = (
         json_rows.OBJECT_CONTINUES in str(first_row)
         and isinstance(second_row, BadRow)
@@ -203,8 +203,8 @@ class DataPaths:
 @dataclass(frozen=True)
 class FilePart:
     """A file, or a piece of one, that one process can read: picklable. `kind` is "auto" until the
-    file was looked at. [start, end) are bytes of lines or row groups of Parquet; `first_number` is
-    that of the first line or row. `split` picks one of a data set that has several."""
+    file was looked at. [start, end) are bytes of lines or row groups of Parquet; `first_number`
+    counts the first line or row from 1. `split` picks one of a data set that has several."""
 
     name: str
     kind: str = "auto"
@@ -282,14 +282,13 @@ def find_data_paths(data: DataConfig) -> DataPaths:
 def _is_default_path(key: str, data: DataConfig) -> bool:
     if data.train_path is None or str(PurePath(data.train_path)) not in MANAGED_HELD_OUT_FILES:
         return False
-    default = getattr(
-        DataConfig(train_path=data.train_path), key, None
-    )  # a path of data.sources has none
+    # a path of data.sources has none
+    default = getattr(DataConfig(train_path=data.train_path), key, None)
     return default is not None and PurePath(getattr(data, key)) == PurePath(default)
 
 
 def has_held_out_file(data: DataConfig) -> bool:
-    """Whether a run reads validation or test rows from a file; a default that no command wrote is
+    """True if a run reads validation or test rows from a file; a default that no command wrote is
     not read."""
     if any(source.val_path for source in data.sources):
         return True
@@ -328,11 +327,8 @@ def _existing_path(value: str) -> Path | None:
     try:
         path = Path(value).expanduser()
         return path if path.exists() else None
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ):  # too long for the file system; ~someone who does not exist; a NUL
+    # too long for the file system; ~someone who does not exist; a NUL
+    except (OSError, RuntimeError, ValueError):
         return None
 
 
@@ -470,7 +466,7 @@ def walk_data_files(folder: Path) -> list[Path]:
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether a folder was saved by `datasets`."""
+    """True if a folder was saved by `datasets`."""
     return (path / "dataset_dict.json").is_file() or (
         (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
     )
@@ -514,7 +510,7 @@ def read_part(part: FilePart) -> Iterator[RawRow | BadRow]:
             )
 
 
-# Of a single object that is no row, the rows are those of the list that it holds under one key.
+# A single object that is no row may hold rows: as a list, under one key.
 def _unwrap_single_object(rows: Iterator[RawRow | BadRow]) -> Iterator[RawRow | BadRow]:
     leading_rows = list(itertools.islice(rows, 2))
     row = leading_rows[0] if len(leading_rows) == 1 else None
@@ -549,7 +545,7 @@ def split_part(part: FilePart, *, part_bytes: int) -> list[FilePart]:
             groups.append(replace(typed_part, start=index, end=index + 1, first_number=first_row))
             first_row += rows
         return groups or [typed_part]
-    # offsets are those of the bytes that are read, which another encoding's are not
+    # offsets count the bytes of UTF-8 that are read: a file in another encoding is not cut
     if (
         kind != "lines"
         or part.encoding != "utf-8"
@@ -561,9 +557,8 @@ def split_part(part: FilePart, *, part_bytes: int) -> list[FilePart]:
     start, first_line, line, offset = 0, 1, 1, 0
     for block in read_blocks(path):
         scanned = 0
-        while (
-            offset + len(block) - start > part_bytes
-        ):  # a part may end in this block: at the next line end
+        # a part may end in this block: at the next line end
+        while offset + len(block) - start > part_bytes:
             cut = block.find(b"\n", max(scanned, start + part_bytes - offset)) + 1
             if cut == 0:
                 break
@@ -606,13 +601,14 @@ def file_digest(file: Path) -> str:
         stat.st_dev,
     ]
     cache_file = cache_dir() / "digests" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    with contextlib.suppress(OSError):
-        return cache_file.read_text(encoding="ascii")
+    with contextlib.suppress(OSError, ValueError):
+        digest = cache_file.read_text(encoding="ascii")
+        if len(digest) == 64:  # else half-written
+            return digest
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if (
-        time.time() - stat.st_mtime > 2
-    ):  # a file that is being written may change within the clock's tick
+    # a file that is being written may change within the clock's tick
+    if time.time() - stat.st_mtime > 2:
         with contextlib.suppress(OSError):
             atomic.write(cache_file, digest)
     return digest

@@ -203,6 +203,7 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
             )
         if is_new:
             messages = [{"role": "system", "content": system_prompt}, *messages]
+    # There must be a turn to train, and nothing after it that waits for an answer.
     if not messages:
         raise UnusableRowError("no turns")
     if messages[-1]["role"] == "user":
@@ -211,8 +212,10 @@ def _build_chat(row: RawRow, messages: list[Message]) -> Chat:
         )
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise UnusableRowError("no assistant turn, so nothing to learn", f"the roles are {roles}")
+        roles = dict.fromkeys(message["role"] for message in messages)
+        raise UnusableRowError(
+            "no assistant turn, so nothing to learn", f"the roles are {', '.join(roles)}"
+        )
     if all(message.get("train") is False for message in answers):
         raise UnusableRowError("every assistant turn has train: false, nothing to learn")
     tools_column = _first_filled_column(TOOL_KEYS, row.data)
@@ -293,9 +296,8 @@ def _join_pair_turns(prompt: Any, reply: Any, question: str, answer: str) -> lis
     )
     if _has_turns(reply):
         answers = parse_turns(reply, answer)
-    if any(
-        message["role"] == "user" for message in answers
-    ):  # the reply repeats the prompt, as `chosen` often does
+    # the reply repeats the prompt, as `chosen` often does
+    if any(message["role"] == "user" for message in answers):
         return answers
     if _has_turns(prompt):
         questions = parse_turns(prompt, question)
@@ -399,10 +401,6 @@ KNOWN_COLUMNS = _MAPPABLE_COLUMNS["pair"].union(
 _REQUIRED_COLUMNS = frozenset(
     key for shape in FORMATS if shape.kind != "calls" for key in shape.required_columns
 )
-# those that error messages name
-_COMMON_FORMATS = (
-    "messages; conversations; instruction + output; prompt + completion; question + answer; text"
-)
 
 
 def recognise_format(
@@ -452,7 +450,7 @@ _PROCESSED_COLUMNS = frozenset(
 
 
 def is_processed_row(keys: Collection[str]) -> bool:
-    """Whether a row with these keys is one that `make process` wrote."""
+    """True if a row with these keys is one that `make process` wrote."""
     has_content = "messages" in keys or "text" in keys
     return has_content and "source" in keys and "id" in keys and _PROCESSED_COLUMNS.issuperset(keys)
 
@@ -499,7 +497,7 @@ def to_example(
         row = replace(
             row, data={key: value for key, value in row.data.items() if key not in na_columns}
         )
-    # the format is that of the file's first rows; a later row may lack a column, or have null in it
+    # the file's first rows gave the format; a later row may lack a column, or have null in it
     missing = [key for key in row_format.required_columns if key not in row.data]
     if missing:
         detail = (
@@ -558,8 +556,8 @@ def to_example(
 
 @functools.lru_cache(maxsize=1_000)
 def _expected_columns(row_format: RowFormat) -> frozenset[str]:
-    # but for those of which a row has one of several
-    # a row with one of these is refused, unless the user mapped its answer and so meant to leave it
+    # A row with one of these is refused, unless the user mapped its answer and so meant to leave
+    # it.
     refused = (*REJECTED_COLUMNS, *NEGATIVE_COLUMNS) * (row_format.kind != "text")
     columns = frozenset(
         (
@@ -572,6 +570,7 @@ def _expected_columns(row_format: RowFormat) -> frozenset[str]:
             STYLED_KEY,
         )
     )
+    # of these a row's first is read: a second one is unused
     return columns.difference(SYSTEM_KEYS, TOOL_KEYS)
 
 
@@ -658,7 +657,7 @@ def _finish_chat(chat: Chat, notes: list[str], data: DataConfig) -> Chat | BadRo
     return replace(chat, messages=messages, notes=tuple(dict.fromkeys(notes)))
 
 
-# A file's format is that of its first row that has one, among this many.
+# A file has the format of its first row that has one; so many rows are looked at.
 FORMAT_PROBE_ROWS = 20
 
 
@@ -714,7 +713,8 @@ def detect_format(
     if row_format is None:
         raise DataError(
             f"{first_row.where}: columns found: {_format_columns(first_row)}. Expected one of:"
-            f" {_COMMON_FORMATS} (docs/data.md has the others, and what is no supervised example)."
+            " messages; conversations; instruction + output; prompt + completion; question +"
+            " answer; text (docs/data.md has the others, and what is no supervised example)."
             f" {unknown_format_hint(rename_columns(first_row, data.columns).data)}"
         )
     return rows_read, row_format

@@ -129,9 +129,8 @@ def read_lines(
 
 def parse_line(line: str, location: str) -> RawRow | BadRow:
     """The row of one line that is not blank, or what is wrong with it."""
-    line = line.strip().removeprefix(
-        "\ufeff"
-    )  # files that were joined have byte order marks inside
+    # files that were joined have byte order marks inside
+    line = line.strip().removeprefix("\ufeff")
     if not line.strip("\0"):
         return BadRow(
             location, "NUL bytes in place of a row, as at the end of a file that was cut off"
@@ -168,7 +167,7 @@ def _to_raw_row(value: Any, location: str, text: str) -> RawRow | BadRow:
 
 
 def is_turn_list(value: Any) -> bool:
-    """Whether it is a list of messages: objects that name a speaker."""
+    """True if it is a list of messages: objects that name a speaker."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -275,11 +274,11 @@ class JsonWindow:
                         self.text[line_start : line_start + 200].split("\n")[0], limit=_QUOTED_CHARS
                     )
                     self.position = error.pos
-                    _, error.colno = (
-                        self.line_and_column()
-                    )  # the file's, where the decoder knows the window's
-                    reason = f"not valid JSON: {_explain_json_error(error)}. Line: {line}"
-                    raise self._error_here(reason) from None
+                    # the file's, where the decoder knows the window's
+                    _, error.colno = self.line_and_column()
+                    raise self._error_here(
+                        f"not valid JSON: {_explain_json_error(error)}. Line: {line}"
+                    ) from None
             except RecursionError:
                 raise self._error_here("nested too deeply") from None
             except ValueError:  # Python reads no whole number of more than 4,300 digits
@@ -300,9 +299,8 @@ class JsonWindow:
                     " that is read; split it, or take the rows out of an object around them: jq -c"
                     " '.KEY[]' FILE > rows.jsonl"
                 )
-            self.read_more(
-                max(1, buffered)
-            )  # twice as much: a long row is not parsed again for every block
+            # twice as much: a long row is not parsed again for every block
+            self.read_more(max(1, buffered))
 
     def _error_here(self, reason: str) -> DataError:
         return DataError(f"{self._path}:{self.line_and_column()[0]}: {reason}")

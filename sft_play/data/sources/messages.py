@@ -209,9 +209,8 @@ def _parse_message(item: dict[str, Any], location: str, role_key: str) -> Messag
     content_key = next((key for key in _CONTENT_KEYS if key in item and key != role_key), "content")
     content = item.get(content_key)
     message: Message = {"role": role}
-    if (
-        str(role_value).strip().lower() in _CALL_PART_TYPES
-    ):  # ShareGPT's form: the turn's text is the call as JSON
+    # ShareGPT's form: the turn's text is the call as JSON
+    if str(role_value).strip().lower() in _CALL_PART_TYPES:
         message |= {"content": "", "tool_calls": _parse_call_text(content, location)}
     else:
         calls = _read_calls(item, content, location)
@@ -264,23 +263,27 @@ def _parse_message(item: dict[str, Any], location: str, role_key: str) -> Messag
 # where the two differ: another name of the role, content in parts, further keys.
 AUTHOR_MESSAGE = "_given"
 _TRAINED_KEYS = (
-    *(
-        "train",
-        "training",
-        "trainable",
-        "train_on_turn",
-        "learn",
-        "loss",
-        "weight",
-        "loss_weight",
-        "loss_scale",
-    ),
+    "train",
+    "training",
+    "trainable",
+    "train_on_turn",
+    "learn",
+    "loss",
+    "weight",
+    "loss_weight",
+    "loss_scale",
 )
 # Where data sets say of a message whether it is trained: 1 or true of the first says yes, of the
 # second no. `mask` may mean either; `train_detail` is axolotl's, by parts of the text.
 _LOSS_FLAG_KEYS = (
-    *(*_TRAINED_KEYS, "masked", "is_masked", "ignore", "ignored", "ignore_loss"),
-    *("mask", "train_detail"),
+    *_TRAINED_KEYS,
+    "masked",
+    "is_masked",
+    "ignore",
+    "ignored",
+    "ignore_loss",
+    "mask",
+    "train_detail",
 )
 
 

@@ -89,7 +89,7 @@ def too_large_row(location: str, row_bytes: int) -> BadRow:
 
 
 def is_gzipped(path: Path) -> bool:
-    """Whether the file's content, not its name, says gzip."""
+    """True if the file's content, not its name, says gzip."""
     try:
         require_file(path)
         with path.open("rb") as file:
@@ -111,7 +111,7 @@ def require_file(path: Path) -> None:
 
 
 class EncodedPath(type(Path())):  # type: ignore[misc]
-    """A path to files of which those that are not UTF-8 are read as `encoding` (data.encoding)."""
+    """A path whose files are read as `encoding` (data.encoding) where they are not UTF-8."""
 
     encoding = "utf-8"
 
@@ -178,9 +178,8 @@ def _read_byte_blocks(
             limit = max(MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO * path.stat().st_size)
             file.seek(start)
             while block := file.read(size if end is None else min(size, end - offset)):
-                offset += len(
-                    block
-                )  # the size in gzip's footer is of the last member alone, and modulo 2**32
+                # the size in gzip's footer is of the last member alone, and modulo 2**32
+                offset += len(block)
                 if is_packed and offset > limit:
                     raise DataError(
                         f"{path} unpacks to more than {limit:,} bytes, over {MAX_UNPACKED_RATIO}"
@@ -242,9 +241,8 @@ def read_line_blocks(
 
 def read_text_blocks(path: Path) -> Iterator[str]:
     """The file's text in pieces; raises DataError at the first byte that is not UTF-8."""
-    decoder = codecs.getincrementaldecoder(
-        "utf-8"
-    )()  # keeps the bytes of a character that a block's end cut
+    # keeps the bytes of a character that a block's end cut
+    decoder = codecs.getincrementaldecoder("utf-8")()
     offset = 0
     for index, block in enumerate(read_blocks(path)):
         if index == 0 and block.startswith(BOM):
@@ -265,9 +263,8 @@ def read_text_pieces(path: Path) -> Iterator[tuple[int, str]]:
     but white space are left out. Raises DataError where it is not UTF-8 text."""
     line, buffer, is_whole = 1, "", True
     for block in read_text_blocks(path):
-        if (
-            block.count("\0") > len(block) // 100
-        ):  # a few stray ones are noted as control characters
+        # a few stray ones are noted as control characters
+        if block.count("\0") > len(block) // 100:
             raise DataError(f"{path} is not text (it holds NUL bytes)")
         buffer += block
         while len(buffer) > 2 * TEXT_CHARS:
@@ -290,13 +287,12 @@ _PIECE_ENDS = (
 
 
 def find_piece_end(text: str, limit: int) -> int:
-    """Where a text of more than `limit` characters is best cut: after a paragraph, a line or a word
-    of the second half of them, the last such place; at `limit` where there is none."""
+    """Find where to cut a text of more than `limit` characters: in the second half of these behind
+    the last paragraph, else the last line, else the last word; else at `limit`."""
     for pattern in _PIECE_ENDS:
         end = 0
-        for match in pattern.finditer(
-            text, limit // 2, limit + 1
-        ):  # + 1 for what a lookahead has to see
+        # + 1 for what a lookahead has to see
+        for match in pattern.finditer(text, limit // 2, limit + 1):
             end = match.end()
         if end:
             return end
@@ -307,9 +303,8 @@ class NotUtf8Error(DataError):
     """A file is not UTF-8; `encoding` is the value of data.encoding that it looks like, None where
     it has none."""
 
-    def __init__(
-        self, message: str, encoding: Encoding | None = None
-    ) -> None:  # pickled by its message
+    # pickled by its message
+    def __init__(self, message: str, encoding: Encoding | None = None) -> None:
         super().__init__(message)
         self.encoding = encoding
 
@@ -332,9 +327,8 @@ def not_utf8_error(path: Path, offset: int) -> NotUtf8Error:
             break
     sample_offset = len(sample) - (block_end - offset)
     excerpt = sample[max(0, sample_offset - HEAD_BYTES) : sample_offset + HEAD_BYTES]
-    if len(excerpt) < len(
-        sample
-    ):  # whole lines, since a character that is cut in two is none of its encoding
+    # whole lines, since a character that is cut in two is none of its encoding
+    if len(excerpt) < len(sample):
         excerpt = excerpt[excerpt.find(b"\n") + 1 : excerpt.rfind(b"\n")] or excerpt
     encoding = guess_encoding(excerpt)
     location = (
@@ -382,9 +376,8 @@ def guess_encoding(sample: bytes) -> Encoding | None:
     ) or _IMPOSSIBLE_BYTES.fullmatch(_ASCII_BYTES.sub(b"", sample)):
         return None
     runs = list(map(len, re.findall(rb"[\x80-\xff]+", sample)))
-    if sum(size for size in runs if size > 1) >= 0.7 * sum(
-        runs
-    ):  # in Latin script they stand alone
+    # in Latin script they stand alone
+    if sum(size for size in runs if size > 1) >= 0.7 * sum(runs):
         from charset_normalizer import from_bytes
 
         chaos = {
@@ -417,5 +410,5 @@ def bad_row_lines(rows_text: str, counts: Counter[str], examples: Sequence[BadRo
 
 def no_usable_rows_error(rows_text: str, rows: Sequence[BadRow]) -> DataError:
     """The error where none of a file's first rows can be used."""
-    lines = bad_row_lines(rows_text, Counter(row.reason for row in rows), rows[:3])
-    return DataError("\n".join([*lines, FIX_OR_SKIP]))
+    counts = Counter(row.reason for row in rows)
+    return DataError("\n".join([*bad_row_lines(rows_text, counts, rows[:3]), FIX_OR_SKIP]))

@@ -91,27 +91,36 @@ def split_from_set_name(name: str) -> str | None:
 def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """The rows of a table with a header line; a row knows the line on which it begins. Raises
     DataError where the header is no good, a quote is not closed, or a byte is not UTF-8."""
-    csv.field_size_limit(
-        MAX_ROW_BYTES
-    )  # of the whole process; by default 131,072 characters, less than some answers
-    lines, skipped_lines = _read_table_lines(path, name), 0
+    # of the whole process; by default 131,072 characters, less than some answers
+    csv.field_size_limit(MAX_ROW_BYTES)
+    file_lines, skipped_lines, row_chars = _read_table_lines(path, name), 0, 0
+
+    def lines_of_rows() -> Iterator[str]:
+        nonlocal row_chars
+        for text in file_lines:
+            row_chars += len(text)
+            # csv limits each field: a row of many, over many lines, would be held whole
+            if row_chars > MAX_ROW_BYTES:  # characters, which are never more than bytes
+                raise csv.Error("row larger than the limit")
+            yield text
+
     beginning = read_head(path).decode("utf-8", "ignore")
     first = next((line for line in beginning.lstrip("\ufeff").splitlines() if line.strip()), "")
     # the one that gives the most fields; of equal counts the first: a comma
     delimiter = max(",\t;|", key=lambda char: len(next(csv.reader([first], delimiter=char), [])))
     if delimiter_match := _DELIMITER_LINE.match(beginning):
         delimiter, skipped_lines = delimiter_match[1], 1
-        next(lines)
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        next(file_lines)
+    reader = csv.reader(lines_of_rows(), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
-        line = skipped_lines + reader.line_num + 1
+        line, row_chars = skipped_lines + reader.line_num + 1, 0
         try:
             fields = next(reader)
         except StopIteration:
             break
         except csv.Error as error:
-            if "unexpected end of data" in str(error) or "field larger" in str(error):
+            if "unexpected end of data" in str(error) or "larger than" in str(error):
                 raise DataError(
                     f"{name}:{line}: a quote opened in this row is not closed, or the row is larger"
                     f" than {MAX_ROW_BYTES >> 20} MiB, the most that is read"
@@ -150,7 +159,7 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
         raise DataError(f"{path} has no rows: the file is blank")
 
 
-# The csv module limits fields, not lines: an open quote would take all the rest.
+# A line is never held beyond the limit of a row: csv would take all of it first.
 def _read_table_lines(path: Path, name: str) -> Iterator[str]:
     beginning = read_head(path)
     ends_with_cr = b"\r" in beginning and b"\n" not in beginning
@@ -235,9 +244,8 @@ def read_arrow(path: Path, name: str, *, is_stream: bool) -> Iterator[RawRow | B
                 file = pa.ipc.open_file(source)
                 reader = map(file.get_batch, range(file.num_record_batches))
             for batch in reader:
-                batch.validate(
-                    full=True
-                )  # a damaged offset would be read behind the file, and end the process
+                # a damaged offset would be read behind the file, and end the process
+                batch.validate(full=True)
                 yield batch
 
     yield from _read_batches(batches(), str(path), name, "Arrow", 1)
@@ -248,9 +256,8 @@ def _read_batches(
 ) -> Iterator[RawRow | BadRow]:
     row_number = first_row - 1
     while True:
-        with _convert_read_errors(
-            path, kind
-        ):  # around reading alone: a fault of our own below keeps its traceback
+        # around reading alone: a fault of our own below keeps its traceback
+        with _convert_read_errors(path, kind):
             batch = next(batches, None)
         if batch is None:
             return
@@ -295,9 +302,10 @@ def _to_raw_row(row: dict[str, Any], location: str) -> RawRow | BadRow:
         return BadRow(location, "a cell holds bytes that are not UTF-8 text")
     except RecursionError:
         return BadRow(location, "nested too deeply")
-    notes = (NOTE_NULLS,) if dropped_nulls[0] else ()
     return RawRow(
-        location, {key: value for key, value in cells.items() if value is not None}, notes
+        location,
+        {key: value for key, value in cells.items() if value is not None},
+        (NOTE_NULLS,) if dropped_nulls[0] else (),
     )
 
 
@@ -373,9 +381,8 @@ def choose_split(names: list[str], split: str, path: str) -> str:
         "val": ("validation", "val", "valid", "dev"),
         "test": ("test",),
     }.get(split, ())
-    exact = next(
-        (name for name in (split, *aliases) if name in names), None
-    )  # plain names before likenesses
+    # plain names before likenesses
+    exact = next((name for name in (split, *aliases) if name in names), None)
     if exact is not None:
         return exact
     similar = [name for name in names if split_from_set_name(name) == split]
@@ -422,9 +429,8 @@ def read_hub(hub_name: str, split: str) -> Iterator[RawRow | BadRow]:
 
 
 def _load_hub(hub_name: str) -> Any:
-    if (
-        not is_hub_reachable()
-    ):  # before the import, which reads it: the library would try again for half a minute
+    # before the import, which reads it: the library would try again for half a minute
+    if not is_hub_reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"
     import datasets
 
