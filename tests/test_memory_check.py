@@ -264,7 +264,7 @@ def end(started: subprocess.Popen[str]) -> None:
 
 def test_a_single_process_is_found_by_the_log_that_it_has_open(training, tmp_path):
     folder = run_folder(tmp_path / "out", "alone")
-    process = training(folder, forks=2)
+    process = training(folder, forks=2, RANK="")
     found = read_memory_snapshot(tmp_path / "out", {})
     assert found.running
     (one,) = found.ranks

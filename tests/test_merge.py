@@ -324,6 +324,11 @@ def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monk
     exported = export_run(run, "vllm")
     assert json.loads((exported.path / "export.json").read_text())["merge"] == read_merge_record(folder)
     assert read_merge_record(exported.path) == read_merge_record(folder)
+    config = (folder / "config.json").read_bytes()
+    (folder / "config.json").unlink()
+    assert find_merged_model(run) is None  # half removed by hand
+    (folder / "config.json").write_bytes(config)
+    assert find_merged_model(run) == folder
     # the adapter was trained further: the merge is not its any more
     adapter = run.weights / "adapter_model.safetensors"
     save_file({name: tensor * 2 for name, tensor in load_file(adapter).items()}, adapter)
@@ -339,6 +344,9 @@ def test_merge_test_sees_a_merge_of_another_adapter(tmp_path):
     merge_run(run)
     assert merge_test(run).ok
     assert not merge_test(run, path=merge_run(other).path).ok
+    double = make_base(tmp_path / "double", llama(), dtype=torch.float64)
+    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "of_double", double)))
+    assert (merge_run(run).dtype, merge_test(run).ok) == ("torch.float64", True)
 
 
 def test_the_verdict_goes_by_what_training_changed_within_bounds_of_the_dtype():

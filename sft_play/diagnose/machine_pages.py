@@ -126,7 +126,11 @@ def read_torch_report(
             timeout=timeout_s,
             check=True,
         )
-    except (OSError, subprocess.SubprocessError) as error:
+    except subprocess.CalledProcessError as error:
+        # the last line of a traceback is the error
+        last_line = (error.stderr.strip().splitlines() or ["no output"])[-1]
+        return [f"it ended with exit status {error.returncode}: {one_line(last_line, limit=300)}"]
+    except (OSError, subprocess.TimeoutExpired) as error:
         return [f"it did not answer: {one_line(str(error), limit=300)}"]
     report = result.stdout.partition("\nCPU:")[0]  # the rest is of the machine, and known
     return [one_line(line) for line in report.splitlines()[1:] if line.strip()]
@@ -315,7 +319,8 @@ def find_ranks(folder: RunFolder, holder_pids: tuple[int, ...]) -> tuple[RankPro
             members = [info for info in top_ranks if info["ppid"] == writer["ppid"]]
     ranks = []
     for info in members:
-        rank, world_size = info["environ"].get("RANK", "0"), info["environ"].get("WORLD_SIZE")
+        # a shell may export RANK empty, which a run reads as no rank
+        rank, world_size = info["environ"].get("RANK") or "0", info["environ"].get("WORLD_SIZE")
         ranks.append(RankProcess(int(rank), info["pid"], info["memory_info"].rss, world_size))
     return tuple(sorted(ranks, key=lambda rank: rank.rank))
 

@@ -127,16 +127,19 @@ def find_run_folder(
     if name not in (None, LAST_RUN):
         return resolve_run(output_folder, str(name))
     runs = [(folder.read_manifest(), folder) for folder in iter_runs(output_folder)]
-    finished_runs = [
+    candidates = [
         (manifest, folder) for manifest, folder in runs if manifest.get("status") == "finished"
     ]
     time_key = "ended"
-    if not finished_runs and not must_be_finished:
-        finished_runs, time_key = runs, "started"
-    if not finished_runs:
+    if not candidates and not must_be_finished:
+        candidates, time_key = runs, "started"
+    if not candidates:
         kind = "finished run" if must_be_finished else "run"
-        raise RunFolderError(f"there is no {kind} in {output_folder}; train one with make train")
-    return max(finished_runs, key=lambda run: (str(run[0].get(time_key)), str(run[1].path)))[1]
+        unfinished_note = f" ({len(runs)} unfinished)" if runs else ""
+        raise RunFolderError(
+            f"there is no {kind} in {output_folder}{unfinished_note}; train one with make train"
+        )
+    return max(candidates, key=lambda run: (str(run[0].get(time_key)), str(run[1].path)))[1]
 
 
 def base_model_folder(run: FinishedRun) -> Path:
@@ -266,13 +269,11 @@ def require_merged(run: FinishedRun, target: Path) -> None:
 def find_merged_model(run: FinishedRun) -> Path | None:
     """The run's `merged/`; None where there is none, or one of an earlier adapter."""
     folder = run.folder.path / MERGED_FOLDER
-    # the run is trained again where it is resumed
-    if (
-        read_merge_record(folder).get("adapter_sha256")
-        != base_weights_identity(str(run.weights), None)["sha256"]
-    ):
+    if not (folder / "config.json").is_file():
         return None
-    return folder
+    # the run is trained again where it is resumed
+    digest = base_weights_identity(str(run.weights), None)["sha256"]
+    return folder if read_merge_record(folder).get("adapter_sha256") == digest else None
 
 
 def read_merge_record(folder: Path) -> dict[str, Any]:

@@ -133,7 +133,8 @@ class TransformersService:
             import uvicorn
 
             from sft_play.finished.openai import openai_app
-        except ImportError as error:
+        # without the package openai the module of transformers ends in a NameError (5.23)
+        except (ImportError, NameError) as error:
             raise BackendError(
                 f"the server of transformers cannot be used here ({one_line(str(error))}): pip"
                 " install 'sft-play[serve]', with the transformers of requirements.lock"

@@ -417,6 +417,10 @@ def replay_verdict(path: Path) -> ReplayResult:
     try:
         evidence = TypeAdapter(Evidence).validate_python(recorded.get("evidence"))
         thresholds = TypeAdapter(Thresholds).validate_python(recorded.get("thresholds"))
+        # the checks too, which are compared by name: the file may have been edited
+        TypeAdapter(dict[str, list[dict[str, Any]]]).validate_python(
+            {"checks": recorded.get("checks")}
+        )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
@@ -440,10 +444,7 @@ def _decision(verdict: dict[str, Any]) -> dict[str, Any]:
     return {
         "ok": verdict.get("ok"),
         "verdict": verdict.get("verdict"),
-        **{
-            f"checks[{check.get('name')}].ok": check.get("ok")
-            for check in verdict.get("checks") or ()
-        },
+        **{f"checks[{check.get('name')}].ok": check.get("ok") for check in verdict["checks"]},
     }
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from sft_play.errors import BackendError, ConfigError
 from sft_play.files import ROOT, atomic, cache_dir, hold_lock
-from sft_play.finished.run import translate_write_errors
 from sft_play.log import one_line
 from sft_play.process import signals
 
@@ -61,8 +60,13 @@ def find_converter(checkout: Path | None) -> Path:
     converter_folder = folder / f"{LLAMA_CPP_VERSION}-{LLAMA_CPP_SHA256[:12]}"
     if (converter_folder / CONVERTER_FILE).is_file():
         return converter_folder
-    with translate_write_errors(folder):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache {folder} cannot be created ({error.strerror}); set SFT_PLAY_CACHE to a"
+            " folder of yours"
+        ) from None
     with hold_lock(
         folder / "lock",
         waiting_message="Another run is fetching llama.cpp's converter: waiting for it",
