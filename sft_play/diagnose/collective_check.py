@@ -38,9 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=tuple(SIZES), required=True)
     parser.add_argument("--timeout", type=float, required=True)
     options = parser.parse_args(argv)
-    die_with_parent(
-        os.getppid(), signal.SIGKILL
-    )  # the parent is the launcher, which ends with the doctor
+    # the parent is the launcher, which ends with the doctor
+    die_with_parent(os.getppid(), signal.SIGKILL)
     report: dict[str, Any] = {"rank": int(os.environ["RANK"])}
 
     def note(stage: str, **facts: Any) -> None:
@@ -82,9 +81,8 @@ def _run_check(note: Callable[..., None], out: Path, device_type: str, timeout_s
         wrong_count += wrong_elements(size, device)
         note("reduced")  # a broken network hangs in the first one
         once_s = time_all_reduce(size, device, 1)
-        if (
-            once_s * SIZES[device_type][-1] / size > MAX_ONCE_S
-        ):  # a network so slow would not be done in time
+        # a network so slow would not be done in time
+        if once_s * SIZES[device_type][-1] / size > MAX_ONCE_S:
             break
     seconds = time_all_reduce(size, device, REPETITIONS)
     note("done", wrong=wrong_count)

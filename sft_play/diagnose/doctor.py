@@ -332,9 +332,8 @@ def run_all_reduce(
         # a run's launch, of which only the program differs: what the check finds out holds for the
         # run
         argv[argv.index("--module") + 1] = "sft_play.diagnose.collective_check"
-        argv.insert(
-            argv.index(TORCHRUN_MODULE), "sft_play.process.signals"
-        )  # so that it ends with the doctor
+        # so that it ends with the doctor
+        argv.insert(argv.index(TORCHRUN_MODULE), "sft_play.process.signals")
         # torchrun gives ranks their places by these; those of a launcher above would be taken for
         # theirs
         launch_environment = {

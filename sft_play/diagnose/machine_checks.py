@@ -73,9 +73,8 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
     versions: dict[str, str] = {}
     for item in metadata.distributions():
         with contextlib.suppress(Exception):  # a damaged distribution has no name
-            versions.setdefault(
-                canonicalize_name(item.name), item.version
-            )  # the first on the path is imported
+            # the first on the path is imported
+            versions.setdefault(canonicalize_name(item.name), item.version)
     requirements: tuple[str, ...] = ()
     if _PYPROJECT.is_file():  # the checkout's; those of an installed package were pip's to check
         requirements = tuple(
@@ -83,10 +82,8 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
         )
     driver, driver_cuda = None, None
     if hardware.gpus:
-        with (
-            contextlib.suppress(Exception),
-            nvml.open_nvml() as library,
-        ):  # its own exceptions differ by platform
+        # its own exceptions differ by platform
+        with contextlib.suppress(Exception), nvml.open_nvml() as library:
             driver, driver_cuda = nvml.driver_versions(library)
     return SystemFacts(
         hardware=hardware,
@@ -133,19 +130,16 @@ def check_packages(versions: Mapping[str, str], requirements: Sequence[str]) -> 
 
 
 def _requirement_problem(requirement: Requirement, versions: Mapping[str, str]) -> str | None:
-    if requirement.marker and not requirement.marker.evaluate(
-        {"extra": ""}
-    ):  # no extra: `; extra == "dev"` is out
+    # no extra: `; extra == "dev"` is out
+    if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
         return None
     installed = versions.get(canonicalize_name(requirement.name))
     if installed is None:
         return f"{requirement.name}{requirement.specifier} is missing"
-    with contextlib.suppress(
-        InvalidVersion
-    ):  # a version of somebody's own build cannot be compared
-        if not requirement.specifier.contains(
-            installed, prereleases=True
-        ):  # nightlies of torch are pre-releases
+    # a version of somebody's own build cannot be compared
+    with contextlib.suppress(InvalidVersion):
+        # nightlies of torch are pre-releases
+        if not requirement.specifier.contains(installed, prereleases=True):
             return f"{requirement.name} is {installed}, needed {requirement.specifier}"
     return None
 

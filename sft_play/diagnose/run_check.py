@@ -287,9 +287,8 @@ class _RunChecks:
         if not self._has_model_files:
             yield skip_finding("tokenizer", "not without the model files; see there")
             return
-        with (
-            importing()
-        ):  # here and not at the top: the checks before it answer without any library
+        # here and not at the top: the checks before it answer without any library
+        with importing():
             importlib.import_module("sft_play.training.prepare.model_spec")
         from sft_play.training.prepare.tokenizer import load_tokenizer
 
@@ -398,9 +397,8 @@ class _RunChecks:
         from sft_play.planner.explain import choice_line, memory_line, parameter_lines
 
         config, hardware, rows = self._config, self._hardware, None
-        if has_variable_lengths(
-            config
-        ):  # blocks of text and packs are full, whatever their rows have
+        # blocks of text and packs are full, whatever their rows have
+        if has_variable_lengths(config):
             rows = self._row_tokens()
         shape, plan = (
             load_run_model_shape(config),

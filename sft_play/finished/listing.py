@@ -154,9 +154,8 @@ def run_status(folder: RunFolder, manifest: dict[str, Any]) -> RunStatus:
     status = manifest.get("status")
     if status == "finished":
         return "finished"
-    if (
-        lock_holder_pid(folder) is not None
-    ):  # the lock before the manifest, which a killed run leaves at "running"
+    # the lock before the manifest, which a killed run leaves at "running"
+    if lock_holder_pid(folder) is not None:
         return "running"
     return "stopped" if status == "stopped" else "failed"
 

@@ -140,9 +140,8 @@ def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
         # a device by name: device_map="auto" would spread a large model over devices, or offload it
         # without a word
         full_config = AutoConfig.from_pretrained(str(folder))
-        if getattr(
-            full_config, "quantization_config", None
-        ):  # transformers would fetch kernels for some of them
+        # transformers would fetch kernels for some of them
+        if getattr(full_config, "quantization_config", None):
             raise ModelError(
                 f"{folder} holds quantised weights, and no run of this toolkit saves such"
             )
@@ -180,9 +179,8 @@ def build_run_renderer(run: FinishedRun, tokenizer: Any) -> Renderer:
         tokenizer,
         run.config.data,
         max_seq_len=run.plan().max_seq_len,
-        today=first_start_date(
-            run.folder
-        ),  # a template that writes the date would put another one into every prompt
+        # a template that writes the date would put another one into every prompt
+        today=first_start_date(run.folder),
     )
 
 

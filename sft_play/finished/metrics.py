@@ -106,9 +106,8 @@ def _find_metric(name: str, missing: Sequence[str]) -> Metric:
     if name == "chrf":
         from sacrebleu.metrics.chrf import CHRF
 
-        chrf = (
-            CHRF()
-        )  # chrF2, as sacrebleu's own default: characters up to 6-grams, no words, beta 2
+        # chrF2, as sacrebleu's own default: characters up to 6-grams, no words, beta 2
+        chrf = CHRF()
         return Metric(
             name, lambda answer, reference, _: float(chrf.sentence_score(answer, [reference]).score)
         )
@@ -237,9 +236,8 @@ def paired_bootstrap(
     chunk_size = max(1, _MAX_DRAWN_ROWS // row_count)
     for offset in range(0, resamples, chunk_size):
         count = min(chunk_size, resamples - offset)
-        rows = generator.integers(
-            0, row_count, size=(count, row_count), dtype=np.int32
-        )  # half of what int64 takes
+        # half of what int64 takes
+        rows = generator.integers(0, row_count, size=(count, row_count), dtype=np.int32)
         ratios[offset : offset + count] = weighted_differences[rows].sum(axis=1) / row_weights[
             rows
         ].sum(axis=1)

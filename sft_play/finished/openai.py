@@ -82,10 +82,8 @@ def validate_request(body: Mapping[str, Any]) -> dict[str, Any]:
     a wrong value: a request that is answered is answered as it was asked."""
     try:
         json.dumps(body, ensure_ascii=False).encode("utf-8")
-    except (
-        UnicodeEncodeError,
-        RecursionError,
-    ):  # half of a surrogate pair, which no tokenizer can hold
+    except (UnicodeEncodeError, RecursionError):
+        # half of a surrogate pair, which no tokenizer can hold
         raise bad_request("the request holds what is no text, or is nested too deeply") from None
     options = {
         name: value
@@ -194,9 +192,8 @@ class _StoppingGenerateManager(GenerateManager):
         )
         stop_texts = _stop_texts_of(inputs)
         shortened = cut_at_stop(text, stop_texts)
-        if (
-            shortened != text
-        ):  # think text and tool calls are read from the ids, in which special tokens are
+        # think text and tool calls are read from the ids, in which special tokens are
+        if shortened != text:
             raw_text = cut_at_stop(processor.decode(ids), stop_texts)
             ids = torch.tensor(
                 processor(raw_text, add_special_tokens=False)["input_ids"], dtype=ids.dtype
@@ -242,9 +239,8 @@ class _ChatHandler(ChatCompletionHandler):
         self._responder, self._name, self._model = responder, name, responder.model
         text_config = self._model.config.get_text_config()
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
-        if getattr(
-            text_config, "output_router_logits", None
-        ):  # with a cache its mask has another length
+        # with a cache its mask has another length
+        if getattr(text_config, "output_router_logits", None):
             text_config.output_router_logits = False
         self._generation_config = copy.deepcopy(self._model.generation_config)
         # do_sample: else a client's temperature would change nothing; the server's 0 is greedy
@@ -278,9 +274,8 @@ class _ChatHandler(ChatCompletionHandler):
                 "tools cannot be given: the model's chat template writes no tools", "tools"
             )
         if options.get("temperature"):
-            options["temperature"] = max(
-                options["temperature"], 0.01
-            )  # as in vLLM: below it logits overflow
+            # as in vLLM: below it logits overflow
+            options["temperature"] = max(options["temperature"], 0.01)
         async with self._render_lock:  # one at a time: so does the tokenizer
             prompt_ids = await run_in_threadpool(
                 self._prompt_ids, options["messages"], options.get("tools")

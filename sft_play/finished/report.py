@@ -252,9 +252,8 @@ class RunPart:
         """Seconds of all steps that were logged, evaluation and saving left out; 0 before the
         first."""
         total, last_step = 0.0, 0.0
-        for step, seconds in self.curves.get(
-            "step_time_s", ()
-        ):  # a log speaks for every step since the one before
+        # a log speaks for every step since the one before
+        for step, seconds in self.curves.get("step_time_s", ()):
             total, last_step = total + seconds * (step - last_step), step
         return total
 

@@ -112,9 +112,8 @@ def reproduce(run: FinishedRun) -> ReproduceResult:
     """
     run_folder = run.folder.path
     config_path, new_folder = run_folder.absolute() / "resolved.json", _free_folder(run_folder)
-    working_folder = Path(
-        str(run.manifest.get("cwd"))
-    )  # its paths are relative to where it was started
+    # its paths are relative to where it was started
+    working_folder = Path(str(run.manifest.get("cwd")))
     if not working_folder.is_dir():
         working_folder = Path.cwd()
     with contextlib.chdir(working_folder):
@@ -216,9 +215,8 @@ def _training_command(
     trackers = [name for name in config.train.report_to if name == "tensorboard"]
     arguments.append(f"train.report_to={json.dumps(trackers)}")
     weights = (manifest.get("data") or {}).get("weights") or {}
-    if find_model_folder(config.model.name) is None and weights.get(
-        "sha256"
-    ):  # of a hub model that is its commit
+    # of a hub model that is its commit
+    if find_model_folder(config.model.name) is None and weights.get("sha256"):
         arguments.append(f"model.revision={weights['sha256']}")
     if config.data.template_date is None and manifest.get("template_date"):
         arguments.append(f'data.template_date="{manifest["template_date"]}"')

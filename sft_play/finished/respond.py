@@ -87,10 +87,8 @@ class Responder:
                     "input_ids"
                 ]
             )
-        turns = (
-            *messages,
-            {"role": "assistant", "content": "."},
-        )  # the answer itself is not rendered
+        # the answer itself is not rendered
+        turns = (*messages, {"role": "assistant", "content": "."})
         prompt = self.renderer.prompt_ids(
             Chat("", turns, tools, template_kwargs=template_kwargs or {})
         )

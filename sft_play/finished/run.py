@@ -160,9 +160,8 @@ def base_model_folder(run: FinishedRun) -> Path:
                 " the base back"
             )
         return folder
-    if name.startswith(
-        (".", "/", "~")
-    ):  # a path and no hub id, for which the hub need not be asked
+    # a path and no hub id, for which the hub need not be asked
+    if name.startswith((".", "/", "~")):
         raise ModelError(
             f"the base {one_line(name)}, from which {run.weights} was trained, is gone"
         )
@@ -245,9 +244,8 @@ def require_mergeable(run: FinishedRun, base: str | None, target: Path, *, repla
             f"{target} exists (make ship, serve and export merge too): make merge-test compares "
             "it, FORCE=1 replaces it, OUT=FOLDER writes elsewhere"
         )
-    if (
-        target.exists() and not (target / "config.json").is_file()
-    ):  # FORCE=1 with OUT=~ must not remove a home folder
+    # FORCE=1 with OUT=~ must not remove a home folder
+    if target.exists() and not (target / "config.json").is_file():
         raise RunFolderError(
             f"{target} is not a model folder and is not replaced; OUT=FOLDER writes elsewhere"
         )

@@ -581,9 +581,8 @@ def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
 
-    config = prepare_text_config(
-        AutoConfig.from_pretrained(folder)
-    )  # a GGUF holds the language model
+    # a GGUF holds the language model
+    config = prepare_text_config(AutoConfig.from_pretrained(folder))
     config.get_text_config().vocab_size = embedding_rows  # without rows that only pad
     dtype = config.dtype or torch.float32
     if config.model_type == "mistral":  # llama.cpp writes it as `llama`, which computes as it does
@@ -731,9 +730,8 @@ def load_file_tokenizer(file: Path, fields: Mapping[str, Any]) -> Callable[[str]
     if kind not in ("gpt2", "llama"):
         raise ModelError(f"the GGUF's tokenizer is a {kind}, which only llama.cpp itself reads")
     backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
-    if (
-        kind == "gpt2"
-    ):  # byte-level BPE; transformers cuts by GPT-2's rule where it does not know the name
+    # byte-level BPE; transformers cuts by GPT-2's rule where it does not know the name
+    if kind == "gpt2":
         known = [entry for entry in _known_pre_tokenizers() if pre in entry["names"]]
         if not known:
             raise ModelError(f"the GGUF's pre-tokenizer {pre} is not in the table of llama.cpp's")

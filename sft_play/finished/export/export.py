@@ -155,9 +155,8 @@ def export_run(
             "quant": result.quant,
             "converter": converter_folder and converter_folder.name,
             "file": result.file and result.file.name,
-            "merge": (
-                read_merge_record(model_folder) or None
-            ),  # what the weights are made of travels with them
+            # what the weights are made of travels with them
+            "merge": read_merge_record(model_folder) or None,
         }
         write_json(
             staging_folder / EXPORT_FILE,
@@ -297,9 +296,8 @@ def _stage_model(run: FinishedRun, model_folder: Path, tokenizer: Any, staged_mo
     for file in filter(Path.is_file, model_folder.iterdir()):
         (staged_model / file.name).symlink_to(file.resolve())
     pieces = staged_model / "tokenizer.model"
-    with contextlib.suppress(
-        ModelError
-    ):  # a base that is gone: a fully trained model needs it no more
+    # a base that is gone: a fully trained model needs it no more
+    with contextlib.suppress(ModelError):
         base_pieces = base_model_folder(run) / "tokenizer.model"
         if base_pieces.is_file() and not pieces.exists():
             pieces.symlink_to(base_pieces.resolve())

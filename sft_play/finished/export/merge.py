@@ -277,9 +277,8 @@ class AdaptedModel:
             base_layer, parameter_name, nn.Parameter(tensor.float().clone(), requires_grad=False)
         )
         try:
-            layer.merge(
-                safe_merge=True
-            )  # merges a copy, and raises ValueError unless all of it is finite (PEFT 0.21)
+            # merges a copy, and raises ValueError unless all of it is finite (PEFT 0.21)
+            layer.merge(safe_merge=True)
             return getattr(base_layer, parameter_name).data
         except ValueError as error:
             raise ModelError(f"the adapter makes values that are not finite: {error}") from None
@@ -347,9 +346,8 @@ class MergedWeights:
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
         state = model.state_dict()
-        for key in sorted(
-            self._base_tensors, key=dot_natural_key
-        ):  # the tenth expert comes after the ninth
+        # the tenth expert comes after the ninth
+        for key in sorted(self._base_tensors, key=dot_natural_key):
             target, pattern = rename_source_key(
                 key, renamings, converters, model.base_model_prefix, state
             )
@@ -428,9 +426,8 @@ class MergedWeights:
         problems = {
             "are missing": set(load_report["missing_keys"]) - tied_weight_names(model),
             "have another shape": {str(item[0]) for item in load_report["mismatched_keys"]},
-            "are unknown to it": (
-                set(load_report["unexpected_keys"]) & extra
-            ),  # the base's own unused ones are kept
+            # the base's own unused ones are kept
+            "are unknown to it": set(load_report["unexpected_keys"]) & extra,
         }
         for problem, names in problems.items():
             if names:

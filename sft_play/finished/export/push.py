@@ -139,9 +139,8 @@ def plan_upload(
         card = (folder / CARD_FILE).read_bytes()
         files[CARD_FILE] = card.replace(REPOSITORY_PLACEHOLDER.encode(), repo.encode())
     if "adapter_config.json" in files:
-        base = describe_base(
-            run.config
-        )  # by the name that others find it under: a local path means nothing to them
+        # by the name that others find it under: a local path means nothing to them
+        base = describe_base(run.config)
         settings = read_json(folder / "adapter_config.json") | {
             "base_model_name_or_path": base.name
         }
