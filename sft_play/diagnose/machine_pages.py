@@ -44,9 +44,6 @@ from sft_play.text import (
     yes_no_or_na,
 )
 
-# An import of torch from a cold network disk takes a minute and more.
-TORCH_TIMEOUT_S = 120.0
-
 
 def read_machine_info(
     outputs: Path, environment: Mapping[str, str], *, includes_torch: bool = False
@@ -63,9 +60,7 @@ def read_machine_info(
     process may use.
     """
     hardware, snapshot = detect_hardware(environment), read_all_gpus()
-    visible_devices, visible_setting = environment.get("CUDA_VISIBLE_DEVICES"), None
-    if visible_devices is not None:
-        visible_setting = f"CUDA_VISIBLE_DEVICES={visible_devices}"
+    visible_devices = environment.get("CUDA_VISIBLE_DEVICES")
     nccl_name, nccl_version = nccl_package() or (None, None)
     disk_folder, disk = nearest_disk_space(outputs)
     all_gpus = asdict(snapshot)
@@ -73,7 +68,9 @@ def read_machine_info(
         "number_of_gpus": len(hardware.gpus),
         "assumed": False,
         "source": snapshot.source,
-        "visible_setting": visible_setting,
+        "visible_setting": (
+            None if visible_devices is None else f"CUDA_VISIBLE_DEVICES={visible_devices}"
+        ),
         "visible_gpus": list(dict.fromkeys(gpu.index for gpu in hardware.gpus)),
         "usable_by_a_plan": bool(hardware.gpus),
         "notes": list(hardware.notes),
@@ -112,11 +109,10 @@ def read_all_gpus(*, includes_topology: bool = True) -> GpuSnapshot:
     return nvml.gpu_snapshot(topology=includes_topology) or GpuSnapshot()
 
 
-def read_torch_report(
-    environment: Mapping[str, str], *, timeout_s: float = TORCH_TIMEOUT_S
-) -> list[str]:
-    """Torch's own report of its build and of the GPUs that it sees, line by line
-    (`torch.utils.collect_env`)."""
+def read_torch_report(environment: Mapping[str, str], *, timeout_s: float = 120.0) -> list[str]:
+    """Ask torch, in a process of its own, for its report of its build and of the GPUs that it sees
+    (`torch.utils.collect_env`), line by line. An import of torch from a cold network disk takes a
+    minute and more."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.utils.collect_env"]
     try:
         result = subprocess.run(
@@ -131,8 +127,8 @@ def read_torch_report(
         )
     except subprocess.CalledProcessError as error:
         # the last line of a traceback is the error
-        last_line = (error.stderr.strip().splitlines() or ["no output"])[-1]
-        return [f"it ended with exit status {error.returncode}: {one_line(last_line, limit=300)}"]
+        reason = one_line("".join(error.stderr.strip().splitlines()[-1:]), limit=300)
+        return [f"it ended with exit status {error.returncode}: {reason}"]
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"it did not answer: {one_line(str(error), limit=300)}"]
     report = result.stdout.partition("\nCPU:")[0]  # the rest is of the machine, and known
@@ -144,8 +140,10 @@ def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
     host, header, driver = data["host"], "no driver shows a GPU", "n/a (none answers)"
     if snapshot.source:
         header = f"GPUs as {snapshot.source} shows them"
-        cuda = value_or_na(snapshot.driver_cuda)
-        driver = f"{value_or_na(snapshot.driver)}, which runs CUDA up to {cuda}"
+        driver = (
+            f"{value_or_na(snapshot.driver)}, which runs CUDA up to"
+            f" {value_or_na(snapshot.driver_cuda)}"
+        )
     lines = [f"This machine: {header}", f"Number of GPUs: {data['number_of_gpus']}"]
     if data["visible_setting"] is not None:
         order = [
@@ -185,7 +183,27 @@ def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
 
 def _gpu_lines(gpus: Sequence[GpuStatus], source: str | None) -> list[str]:
     """A table of GPUs, and below it what has no column: instances, processes, what is withheld."""
-    rows = [_gpu_row(gpu) for gpu in gpus]
+    # the cells of each GPU, by the headings of their columns
+    rows = [
+        {
+            "GPU": str(gpu.index),
+            "name": value_or_na(gpu.name),
+            "total\nGiB": gib_or_na(gpu.total_bytes),
+            "used\nGiB": gib_or_na(gpu.used_bytes),
+            "free\nGiB": gib_or_na(gpu.free_bytes),
+            "cc": value_or_na(gpu.compute_capability),
+            "bf16": yes_no_or_na(gpu.bf16),
+            "fp8": yes_no_or_na(gpu.fp8),
+            "cap\nW": value_or_na(gpu.power_cap_watts),
+            "°C": value_or_na(gpu.temperature_celsius),
+            "PCIe\nnow/max": (
+                f"{value_or_na(gpu.pcie.generation)}x{value_or_na(gpu.pcie.lanes)}/"
+                f"{value_or_na(gpu.pcie.max_generation)}x{value_or_na(gpu.pcie.max_lanes)}"
+            ),
+            "MIG": yes_no_or_na(gpu.mig_enabled),
+        }
+        for gpu in gpus
+    ]
     table = build_table([*rows[0]], [[*row.values()] for row in rows], text_columns=(1,))
     lines = ["", *render_lines(table)]
     for gpu in gpus:
@@ -205,28 +223,6 @@ def _gpu_lines(gpus: Sequence[GpuStatus], source: str | None) -> list[str]:
                 f"GPU {gpu.index} process {process.pid} ({value_or_na(process.name)}): {size} GiB"
             )
     return lines
-
-
-def _gpu_row(gpu: GpuStatus) -> dict[str, str]:
-    """The cells of a GPU by the headings of their columns."""
-    link = gpu.pcie
-    return {
-        "GPU": str(gpu.index),
-        "name": value_or_na(gpu.name),
-        "total\nGiB": gib_or_na(gpu.total_bytes),
-        "used\nGiB": gib_or_na(gpu.used_bytes),
-        "free\nGiB": gib_or_na(gpu.free_bytes),
-        "cc": value_or_na(gpu.compute_capability),
-        "bf16": yes_no_or_na(gpu.bf16),
-        "fp8": yes_no_or_na(gpu.fp8),
-        "cap\nW": value_or_na(gpu.power_cap_watts),
-        "°C": value_or_na(gpu.temperature_celsius),
-        "PCIe\nnow/max": (
-            f"{value_or_na(link.generation)}x{value_or_na(link.lanes)}/"
-            f"{value_or_na(link.max_generation)}x{value_or_na(link.max_lanes)}"
-        ),
-        "MIG": yes_no_or_na(gpu.mig_enabled),
-    }
 
 
 # --- a machine that is only named (HARDWARE=); nothing is measured --------------------------------

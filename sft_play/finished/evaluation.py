@@ -543,8 +543,8 @@ def evaluate_run(
 
 def _has_held_out_rows(run: FinishedRun) -> bool:
     data = run.config.data
-    val_paths = [data.val_path, *(source.val_path for source in data.sources)]
-    return any((*val_paths, data.test_path, data.val_fraction))
+    has_val = data.val_path or data.val_fraction or any(part.val_path for part in data.sources)
+    return bool(has_val or data.test_path)
 
 
 def _try_metrics(rows: EvalRows, names: Sequence[str], metrics: Sequence[Metric]) -> None:

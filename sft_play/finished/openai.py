@@ -47,8 +47,6 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "modalities": (["text"],), "store": (False,),
     "service_tier": ("auto", "default"),
 }  # fmt: skip
-_StopText = Annotated[str, Field(min_length=1, max_length=256)]
-_to_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 _TokenCount = Annotated[int, Field(ge=1)]
 
 
@@ -66,9 +64,15 @@ class ChatRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[_StopText], _to_list, Field(max_length=4)] | None = (
-        None  # OpenAI's own limit
-    )
+    # a text, or at most four, which is OpenAI's own limit
+    stop: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=256)]],
+            BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+            Field(max_length=4),
+        ]
+        | None
+    ) = None
 
 
 def bad_request(message: str, option: str | None = None) -> HTTPException:
@@ -77,13 +81,14 @@ def bad_request(message: str, option: str | None = None) -> HTTPException:
 
 
 def validate_request(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a request that ask for something, as they were sent; `stop` as a list. Raises
-    HTTPException, a 400 with the option in OpenAI's `param`, where one is unknown, not supported or
-    a wrong value: a request that is answered is answered as it was asked."""
+    """Check the options of a request; returns those that ask for something as they were sent,
+    `stop` as a list. Raises HTTPException, a 400 with the option in OpenAI's `param`, where one is
+    unknown, not supported or a wrong value: a request that is answered is answered as it was
+    asked."""
     try:
         json.dumps(body, ensure_ascii=False).encode("utf-8")
+    # half of a surrogate pair, which no tokenizer can hold; lists in lists without end
     except (UnicodeEncodeError, RecursionError):
-        # half of a surrogate pair, which no tokenizer can hold
         raise bad_request("the request holds what is no text, or is nested too deeply") from None
     options = {
         name: value
@@ -124,8 +129,8 @@ def cut_at_stop(text: str, stop_texts: Sequence[str]) -> str:
 
 
 class StopTextFilter:
-    """Pieces of a streamed text, up to the first stop text; what may be the beginning of one is
-    held back."""
+    """Passes on the pieces of a streamed text up to the first stop text; what may be the beginning
+    of one is held back."""
 
     def __init__(self, stop_texts: Sequence[str]) -> None:
         self._stop_texts, self._text, self._shown_length = stop_texts, "", 0
@@ -163,8 +168,7 @@ class StopTextCriteria(StoppingCriteria):
 
 
 class _StoppingGenerateManager(GenerateManager):
-    """Generates on a thread of its own, and leaves out of the answer what begins with a stop
-    text."""
+    """Generates on a thread of its own, and cuts the answer where a stop text begins."""
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any
@@ -172,6 +176,7 @@ class _StoppingGenerateManager(GenerateManager):
         queue, streamer = super().generate_streaming(
             model, processor, inputs, gen_config, **options
         )
+        # the handler above reads the queue: pieces are cut as they are put into it
         text_filter, put = StopTextFilter(_stop_texts_of(inputs)), queue._put
 
         def put_filtered(item: Any) -> None:
@@ -213,8 +218,8 @@ def _stop_texts_of(inputs: Mapping[str, Any]) -> Sequence[str]:
 def request_prompt_ids(
     responder: Responder, messages: Sequence[Message], tools: Any = None
 ) -> list[int]:
-    """Token ids of a request's messages, read and rendered as training reads and renders a row;
-    raises DataError where they are no conversation that an answer can follow."""
+    """Read and render a request's messages as training does a row; returns token ids. Raises
+    DataError where they are no conversation that an answer can follow."""
     answer = {"role": "assistant", "content": "."}
     row = RawRow("the request", {"messages": [*messages, answer], "tools": tools or []})
     data = DataConfig(merge_consecutive=responder.run.config.data.merge_consecutive)
@@ -326,7 +331,7 @@ class _ChatHandler(ChatCompletionHandler):
 
 
 async def _append_done(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """A stream with the line by which clients know that it is whole."""
+    """Append the line by which clients know that a stream is whole."""
     async for event in events:
         yield event
     yield "data: [DONE]\n\n"
@@ -335,8 +340,8 @@ async def _append_done(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
 def openai_app(
     responder: Responder, name: str, *, allowed_hosts: frozenset[str] | None = None
 ) -> FastAPI:
-    """The application that answers as the run's model, called `name`; `allowed_hosts`: the names
-    under which this server is asked, and from whose pages (None: any)."""
+    """Build the application that answers as the run's model, called `name`. `allowed_hosts` are the
+    names that a request may have in Host, and its page in Origin; None allows any."""
     app, handler = FastAPI(openapi_url=None), _ChatHandler(responder, name)
     # a token of a request is some four characters, which JSON may write as six bytes each
     body_limit = max(2**20, 16 * (handler.max_positions or 0))
@@ -360,9 +365,8 @@ def openai_app(
             )
         else:
             return await call_next(request)
-        async for (
-            _
-        ) in request.stream():  # a client sees the answer only once it has sent everything
+        # a client sees the answer only once it has sent everything
+        async for _ in request.stream():
             pass
         return rejection
 

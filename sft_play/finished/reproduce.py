@@ -95,12 +95,17 @@ class ReproduceResult(Answer):
                 next_command_line("prune", RUNS=self.path.name),
             ]
         name, largest = next(iter(self.differing_tensors.items()))
-        counts = f"{len(self.differing_tensors)} of {self.tensors} tensors differ"
-        hint = "says whether versions, machine or plan are others"
         return [
-            f"Weights: {counts}; the first is {name}, by up to {largest:.3g}",
+            (
+                f"Weights: {len(self.differing_tensors)} of {self.tensors} tensors differ; the"
+                f" first is {name}, by up to {largest:.3g}"
+            ),
             f"Written to: {self.path}",
-            next_command_line("compare", hint, RUNS=f"{self.run.name} {self.path.name}"),
+            next_command_line(
+                "compare",
+                "says whether versions, machine or plan are others",
+                RUNS=f"{self.run.name} {self.path.name}",
+            ),
         ]
 
 

@@ -11,9 +11,6 @@ prompts, as an engine renders them, are training's), its stop tokens, and its an
 transformers (greedy, token for token, with the divergence of the next-token distributions).
 """
 
-import functools
-import itertools
-import operator
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -200,8 +197,7 @@ def divergence_limit(dtype: str, base_divergence: float) -> float:
     # float64 rounds less; the bytes of NF4 have a dtype beside them, in which they are computed
     known_dtype = dtype if dtype in _MIN_KL_LIMIT else "float32"
     # of what training changed, a twentieth may remain
-    allowed = min(_MAX_KL_LIMIT[known_dtype], 0.05 * base_divergence)
-    return max(_MIN_KL_LIMIT[known_dtype], allowed)
+    return max(_MIN_KL_LIMIT[known_dtype], min(_MAX_KL_LIMIT[known_dtype], 0.05 * base_divergence))
 
 
 # --- how far two models are from each other -------------------------------------------------------
@@ -457,7 +453,7 @@ def export_test(
     paired_prompts = [pair for pair in pairs if len(pair.ids) < plan.max_seq_len]
     questions = [Question(pair.ids, "", "") for pair in paired_prompts]
     held_out = held_out_rows.split.rows
-    divergence_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), 32)]
+    kl_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), 32)]
     tensor_types, embedding_rows = _read_tensor_types(file)
     checks = check_file(run, file, fields, prompts, paired_prompts)
     # the coarsest rounding decides the limit
@@ -468,7 +464,7 @@ def export_test(
     dtypes.add(plan.precision.compute)
 
     def measure(model: Any) -> tuple[list[tuple[int, ...]], list[RowLogProbs]]:
-        """The token ids of the model's answers, and its log-probabilities on held-out rows."""
+        # the token ids of the model's answers, and its log-probabilities on held-out rows
         generated = generate_answers(
             model,
             prompts.tokenizer,
@@ -478,7 +474,7 @@ def export_test(
             max_tokens=plan.answer_tokens,
         )
         dtypes.add(str(next(model.parameters()).dtype).removeprefix("torch."))
-        return [answer.token_ids for answer in generated], log_probs(model, divergence_rows)
+        return [answer.token_ids for answer in generated], log_probs(model, kl_rows)
 
     comparison, base_divergence = None, None
     try:
@@ -493,14 +489,13 @@ def export_test(
         answers, trained_log_probs = measure(model)
         if run.is_adapter:
             with model.disable_adapter():
-                base_divergence = mean_divergence(
-                    trained_log_probs, log_probs(model, divergence_rows)
-                )
+                base_divergence = mean_divergence(trained_log_probs, log_probs(model, kl_rows))
         del model
         free_memory()
+        equal = [one == other for one, other in zip(answers, file_answers, strict=True)]
         comparison = {
             "kl": mean_divergence(trained_log_probs, file_log_probs),
-            "equal_answers": sum(map(operator.eq, answers, file_answers)) / max(1, len(answers)),
+            "equal_answers": sum(equal) / max(1, len(equal)),
             "kl_limit": max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
         }
         reason = (
@@ -662,11 +657,9 @@ _PIECES = (
 )  # fmt: skip
 
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
-
-
-@functools.cache
-def _known_pre_tokenizers() -> list[dict[str, Any]]:
-    return list(read_json(Path(__file__).with_name("pre_tokenizers.json"))["pre_tokenizers"])
+_KNOWN_PRE_TOKENIZERS: list[dict[str, Any]] = read_json(
+    Path(__file__).with_name("pre_tokenizers.json")
+)["pre_tokenizers"]
 
 
 def _build_pre_tokenizer(entry: Mapping[str, Any]) -> Any:
@@ -693,13 +686,14 @@ def find_pre_tokenizer(backend: Any) -> str | None:
     # all pairs of pieces, and every character of many scripts beside its neighbours and between
     # letters
     scripts = ["".join(map(chr, range(first, last + 1))) for first, last in _PROBED_CHARACTERS]
-    texts = [*map("".join, itertools.product(_PIECES, repeat=2)), *scripts, *map("x".join, scripts)]
+    pairs = (first + second for first in _PIECES for second in _PIECES)
+    texts = [*pairs, *scripts, *map("x".join, scripts)]
 
     def cut(pre_tokenizer: Any) -> list[list[str]]:
         return [[piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)] for text in texts]
 
     pieces = cut(backend.pre_tokenizer)
-    for entry in _known_pre_tokenizers():
+    for entry in _KNOWN_PRE_TOKENIZERS:
         if (
             entry["ignore_merges"] == bool(model.ignore_merges)
             and cut(_build_pre_tokenizer(entry)) == pieces
@@ -734,7 +728,7 @@ def load_file_tokenizer(file: Path, fields: Mapping[str, Any]) -> Callable[[str]
     backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
     # byte-level BPE; transformers cuts by GPT-2's rule where it does not know the name
     if kind == "gpt2":
-        known = [entry for entry in _known_pre_tokenizers() if pre in entry["names"]]
+        known = [entry for entry in _KNOWN_PRE_TOKENIZERS if pre in entry["names"]]
         if not known:
             raise ModelError(f"the GGUF's pre-tokenizer {pre} is not in the table of llama.cpp's")
         backend.pre_tokenizer = _build_pre_tokenizer(known[0])

@@ -17,7 +17,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +72,9 @@ logger = logging.getLogger(__name__)
 _LOSSLESS_QUANTS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ExportResult(Answer):
-    """What `export_run` wrote; `file`, `quant` and `prompts_checked` are of a GGUF."""
+    """What `export_run` wrote; only a GGUF has `file`, `quant` and `prompts_checked`."""
 
     run: Path
     format: ExportFormat
@@ -85,9 +84,9 @@ class ExportResult(Answer):
     notes: tuple[str, ...] = ()
     file: Path | None = None
     quant: Quant | None = None
-    # Prompts whose token ids by the file's own tokenizer were seen to be those of training.
+    # Prompts that have training's token ids by the file's own tokenizer.
     prompts_checked: int = 0
-    # Of an adapter: what was merged, and whether merge-test passed, in words.
+    # What was merged, and whether merge-test passed, in words; None without an adapter.
     merge: str | None = None
     wall_s: float = 0.0
 
@@ -122,11 +121,15 @@ def export_run(
     replace: bool = False,
     llama_cpp: Path | None = None,
 ) -> ExportResult:
-    """Write a finished run for an engine, with the options of docs/trained.md (export). Raises
-    ConfigError where `quant` does not fit, there is no converter, or the target cannot be written;
-    RunFolderError where the target exists; ModelError or BackendError where the model is one that
-    the converter cannot write; TokenizerError where the file's tokenizer would not be the one that
-    was trained with, or the chat template cannot be written as a Modelfile's."""
+    """Write a finished run for an engine; the options are those of `make export` (docs/trained.md).
+
+    Raises:
+        ConfigError: `quant` does not fit, there is no converter, or the target cannot be written.
+        RunFolderError: the target exists.
+        ModelError, BackendError: the converter cannot write this model.
+        TokenizerError: the file's tokenizer is not the one that was trained with, or the chat
+            template cannot be written as a Modelfile's.
+    """
     start_time = time.monotonic()
     target = out or run.folder.path / EXPORT_FOLDER / format
     require_export_target(target, replace=replace)
@@ -182,8 +185,10 @@ def _write_vllm_folder(
     write_generation_config(run, prompts.tokenizer, model_folder, staging_folder)
     size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
     max_positions, _ = describe_context_window(run, str(model_folder))
-    command = ["vllm", "serve", str(target), "--served-model-name", run.folder.path.name]
-    command += ["--max-model-len", str(max_positions)]
+    command = [
+        *("vllm", "serve", str(target), "--served-model-name", run.folder.path.name),
+        *("--max-model-len", str(max_positions)),
+    ]
     return ExportResult(run.folder.path, "vllm", target, size, (shlex.join(command),))
 
 
@@ -268,7 +273,8 @@ def _write_gguf(
 
 
 def _resolve_quants(model_folder: Path, requested_quant: Quant | None) -> tuple[Quant, Quant]:
-    """The type of the file's weights, and the one in which the converter writes them first."""
+    """Choose the type of the file's weights, and the type in which the converter writes them before
+    they are quantized. Raises ConfigError where there is none, or f16 cannot hold a value."""
     tensors = open_tensors(model_folder)
     dtype = main_dtype(tensors.values())
     lossless = _LOSSLESS_QUANTS.get(dtype)
@@ -289,9 +295,9 @@ def _resolve_quants(model_folder: Path, requested_quant: Quant | None) -> tuple[
 
 
 def _stage_model(run: FinishedRun, model_folder: Path, tokenizer: Any, staged_model: Path) -> None:
-    """Build the folder that the converter reads: links to the model's files, with the base's
+    """Build the folder that the converter reads: links to the model's files, the base's
     SentencePiece file, which transformers does not write again, and the added tokens where the
-    converter looks for them."""
+    converter looks for them. Raises ModelError where a SentencePiece file is missing."""
     staged_model.mkdir()
     for file in filter(Path.is_file, model_folder.iterdir()):
         (staged_model / file.name).symlink_to(file.resolve())
@@ -329,7 +335,7 @@ def _stage_model(run: FinishedRun, model_folder: Path, tokenizer: Any, staged_mo
 
 
 def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
-    """What the converter is told of the tokenizer: `pre` and `fields` of `run_llama_cpp.py`."""
+    """Describe the tokenizer to the converter: `pre` and `fields` of `run_llama_cpp.py`."""
     tokenizer, fields = prompts.tokenizer, dict[str, int]()
     # a GGUF has three places for tokens that end an answer (eos, eot, eom): the template's end of
     # turn must have one
@@ -358,13 +364,14 @@ def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
     }
 
 
-# --- an Ollama Modelfile: the chat template of training, written again in Go's template language, a
+# --- an Ollama Modelfile --------------------------------------------------------------------------
 #
-# Ollama does not run the template inside a GGUF. Its own is made of the texts that the chat
-# template writes between probe texts. A conversation alternates (Ollama joins neighbouring messages
-# of one role), so it does not matter where one turn ends and the next begins between two of them.
-# What Ollama makes of conversations with its template has to be the chat template's text, character
-# by character.
+# The chat template of training, written again in Go's template language, and checked. Ollama does
+# not run the template inside a GGUF. Its own is made of the texts that the chat template writes
+# between probe texts. A conversation alternates (Ollama joins neighbouring messages of one role),
+# so it does not matter where one turn ends and the next begins between two of them. What Ollama
+# makes of conversations with its template has to be the chat template's text, character by
+# character.
 _SYSTEM, _TURNS = "Qsys0Q", ("Quser1Q", "Qbot1Q", "Quser2Q", "Qbot2Q", "Quser3Q")
 
 
@@ -372,12 +379,7 @@ class UnsupportedTemplateError(TokenizerError):
     """The chat template does what a Modelfile cannot say."""
 
 
-# The chat template: messages to text up to where the answer begins; raises RenderError where it
-# refuses them.
-RenderFunction = Callable[[Sequence[Mapping[str, str]]], str]
-
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class TemplateParts:
     """What a chat template writes around the texts of a conversation."""
 
@@ -398,9 +400,9 @@ class TemplateParts:
 def build_modelfile(
     run: FinishedRun, prompts: EnginePrompts, file: str, *, adds_bos: bool, context: int
 ) -> str:
-    """The text of a Modelfile. `adds_bos`: the engine puts BOS before a prompt. `context`:
-    positions of the model. Raises UnsupportedTemplateError where a Modelfile cannot render what the
-    chat template does.
+    """Build the text of a Modelfile for the GGUF `file`. `adds_bos` is True if the engine puts BOS
+    before a prompt; `context` is the model's positions. Raises UnsupportedTemplateError where a
+    Modelfile cannot render what the chat template does.
     """
     tokenizer = prompts.tokenizer
     stops = [tokenizer.decode([token], skip_special_tokens=False) for token in prompts.stop_ids]
@@ -424,8 +426,9 @@ def build_modelfile(
 
 
 def format_modelfile(file: str, template: str, *, stops: Sequence[str], context: int) -> str:
-    """The text of a Modelfile. `context`: tokens of the longest conversation; Ollama's own limit
-    cuts prompts silently. Raises UnsupportedTemplateError where the template cannot be quoted."""
+    """Write the lines of a Modelfile. `context` is the tokens of the longest conversation: Ollama's
+    own limit cuts prompts silently. Raises UnsupportedTemplateError where the template cannot be
+    quoted."""
     if '"""' in template:
         raise UnsupportedTemplateError('it writes """, which ends a text in a Modelfile')
     lines = [
@@ -438,10 +441,19 @@ def format_modelfile(file: str, template: str, *, stops: Sequence[str], context:
     return "\n".join(lines) + "\n"
 
 
-def learn_template_parts(render: RenderFunction, *, bos: str = "") -> TemplateParts:
-    """Learn the parts of a chat template from probe conversations. `bos`: a text at the beginning
-    that the engine puts there. Raises UnsupportedTemplateError where they do not make up what the
-    template writes."""
+def learn_template_parts(
+    render: Callable[[Sequence[Mapping[str, str]]], str], *, bos: str = ""
+) -> TemplateParts:
+    """Learn the parts of a chat template from probe conversations.
+
+    Args:
+        render: the template: messages to text up to where the answer begins; raises RenderError
+            where it refuses them.
+        bos: a text at the beginning that the engine puts there.
+
+    Raises:
+        UnsupportedTemplateError: the parts do not make up what the template writes.
+    """
     turns = [
         {"role": ("user", "assistant")[index % 2], "content": text}
         for index, text in enumerate(_TURNS)
@@ -508,8 +520,8 @@ def go_template(parts: TemplateParts) -> str:
 
 
 def render_as_ollama(parts: TemplateParts, messages: Sequence[Mapping[str, str]]) -> str:
-    """What Ollama makes of a conversation, whose roles alternate, with the template of these
-    parts."""
+    """Render a conversation as Ollama does with the template of these parts; its roles
+    alternate."""
     contents, text, system = [message["content"] for message in messages], parts.start, ""
     if messages[0]["role"] == "system" and parts.system is not None:
         system = parts.system[0] + contents.pop(0) + parts.system[1]

@@ -90,11 +90,8 @@ def _download(folder: Path) -> Path:
         LLAMA_CPP_PACKAGE,
         LLAMA_CPP_VERSION,
     )
-    requirements, build_folder, download_folder = (
-        folder / "wanted.txt",
-        folder / "build",
-        folder / "download",
-    )
+    requirements, download_folder = folder / "wanted.txt", folder / "download"
+    build_folder = folder / "build"
     (build_folder / "scikit_build_core").mkdir(parents=True)
     requirements.write_text(
         f"{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} --hash=sha256:{LLAMA_CPP_SHA256}\n"
@@ -188,9 +185,8 @@ def quantize_gguf(source: Path, target: Path, quant: str) -> None:
 
 
 def _run(words: Sequence[str | Path], target: Path, *, problem: str, **variables: str) -> None:
-    inherited = {
-        key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"
-    }  # it would hide gguf-py
+    # NO_LOCAL_GGUF would hide gguf-py
+    inherited = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}
     fixed = {
         "HF_HUB_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -208,6 +204,6 @@ def _run(words: Sequence[str | Path], target: Path, *, problem: str, **variables
     )
     if process.returncode or not target.is_file():
         # the end of a program's output is where it says what went wrong
-        lines = [line.rstrip() for line in process.stdout.splitlines() if line.strip()][-6:]
-        last_lines = "\n".join(f"  {one_line(line, limit=300)}" for line in lines)
-        raise BackendError(f"{problem} (exit code {process.returncode}):\n{last_lines}")
+        lines = [line.rstrip() for line in process.stdout.splitlines() if line.strip()]
+        last_lines = [f"  {one_line(line, limit=300)}" for line in lines[-6:]]
+        raise BackendError("\n".join([f"{problem} (exit code {process.returncode}):", *last_lines]))
