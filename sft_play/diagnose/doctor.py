@@ -37,13 +37,6 @@ from sft_play.process.signals import raise_interrupt, start_child, supervise
 from sft_play.runs.files import read_json
 from sft_play.text import join_unique, render_lines
 
-# How long nodes wait for each other: time to start the command by hand on the next one.
-NODE_MEETING_S = 30.0
-# Limit of the all-reduce; importing torch from a cold disk takes most of it, NCCL's startup up to
-# 10 s on many nodes.
-ALL_REDUCE_LIMIT_S = 40.0
-
-
 # --- findings as lines ----------------------------------------------------------------------------
 
 
@@ -108,7 +101,7 @@ def run_doctor(
     *,
     environment: Mapping[str, str] = os.environ,
     uses_cpu: bool = False,
-    meeting_s: float = NODE_MEETING_S,
+    meeting_s: float = 30.0,
 ) -> DoctorReport:
     """Check everything that can stop or spoil a run on this machine; nothing is written, and a
     check that cannot be made is a finding.
@@ -117,7 +110,8 @@ def run_doctor(
         planner: plans the run for some hardware; raises SftPlayError where that fails.
         options: how the run is launched.
         uses_cpu: True if the run asks for the CPU.
-        meeting_s: seconds that the nodes wait for each other.
+        meeting_s: seconds that the nodes wait for each other: time to start the command by hand on
+            the next one.
     """
     start_time_s = time.monotonic()
     machine = detect_hardware(environment)
@@ -228,8 +222,10 @@ def _multi_rank_findings(
             skip_finding(ALL_REDUCE_NAME, "not over other GPUs than were asked for; see above"),
         ]
     disable_broken_p2p(system_facts.hardware, rank_environment)  # as a run's ranks communicate
+    # importing torch from a cold disk takes most of the limit, NCCL's startup up to 10 s on many
+    # nodes
     outcome = run_all_reduce(
-        system_facts.hardware, options, limit_s=ALL_REDUCE_LIMIT_S, environment=rank_environment
+        system_facts.hardware, options, limit_s=40.0, environment=rank_environment
     )
     return [*findings, judge_all_reduce(outcome, system_facts, options.nodes)]
 
@@ -280,9 +276,6 @@ def check_node_meeting(
 # --- an all-reduce over all ranks: started like a run's ranks, ended at a time limit, and judged --
 
 ALL_REDUCE_NAME = "all-reduce"
-# Fraction of a link's rate below which something is wrong. nccl-tests reach 0.75 to 0.95 of an
-# NVLink's; over PCIe data may pass through the host's memory or between sockets.
-MIN_LINK_SHARE = 0.15
 _ERROR_REMEDY = (
     "fix what the error names; NCCL_DEBUG=INFO make doctor shows more, docs/diagnose.md what each"
     " check needs"
@@ -410,7 +403,9 @@ def judge_all_reduce(
         text += f"; {rate / 1e9:.2f} GB/s a rank"
         if link is not None and nodes.count == 1:
             text += f", {rate / link:.0%} of the {link / 1e9:.0f} GB/s of the link between the GPUs"
-            if rate < link * MIN_LINK_SHARE:
+            # nccl-tests reach 0.75 to 0.95 of an NVLink's rate; over PCIe data may pass through the
+            # host's memory or between sockets, but below 0.15 something is wrong
+            if rate < link * 0.15:
                 return warn_finding(
                     ALL_REDUCE_NAME,
                     text,

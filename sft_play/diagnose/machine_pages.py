@@ -159,7 +159,7 @@ def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
     by_index = {gpu.index: gpu for gpu in snapshot.gpus}
     gpus = [by_index[index] for index in data["visible_gpus"] if index in by_index]
     if gpus:
-        lines += _gpu_lines(gpus, snapshot.source)
+        lines += ["", *_gpu_lines(gpus, snapshot.source)]
     lines += [
         "",
         f"Driver: {driver}",
@@ -204,8 +204,9 @@ def _gpu_lines(gpus: Sequence[GpuStatus], source: str | None) -> list[str]:
         }
         for gpu in gpus
     ]
-    table = build_table([*rows[0]], [[*row.values()] for row in rows], text_columns=(1,))
-    lines = ["", *render_lines(table)]
+    lines = render_lines(
+        build_table([*rows[0]], [[*row.values()] for row in rows], text_columns=(1,))
+    )
     for gpu in gpus:
         if gpu.withheld:
             withheld = ", ".join(

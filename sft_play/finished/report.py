@@ -773,9 +773,8 @@ class Comparison(Answer):
         columns = [one_line(name, limit=28) for name in self.names]
         lines = [f"Compared: {len(self.names)} runs; {len(self.differences)} differences"]
         if self.differences:
-            all_columns = range(len(columns) + 1)
             table = build_table(
-                ["differs", *columns], self.difference_rows, text_columns=all_columns
+                ["differs", *columns], self.difference_rows, text_columns=range(len(columns) + 1)
             )
             lines += [*render_lines(table), ""]
         lines += [

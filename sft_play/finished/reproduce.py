@@ -60,8 +60,7 @@ class ReproduceResult(Answer):
     path: Path
     code: str
     tensors: int
-    # Those that are not equal bit for bit, with their largest difference, in the order of the
-    # files.
+    # The largest difference of each tensor that is not equal bit for bit, in the files' order.
     differing_tensors: Mapping[str, float]
     steps: int
 
@@ -253,7 +252,7 @@ def _batch_overrides(prefix: str, folder: RunFolder, config: RunConfig) -> list[
 
 
 def describe_code(manifest: Mapping[str, Any], *, package: Path = PACKAGE_FOLDER) -> str:
-    """Describe the code that trains; raises RunFolderError where it is not that of the manifest's
+    """Describe the code that trains; raises RunFolderError where the manifest has another
     digest."""
     recorded = manifest.get("code") or {}
     git = recorded.get("git") or {}
@@ -270,9 +269,9 @@ def describe_code(manifest: Mapping[str, Any], *, package: Path = PACKAGE_FOLDER
 
 
 def compare_weights(first_folder: Path, second_folder: Path) -> tuple[int, dict[str, float]]:
-    """Count the tensors of two folders of weights, and find those that differ bit by bit, in the
-    order of the first one's files: by how much at most, infinite where shapes or dtypes do, or one
-    is not a number."""
+    """Compare two folders of weights bit by bit; returns the number of tensors, and the largest
+    difference of each that differs, in the order of the first folder's files. It is infinite where
+    shapes or dtypes differ, a folder lacks the tensor, or a value is not a number."""
     first, second = open_tensors(first_folder), open_tensors(second_folder)
     names, differing = dict.fromkeys([*first, *sorted(second)]), dict[str, float]()
     for name in names:

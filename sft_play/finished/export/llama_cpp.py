@@ -43,8 +43,8 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 
 
 def find_converter(checkout: Path | None) -> Path:
-    """The folder with llama.cpp's converters: the `checkout`, else the one in the cache, which is
-    fetched the first time. Raises ConfigError where `checkout` holds none, or they cannot be
+    """Find the folder with llama.cpp's converter: `checkout`, else the cache, into which it is
+    fetched the first time. Raises ConfigError where `checkout` holds none, or it cannot be
     fetched."""
     if checkout is not None:
         if (
@@ -156,9 +156,9 @@ def convert_to_gguf(
     name: str,
     vocabulary: Mapping[str, Any],
 ) -> None:
-    """Write the model in a folder as the GGUF `target`, by llama.cpp's converter in a process of
-    its own. `name`: the model's in the file. `vocabulary`: what `run_llama_cpp.py` is told. Raises
-    BackendError with its last lines where it failed."""
+    """Convert the model in a folder to the GGUF `target`, by llama.cpp's converter in a process of
+    its own. `name` is the model's in the file; `vocabulary` is what `run_llama_cpp.py` reads.
+    Raises BackendError with the converter's last lines where it failed."""
     words = [
         *("convert", str(converter_folder), str(model_folder)),
         *("--outfile", str(target), "--outtype", quant, "--model-name", name),
@@ -176,7 +176,7 @@ def convert_to_gguf(
 
 def quantize_gguf(source: Path, target: Path, quant: str) -> None:
     """Write the GGUF `source` with weights in fewer bits, by llama.cpp's library in a process of
-    its own. Raises BackendError with its last lines where it failed."""
+    its own. Raises BackendError with the library's last lines where it failed."""
     _run(
         ["quantize", source, target, quant],
         target,
@@ -187,11 +187,6 @@ def quantize_gguf(source: Path, target: Path, quant: str) -> None:
 def _run(words: Sequence[str | Path], target: Path, *, problem: str, **variables: str) -> None:
     # NO_LOCAL_GGUF would hide gguf-py
     inherited = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}
-    fixed = {
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
     runner = [sys.executable, str(Path(__file__).with_name("run_llama_cpp.py"))]
     process = subprocess.run(
         [sys.executable, "-m", "sft_play.process.signals", *runner, *map(str, words)],
@@ -199,7 +194,15 @@ def _run(words: Sequence[str | Path], target: Path, *, problem: str, **variables
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=signals.child_environment({**inherited, **fixed, **variables}),
+        env=signals.child_environment(
+            {
+                **inherited,
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "TRANSFORMERS_VERBOSITY": "error",
+                **variables,
+            }
+        ),
         check=False,
     )
     if process.returncode or not target.is_file():
