@@ -221,7 +221,7 @@ from pathlib import Path
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import lock_run
 folder, forks = sys.argv[1:3]
-if os.environ.get("RANK", "0") == "0":
+if (os.environ.get("RANK") or "0") == "0":
     file = open(os.path.join(folder, "train.log"), "a")
     held = lock_run(RunFolder(Path(folder)), role=json.loads(os.environ.get("PART", "null")))
 for _ in range(int(forks)):
