@@ -64,8 +64,8 @@ def _run_check(note: Callable[..., None], out: Path, device_type: str, timeout_s
         ones = torch.ones(64, 64, dtype=torch.float16, device=device)
         if (ones @ ones).float().mean().item() != 64.0:
             raise RuntimeError(
-                f"{torch.cuda.get_device_name(device)} computes wrongly: ones(64) @ ones(64) is"
-                " not 64"
+                f"{torch.cuda.get_device_name(device)} computes wrongly:"
+                " ones(64) @ ones(64) is not 64"
             )
     note("device")
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))

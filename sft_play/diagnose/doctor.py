@@ -277,8 +277,8 @@ def check_node_meeting(
 
 ALL_REDUCE_NAME = "all-reduce"
 _ERROR_REMEDY = (
-    "fix what the error names; NCCL_DEBUG=INFO make doctor shows more, docs/diagnose.md what each"
-    " check needs"
+    "fix what the error names; NCCL_DEBUG=INFO make doctor shows more,"
+    " docs/diagnose.md what each check needs"
 )
 
 
@@ -387,8 +387,8 @@ def judge_all_reduce(
         remedy = "test the machine's memory: gloo on the CPU returned wrong numbers"
         if has_gpus:
             remedy = (
-                "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is"
-                " broken here"
+                "export NCCL_P2P_DISABLE=1 and run make doctor again;"
+                " if that fixes it, P2P is broken here"
             )
         return fail_finding(ALL_REDUCE_NAME, f"the sum is wrong: {counts}", remedy)
     is_done = all(reports.get(rank, {}).get("stage") == "done" for rank in outcome.expected_ranks)
@@ -468,8 +468,8 @@ def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts) -> Fi
         text += f" ({one_line(next(iter(errors.values())), limit=200)})"
     text = f"not done after {outcome.limit_s:.0f} s: {text}"
     remedy = (
-        "stop other work on this machine and run it again; each rank needs a core, and all need"
-        " 1 GiB"
+        "stop other work on this machine and run it again;"
+        " each rank needs a core, and all need 1 GiB"
     )
     if outcome.world_size > len(outcome.expected_ranks):
         remedy = "let the firewall pass all ports between the nodes: ranks choose their own"

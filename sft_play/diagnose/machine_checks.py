@@ -376,8 +376,8 @@ def check_disk(
     needed = (
         f"{checkpoints} of {format_size(disk_usage.checkpoint_bytes)} at once and"
         f" {format_size(disk_usage.weights_bytes)} at the end:"
-        f" {format_size(disk_usage.total_bytes)}; {format_size(space.free)} are free at"
-        f" {disk_folder}"
+        f" {format_size(disk_usage.total_bytes)};"
+        f" {format_size(space.free)} are free at {disk_folder}"
     )
     if space.free < disk_usage.total_bytes:
         return fail_finding("disk", needed, MORE_SPACE_REMEDY)

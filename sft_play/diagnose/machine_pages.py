@@ -167,8 +167,8 @@ def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
         torch_build_text(),
         (
             f"CPU: {one_line(host['cpu'])}, {value_or_na(host['physical_cores'])} physical cores,"
-            f" {value_or_na(host['logical_cores'])} logical, {host['usable_cores']} for this"
-            " process"
+            f" {value_or_na(host['logical_cores'])} logical,"
+            f" {host['usable_cores']} for this process"
         ),
         f"RAM: {gib_or_na(host['ram_bytes'])} GiB, {gib_or_na(host['ram_free_bytes'])} free",
         (
@@ -241,8 +241,8 @@ def assumed_machine_info(hardware: Hardware, text: str) -> tuple[dict[str, Any],
     }
     lines = [
         (
-            f"Assumed, not detected: HARDWARE={one_line(text)}, as in make plan (catalogue:"
-            " docs/gpus.md)"
+            f"Assumed, not detected: HARDWARE={one_line(text)},"
+            " as in make plan (catalogue: docs/gpus.md)"
         ),
         f"Number of GPUs: {len(hardware.gpus)}",
     ]
@@ -353,8 +353,8 @@ def _describe_run(
     # a process that is killed cannot write its end into the manifest
     if not is_running and status == "running":
         return (
-            f"Run {path} is not running (its manifest says running, and nothing writes it: it was"
-            " ended)"
+            f"Run {path} is not running (its manifest says running, and nothing writes it:"
+            " it was ended)"
         )
     if not is_running:
         return f"Run {path} is not running (status: {value_or_na(status)})"
@@ -566,8 +566,8 @@ def format_memory_snapshot(snapshot: MemorySnapshot) -> list[str]:
     # `n/a` in the table needs a reason: without one it looks like a run that holds nothing
     if snapshot.ranks and shows_gpus and any(use.run_bytes is None for use in snapshot.gpus):
         lines.append(
-            "n/a: the driver names no process of this run there, as in a container, or before it"
-            " uses the GPU"
+            "n/a: the driver names no process of this run there, as in a container,"
+            " or before it uses the GPU"
         )
     lines.append(
         f"RAM: {gib_or_na(snapshot.ram['total_bytes'])} GiB,"

@@ -267,8 +267,8 @@ class _RunChecks:
             require_available_model(name, revision=self._config.model.revision)
             if not machine_checks.has_local_weights(self._config) and not is_hub_reachable():
                 problem = (
-                    f"the weights of {name} are not in the local cache, and the hub cannot be"
-                    " reached"
+                    f"the weights of {name} are not in the local cache,"
+                    " and the hub cannot be reached"
                 )
         else:
             load_config_json(name)
@@ -373,8 +373,8 @@ class _RunChecks:
             if survey.first_row is not None:
                 row_number, token_row = survey.first_row
                 header = (
-                    f"row {row_number:,} of {survey.split}, trained part in [[ ]] (make preview"
-                    " shows more):"
+                    f"row {row_number:,} of {survey.split},"
+                    " trained part in [[ ]] (make preview shows more):"
                 )
                 row_text = one_line(format_row(token_row, self._tokenizer), limit=1_300)
                 yield pass_finding("example", f"{header}\n{row_text}")

@@ -309,8 +309,8 @@ def find_tasks(tasks: Sequence[str]) -> list[str]:
         matches = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matches:
             raise ConfigError(
-                f"TASKS={one_line(name)}: lm-evaluation-harness has no such task; lm-eval ls tasks"
-                " lists them"
+                f"TASKS={one_line(name)}: lm-evaluation-harness has no such task;"
+                " lm-eval ls tasks lists them"
             )
         task_names += matches
     return task_names
@@ -552,8 +552,8 @@ def _try_metrics(rows: EvalRows, names: Sequence[str], metrics: Sequence[Metric]
     own function fails on the first reference."""
     if names and metrics and not rows.questions:
         raise ConfigError(
-            f"METRICS={one_line(' '.join(names))}: no row of {rows.data or rows.split} ends with an"
-            " answer"
+            f"METRICS={one_line(' '.join(names))}:"
+            f" no row of {rows.data or rows.split} ends with an answer"
         )
     for position, (question, _) in [*rows.questions.items()][:1]:
         _metric_values(rows, metrics, position, question.reference)

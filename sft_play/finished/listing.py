@@ -239,8 +239,8 @@ def _prunable_paths(folder: RunFolder, scope: PruneScope) -> dict[Path, int]:
         return {path: path.stat().st_size for path in files if not path.is_symlink()}
     if folder.path.is_symlink():
         raise RunFolderError(
-            f"{folder.path} is a link to {folder.path.resolve()}: name that folder, or remove the"
-            " link"
+            f"{folder.path} is a link to {folder.path.resolve()}:"
+            " name that folder, or remove the link"
         )
     if scope == "run":
         return {folder.path: _folder_bytes(folder.path)}

@@ -110,8 +110,8 @@ def validate_request(body: Mapping[str, Any]) -> dict[str, Any]:
         message = f"{option} is missing"
     elif first["type"] == "extra_forbidden":
         message = (
-            f"{one_line(option)} is not supported by this server ({value_text} was given); leave"
-            " it out"
+            f"{one_line(option)} is not supported by this server ({value_text} was given);"
+            " leave it out"
         )
     raise bad_request(message, option)
 
@@ -354,8 +354,8 @@ def openai_app(
         if not is_local_request(allowed_hosts, headers.get("host", ""), headers.get("origin")):
             rejection = _error_response(
                 403,
-                "this server answers this machine alone, and the request names another in Host or"
-                " Origin",
+                "this server answers this machine alone,"
+                " and the request names another in Host or Origin",
             )
         elif "transfer-encoding" in headers:
             rejection = _error_response(411, "the body has no length (Content-Length)")

@@ -149,8 +149,8 @@ def reproduce(run: FinishedRun) -> ReproduceResult:
         raise Interrupted(f"stopped by the user; what was trained is in {new_folder}")
     if exit_code:
         raise TrainingError(
-            f"{run_folder} could not be trained again: it ended with exit code {exit_code}; see"
-            " above"
+            f"{run_folder} could not be trained again:"
+            f" it ended with exit code {exit_code}; see above"
         )
     tensors, differing = compare_weights(
         run.weights, RunFolder(new_folder).model_path(is_adapter=run.is_adapter)

@@ -274,8 +274,8 @@ class Conversation:
             # answers so far were given under another system prompt
             self.system, self.messages = argument or None, []
             reply = (
-                f"the system prompt is {'set' if argument else 'removed'}; the conversation is"
-                " empty"
+                f"the system prompt is {'set' if argument else 'removed'};"
+                " the conversation is empty"
             )
         elif name in ("base", "both") and not self.responder.run.is_adapter:
             reply = "this run trained all weights: there is no adapter to switch off"
@@ -504,8 +504,8 @@ def _count_answered(answers_path: Path, prompts: list[Prompt], provenance: str) 
             ) from None
         if entry != prompt.output_fields:
             raise DataError(
-                f"{file_label} exists and answers other prompts (line {line_number}); name another"
-                " file"
+                f"{file_label} exists and answers other prompts (line {line_number});"
+                " name another file"
             )
         if answered_by != provenance:
             raise DataError(

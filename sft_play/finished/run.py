@@ -156,8 +156,8 @@ def base_model_folder(run: FinishedRun) -> Path:
             )
         if recorded.get("sha256") not in (None, base_weights_identity(name, None)["sha256"]):
             raise ModelError(
-                f"the weights in {name} are not those that {run.folder.path} was trained on: put"
-                " the base back"
+                f"the weights in {name} are not those that {run.folder.path} was trained on:"
+                " put the base back"
             )
         return folder
     # a path and no hub id, for which the hub need not be asked
@@ -319,8 +319,8 @@ def require_export_target(target: Path, *, replace: bool) -> None:
         raise RunFolderError(f"{target} exists; FORCE=1 replaces it, OUT=FOLDER writes elsewhere")
     if target.exists() and not (target / EXPORT_FILE).is_file():
         raise RunFolderError(
-            f"{target} is no export of this toolkit and is not replaced; OUT=FOLDER writes"
-            " elsewhere"
+            f"{target} is no export of this toolkit and is not replaced;"
+            " OUT=FOLDER writes elsewhere"
         )
 
 

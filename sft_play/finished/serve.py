@@ -86,8 +86,8 @@ def _client_notes(run: FinishedRun, model: str) -> str:
     notes = [describe_context_window(run, model)[1]]
     if run.config.data.style.system:
         notes.append(
-            "System prompt: rows of training had that of data.style.system, and requests bring"
-            " their own"
+            "System prompt: rows of training had that of data.style.system,"
+            " and requests bring their own"
         )
     return "; ".join(filter(None, notes))
 
@@ -98,8 +98,8 @@ def parse_port(text: str | None) -> int:
         return DEFAULT_PORT
     if not re.fullmatch("[0-9]{1,5}", text.strip()) or int(text) >= 65_536:
         raise ConfigError(
-            f"PORT={one_line(text)} is not a port; ports go from 1 to 65535, and 0 takes any"
-            " free one"
+            f"PORT={one_line(text)} is not a port;"
+            " ports go from 1 to 65535, and 0 takes any free one"
         )
     return int(text)
 

@@ -196,8 +196,8 @@ class ShipVerdict:
         if continued_adapter:
             lines.insert(
                 0,
-                f"Before: {continued_adapter}, which this run continued: it is the base of these"
-                " figures",
+                f"Before: {continued_adapter}, which this run continued:"
+                " it is the base of these figures",
             )
         return [
             *lines,

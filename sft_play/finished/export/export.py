@@ -139,8 +139,8 @@ def export_run(
     if quant not in (None, *CONVERTER_QUANTS) and importlib.util.find_spec("llama_cpp") is None:
         raise ConfigError(
             f"QUANT={quant} needs llama.cpp's library, which is not here: {sys.executable} -m "
-            f"pip install {LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} (it compiles for minutes); or "
-            "take QUANT=q8_0"
+            f"pip install {LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} (it compiles for minutes);"
+            " or take QUANT=q8_0"
         )
     converter_folder = None if format == "vllm" else find_converter(llama_cpp)
     model_folder = ensure_whole_model_folder(run, is_locked=True)
@@ -312,8 +312,8 @@ def _stage_model(run: FinishedRun, model_folder: Path, tokenizer: Any, staged_mo
         # tokenizer
         raise ModelError(
             "llama.cpp's converter reads a SentencePiece tokenizer from tokenizer.model, and "
-            f"{model_folder} and the base have none; copy the published model's into "
-            f"{model_folder}"
+            f"{model_folder} and the base have none;"
+            f" copy the published model's into {model_folder}"
         )
     # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no
     # longer writes them

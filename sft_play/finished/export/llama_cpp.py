@@ -167,8 +167,8 @@ def convert_to_gguf(
         words,
         target,
         problem=(
-            f"llama.cpp's converter ({converter_folder}) failed; a newer checkout may do better"
-            " (LLAMA_CPP=)"
+            f"llama.cpp's converter ({converter_folder}) failed;"
+            " a newer checkout may do better (LLAMA_CPP=)"
         ),
         SFT_PLAY_GGUF_VOCABULARY=json.dumps(vocabulary),
     )

@@ -153,8 +153,8 @@ class AdaptedModel:
         if shared:
             raise ModelError(
                 f"the adapter cannot be merged: blocks of a {type(self.base_model).__name__} share"
-                f" {shared[0]}, and each has changes of its own to it; serve the base with the"
-                " adapter"
+                f" {shared[0]}, and each has changes of its own to it;"
+                " serve the base with the adapter"
             )
         # Tensors that the base ties to others and that training made different, with the name of
         # the other.
@@ -202,8 +202,8 @@ class AdaptedModel:
         mismatched_names = sorted(set(names) ^ set(saved))
         if mismatched_names:
             raise ModelError(
-                f"{file} is the adapter of another model: {mismatched_names[0]} is in one of them"
-                " only"
+                f"{file} is the adapter of another model:"
+                f" {mismatched_names[0]} is in one of them only"
             )
         try:
             # PEFT's own loading would move what it reads to where the base is, which is nowhere
@@ -371,8 +371,8 @@ class MergedWeights:
             if target not in self._sources or not self._sources[target].can_be_split():
                 raise ModelError(
                     f"the adapter cannot be merged: {target} of a {model_name} is made of "
-                    "tensors of its files in a way that has no way back; serve the base with "
-                    "the adapter"
+                    "tensors of its files in a way that has no way back;"
+                    " serve the base with the adapter"
                 )
         misfit = self._find_misfit()
         if misfit is not None:
@@ -554,8 +554,8 @@ class MergeResult(Answer):
         lines += self.notes
         if self.untied:
             lines.append(
-                "Embeddings: input and output were one tensor in the base and are two now (both"
-                " were trained)"
+                "Embeddings: input and output were one tensor in the base and are two now"
+                " (both were trained)"
             )
         variables = {"RUN": self.run}
         if self.path != self.run / MERGED_FOLDER:

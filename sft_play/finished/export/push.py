@@ -156,8 +156,8 @@ def plan_upload(
         ).encode()
         if not base.is_on_hub:
             notes.append(
-                f"Its base, {base.name}, is a local model, which others need too; MERGED=1 needs"
-                " none"
+                f"Its base, {base.name}, is a local model, which others need too;"
+                " MERGED=1 needs none"
             )
     _refuse_leaks(run, files)
     if is_private_repo and is_public:
@@ -198,8 +198,8 @@ def require_repo_name(repo: str | None) -> str:
 
     if not repo or "/" not in repo:
         raise ConfigError(
-            f"REPO={one_line(repo or '')} names no user and repository of the hub, such as"
-            " REPO=user/name"
+            f"REPO={one_line(repo or '')} names no user and repository of the hub,"
+            " such as REPO=user/name"
         )
     try:
         validate_repo_id(repo)
@@ -251,8 +251,8 @@ def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
         for path in private_paths:
             if path in text:
                 raise ConfigError(
-                    f"{name} names a path of this machine, {one_line(path)}; remove it there before"
-                    " the upload"
+                    f"{name} names a path of this machine, {one_line(path)};"
+                    " remove it there before the upload"
                 )
         if redact(text) != text:
             raise ConfigError(
