@@ -435,8 +435,15 @@ class Evaluation(Answer):
             )
         if before is not None:
             lines.append(f"Before: {before}, which this run continued")
-        first_model = "base" if before is None else "before"
-        table = [["", first_model, "tuned", f"difference [{CONFIDENCE_LEVEL:.0%} interval]", ""]]
+        table = [
+            [
+                "",
+                "base" if before is None else "before",
+                "tuned",
+                f"difference [{CONFIDENCE_LEVEL:.0%} interval]",
+                "",
+            ]
+        ]
         table += [row for comparison in self.comparisons for row in comparison.table_rows()]
         for task in self.tasks:
             difference = f"{task.tuned - task.base:+.4f}"

@@ -517,6 +517,7 @@ def build_run_charts(record: RunRecord) -> list[Chart]:
         if part.summary.get("predicted_tokens_per_s")
         for step in (1, part.steps)
     ]
+    # a source's two curves have one colour; the losses of ranks are named alike, and no sources
     source_curves, colours = [], itertools.cycle(COLOURS)
     for name in sorted(
         {name for part in record.parts for name in part.curves if name.startswith("loss_")}

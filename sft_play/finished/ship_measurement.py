@@ -209,6 +209,7 @@ def _measure_losses(
             getattr(model.config.get_text_config(), "max_position_embeddings", None)
             or _MAX_ROW_TOKENS
         )
+        # rows of the general sample may be longer than what a small model reads
         scores = []
         for row_set in (rows, texts, chats):
             shortened = [

@@ -228,6 +228,7 @@ def _write_gguf(
         )
     staged_model = staging_folder / ".model"
     _stage_model(run, model_folder, prompts.tokenizer, staged_model)
+    # a type that the converter does not write is quantized from a lossless file
     converted_file = file if converted_quant == file_quant else staged_model / "whole.gguf"
     convert_to_gguf(
         converter_folder,
@@ -240,6 +241,7 @@ def _write_gguf(
     if converted_file != file:
         quantize_gguf(converted_file, file, file_quant)
     shutil.rmtree(staged_model)
+    # checked by prompts of no run, and by the run's own where its data is here
     paired_prompts = prompts.probe_prompts()
     try:
         paired_prompts += prompts.row_prompts(load_held_out_rows(run).split, 32)
@@ -249,6 +251,7 @@ def _write_gguf(
         )
     prompts_checked, notes = 0, []
     for check in check_file(run, file, read_fields(file), prompts, paired_prompts):
+        # a GGUF has three places for stop tokens: a fourth is a note, and no fault of the file
         if check.ok is False and check.name != "Stop tokens":
             raise TokenizerError(
                 f"llama.cpp's converter wrote a GGUF that is not the trained model: {check.reason};"

@@ -605,6 +605,7 @@ def merge_run(
     merged_weights = MergedWeights(adapted, base_folder, MERGE_DTYPES[dtype] if dtype else None)
     dtype_names = {value: name for name, value in MERGE_DTYPES.items()}
     dtype_name = dtype_names.get(merged_weights.dtype, str(merged_weights.dtype))
+    # a merge that does not end leaves no folder, and the one before it as it was
     with staged_folder(target) as staging_folder:
         require_space(staging_folder, merged_weights.max_bytes, "the merged model needs")
         merged_weights.write(staging_folder, file_bytes)

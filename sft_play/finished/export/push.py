@@ -69,9 +69,12 @@ class Upload(Answer):
             if self.repo_exists
             else f"a new {access} repository"
         )
-        place = f"From {self.folder} to https://huggingface.co/{self.repo} ({action})"
         files = [f"  {name} ({format_size(size)})" for name, size in sizes.items()]
-        return "\n".join([f"{place}, {format_size(sum(sizes.values()))}:", *files, *self.notes])
+        header = (
+            f"From {self.folder} to https://huggingface.co/{self.repo} ({action}),"
+            f" {format_size(sum(sizes.values()))}:"
+        )
+        return "\n".join([header, *files, *self.notes])
 
     def as_json(self) -> dict[str, Any]:
         return {
