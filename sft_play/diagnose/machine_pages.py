@@ -52,7 +52,7 @@ def read_machine_info(
 
     Args:
         outputs: the folder of the runs, whose disk is read.
-        environment: `CUDA_VISIBLE_DEVICES` of it is heeded.
+        environment: the run's variables; `CUDA_VISIBLE_DEVICES` chooses GPUs.
         includes_torch: True asks torch too, in a process of its own.
 
     In the JSON sizes are bytes, and null is what the driver does not say. `visible_gpus` has the
@@ -155,7 +155,7 @@ def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
     lines += data["notes"]
     if data["unused_accelerator"]:
         lines.append(data["unused_accelerator"])
-    # in the order in which a run would see them, which CUDA_VISIBLE_DEVICES may turn round
+    # in the order in which a run would see them: CUDA_VISIBLE_DEVICES may change it
     by_index = {gpu.index: gpu for gpu in snapshot.gpus}
     gpus = [by_index[index] for index in data["visible_gpus"] if index in by_index]
     if gpus:

@@ -241,7 +241,6 @@ def _write_gguf(
     if converted_file != file:
         quantize_gguf(converted_file, file, file_quant)
     shutil.rmtree(staged_model)
-    # checked by prompts of no run, and by the run's own where its data is here
     paired_prompts = prompts.probe_prompts()
     try:
         paired_prompts += prompts.row_prompts(load_held_out_rows(run).split, 32)
