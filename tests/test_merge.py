@@ -344,9 +344,6 @@ def test_merge_test_sees_a_merge_of_another_adapter(tmp_path):
     merge_run(run)
     assert merge_test(run).ok
     assert not merge_test(run, path=merge_run(other).path).ok
-    double = make_base(tmp_path / "double", llama(), dtype=torch.float64)
-    run = find_finished_run(tmp_path, str(finished_run(tmp_path / "of_double", double)))
-    assert (merge_run(run).dtype, merge_test(run).ok) == ("torch.float64", True)
 
 
 def test_the_verdict_goes_by_what_training_changed_within_bounds_of_the_dtype():

@@ -191,13 +191,11 @@ def divergence_limit(dtype: str, base_divergence: float) -> float:
     """The mean KL divergence, in nats, up to which a merged model counts as the adapter's.
 
     Args:
-        dtype: the coarsest in which either computes: a key of `_MIN_KL_LIMIT`, or another.
+        dtype: the coarsest in which either computes, a key of `_MIN_KL_LIMIT`.
         base_divergence: of the base from the adapter, in nats: what training changed.
     """
-    # float64 rounds less; the bytes of NF4 have a dtype beside them, in which they are computed
-    known_dtype = dtype if dtype in _MIN_KL_LIMIT else "float32"
     # of what training changed, a twentieth may remain
-    return max(_MIN_KL_LIMIT[known_dtype], min(_MAX_KL_LIMIT[known_dtype], 0.05 * base_divergence))
+    return max(_MIN_KL_LIMIT[dtype], min(_MAX_KL_LIMIT[dtype], 0.05 * base_divergence))
 
 
 # --- how far two models are from each other -------------------------------------------------------
