@@ -396,9 +396,12 @@ def test_only_the_converter_is_unpacked_and_another_archive_is_refused(tmp_path)
 
 
 def test_without_an_index_one_message_says_how_to_get_the_converter(tmp_path, monkeypatch):
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    monkeypatch.setenv("SFT_PLAY_CACHE", "/dev/null/cache")
+    with pytest.raises(ConfigError, match=r"cannot be created .*set SFT_PLAY_CACHE"):
+        find_converter(None)
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     with pytest.raises(ConfigError, match=r"LLAMA_CPP= a checkout .* llama-cpp-python") as caught:
         find_converter(None)
     assert "\n" not in str(caught.value)

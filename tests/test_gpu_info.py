@@ -178,12 +178,16 @@ def test_torch_is_asked_only_where_full_is_wanted(bare, monkeypatch):
 
 
 @pytest.mark.build
-def test_torch_answers_from_a_process_of_its_own():
+def test_torch_answers_from_a_process_of_its_own(tmp_path):
     told = machine_pages.read_torch_report(dict(os.environ))
     assert f"PyTorch version: {installed_version('torch')}" in told
     assert not any("Vulnerability" in line for line in told)
     assert "timed out after 0.01" in machine_pages.read_torch_report(dict(os.environ), timeout_s=0.01)[0]
-    assert "exit status" in machine_pages.read_torch_report({"PYTHONHOME": "/nowhere"})[0]
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open')")
+    assert machine_pages.read_torch_report(dict(os.environ, PYTHONPATH=str(tmp_path))) == [
+        "it ended with exit status 1: ImportError: libcudart.so.13: cannot open"
+    ]
 
 
 # --- a named machine --------------------------------------------------------------------------------------------------

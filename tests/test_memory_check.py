@@ -221,7 +221,7 @@ from pathlib import Path
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import lock_run
 folder, forks = sys.argv[1:3]
-if os.environ.get("RANK", "0") == "0":
+if (os.environ.get("RANK") or "0") == "0":
     file = open(os.path.join(folder, "train.log"), "a")
     held = lock_run(RunFolder(Path(folder)), role=json.loads(os.environ.get("PART", "null")))
 for _ in range(int(forks)):
@@ -264,7 +264,7 @@ def end(started: subprocess.Popen[str]) -> None:
 
 def test_a_single_process_is_found_by_the_log_that_it_has_open(training, tmp_path):
     folder = run_folder(tmp_path / "out", "alone")
-    process = training(folder, forks=2)
+    process = training(folder, forks=2, RANK="")
     found = read_memory_snapshot(tmp_path / "out", {})
     assert found.running
     (one,) = found.ranks

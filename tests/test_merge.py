@@ -324,6 +324,11 @@ def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monk
     exported = export_run(run, "vllm")
     assert json.loads((exported.path / "export.json").read_text())["merge"] == read_merge_record(folder)
     assert read_merge_record(exported.path) == read_merge_record(folder)
+    config = (folder / "config.json").read_bytes()
+    (folder / "config.json").unlink()
+    assert find_merged_model(run) is None  # half removed by hand
+    (folder / "config.json").write_bytes(config)
+    assert find_merged_model(run) == folder
     # the adapter was trained further: the merge is not its any more
     adapter = run.weights / "adapter_model.safetensors"
     save_file({name: tensor * 2 for name, tensor in load_file(adapter).items()}, adapter)

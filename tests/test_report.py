@@ -325,6 +325,9 @@ def test_last_is_the_run_that_finished_last_else_the_one_that_started_last(tmp_p
         times = {"started": f"2026-01-0{started}", "ended": f"2026-01-0{ended}"}
         recorded_run(tmp_path / name, manifest={"status": status, **times})
         assert find_run_folder(tmp_path, "last").path.name == last
+        if name == "c":
+            with pytest.raises(RunFolderError, match=r"there is no finished run in .* \(3 unfinished\)"):
+                find_run_folder(tmp_path, "last", must_be_finished=True)
     assert find_run_folder(tmp_path, "c").path == tmp_path / "c"
     with pytest.raises(RunFolderError, match="there is no run nobody"):
         find_run_folder(tmp_path, "nobody")

@@ -410,14 +410,18 @@ def test_only_addresses_of_this_machine_come_without_a_warning():
 
 
 def test_packages_that_are_missing_or_have_another_server_are_named(world, monkeypatch):
-    monkeypatch.delitem(sys.modules, "sft_play.finished.openai", raising=False)
-    monkeypatch.setitem(sys.modules, "transformers.cli.serving.chat_completion", None)
     service = of_run(world / "lora")
-    with (
-        contextlib.closing(service._listener),
-        pytest.raises(BackendError, match=r"chat_completion.*sft-play\[serve\]"),
-    ):
-        service.start()
+    with contextlib.closing(service._listener):
+        # another transformers, then the same without the package openai
+        for is_there, said in ((True, "chat_completion"), (False, "CompletionCreateParamsStreaming")):
+            with monkeypatch.context() as patch:
+                patch.delitem(sys.modules, "sft_play.finished.openai", raising=False)
+                patch.setitem(sys.modules, "transformers.cli.serving.chat_completion", None)
+                if not is_there:
+                    patch.delitem(sys.modules, "transformers.cli.serving.chat_completion")
+                    patch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
+                with pytest.raises(BackendError, match=rf"{said}.*sft-play\[serve\]"):
+                    service.start()
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(BackendError, match="no program vllm"):

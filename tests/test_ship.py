@@ -548,6 +548,8 @@ WRONG_FILES = {
     "a level above 1": lambda data: json.dumps(data | {"thresholds": {"level": 2}}),
     "not a number": lambda data: json.dumps(data).replace("[1.0,", "[NaN,", 1),
     "a row of no tokens": lambda data: json.dumps(data).replace('"tokens": [1,', '"tokens": [0,', 1),
+    "no list of checks": lambda data: json.dumps(data | {"checks": 5}),
+    "a check that is a text": lambda data: json.dumps(data | {"checks": ["task"]}),
     "a row less": lambda data: json.dumps(data).replace('"tokens": [1,', '"tokens": [', 1),
 }
 

@@ -24,11 +24,6 @@ from sft_play.text import MIB
 
 # Bytes that are reduced, DDP's buckets and FSDP's layers are in this range; the larger are timed.
 SIZES = {"cpu": (MIB, 64 * MIB), "cuda": (MIB, 256 * MIB)}
-REPETITIONS = 5
-# The longest that the largest size may take once.
-MAX_ONCE_S = 2.0
-# Values repeat after so many elements, so that sums are whole numbers that fp32 represents exactly.
-PATTERN_LENGTH = 7
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,9 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=tuple(SIZES), required=True)
     parser.add_argument("--timeout", type=float, required=True)
     options = parser.parse_args(argv)
-    die_with_parent(
-        os.getppid(), signal.SIGKILL
-    )  # the parent is the launcher, which ends with the doctor
+    # the parent is the launcher, which ends with the doctor
+    die_with_parent(os.getppid(), signal.SIGKILL)
     report: dict[str, Any] = {"rank": int(os.environ["RANK"])}
 
     def note(stage: str, **facts: Any) -> None:
@@ -50,9 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     note("started")
     try:
         wrong_count = _run_check(note, options.out, options.device, options.timeout)
-    except (
-        Exception
-    ) as error:  # its process group is left as it is: destroying one that hangs would hang too
+    except Exception as error:
+        # the process group is left as it is: destroying one that hangs would hang too
         note("failed", error=f"{type(error).__name__}: {error}")
         raise
     dist.destroy_process_group()
@@ -71,8 +64,8 @@ def _run_check(note: Callable[..., None], out: Path, device_type: str, timeout_s
         ones = torch.ones(64, 64, dtype=torch.float16, device=device)
         if (ones @ ones).float().mean().item() != 64.0:
             raise RuntimeError(
-                f"{torch.cuda.get_device_name(device)} computes wrongly: ones(64) @ ones(64) is"
-                " not 64"
+                f"{torch.cuda.get_device_name(device)} computes wrongly:"
+                " ones(64) @ ones(64) is not 64"
             )
     note("device")
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
@@ -81,12 +74,11 @@ def _run_check(note: Callable[..., None], out: Path, device_type: str, timeout_s
     for size in SIZES[device_type]:
         wrong_count += wrong_elements(size, device)
         note("reduced")  # a broken network hangs in the first one
-        once_s = time_all_reduce(size, device, 1)
-        if (
-            once_s * SIZES[device_type][-1] / size > MAX_ONCE_S
-        ):  # a network so slow would not be done in time
+        once_s = time_all_reduce(size, device, repetitions=1)
+        # where the largest size takes longer than 2 s once, the check would not be done in time
+        if once_s * SIZES[device_type][-1] / size > 2.0:
             break
-    seconds = time_all_reduce(size, device, REPETITIONS)
+    seconds = time_all_reduce(size, device, repetitions=5)
     note("done", wrong=wrong_count)
     if dist.get_rank() == 0:
         atomic.write(out / "result.json", json.dumps({"bytes": size, "seconds": seconds}))
@@ -95,10 +87,11 @@ def _run_check(note: Callable[..., None], out: Path, device_type: str, timeout_s
 
 
 def wrong_elements(byte_count: int, device: torch.device) -> int:
-    """Elements of an all-reduced pattern that differ from the sum over all ranks; each rank gives
-    rank + 1 times it."""
+    """Count the elements of an all-reduced pattern that are not the sum over all ranks; each rank
+    gives rank + 1 times the pattern."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    pattern = torch.arange(byte_count // 4, dtype=torch.int32, device=device) % PATTERN_LENGTH + 1
+    # seven values over and over, so that sums are whole numbers that fp32 represents exactly
+    pattern = torch.arange(byte_count // 4, dtype=torch.int32, device=device) % 7 + 1
     reduced = (pattern * (rank + 1)).float()
     dist.all_reduce(reduced)
     expected = (pattern * (world_size * (world_size + 1) // 2)).float()
@@ -106,7 +99,7 @@ def wrong_elements(byte_count: int, device: torch.device) -> int:
 
 
 def time_all_reduce(byte_count: int, device: torch.device, repetitions: int) -> float:
-    """Seconds of each of so many all-reduces in a row, on the slowest rank."""
+    """Time all-reduces in a row; returns the seconds of one, on the slowest rank."""
     tensor = torch.ones(byte_count // 4, device=device)
     dist.barrier()
     start_time = time.perf_counter()

@@ -37,19 +37,12 @@ from sft_play.process.signals import raise_interrupt, start_child, supervise
 from sft_play.runs.files import read_json
 from sft_play.text import join_unique, render_lines
 
-# How long nodes wait for each other: time to start the command by hand on the next one.
-NODE_MEETING_S = 30.0
-# Limit of the all-reduce; importing torch from a cold disk takes most of it, NCCL's startup up to
-# 10 s on many nodes.
-ALL_REDUCE_LIMIT_S = 40.0
-
-
 # --- findings as lines ----------------------------------------------------------------------------
 
 
 def format_findings(findings: Sequence[Finding], labels: Mapping[str, str]) -> list[str]:
-    """Each finding's verdict (or its label), name and text; below the text what to do, and the
-    threads that it rests on."""
+    """Format findings as a table: the verdict (or its label), the name, and the text; below the
+    text what to do, and the threads that it rests on."""
     rows = Table.grid(padding=(0, 2, 0, 0))
     for min_width in (0, 18, 0):
         rows.add_column(no_wrap=True, overflow="ignore", min_width=min_width)
@@ -64,7 +57,7 @@ def format_findings(findings: Sequence[Finding], labels: Mapping[str, str]) -> l
 
 @dataclass(frozen=True)
 class DoctorReport(Answer):
-    """All findings of one look at this machine, in the order of the page, and how long it took."""
+    """What the doctor found on this machine, in the order of the page, and how long it took."""
 
     findings: tuple[Finding, ...]
     elapsed_s: float = 0.0
@@ -79,7 +72,6 @@ class DoctorReport(Answer):
         return [finding.name for finding in self.findings if finding.verdict == verdict]
 
     def lines(self) -> list[str]:
-        """The table, and the verdict."""
         header = "Nothing FAILs: "
         if failed_names := self.names_by_verdict("FAIL"):
             header = f"{len(failed_names)} FAIL: {join_unique(failed_names)}; "
@@ -109,11 +101,18 @@ def run_doctor(
     *,
     environment: Mapping[str, str] = os.environ,
     uses_cpu: bool = False,
-    meeting_s: float = NODE_MEETING_S,
+    meeting_s: float = 30.0,
 ) -> DoctorReport:
-    """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`;
-    nothing is written, and a check that cannot be made is a finding. `uses_cpu`: the run asks for
-    the CPU."""
+    """Check everything that can stop or spoil a run on this machine; nothing is written, and a
+    check that cannot be made is a finding.
+
+    Args:
+        planner: plans the run for some hardware; raises SftPlayError where that fails.
+        options: how the run is launched.
+        uses_cpu: True if the run asks for the CPU.
+        meeting_s: seconds that the nodes wait for each other: time to start the command by hand on
+            the next one.
+    """
     start_time_s = time.monotonic()
     machine = detect_hardware(environment)
     if uses_cpu:  # the run must not fail a check for the state of GPUs that it leaves alone
@@ -146,8 +145,8 @@ def run_doctor(
 
 
 def _select_gpus(machine: Hardware, options: LaunchOptions) -> tuple[Hardware, Hardware, Finding]:
-    """The machine as this node's ranks use it, the same with all nodes, and the finding on its
-    GPUs."""
+    """Select the hardware that this node's ranks use; returns it, the same of all nodes, and the
+    finding on its GPUs."""
     try:
         local_machine = options.select_hardware(machine, is_one_node=True)
     except SftPlayError as error:
@@ -188,8 +187,8 @@ def _plan_run(
 def check_run_starts(
     config: RunConfig, machine: Hardware, environment: Mapping[str, str], *, params: int
 ) -> Finding:
-    """Check what a run on this machine is refused for before anything loads: an accelerator that it
-    would not use, a model too large for a CPU, no compiler for its kernels."""
+    """Check whether a run would be refused before anything loads: for an accelerator that it would
+    not use, a model too large for a CPU, a missing compiler for its kernels."""
     try:
         require_usable_hardware(config, machine, environment, count_params=lambda: params)
     except SftPlayError as error:
@@ -223,8 +222,10 @@ def _multi_rank_findings(
             skip_finding(ALL_REDUCE_NAME, "not over other GPUs than were asked for; see above"),
         ]
     disable_broken_p2p(system_facts.hardware, rank_environment)  # as a run's ranks communicate
+    # importing torch from a cold disk takes most of the limit, NCCL's startup up to 10 s on many
+    # nodes
     outcome = run_all_reduce(
-        system_facts.hardware, options, limit_s=ALL_REDUCE_LIMIT_S, environment=rank_environment
+        system_facts.hardware, options, limit_s=40.0, environment=rank_environment
     )
     return [*findings, judge_all_reduce(outcome, system_facts, options.nodes)]
 
@@ -232,8 +233,8 @@ def _multi_rank_findings(
 def check_node_meeting(
     system_facts: SystemFacts, nodes: NodeSetup, environment: Mapping[str, str], *, limit_s: float
 ) -> tuple[Mapping[str, str] | None, Finding]:
-    """Let all nodes meet before a rank is started: the variables that the ranks need to find each
-    other (None: they did not meet), and the finding, with the nodes that are missing and what
+    """Let all nodes meet before a rank is started; returns the variables by which the ranks find
+    each other (None if the nodes did not meet), and the finding, which names missing nodes and what
     differs."""
     from sft_play.launch.nodes import meet_nodes
 
@@ -275,21 +276,16 @@ def check_node_meeting(
 # --- an all-reduce over all ranks: started like a run's ranks, ended at a time limit, and judged --
 
 ALL_REDUCE_NAME = "all-reduce"
-# The ranks' own limit is this much shorter, so that they can report what they were waiting for.
-REPORT_MARGIN_S = 5.0
-# Fraction of a link's rate below which something is wrong. nccl-tests reach 0.75 to 0.95 of an
-# NVLink's; over PCIe data may pass through the host's memory or between sockets.
-MIN_LINK_SHARE = 0.15
 _ERROR_REMEDY = (
-    "fix what the error names; NCCL_DEBUG=INFO make doctor shows more, docs/diagnose.md what each"
-    " check needs"
+    "fix what the error names; NCCL_DEBUG=INFO make doctor shows more,"
+    " docs/diagnose.md what each check needs"
 )
 
 
 @dataclass(frozen=True)
 class AllReduceOutcome:
-    """What the ranks reported. `reports_by_rank` are this node's; `result` is rank 0's, on its
-    node."""
+    """What the ranks reported. `reports_by_rank` has this node's ranks; `result` is written by rank
+    0, so only its node has it."""
 
     expected_ranks: tuple[int, ...]
     world_size: int
@@ -320,7 +316,8 @@ def run_all_reduce(
     )
     with tempfile.TemporaryDirectory(prefix="sft-play-doctor-") as folder_name:
         folder = Path(folder_name)
-        timeout_s, device = max(1.0, limit_s - REPORT_MARGIN_S), "cuda" if machine.gpus else "cpu"
+        # the ranks' own limit is shorter, so that they can report what they were waiting for
+        timeout_s, device = max(1.0, limit_s - 5.0), "cuda" if machine.gpus else "cpu"
         launch = torchrun_command(
             ["--out", str(folder), "--device", device, "--timeout", str(timeout_s)],
             processes_per_node=local_ranks,
@@ -329,14 +326,12 @@ def run_all_reduce(
             visible_gpus=",".join(str(gpu) for gpu in options.gpus) or None,
         )
         argv = list(launch.argv)
-        # a run's launch, of which only the program differs: what the check finds out holds for the
-        # run
+        # a run's launch with another program: what the check finds out holds for the run
         argv[argv.index("--module") + 1] = "sft_play.diagnose.collective_check"
-        argv.insert(
-            argv.index(TORCHRUN_MODULE), "sft_play.process.signals"
-        )  # so that it ends with the doctor
-        # torchrun gives ranks their places by these; those of a launcher above would be taken for
-        # theirs
+        # so that it ends with the doctor
+        argv.insert(argv.index(TORCHRUN_MODULE), "sft_play.process.signals")
+        # torchrun gives ranks their places by these; a launcher above this process may have set
+        # its own
         launch_environment = {
             name: value for name, value in environment.items() if name not in LAUNCHER_VARIABLES
         }
@@ -379,7 +374,7 @@ def run_all_reduce(
 def judge_all_reduce(
     outcome: AllReduceOutcome, system_facts: SystemFacts, nodes: NodeSetup
 ) -> Finding:
-    """The finding of the all-reduce: the sum, the ranks that did not arrive, and how fast it
+    """Judge the all-reduce: whether the sum is right, which ranks did not arrive, how fast it
     was."""
     reports, has_gpus = outcome.reports_by_rank, bool(system_facts.hardware.gpus)
     wrong_counts = {
@@ -392,8 +387,8 @@ def judge_all_reduce(
         remedy = "test the machine's memory: gloo on the CPU returned wrong numbers"
         if has_gpus:
             remedy = (
-                "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is"
-                " broken here"
+                "export NCCL_P2P_DISABLE=1 and run make doctor again;"
+                " if that fixes it, P2P is broken here"
             )
         return fail_finding(ALL_REDUCE_NAME, f"the sum is wrong: {counts}", remedy)
     is_done = all(reports.get(rank, {}).get("stage") == "done" for rank in outcome.expected_ranks)
@@ -402,14 +397,15 @@ def judge_all_reduce(
     if outcome.result is None:
         text = f"right for this node's part of {outcome.world_size} ranks; node 0 reports on all"
         return pass_finding(ALL_REDUCE_NAME, text)
-    library = "NCCL" if has_gpus else "gloo"
-    text = f"right over {library} on {outcome.world_size} ranks"
+    text = f"right over {'NCCL' if has_gpus else 'gloo'} on {outcome.world_size} ranks"
     rate, link = outcome.bytes_per_s, system_facts.hardware.link_bytes_per_s
     if rate is not None:
         text += f"; {rate / 1e9:.2f} GB/s a rank"
         if link is not None and nodes.count == 1:
             text += f", {rate / link:.0%} of the {link / 1e9:.0f} GB/s of the link between the GPUs"
-            if rate < link * MIN_LINK_SHARE:
+            # nccl-tests reach 0.75 to 0.95 of an NVLink's rate; over PCIe data may pass through the
+            # host's memory or between sockets, but below 0.15 something is wrong
+            if rate < link * 0.15:
                 return warn_finding(
                     ALL_REDUCE_NAME,
                     text,
@@ -472,8 +468,8 @@ def _failure_finding(outcome: AllReduceOutcome, system_facts: SystemFacts) -> Fi
         text += f" ({one_line(next(iter(errors.values())), limit=200)})"
     text = f"not done after {outcome.limit_s:.0f} s: {text}"
     remedy = (
-        "stop other work on this machine and run it again; each rank needs a core, and all need"
-        " 1 GiB"
+        "stop other work on this machine and run it again;"
+        " each rank needs a core, and all need 1 GiB"
     )
     if outcome.world_size > len(outcome.expected_ranks):
         remedy = "let the firewall pass all ports between the nodes: ranks choose their own"

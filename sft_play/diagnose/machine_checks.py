@@ -51,7 +51,8 @@ _PYPROJECT = ROOT / "pyproject.toml"
 
 @dataclass(frozen=True)
 class SystemFacts:
-    """What was read. Sizes are in bytes; packages that are not installed are absent."""
+    """What was read of this machine. Sizes are in bytes; `versions` has the installed packages
+    alone."""
 
     hardware: Hardware
     cpu_architecture: str = "x86_64"
@@ -73,20 +74,17 @@ def read_system_facts(hardware: Hardware) -> SystemFacts:
     versions: dict[str, str] = {}
     for item in metadata.distributions():
         with contextlib.suppress(Exception):  # a damaged distribution has no name
-            versions.setdefault(
-                canonicalize_name(item.name), item.version
-            )  # the first on the path is imported
+            # the first on the path is imported
+            versions.setdefault(canonicalize_name(item.name), item.version)
     requirements: tuple[str, ...] = ()
-    if _PYPROJECT.is_file():  # the checkout's; those of an installed package were pip's to check
+    if _PYPROJECT.is_file():  # the checkout's; pip has checked those of an installed package
         requirements = tuple(
             tomllib.loads(_PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
         )
     driver, driver_cuda = None, None
     if hardware.gpus:
-        with (
-            contextlib.suppress(Exception),
-            nvml.open_nvml() as library,
-        ):  # its own exceptions differ by platform
+        # its own exceptions differ by platform
+        with contextlib.suppress(Exception), nvml.open_nvml() as library:
             driver, driver_cuda = nvml.driver_versions(library)
     return SystemFacts(
         hardware=hardware,
@@ -113,8 +111,7 @@ _SHM_SOURCES = (
 
 
 def check_packages(versions: Mapping[str, str], requirements: Sequence[str]) -> Finding:
-    """Check that every package is installed in a version that the project accepts
-    (`requirements`)."""
+    """Check that every package of `requirements` is installed, in a version that they accept."""
     problems = [
         problem
         for text in requirements
@@ -133,26 +130,23 @@ def check_packages(versions: Mapping[str, str], requirements: Sequence[str]) -> 
 
 
 def _requirement_problem(requirement: Requirement, versions: Mapping[str, str]) -> str | None:
-    if requirement.marker and not requirement.marker.evaluate(
-        {"extra": ""}
-    ):  # no extra: `; extra == "dev"` is out
+    # no extra: `; extra == "dev"` is out
+    if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
         return None
     installed = versions.get(canonicalize_name(requirement.name))
     if installed is None:
         return f"{requirement.name}{requirement.specifier} is missing"
-    with contextlib.suppress(
-        InvalidVersion
-    ):  # a version of somebody's own build cannot be compared
-        if not requirement.specifier.contains(
-            installed, prereleases=True
-        ):  # nightlies of torch are pre-releases
+    # a version of somebody's own build cannot be compared
+    with contextlib.suppress(InvalidVersion):
+        # nightlies of torch are pre-releases
+        if not requirement.specifier.contains(installed, prereleases=True):
             return f"{requirement.name} is {installed}, needed {requirement.specifier}"
     return None
 
 
 def check_torch_build(system_facts: SystemFacts) -> list[Finding]:
-    """Check what torch is built for against the newest CUDA that the driver runs, if there are
-    GPUs."""
+    """Compare the CUDA that torch is built for with the newest that the driver runs; without GPUs
+    there is nothing to check."""
     torch_version = system_facts.versions.get("torch")
     if torch_version is None or not system_facts.hardware.gpus:
         return []
@@ -176,7 +170,7 @@ def check_torch_build(system_facts: SystemFacts) -> list[Finding]:
 
 
 def check_shared_memory(space: DiskSpace | None, *, gpus_per_node: int) -> Finding:
-    """Whether /dev/shm has room for what NCCL puts there."""
+    """Check that /dev/shm has room for what NCCL puts there."""
     if space is None:
         return skip_finding("shared memory", "/dev/shm is not a separate file system here")
     free_text = f"{format_size(space.free)} free of {format_size(space.total)} at /dev/shm"
@@ -219,8 +213,13 @@ def find_known_bad(
     layout: str = "single",
     packages: Collection[str] = (),
 ) -> list[Finding]:
-    """Find the entries that apply, else a PASS. `rank_count`: of all nodes. `packages`: whose
-    kernels the model's class runs where they are installed."""
+    """Find the entries of `known_bad.json` that apply; one PASS where none does.
+
+    Args:
+        rank_count: the ranks of all nodes.
+        layout: of the run, by its name.
+        packages: the model's class runs their kernels where they are installed.
+    """
     gpus, driver_cuda = system_facts.hardware.gpus, system_facts.driver_cuda
     capabilities = [gpu.capability for gpu in gpus if gpu.capability]
     torch_cuda = _version_text(system_facts.torch_cuda)
@@ -228,6 +227,7 @@ def find_known_bad(
         kernel_package_problem(name, capability) for name in packages for capability in capabilities
     ]
     uses_nccl = rank_count > 1 and bool(gpus)
+    # None is not known: no condition holds for it
     driver_runs_torchs_cuda = None
     if gpus and driver_cuda and torch_cuda:
         driver_runs_torchs_cuda = driver_cuda[0] >= int(torch_cuda.partition(".")[0])
@@ -281,7 +281,8 @@ def find_known_bad(
 def matches_conditions(
     conditions: Mapping[str, Any] | Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
 ) -> bool:
-    """True if the facts meet a condition, or one of several; None is not known, and meets none."""
+    """True if the facts meet all requirements of one of the conditions; a fact that is None is not
+    known, and meets none."""
     alternatives = [conditions] if isinstance(conditions, Mapping) else conditions
     return any(
         all(_meets_requirement(facts[name], required) for name, required in condition.items())
@@ -299,7 +300,7 @@ def _meets_requirement(fact: Any, required: Any) -> bool:
 
 
 def _version_text(fact: Any) -> str | None:
-    """The leading numbers alone: 2.13.0+cu128, 6.8.0-45-generic and 570.86.15 have to compare."""
+    """Take the leading numbers: 2.13.0+cu128, 6.8.0-45-generic and 570.86.15 have to compare."""
     match = re.match(r"\d+(?:\.\d+)*", str(fact))
     return match[0] if match else None
 
@@ -312,7 +313,7 @@ def _version_text(fact: Any) -> str | None:
 def disk_findings(
     config: RunConfig, shape: ModelShape, plan: Plan, options: LaunchOptions
 ) -> list[Finding]:
-    """Whether the weights to download and the checkpoints fit on their disks."""
+    """Check that the checkpoints and the weights to download fit on their disks."""
     disk_folder, space = nearest_disk_space(hub_cache_folder())
     download = check_download(
         shape, is_cached=has_local_weights(config), disk_folder=disk_folder, space=space
@@ -327,16 +328,14 @@ def disk_findings(
             download,
         ]
     disk_folder, space = nearest_disk_space(folder)
-    disk_usage, is_writable = (
+    run_finding = check_disk(
         planned_disk_usage(config, shape, plan),
-        os.access(disk_folder, os.W_OK | os.X_OK),
+        folder=folder,
+        disk_folder=disk_folder,
+        space=space,
+        is_writable=os.access(disk_folder, os.W_OK | os.X_OK),
     )
-    return [
-        check_disk(
-            disk_usage, folder=folder, disk_folder=disk_folder, space=space, is_writable=is_writable
-        ),
-        download,
-    ]
+    return [run_finding, download]
 
 
 def has_local_weights(config: RunConfig) -> bool:
@@ -361,7 +360,8 @@ def check_disk(
     space: DiskSpace | None,
     is_writable: bool,
 ) -> Finding:
-    """Whether the run's folder is writable and has room for the checkpoints that exist at once."""
+    """Check that the run's folder is writable and has room for the checkpoints that exist at
+    once."""
     if not is_writable:
         return fail_finding(
             "disk",
@@ -376,8 +376,8 @@ def check_disk(
     needed = (
         f"{checkpoints} of {format_size(disk_usage.checkpoint_bytes)} at once and"
         f" {format_size(disk_usage.weights_bytes)} at the end:"
-        f" {format_size(disk_usage.total_bytes)}; {format_size(space.free)} are free at"
-        f" {disk_folder}"
+        f" {format_size(disk_usage.total_bytes)};"
+        f" {format_size(space.free)} are free at {disk_folder}"
     )
     if space.free < disk_usage.total_bytes:
         return fail_finding("disk", needed, MORE_SPACE_REMEDY)
@@ -389,7 +389,7 @@ def check_disk(
 def check_download(
     shape: ModelShape, *, is_cached: bool, disk_folder: Path, space: DiskSpace | None
 ) -> Finding:
-    """Whether the hub's cache has room for the weights that the run would download."""
+    """Check that the hub's cache has room for the weights that the run would download."""
     download_bytes = 2 * shape.params  # as models on the hub are, in 16 bits
     if is_cached:
         return skip_finding("disk for the model", "the weights are already here")

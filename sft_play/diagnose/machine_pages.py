@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ import psutil
 
 from sft_play.log import escape_control, one_line
 from sft_play.machine import nvml
-from sft_play.machine.gpu import GpuProcess, GpuSnapshot
+from sft_play.machine.gpu import GpuProcess, GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware, detect_hardware
 from sft_play.machine.host import nearest_disk_space
 from sft_play.machine.software import (
@@ -44,25 +44,23 @@ from sft_play.text import (
     yes_no_or_na,
 )
 
-# An import of torch from a cold network disk takes a minute and more.
-TORCH_TIMEOUT_S = 120.0
-
 
 def read_machine_info(
     outputs: Path, environment: Mapping[str, str], *, includes_torch: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """This machine, as a run with `environment` would see it, with the disk of the run folders
-    (`outputs`), as JSON and as lines; `includes_torch`: torch is asked too, in a process of its
-    own.
+    """Read this machine as a run with `environment` would see it; returns JSON and lines.
 
-    In the JSON sizes are bytes, and null is what the driver does not say. `visible_gpus` are the
-    indices of the GPUs that a run here would see, in its order; `host` has the RAM as far as this
-    process may use it.
+    Args:
+        outputs: the folder of the runs, whose disk is read.
+        environment: the run's variables; `CUDA_VISIBLE_DEVICES` chooses GPUs.
+        includes_torch: True asks torch too, in a process of its own.
+
+    In the JSON sizes are bytes, and null is what the driver does not say. `visible_gpus` has the
+    indices of the GPUs that a run here would see, in its order; `host` has the RAM that this
+    process may use.
     """
     hardware, snapshot = detect_hardware(environment), read_all_gpus()
-    visible_devices, visible_setting = environment.get("CUDA_VISIBLE_DEVICES"), None
-    if visible_devices is not None:
-        visible_setting = f"CUDA_VISIBLE_DEVICES={visible_devices}"
+    visible_devices = environment.get("CUDA_VISIBLE_DEVICES")
     nccl_name, nccl_version = nccl_package() or (None, None)
     disk_folder, disk = nearest_disk_space(outputs)
     all_gpus = asdict(snapshot)
@@ -70,7 +68,9 @@ def read_machine_info(
         "number_of_gpus": len(hardware.gpus),
         "assumed": False,
         "source": snapshot.source,
-        "visible_setting": visible_setting,
+        "visible_setting": (
+            None if visible_devices is None else f"CUDA_VISIBLE_DEVICES={visible_devices}"
+        ),
         "visible_gpus": list(dict.fromkeys(gpu.index for gpu in hardware.gpus)),
         "usable_by_a_plan": bool(hardware.gpus),
         "notes": list(hardware.notes),
@@ -109,11 +109,10 @@ def read_all_gpus(*, includes_topology: bool = True) -> GpuSnapshot:
     return nvml.gpu_snapshot(topology=includes_topology) or GpuSnapshot()
 
 
-def read_torch_report(
-    environment: Mapping[str, str], *, timeout_s: float = TORCH_TIMEOUT_S
-) -> list[str]:
-    """Torch's own report of its build and of the GPUs that it sees, line by line
-    (`torch.utils.collect_env`)."""
+def read_torch_report(environment: Mapping[str, str], *, timeout_s: float = 120.0) -> list[str]:
+    """Ask torch, in a process of its own, for its report of its build and of the GPUs that it sees
+    (`torch.utils.collect_env`), line by line. An import of torch from a cold network disk takes a
+    minute and more."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.utils.collect_env"]
     try:
         result = subprocess.run(
@@ -126,7 +125,11 @@ def read_torch_report(
             timeout=timeout_s,
             check=True,
         )
-    except (OSError, subprocess.SubprocessError) as error:
+    except subprocess.CalledProcessError as error:
+        # the last line of a traceback is the error
+        reason = one_line("".join(error.stderr.strip().splitlines()[-1:]), limit=300)
+        return [f"it ended with exit status {error.returncode}: {reason}"]
+    except (OSError, subprocess.TimeoutExpired) as error:
         return [f"it did not answer: {one_line(str(error), limit=300)}"]
     report = result.stdout.partition("\nCPU:")[0]  # the rest is of the machine, and known
     return [one_line(line) for line in report.splitlines()[1:] if line.strip()]
@@ -134,9 +137,13 @@ def read_torch_report(
 
 def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
     """The page; its first line names the source, the second the number of GPUs."""
-    host, header = data["host"], "no driver shows a GPU"
+    host, header, driver = data["host"], "no driver shows a GPU", "n/a (none answers)"
     if snapshot.source:
         header = f"GPUs as {snapshot.source} shows them"
+        driver = (
+            f"{value_or_na(snapshot.driver)}, which runs CUDA up to"
+            f" {value_or_na(snapshot.driver_cuda)}"
+        )
     lines = [f"This machine: {header}", f"Number of GPUs: {data['number_of_gpus']}"]
     if data["visible_setting"] is not None:
         order = [
@@ -148,68 +155,20 @@ def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
     lines += data["notes"]
     if data["unused_accelerator"]:
         lines.append(data["unused_accelerator"])
+    # in the order in which a run would see them: CUDA_VISIBLE_DEVICES may change it
     by_index = {gpu.index: gpu for gpu in snapshot.gpus}
-    if gpus := [by_index[index] for index in data["visible_gpus"] if index in by_index]:
-        headers = (
-            "GPU",
-            "name",
-            "total\nGiB",
-            "used\nGiB",
-            "free\nGiB",
-            "cc",
-            "bf16",
-            "fp8",
-            "cap\nW",
-            "°C",
-            "PCIe\nnow/max",
-            "MIG",
-        )
-        rows = [
-            [
-                str(gpu.index),
-                value_or_na(gpu.name),
-                *(gib_or_na(size) for size in (gpu.total_bytes, gpu.used_bytes, gpu.free_bytes)),
-                value_or_na(gpu.compute_capability),
-                yes_no_or_na(gpu.bf16),
-                yes_no_or_na(gpu.fp8),
-                value_or_na(gpu.power_cap_watts),
-                value_or_na(gpu.temperature_celsius),
-                (
-                    f"{value_or_na(gpu.pcie.generation)}x{value_or_na(gpu.pcie.lanes)}/"
-                    f"{value_or_na(gpu.pcie.max_generation)}x{value_or_na(gpu.pcie.max_lanes)}"
-                ),
-                yes_no_or_na(gpu.mig_enabled),
-            ]
-            for gpu in gpus
-        ]
-        lines += ["", *render_lines(build_table(headers, rows, text_columns=(1,)))]
-    for gpu in gpus:
-        if gpu.withheld:
-            withheld = ", ".join(
-                f"{fact} ({one_line(reason)})" for fact, reason in gpu.withheld.items()
-            )
-            lines.append(f"GPU {gpu.index}: {snapshot.source} does not tell its {withheld}")
-        for instance in gpu.instances:
-            lines.append(
-                f"GPU {gpu.index} instance {value_or_na(instance.profile)}:"
-                f" {value_or_na(instance.uuid)}"
-            )
-        for process in gpu.all_processes:
-            size = gib_or_na(process.used_bytes, digits=2)
-            lines.append(
-                f"GPU {gpu.index} process {process.pid} ({value_or_na(process.name)}): {size} GiB"
-            )
+    gpus = [by_index[index] for index in data["visible_gpus"] if index in by_index]
+    if gpus:
+        lines += ["", *_gpu_lines(gpus, snapshot.source)]
     lines += [
         "",
-        (
-            f"Driver: {value_or_na(snapshot.driver)}, which runs CUDA up to"
-            f" {value_or_na(snapshot.driver_cuda)}"
-        ),
+        f"Driver: {driver}",
         f"NCCL: {value_or_na(data['software']['nccl'])}",
         torch_build_text(),
         (
-            f"CPU: {one_line(host['cpu'])}, {value_or_na(host['physical_cores'])} physical cores, "
-            f"{value_or_na(host['logical_cores'])} logical, {host['usable_cores']} for this process"
+            f"CPU: {one_line(host['cpu'])}, {value_or_na(host['physical_cores'])} physical cores,"
+            f" {value_or_na(host['logical_cores'])} logical,"
+            f" {host['usable_cores']} for this process"
         ),
         f"RAM: {gib_or_na(host['ram_bytes'])} GiB, {gib_or_na(host['ram_free_bytes'])} free",
         (
@@ -222,13 +181,58 @@ def _machine_lines(data: Mapping[str, Any], snapshot: GpuSnapshot) -> list[str]:
     return [escape_control(line) for line in lines]
 
 
+def _gpu_lines(gpus: Sequence[GpuStatus], source: str | None) -> list[str]:
+    """A table of GPUs, and below it what has no column: instances, processes, what is withheld."""
+    # the cells of each GPU, by the headings of their columns
+    rows = [
+        {
+            "GPU": str(gpu.index),
+            "name": value_or_na(gpu.name),
+            "total\nGiB": gib_or_na(gpu.total_bytes),
+            "used\nGiB": gib_or_na(gpu.used_bytes),
+            "free\nGiB": gib_or_na(gpu.free_bytes),
+            "cc": value_or_na(gpu.compute_capability),
+            "bf16": yes_no_or_na(gpu.bf16),
+            "fp8": yes_no_or_na(gpu.fp8),
+            "cap\nW": value_or_na(gpu.power_cap_watts),
+            "°C": value_or_na(gpu.temperature_celsius),
+            "PCIe\nnow/max": (
+                f"{value_or_na(gpu.pcie.generation)}x{value_or_na(gpu.pcie.lanes)}/"
+                f"{value_or_na(gpu.pcie.max_generation)}x{value_or_na(gpu.pcie.max_lanes)}"
+            ),
+            "MIG": yes_no_or_na(gpu.mig_enabled),
+        }
+        for gpu in gpus
+    ]
+    lines = render_lines(
+        build_table([*rows[0]], [[*row.values()] for row in rows], text_columns=(1,))
+    )
+    for gpu in gpus:
+        if gpu.withheld:
+            withheld = ", ".join(
+                f"{fact} ({one_line(reason)})" for fact, reason in gpu.withheld.items()
+            )
+            lines.append(f"GPU {gpu.index}: {source} does not tell its {withheld}")
+        for instance in gpu.instances:
+            lines.append(
+                f"GPU {gpu.index} instance {value_or_na(instance.profile)}:"
+                f" {value_or_na(instance.uuid)}"
+            )
+        for process in gpu.all_processes:
+            size = gib_or_na(process.used_bytes, digits=2)
+            lines.append(
+                f"GPU {gpu.index} process {process.pid} ({value_or_na(process.name)}): {size} GiB"
+            )
+    return lines
+
+
 # --- a machine that is only named (HARDWARE=); nothing is measured --------------------------------
 
 
 def assumed_machine_info(hardware: Hardware, text: str) -> tuple[dict[str, Any], list[str]]:
-    """What a plan assumes of a machine that is named by `text`, as JSON (bytes, rates per second,
-    dense operations; null: not known) and as lines, each value in the unit that the end of its key
-    tells."""
+    """Say what a plan assumes of the machine that `text` names; returns JSON and lines. In the
+    JSON sizes are bytes, rates are per second, and null is not known; the lines have the unit that
+    the end of a key tells."""
     data = {
         "number_of_gpus": len(hardware.gpus),
         "assumed": True,
@@ -237,8 +241,8 @@ def assumed_machine_info(hardware: Hardware, text: str) -> tuple[dict[str, Any],
     }
     lines = [
         (
-            f"Assumed, not detected: HARDWARE={one_line(text)}, as in make plan (catalogue:"
-            " docs/gpus.md)"
+            f"Assumed, not detected: HARDWARE={one_line(text)},"
+            " as in make plan (catalogue: docs/gpus.md)"
         ),
         f"Number of GPUs: {len(hardware.gpus)}",
     ]
@@ -265,8 +269,7 @@ def assumed_machine_info(hardware: Hardware, text: str) -> tuple[dict[str, Any],
 
 
 # --- make memory-check ----------------------------------------------------------------------------
-
-# --------------------------------------------------------------------------------------------------
+#
 # Which processes of this machine train a run, and what they hold of its memory.
 #
 # A manifest that says `running` proves nothing: a killed run leaves it so. What counts is the lock
@@ -309,13 +312,13 @@ def find_ranks(folder: RunFolder, holder_pids: tuple[int, ...]) -> tuple[RankPro
     writer = next((processes[pid] for pid in holder_pids if pid in processes), None)
     if not members and writer is not None:
         members = [writer]
-        if (
-            writer["pid"] in rank_pids
-        ):  # a person started the ranks, by a launcher that names no folder
+        # a person started the ranks, by a launcher that names no folder
+        if writer["pid"] in rank_pids:
             members = [info for info in top_ranks if info["ppid"] == writer["ppid"]]
     ranks = []
     for info in members:
-        rank, world_size = info["environ"].get("RANK", "0"), info["environ"].get("WORLD_SIZE")
+        # a shell may export RANK empty, which a run reads as no rank
+        rank, world_size = info["environ"].get("RANK") or "0", info["environ"].get("WORLD_SIZE")
         ranks.append(RankProcess(int(rank), info["pid"], info["memory_info"].rss, world_size))
     return tuple(sorted(ranks, key=lambda rank: rank.rank))
 
@@ -323,15 +326,14 @@ def find_ranks(folder: RunFolder, holder_pids: tuple[int, ...]) -> tuple[RankPro
 def find_run(
     output_root: Path, *, name: str | None = None
 ) -> tuple[RunFolder | None, tuple[str, ...]]:
-    """The run that is named; else the newest that is being written in `output_root`, and a line
-    where there are none, or others. Raises RunFolderError where a name was given, and it is not a
-    run of this toolkit."""
+    """Find the run called `name`, else the newest that is being written in `output_root` (None if
+    there is none); returns it with lines that say so, and name the others. Raises RunFolderError
+    where `name` is no run of this toolkit."""
     if name is not None:
         return resolve_run(output_root, name), ()
     runs: list[tuple[str, RunFolder]] = []
-    with contextlib.suppress(
-        OSError
-    ):  # the folder is missing, or on a network disk that does not answer
+    # the folder is missing, or on a network disk that does not answer
+    with contextlib.suppress(OSError):
         for folder in iter_runs(output_root):
             if lock_holder_pid(folder) is not None:
                 manifest = read_json(folder.manifest_path)
@@ -348,12 +350,11 @@ def _describe_run(
     folder: RunFolder, ranks: tuple[RankProcess, ...], status: object, *, is_running: bool
 ) -> str:
     path, pids = one_line(str(folder.path)), ", ".join(str(rank.pid) for rank in ranks)
-    if (
-        not is_running and status == "running"
-    ):  # a process that is killed cannot write its end into the manifest
+    # a process that is killed cannot write its end into the manifest
+    if not is_running and status == "running":
         return (
-            f"Run {path} is not running (its manifest says running, and nothing writes it: it was"
-            " ended)"
+            f"Run {path} is not running (its manifest says running, and nothing writes it:"
+            " it was ended)"
         )
     if not is_running:
         return f"Run {path} is not running (status: {value_or_na(status)})"
@@ -377,8 +378,8 @@ _PREDICTED_SIZES = ("terms", "allocated", "reserved", "margin", "outside_allocat
 
 @dataclass(frozen=True)
 class GpuMemoryUse:
-    """Memory of one GPU now, in bytes. `run_bytes` and `others_bytes`, the rest of what is used:
-    None where the driver does not say whose it is."""
+    """Memory of one GPU, in bytes. `run_bytes` is what the run holds, `others_bytes` the rest of
+    what is used; both are None where the driver does not say who holds it."""
 
     index: int
     name: str | None
@@ -393,8 +394,10 @@ class GpuMemoryUse:
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """One look. `said` are lines about the run; `running` is False where nothing trains; `ram` has
-    `total_bytes` and `free_bytes` of the host, as far as this process may use it."""
+    """The memory of this machine and of the run on it at one time. `said` has lines about the run;
+    `running` is True while a process trains; `ram` has `total_bytes` and `free_bytes` that this
+    process may use. `prediction` has `_PREDICTED_SIZES` and `on_gpu`; None where the run has no
+    plan."""
 
     time: str
     running: bool
@@ -411,18 +414,15 @@ class MemorySnapshot:
 def read_memory_snapshot(
     output_root: Path, environment: Mapping[str, str], *, name: str | None = None
 ) -> MemorySnapshot:
-    """Memory of this machine and of the run on it, now: the run that is named, or the newest that
-    is running. Raises RunFolderError where a name was given, and it is not a run of this
-    toolkit."""
+    """Read the memory of this machine and of the run called `name`, else of the newest that is
+    running. Raises RunFolderError where `name` is no run of this toolkit."""
     (folder, notes), hardware = find_run(output_root, name=name), detect_hardware(environment)
     is_running = folder is not None and lock_holder_pid(folder) is not None
     ranks: tuple[RankProcess, ...] = ()
     prediction, status = None, None
     if folder is not None:
-        status, plan = (
-            read_json(folder.manifest_path).get("status"),
-            read_json(folder.path / "plan.json"),
-        )
+        status = read_json(folder.manifest_path).get("status")
+        plan = read_json(folder.path / "plan.json")
         with contextlib.suppress(LookupError, TypeError):
             sizes = {name: plan["peak_bytes"][name] for name in _PREDICTED_SIZES}
             prediction = {**sizes, "on_gpu": bool(plan["hardware"]["gpus"])}
@@ -450,11 +450,9 @@ def read_memory_snapshot(
 
 
 def _gpu_memory_uses(hardware: Hardware, ranks: tuple[RankProcess, ...]) -> Iterator[GpuMemoryUse]:
-    """Each GPU that is visible here or that the run uses, with whose its memory is."""
-    rank_by_pid, visible = (
-        {rank.pid: rank.rank for rank in ranks},
-        {gpu.index for gpu in hardware.gpus},
-    )
+    """Yield each GPU that is visible here or that the run uses, with who holds its memory."""
+    rank_by_pid = {rank.pid: rank.rank for rank in ranks}
+    visible = {gpu.index for gpu in hardware.gpus}
     gpus = read_all_gpus(includes_topology=False).gpus
     # a rank holds memory of its GPU from its first steps on: where the driver lists none of them,
     # it counts those outside this container, or none at all
@@ -464,17 +462,17 @@ def _gpu_memory_uses(hardware: Hardware, ranks: tuple[RankProcess, ...]) -> Iter
         if gpu.index not in visible and not run_processes:
             continue
         run_bytes = others_bytes = None
+        # nothing is known where the run has ranks, and the driver lists none of them here
         others: tuple[GpuProcess, ...] = ()
         is_known = bool(run_processes) or not ranks or (is_listed and gpu.processes is not None)
         if is_known and all(item.used_bytes is not None for item in run_processes):
             run_bytes = sum(item.used_bytes or 0 for item in run_processes)
             others_bytes = None if gpu.used_bytes is None else max(0, gpu.used_bytes - run_bytes)
             others = tuple(item for item in gpu.all_processes if item.pid not in rank_by_pid)
-        own_ranks = tuple(sorted(rank_by_pid[item.pid] for item in run_processes))
         yield GpuMemoryUse(
             gpu.index,
             gpu.name,
-            own_ranks,
+            tuple(sorted(rank_by_pid[item.pid] for item in run_processes)),
             gpu.total_bytes,
             gpu.used_bytes,
             gpu.free_bytes,
@@ -485,8 +483,8 @@ def _gpu_memory_uses(hardware: Hardware, ranks: tuple[RankProcess, ...]) -> Iter
 
 
 def _others_warning(use: GpuMemoryUse, prediction: Mapping[str, Any]) -> str | None:
-    """What others hold of a GPU of the run, if the predicted peak and its margin do not fit beside
-    it."""
+    """Warn of what others hold of a GPU of the run; None where the predicted peak and its margin
+    fit beside it."""
     # a tight plan without others is no news: `make plan` said so
     if not use.run_bytes or use.total_bytes is None or not use.others_bytes:
         return None
@@ -520,13 +518,14 @@ REFRESH_S = 3.0
 
 
 def format_memory_snapshot(snapshot: MemorySnapshot) -> list[str]:
-    """What a person reads: the run, one table with the prediction in it, RAM, warnings."""
+    """The page: the run, a table with the prediction in it, RAM, warnings."""
     lines, prediction = [*snapshot.said], snapshot.prediction
     predicted, shows_gpus = gib_or_na(None), bool(snapshot.gpus)
     if prediction is not None:
         predicted = gib_or_na(prediction["reserved"] + prediction["outside_allocator"], digits=2)
         shows_gpus = shows_gpus and (prediction["on_gpu"] or not snapshot.ranks)
     headers: tuple[str, ...] = ()
+    # a run on the CPU has a row for each rank, whatever GPUs the machine has
     if snapshot.ranks and not shows_gpus:
         headers = ("rank", "pid", "RSS\nGiB", "predicted\npeak")
         rows = [
@@ -567,8 +566,8 @@ def format_memory_snapshot(snapshot: MemorySnapshot) -> list[str]:
     # `n/a` in the table needs a reason: without one it looks like a run that holds nothing
     if snapshot.ranks and shows_gpus and any(use.run_bytes is None for use in snapshot.gpus):
         lines.append(
-            "n/a: the driver names no process of this run there, as in a container, or before it"
-            " uses the GPU"
+            "n/a: the driver names no process of this run there, as in a container,"
+            " or before it uses the GPU"
         )
     lines.append(
         f"RAM: {gib_or_na(snapshot.ram['total_bytes'])} GiB,"

@@ -43,15 +43,15 @@ from sft_play.process.waiting import importing, report_wait
 from sft_play.text import plural
 from sft_play.trace.confirm import load_run_model_shape
 
-# Helpers of commands that look at rows before anything trains: load a run's tokenizer and row
-# renderer, choose the stage whose rows are shown, and refuse to overwrite a source.
+# --- for every command that looks at rows before anything trains ----------------------------------
 
 ROW_SPLITS = ("train", "val", "test")
 
 
 def load_row_tools(config: RunConfig) -> tuple[Any, tuple[str, ...], RowRenderer]:
-    """The run's tokenizer, notes on what was chosen for it, and the renderer of its rows; raises
-    TokenizerError or ModelError where they cannot be used."""
+    """Load a run's tokenizer, and build the renderer of its rows; between the two stand notes on
+    what was chosen for the tokenizer. Raises TokenizerError or ModelError where they cannot be
+    used."""
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(config)
@@ -72,15 +72,16 @@ def build_row_renderer(config: RunConfig, tokenizer: Any) -> RowRenderer:
 
 
 def configure_hub(config: RunConfig) -> None:
-    """Set, before the hub's libraries are imported: no telemetry, and offline where the hub does
-    not answer."""
+    """Set the hub's variables before its libraries are imported: no telemetry, and offline where
+    the hub does not answer."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     with contextlib.suppress(ModelError):  # a missing folder is reported where its files are read
         go_offline_without_hub(config.model.name)
 
 
 def first_stage_run(loaded: LoadedConfig) -> tuple[LoadedConfig, tuple[str, ...]]:
-    """The first stage's run of a run with stages, and a line about that."""
+    """Choose the run of the first stage, and a line that says so; a run without stages is itself,
+    without a line."""
     if not loaded.stages:
         return loaded, ()
     first = loaded.stages[0]
@@ -167,8 +168,8 @@ def check_run(
     *,
     earlier_findings: Sequence[Finding] = (),
 ) -> CheckReport:
-    """Everything that can be checked before training, planned as a run here would be, after the
-    caller's `earlier_findings`; nothing is written."""
+    """Check everything that can be checked before training, planned as a run here would be;
+    nothing is written. The report begins with the caller's `earlier_findings`."""
     start_time_s, findings, start_findings = time.monotonic(), [*earlier_findings], list[Finding]()
     try:
         loaded = load_config(config_path, overrides=overrides)
@@ -199,7 +200,7 @@ def check_run(
 
 
 class _RunChecks:
-    """The checks of a run, or of a stage of one; each leaves what later ones need."""
+    """The checks of a run, or of a stage; each keeps what later ones need."""
 
     def __init__(self, loaded: LoadedConfig, hardware: Hardware) -> None:
         self._loaded, self._config, self._hardware = loaded, loaded.config, hardware
@@ -248,8 +249,8 @@ class _RunChecks:
     def _part(
         self, name: str, check: Callable[[], Iterator[Finding]], remedy: str
     ) -> Iterator[Finding]:
-        """The findings of a part; an error that a user can fix becomes a problem, and the other
-        parts still run. An error that is on the page already makes this part skipped."""
+        """Yield the findings of a part. An error that a user can fix becomes a problem, and the
+        other parts still run; where it is on the page already, this part counts as skipped."""
         try:
             yield from check()
         except SftPlayError as error:
@@ -266,8 +267,8 @@ class _RunChecks:
             require_available_model(name, revision=self._config.model.revision)
             if not machine_checks.has_local_weights(self._config) and not is_hub_reachable():
                 problem = (
-                    f"the weights of {name} are not in the local cache, and the hub cannot be"
-                    " reached"
+                    f"the weights of {name} are not in the local cache,"
+                    " and the hub cannot be reached"
                 )
         else:
             load_config_json(name)
@@ -287,9 +288,8 @@ class _RunChecks:
         if not self._has_model_files:
             yield skip_finding("tokenizer", "not without the model files; see there")
             return
-        with (
-            importing()
-        ):  # here and not at the top: the checks before it answer without any library
+        # here and not at the top: the checks before it answer without any library
+        with importing():
             importlib.import_module("sft_play.training.prepare.model_spec")
         from sft_play.training.prepare.tokenizer import load_tokenizer
 
@@ -373,8 +373,8 @@ class _RunChecks:
             if survey.first_row is not None:
                 row_number, token_row = survey.first_row
                 header = (
-                    f"row {row_number:,} of {survey.split}, trained part in [[ ]] (make preview"
-                    " shows more):"
+                    f"row {row_number:,} of {survey.split},"
+                    " trained part in [[ ]] (make preview shows more):"
                 )
                 row_text = one_line(format_row(token_row, self._tokenizer), limit=1_300)
                 yield pass_finding("example", f"{header}\n{row_text}")
@@ -398,14 +398,11 @@ class _RunChecks:
         from sft_play.planner.explain import choice_line, memory_line, parameter_lines
 
         config, hardware, rows = self._config, self._hardware, None
-        if has_variable_lengths(
-            config
-        ):  # blocks of text and packs are full, whatever their rows have
+        # blocks of text and packs are full, whatever their rows have
+        if has_variable_lengths(config):
             rows = self._row_tokens()
-        shape, plan = (
-            load_run_model_shape(config),
-            plan_run(config, mesh_hardware(config, hardware), rows=rows),
-        )
+        shape = load_run_model_shape(config)
+        plan = plan_run(config, mesh_hardware(config, hardware), rows=rows)
         self._planned_run = PlannedRun(config, shape, plan)
         require_fit(plan, config)
         if not hardware.named:
@@ -494,11 +491,12 @@ class _RunChecks:
         config, size = self._config, len(self._tokenizer)
         if not self._hardware.named:  # a backend is chosen by the GPUs that are here
             choose_backend(config, self._hardware)
-        new_rows, precision = (
-            added_token_rows(self._tokenizer, config),
+        spec = build_model_spec(
+            config,
             self._planned_run.plan.precision,
+            tokenizer_size=size,
+            new_rows=added_token_rows(self._tokenizer, config),
         )
-        spec = build_model_spec(config, precision, tokenizer_size=size, new_rows=new_rows)
         base_adapter = read_base_adapter(config, spec)
         notes = [*spec.notes, *([base_adapter.note] if base_adapter else [])]
         summary = f"{spec.vocab_size:,} embeddings for {size:,} tokens"

@@ -3,9 +3,9 @@ removed.
 
 `run` opens a run folder and writes beside it, `load` loads its model.
 
-- Answers: `respond` (in the terminal, and for the others), `infer` (over files), `serve` and
-  `openai` (over HTTP).
-- Is it better? `evaluation` by `metrics`; `ship` judges.
+- Answers: `respond` (in the terminal, over files, and for the others), `serve` and `openai` (over
+  HTTP).
+- Is it better? `evaluation` by `metrics`; `ship` judges what `ship_measurement` measures.
 - Pages: `report` has those of `make report` and `make compare`.
 - `listing` lists and removes runs, `reproduce` trains one again. `export/` makes the model ready
   for others.

@@ -59,7 +59,9 @@ logger = logging.getLogger(__name__)
 RowFigures = list[dict[str, Any]]
 
 
-# --- the loss of a model on token rows: each row's own, in the arithmetic of the trainer's evaluati
+# --- the loss of a model on token rows ------------------------------------------------------------
+#
+# Each row has its own, in the arithmetic of the trainer's evaluation.
 #
 # TRL's fused head gives the log-probability of each trained token without whole logits: only tiles
 # of at most 4,096 tokens by 32,768 words of the vocabulary exist at a time. The trainer evaluates
@@ -169,19 +171,17 @@ def _score_batch(
 # --- the rows that `make eval` reads --------------------------------------------------------------
 @dataclass(frozen=True)
 class EvalRows:
-    """Token rows to score: the run's held-out ones, or a file's; none where TASKS= is all that was
-    asked for."""
+    """Token rows to score: the run's held-out ones, or a file's; none where TASKS= stood alone."""
 
     split: str | None = None  # `val` or `test`
     data: str | None = None  # the file that DATA= named
     rows: Any = ()
     row_indices: Sequence[int] = ()  # of the rows in their split
-    split_size: int = 0  # rows of the split, of which LIMIT= takes some
-    # With the messages before the answer, by the position among the rows.
+    split_size: int = 0  # rows of the whole split, before LIMIT=
+    # A question and the messages before its answer, by the position of the row among `rows`.
     questions: Mapping[int, tuple[Question, list[Message]]] = field(default_factory=dict)
-    rows_trained_on: int | None = (
-        None  # of the split, token for token; None where that is not known
-    )
+    # Rows of the split that were trained on, token for token; None where that is not known.
+    rows_trained_on: int | None = None
 
 
 def load_eval_rows(
@@ -192,9 +192,15 @@ def load_eval_rows(
     limit: int | None,
     needs_questions: bool,
 ) -> EvalRows:
-    """The rows of a split (None: test where there is one, else val), or of a file, evenly spaced
-    where limited; with `needs_questions` their questions too. Raises DataError where the run has no
-    such rows, or they cannot be read.
+    """Load the rows to score, and with `needs_questions` the questions among them.
+
+    Args:
+        split: `test` or `val`; None is test where there is one, else val.
+        data: a file in place of a split.
+        limit: the most rows that are taken, evenly spaced; None takes all.
+
+    Raises:
+        DataError: the run has no such rows, or they cannot be read.
     """
     tokenizer = load_tokenizer(run.config).tokenizer
     if data is not None:
@@ -236,8 +242,8 @@ def load_eval_rows(
 
 
 def _load_file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataSplit, int | None]:
-    """The rows of a file, read as the run's test rows would be, and how many of them were trained
-    on (the run's own rows are read for that alone)."""
+    """Read a file as the run's test rows would be read; returns its rows, and how many of them were
+    trained on. Only for that count are the run's own rows read: None where they are gone."""
     try:
         find_source(data)
     except DataError as error:
@@ -272,9 +278,8 @@ def _load_file_split(run: FinishedRun, tokenizer: Any, data: str) -> tuple[DataS
         raise DataError(
             f"DATA={one_line(data)} holds no rows for this run: {'; '.join(splits.notes)}"
         )
-    return splits.test, (
-        splits.test.stats.shared_rows.get("train", 0) if is_own_data_present else None
-    )
+    trained_on = splits.test.stats.shared_rows.get("train", 0) if is_own_data_present else None
+    return splits.test, trained_on
 
 
 # --- tasks of lm-evaluation-harness ---------------------------------------------------------------
@@ -290,8 +295,9 @@ class TaskComparison(NamedTuple):
 
 
 def find_tasks(tasks: Sequence[str]) -> list[str]:
-    """The harness's names of the tasks of TASKS=: its names, patterns of them (`mmlu_*`), and YAML
-    files. Raises ConfigError where the harness is not installed, or does not know one."""
+    """Find the tasks that TASKS= names: by the harness's names, by patterns (`mmlu_*`), or by YAML
+    files, which stay as they are. Raises ConfigError where the harness is not installed, or does
+    not know one."""
     if not tasks:
         return []
     if importlib.util.find_spec("lm_eval") is None:
@@ -303,8 +309,8 @@ def find_tasks(tasks: Sequence[str]) -> list[str]:
         matches = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matches:
             raise ConfigError(
-                f"TASKS={one_line(name)}: lm-evaluation-harness has no such task; lm-eval ls tasks"
-                " lists them"
+                f"TASKS={one_line(name)}: lm-evaluation-harness has no such task;"
+                " lm-eval ls tasks lists them"
             )
         task_names += matches
     return task_names
@@ -337,8 +343,8 @@ def run_tasks(
             model=harness,
             tasks=list(task_names),
             limit=limit,
-            apply_chat_template=run.config.task_mode
-            != "cpt",  # a run on plain text learnt no turns
+            # a run on plain text learnt no turns
+            apply_chat_template=run.config.task_mode != "cpt",
             log_samples=False,
         )
     except Exception as error:  # of the harness, the hub, and what tasks run
@@ -352,8 +358,7 @@ def run_tasks(
 
 
 def compare_tasks(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskComparison, ...]:
-    """Compare the metrics that both results of the harness have, by task; empty results have
-    none."""
+    """Compare two results of the harness (`run_tasks`), metric by metric of each task."""
     comparisons = []
     for task, values in tuned.get("results", {}).items():
         # others are names, and "N/A" where a standard error is not known
@@ -430,8 +435,15 @@ class Evaluation(Answer):
             )
         if before is not None:
             lines.append(f"Before: {before}, which this run continued")
-        first_model = "base" if before is None else "before"
-        table = [["", first_model, "tuned", f"difference [{CONFIDENCE_LEVEL:.0%} interval]", ""]]
+        table = [
+            [
+                "",
+                "base" if before is None else "before",
+                "tuned",
+                f"difference [{CONFIDENCE_LEVEL:.0%} interval]",
+                "",
+            ]
+        ]
         table += [row for comparison in self.comparisons for row in comparison.table_rows()]
         for task in self.tasks:
             difference = f"{task.tuned - task.base:+.4f}"
@@ -465,10 +477,10 @@ def evaluate_run(
     out: Path | None = None,
     max_new_tokens: int | None = None,
 ) -> Evaluation:
-    """Evaluate base and trained model on the same rows, and write `eval.jsonl` and `eval.json`,
-    with the options of docs/trained.md (eval). Raises ConfigError where a name is wrong, a package
-    is missing, or a place cannot be written; DataError where there are no rows; ModelError where
-    the base is gone."""
+    """Evaluate base and trained model on the same rows, and write `eval.jsonl` and `eval.json`; the
+    options are those of `make eval` (docs/trained.md). Raises ConfigError where a name is wrong, a
+    package is missing, or a place cannot be written; DataError where there are no rows; ModelError
+    where the base is gone."""
     # whatever a wrong word can stop is asked before the models load: they take minutes
     rows_path = out or run.folder.path / "eval.jsonl"
     if rows_path.suffix == ".json" or rows_path.is_dir():
@@ -479,26 +491,12 @@ def evaluate_run(
     path = rows_path.with_suffix(".json")
     chosen_tasks, chosen_metrics = find_tasks(tasks), select_metrics(metrics)
     quiet_libraries()
-    rows, options = EvalRows(), run.config.data
-    held_out = (
-        options.val_path,
-        options.test_path,
-        options.val_fraction,
-        *(one.val_path for one in options.sources),
-    )
-    if not tasks or split or data or any(held_out):  # with tasks rows are not needed
+    rows = EvalRows()
+    if not tasks or split or data or _has_held_out_rows(run):  # with tasks rows are not needed
         rows = load_eval_rows(
             run, split=split, data=data, limit=limit, needs_questions=bool(chosen_metrics)
         )
-        if metrics and chosen_metrics and not rows.questions:
-            raise ConfigError(
-                f"METRICS={one_line(' '.join(metrics))}: no row of {rows.data or rows.split} ends"
-                " with an answer"
-            )
-        for position, (question, _) in [*rows.questions.items()][
-            :1
-        ]:  # a function that fails does so now
-            _metric_values(rows, chosen_metrics, position, question.reference)
+        _try_metrics(rows, metrics, chosen_metrics)
     max_answer_tokens = max_new_tokens or run.config.eval.max_new_tokens
 
     def measure_model(model_label: str, model: Any) -> tuple[RowFigures, dict[str, Any]]:
@@ -548,6 +546,24 @@ def evaluate_run(
     with translate_write_errors(path):
         write_json(path, evaluation.as_json())
     return evaluation
+
+
+def _has_held_out_rows(run: FinishedRun) -> bool:
+    data = run.config.data
+    has_val = data.val_path or data.val_fraction or any(part.val_path for part in data.sources)
+    return bool(has_val or data.test_path)
+
+
+def _try_metrics(rows: EvalRows, names: Sequence[str], metrics: Sequence[Metric]) -> None:
+    """Raise ConfigError where the metrics that METRICS= names have no answers to score, or a user's
+    own function fails on the first reference."""
+    if names and metrics and not rows.questions:
+        raise ConfigError(
+            f"METRICS={one_line(' '.join(names))}:"
+            f" no row of {rows.data or rows.split} ends with an answer"
+        )
+    for position, (question, _) in [*rows.questions.items()][:1]:
+        _metric_values(rows, metrics, position, question.reference)
 
 
 def _metric_values(

@@ -76,24 +76,22 @@ class RunList(Answer):
             if run.started is not None:
                 age = format_duration((self.now - run.started).total_seconds())
             step = "-" if run.step is None else str(run.step)
-            name, model = (
-                one_line(run.name, limit=48),
-                one_line(f"{run.mode} {run.model}", limit=48),
-            )
-            rows.append((name, run.status, step, best, format_size(run.bytes), age, model))
-        size, of_checkpoints = (
-            sum(run.bytes for run in self.runs),
-            sum(run.checkpoint_bytes for run in self.runs),
-        )
-        total = (
-            f"{plural(len(self.runs), 'run')}, {format_size(size)}, of which checkpoints"
-            f" {format_size(of_checkpoints)}"
-        )
-        return [*align_columns(rows), total, next_command_line("report", RUN=self.runs[0].path)]
+            size, model = format_size(run.bytes), one_line(f"{run.mode} {run.model}", limit=48)
+            rows.append((one_line(run.name, limit=48), run.status, step, best, size, age, model))
+        total_bytes = sum(run.bytes for run in self.runs)
+        checkpoint_bytes = sum(run.checkpoint_bytes for run in self.runs)
+        return [
+            *align_columns(rows),
+            (
+                f"{plural(len(self.runs), 'run')}, {format_size(total_bytes)}, of which checkpoints"
+                f" {format_size(checkpoint_bytes)}"
+            ),
+            next_command_line("report", RUN=self.runs[0].path),
+        ]
 
 
 def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
-    """Every run directly below an output folder, those moved aside too."""
+    """List every run directly below an output folder, also what was moved aside."""
     runs = [_list_run(folder) for folder in iter_runs(output, include_replaced=True)]
     # runs without a start (their manifest is damaged) go last once the order is reversed
     runs.sort(key=lambda run: (run.started is not None, run.started or datetime.now(UTC), run.name))
@@ -149,22 +147,21 @@ def _checkpoint_folders(folder: RunFolder) -> list[Path]:
 
 
 def run_status(folder: RunFolder, manifest: dict[str, Any]) -> RunStatus:
-    """`running` while a process trains it; `failed` where the manifest says running and none does.
-    A finished run stays finished while a command such as `ship` or `merge` has it locked."""
+    """Tell the status: `running` while a process trains it, `failed` where the manifest says so of
+    a run that no process trains. A finished run stays finished while a command has it locked."""
     status = manifest.get("status")
     if status == "finished":
         return "finished"
-    if (
-        lock_holder_pid(folder) is not None
-    ):  # the lock before the manifest, which a killed run leaves at "running"
+    # the lock before the manifest, which a killed run leaves at "running"
+    if lock_holder_pid(folder) is not None:
         return "running"
     return "stopped" if status == "stopped" else "failed"
 
 
 def find_best_checkpoint(folder: RunFolder) -> dict[str, Any]:
-    """`best_step` and `best_checkpoint` for programs: the step of the best evaluation, by
-    train.metric_for_best_model, and the path of its checkpoint; None where there is none. Of a run
-    with stages those of its newest stage.
+    """Find `best_step`, the step of the best evaluation by train.metric_for_best_model, and
+    `best_checkpoint`, the path of its checkpoint; None where there is none. A run with stages has
+    the best of its newest stage.
     """
     stages = [
         entry["stage"] for _, entry in read_metric_lines(folder.metrics_path) if entry.get("stage")
@@ -188,8 +185,8 @@ def find_best_checkpoint(folder: RunFolder) -> dict[str, Any]:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder; links count as links, and files that vanish meanwhile not
-    at all."""
+    """Sum the bytes of all files below a folder; a link counts as a link, and a file that vanishes
+    meanwhile not at all."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -242,8 +239,8 @@ def _prunable_paths(folder: RunFolder, scope: PruneScope) -> dict[Path, int]:
         return {path: path.stat().st_size for path in files if not path.is_symlink()}
     if folder.path.is_symlink():
         raise RunFolderError(
-            f"{folder.path} is a link to {folder.path.resolve()}: name that folder, or remove the"
-            " link"
+            f"{folder.path} is a link to {folder.path.resolve()}:"
+            " name that folder, or remove the link"
         )
     if scope == "run":
         return {folder.path: _folder_bytes(folder.path)}
@@ -259,8 +256,8 @@ def _require_finished(folder: RunFolder, status: str) -> None:
 
 
 def prune(selection: Mapping[RunFolder, Mapping[Path, int]]) -> PruneResult:
-    """Remove what was selected of each run, with its bytes, each run locked; what cannot be locked
-    or removed is kept, with a warning."""
+    """Remove what was selected (paths with their bytes, by run), with each run locked; what cannot
+    be locked or removed is kept, with a warning."""
     removed: dict[Path, int] = {}
     for folder, paths in selection.items():
         try:

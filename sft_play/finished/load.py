@@ -48,18 +48,17 @@ def compute_dtype(run: FinishedRun) -> torch.dtype:
 
 
 def load_trained_model(run: FinishedRun) -> Any:
-    """The run's model as training left it, in eval mode on the first GPU or the CPU: the base in
-    the precision that it was trained in (NF4 for QLoRA) with the adapter on it, or the whole
-    trained model; raises ModelError where the base is missing or another one, or weights are
-    missing."""
+    """Load the run's model as training left it, in eval mode on the first GPU or the CPU: the base
+    with the adapter on it, in the precision of the run (NF4 for QLoRA), or the whole trained model.
+    Raises ModelError where the base is gone or another one, or weights are missing."""
     if not run.is_adapter:
         return load_model_folder(run.weights, dtype=TORCH_DTYPES[run.plan().precision.load])
     return load_adapter(load_base_model(run), run.weights)
 
 
 def load_base_model(run: FinishedRun) -> Any:
-    """The model as it was before the run, in eval mode on the first GPU or the CPU, in the
-    precision of the run; raises ModelError where the base is missing or another one."""
+    """Load the model as it was before the run, in eval mode on the first GPU or the CPU, in the
+    precision of the run. Raises ModelError where the base is gone or another one."""
     config, precision = run.config, run.plan().precision
     base_model_folder(run)  # refuses a base that has changed since
     loaded = load_tokenizer(config)
@@ -68,9 +67,8 @@ def load_base_model(run: FinishedRun) -> Any:
     )
     attention_functions.enable_cudnn(enabled=False)  # answers have a new length for every token
     model = load_model(config, precision, spec, device=default_device())
-    model.config.use_cache = (
-        True  # training switches it off; without it each new token reads the whole prompt again
-    )
+    # training switches it off; without it each new token reads the whole prompt again
+    model.config.use_cache = True
     return model.eval()
 
 
@@ -99,9 +97,9 @@ def find_continued_adapter(run: FinishedRun) -> ContinuedAdapter | None:
 
 
 def measure_both_models(run: FinishedRun, measure: Callable[[str, Any], T]) -> tuple[T, T]:
-    """Run `measure(model_label, model)` on the model before training (the base, with an adapter
-    that was continued) and on the trained one; `model_label` names the model in lines on how far it
-    is. Raises ModelError where base, adapter or trained model are missing or other ones."""
+    """Run `measure(model_label, model)` on the model before training (the base, or the adapter that
+    was continued) and on the trained one; returns both results. `model_label` names the model in
+    log lines. Raises ModelError where a model is gone, or not the one that the run recorded."""
     continued = find_continued_adapter(run)
     if run.is_adapter and continued is None:
         model = load_trained_model(run)
@@ -131,8 +129,8 @@ def measure_both_models(run: FinishedRun, measure: Callable[[str, Any], T]) -> t
 
 
 def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
-    """A whole model from a folder, in eval mode on the first GPU or the CPU; `dtype` None: as its
-    files are. Raises ModelError where it cannot be loaded."""
+    """Load a whole model, in eval mode on the first GPU or the CPU; without `dtype` in the dtype of
+    its files. Raises ModelError where it cannot be loaded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     attention_functions.enable_cudnn(enabled=False)
@@ -140,9 +138,8 @@ def load_model_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
         # a device by name: device_map="auto" would spread a large model over devices, or offload it
         # without a word
         full_config = AutoConfig.from_pretrained(str(folder))
-        if getattr(
-            full_config, "quantization_config", None
-        ):  # transformers would fetch kernels for some of them
+        # transformers would fetch kernels for some of them
+        if getattr(full_config, "quantization_config", None):
             raise ModelError(
                 f"{folder} holds quantised weights, and no run of this toolkit saves such"
             )
@@ -180,15 +177,14 @@ def build_run_renderer(run: FinishedRun, tokenizer: Any) -> Renderer:
         tokenizer,
         run.config.data,
         max_seq_len=run.plan().max_seq_len,
-        today=first_start_date(
-            run.folder
-        ),  # a template that writes the date would put another one into every prompt
+        # a template that writes the date would put another one into every prompt
+        today=first_start_date(run.folder),
     )
 
 
 def build_run_splits(run: FinishedRun, config: RunConfig, tokenizer: Any) -> DataSplits:
-    """The rows of `config`, the run's or one with other data, tokenised and divided as training
-    did; raises DataError where the data is gone, or no longer has trained tokens."""
+    """Tokenise and divide the rows of `config` as training did; it is the run's, or has other data.
+    Raises DataError where the data is gone, or no longer has trained tokens."""
     return build_splits(
         config,
         find_data_paths(config.data),
@@ -199,15 +195,15 @@ def build_run_splits(run: FinishedRun, config: RunConfig, tokenizer: Any) -> Dat
 
 
 def evenly_spaced_indices(total: int, count: int) -> list[int]:
-    """At most `count` of the indices below `total`, the first and others at equal distances."""
+    """Select at most `count` indices below `total`, at equal distances from 0 on."""
     selected = min(count, total)
     return [index * total // selected for index in range(selected)]
 
 
 @dataclass(frozen=True)
 class HeldOutRows:
-    """Token rows that a run was not trained on, and the split they are from (train, where it has no
-    other)."""
+    """Token rows that a run was not trained on, and the split that has them; `train` where the run
+    has no other."""
 
     name: str
     split: DataSplit
@@ -215,8 +211,8 @@ class HeldOutRows:
 
 
 def load_held_out_rows(run: FinishedRun) -> HeldOutRows:
-    """The run's test rows, else its validation rows, else the rows it was trained on; read as
-    training read them. Raises DataError where the data is gone, or no longer has trained tokens."""
+    """Load the run's test rows, else its validation rows, else its training rows, as training read
+    them. Raises DataError where the data is gone, or no longer has trained tokens."""
     splits = build_run_splits(run, run.config, load_tokenizer(run.config).tokenizer)
     # test before val: validation rows may have chosen the checkpoint (train.load_best_model_at_end)
     for name, split in (("test", splits.test), ("val", splits.val)):

@@ -26,9 +26,6 @@ from sft_play.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-# (answer, reference, messages before the answer) to a figure; higher is better.
-MetricFunction = Callable[[str, str, Sequence[Message]], float]
-
 NO_METRICS = "none"
 
 # The built-in metrics, each with the package of the extra `eval` that it needs.
@@ -60,10 +57,12 @@ _WORD_PATTERN = (
 # --- how good an answer is ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Metric:
-    """A figure of each answer; `is_share`: between 0 and 1, shown in percent."""
+    """A figure of an answer."""
 
     name: str
-    score: MetricFunction
+    # Of the answer, the reference and the messages before the answer; higher is better.
+    score: Callable[[str, str, Sequence[Message]], float]
+    # True if it lies between 0 and 1; it is shown in percent.
     is_share: bool = False
 
 
@@ -93,10 +92,8 @@ def _find_metric(name: str, missing: Sequence[str]) -> Metric:
     if ":" in name:
         return Metric(name, functools.partial(_call_user_metric, name, _import_function(name)))
     if name not in BUILT_IN_METRICS:
-        hint = did_you_mean(name, [*BUILT_IN_METRICS, NO_METRICS])
-        hint = (
-            hint
-            or f"there are {', '.join(BUILT_IN_METRICS)}, {NO_METRICS} and your own module:function"
+        hint = did_you_mean(name, [*BUILT_IN_METRICS, NO_METRICS]) or (
+            f"there are {', '.join(BUILT_IN_METRICS)}, {NO_METRICS} and your own module:function"
         )
         raise ConfigError(f"METRICS={one_line(name)} is not a metric; {hint}")
     if name in missing:
@@ -106,9 +103,8 @@ def _find_metric(name: str, missing: Sequence[str]) -> Metric:
     if name == "chrf":
         from sacrebleu.metrics.chrf import CHRF
 
-        chrf = (
-            CHRF()
-        )  # chrF2, as sacrebleu's own default: characters up to 6-grams, no words, beta 2
+        # chrF2, as sacrebleu's own default: characters up to 6-grams, no words, beta 2
+        chrf = CHRF()
         return Metric(
             name, lambda answer, reference, _: float(chrf.sentence_score(answer, [reference]).score)
         )
@@ -121,9 +117,9 @@ def _find_metric(name: str, missing: Sequence[str]) -> Metric:
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """ROUGE-L's F1: of the longest common subsequence of `split_words`, the harmonic mean of its
-    share of the answer's words and of the reference's. Of texts without any word: 1 where they are
-    equal, else 0."""
+    """ROUGE-L's F1, between 0 and 1: the harmonic mean of two shares, that of the answer's words
+    and that of the reference's words (`split_words`) in their longest common subsequence. Two texts
+    without words have 1 where they are equal, else 0."""
     from rapidfuzz.distance import LCSseq
 
     answer_words, reference_words = split_words(answer), split_words(reference)
@@ -137,9 +133,9 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a text for ROUGE-L: maximal runs of letters and digits with their combining
-    marks, in NFKC and case folded; of scripts without spaces each character. Of ASCII texts the
-    tokens of Google's rouge-score without stemming."""
+    """Split a text into the words of ROUGE-L: runs of letters and digits with their combining
+    marks, in NFKC and case folded; each character of a script without spaces is a word. ASCII texts
+    get the tokens of Google's rouge-score without stemming."""
     normalized = unicodedata.normalize("NFKC", text).casefold()
     return list(regex.findall(_WORD_PATTERN, normalized, flags=regex.V1))
 
@@ -204,22 +200,28 @@ def paired_bootstrap(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """The difference of the weighted means of two models' figures [rows], with its bootstrap
-    interval; NaN where no row has a weight. Rows are drawn with replacement, each with both figures
-    and its weight [rows] (None: all alike; rows of weight 0 do not count). The percentile interval,
-    widened for few rows: its tails are Phi(-t * sqrt(n / (n - 1))), with t of n - 1 degrees of
-    freedom (Hesterberg 2015, What Teachers Should Know About the Bootstrap, section 5.3, "expanded
-    percentile interval"). Raises ValueError where the arrays do not have the same length.
+    """The difference of the weighted means of two models' figures, with its bootstrap interval.
+
+    Rows are drawn with replacement, each with both figures and its weight. The interval is the
+    percentile interval, widened for few rows: its tails are Phi(-t * sqrt(n / (n - 1))), with t of
+    n - 1 degrees of freedom (Hesterberg 2015, What Teachers Should Know About the Bootstrap,
+    section 5.3, "expanded percentile interval"). It is NaN where no row has a weight.
+
+    Args:
+        base: a figure of each row [rows].
+        tuned: the same of the other model [rows].
+        weights: of the rows [rows], None for equal ones; rows of weight 0 do not count.
+        level: the probability that the interval holds the true difference.
+
+    Raises:
+        ValueError: the arrays do not have the same length.
     """
     from scipy.stats import norm, t
 
-    base_values, tuned_values = (
-        np.asarray(base, dtype=np.float64),
-        np.asarray(tuned, dtype=np.float64),
-    )
-    row_weights = (
-        np.ones(len(base_values)) if weights is None else np.asarray(weights, dtype=np.float64)
-    )
+    base_values, tuned_values = np.asarray(base, np.float64), np.asarray(tuned, np.float64)
+    row_weights = np.ones_like(base_values)
+    if weights is not None:
+        row_weights = np.asarray(weights, np.float64)
     if not base_values.shape == tuned_values.shape == row_weights.shape:
         raise ValueError("one figure of each model and one weight for each row")
     has_weight = row_weights > 0
@@ -237,12 +239,10 @@ def paired_bootstrap(
     chunk_size = max(1, _MAX_DRAWN_ROWS // row_count)
     for offset in range(0, resamples, chunk_size):
         count = min(chunk_size, resamples - offset)
-        rows = generator.integers(
-            0, row_count, size=(count, row_count), dtype=np.int32
-        )  # half of what int64 takes
-        ratios[offset : offset + count] = weighted_differences[rows].sum(axis=1) / row_weights[
-            rows
-        ].sum(axis=1)
+        # half of what int64 takes
+        rows = generator.integers(0, row_count, size=(count, row_count), dtype=np.int32)
+        sums = weighted_differences[rows].sum(axis=1)
+        ratios[offset : offset + count] = sums / row_weights[rows].sum(axis=1)
     t_quantile = t.ppf(0.5 + level / 2, row_count - 1)
     tail = float(norm.cdf(-t_quantile * math.sqrt(row_count / (row_count - 1))))
     low, high = np.quantile(ratios, [tail, 1 - tail])
@@ -271,7 +271,8 @@ class MetricComparison:
 
     @property
     def perplexity(self) -> dict[str, float | None]:
-        """Of a loss: that of base and tuned, and their ratio with its interval."""
+        """The perplexity of base and tuned, and their ratio with its interval; None where it
+        overflows. It has a meaning for a loss only."""
         interval = self.interval
         nats = {
             "base": self.base,
@@ -293,7 +294,7 @@ class MetricComparison:
         }
 
     def table_rows(self) -> list[list[str]]:
-        """Its line of the table, of a loss also that of its perplexity."""
+        """Its line of the table; a loss has a second one, its perplexity."""
         title, interval = METRIC_TITLES.get(self.name, self.name), self.interval
         values = (interval.difference, interval.low, interval.high)
         if self.is_share:
@@ -315,8 +316,8 @@ def compare_metrics(
     tuned_rows: Sequence[dict[str, Any]],
     metrics: Sequence[Metric],
 ) -> list[MetricComparison]:
-    """Loss and token accuracy over trained tokens, then each metric over the answers; the rows are
-    those of eval.jsonl."""
+    """Compare loss and token accuracy over trained tokens, then each metric over the answers.
+    `base_rows` and `tuned_rows` have the figures of each row, as eval.jsonl does."""
     if not tuned_rows:
         return []
     tokens = [row["tokens"] for row in tuned_rows]

@@ -47,8 +47,6 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "modalities": (["text"],), "store": (False,),
     "service_tier": ("auto", "default"),
 }  # fmt: skip
-_StopText = Annotated[str, Field(min_length=1, max_length=256)]
-_to_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 _TokenCount = Annotated[int, Field(ge=1)]
 
 
@@ -66,9 +64,15 @@ class ChatRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[_StopText], _to_list, Field(max_length=4)] | None = (
-        None  # OpenAI's own limit
-    )
+    # a text, or at most four, which is OpenAI's own limit
+    stop: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=256)]],
+            BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+            Field(max_length=4),
+        ]
+        | None
+    ) = None
 
 
 def bad_request(message: str, option: str | None = None) -> HTTPException:
@@ -77,15 +81,14 @@ def bad_request(message: str, option: str | None = None) -> HTTPException:
 
 
 def validate_request(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a request that ask for something, as they were sent; `stop` as a list. Raises
-    HTTPException, a 400 with the option in OpenAI's `param`, where one is unknown, not supported or
-    a wrong value: a request that is answered is answered as it was asked."""
+    """Check the options of a request; returns those that ask for something as they were sent,
+    `stop` as a list. Raises HTTPException, a 400 with the option in OpenAI's `param`, where one is
+    unknown, not supported or a wrong value: a request that is answered is answered as it was
+    asked."""
     try:
         json.dumps(body, ensure_ascii=False).encode("utf-8")
-    except (
-        UnicodeEncodeError,
-        RecursionError,
-    ):  # half of a surrogate pair, which no tokenizer can hold
+    # half of a surrogate pair, which no tokenizer can hold; lists in lists without end
+    except (UnicodeEncodeError, RecursionError):
         raise bad_request("the request holds what is no text, or is nested too deeply") from None
     options = {
         name: value
@@ -107,8 +110,8 @@ def validate_request(body: Mapping[str, Any]) -> dict[str, Any]:
         message = f"{option} is missing"
     elif first["type"] == "extra_forbidden":
         message = (
-            f"{one_line(option)} is not supported by this server ({value_text} was given); leave"
-            " it out"
+            f"{one_line(option)} is not supported by this server ({value_text} was given);"
+            " leave it out"
         )
     raise bad_request(message, option)
 
@@ -126,8 +129,8 @@ def cut_at_stop(text: str, stop_texts: Sequence[str]) -> str:
 
 
 class StopTextFilter:
-    """Pieces of a streamed text, up to the first stop text; what may be the beginning of one is
-    held back."""
+    """Passes on the pieces of a streamed text up to the first stop text; what may be the beginning
+    of one is held back."""
 
     def __init__(self, stop_texts: Sequence[str]) -> None:
         self._stop_texts, self._text, self._shown_length = stop_texts, "", 0
@@ -165,8 +168,7 @@ class StopTextCriteria(StoppingCriteria):
 
 
 class _StoppingGenerateManager(GenerateManager):
-    """Generates on a thread of its own, and leaves out of the answer what begins with a stop
-    text."""
+    """Generates on a thread of its own, and cuts the answer where a stop text begins."""
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any
@@ -174,6 +176,7 @@ class _StoppingGenerateManager(GenerateManager):
         queue, streamer = super().generate_streaming(
             model, processor, inputs, gen_config, **options
         )
+        # the handler above reads the queue: pieces are cut as they are put into it
         text_filter, put = StopTextFilter(_stop_texts_of(inputs)), queue._put
 
         def put_filtered(item: Any) -> None:
@@ -194,9 +197,8 @@ class _StoppingGenerateManager(GenerateManager):
         )
         stop_texts = _stop_texts_of(inputs)
         shortened = cut_at_stop(text, stop_texts)
-        if (
-            shortened != text
-        ):  # think text and tool calls are read from the ids, in which special tokens are
+        # think text and tool calls are read from the ids, in which special tokens are
+        if shortened != text:
             raw_text = cut_at_stop(processor.decode(ids), stop_texts)
             ids = torch.tensor(
                 processor(raw_text, add_special_tokens=False)["input_ids"], dtype=ids.dtype
@@ -216,8 +218,8 @@ def _stop_texts_of(inputs: Mapping[str, Any]) -> Sequence[str]:
 def request_prompt_ids(
     responder: Responder, messages: Sequence[Message], tools: Any = None
 ) -> list[int]:
-    """Token ids of a request's messages, read and rendered as training reads and renders a row;
-    raises DataError where they are no conversation that an answer can follow."""
+    """Read and render a request's messages as training does a row; returns token ids. Raises
+    DataError where they are no conversation that an answer can follow."""
     answer = {"role": "assistant", "content": "."}
     row = RawRow("the request", {"messages": [*messages, answer], "tools": tools or []})
     data = DataConfig(merge_consecutive=responder.run.config.data.merge_consecutive)
@@ -242,9 +244,8 @@ class _ChatHandler(ChatCompletionHandler):
         self._responder, self._name, self._model = responder, name, responder.model
         text_config = self._model.config.get_text_config()
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
-        if getattr(
-            text_config, "output_router_logits", None
-        ):  # with a cache its mask has another length
+        # with a cache its mask has another length
+        if getattr(text_config, "output_router_logits", None):
             text_config.output_router_logits = False
         self._generation_config = copy.deepcopy(self._model.generation_config)
         # do_sample: else a client's temperature would change nothing; the server's 0 is greedy
@@ -278,9 +279,8 @@ class _ChatHandler(ChatCompletionHandler):
                 "tools cannot be given: the model's chat template writes no tools", "tools"
             )
         if options.get("temperature"):
-            options["temperature"] = max(
-                options["temperature"], 0.01
-            )  # as in vLLM: below it logits overflow
+            # as in vLLM: below it logits overflow
+            options["temperature"] = max(options["temperature"], 0.01)
         async with self._render_lock:  # one at a time: so does the tokenizer
             prompt_ids = await run_in_threadpool(
                 self._prompt_ids, options["messages"], options.get("tools")
@@ -331,7 +331,7 @@ class _ChatHandler(ChatCompletionHandler):
 
 
 async def _append_done(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """A stream with the line by which clients know that it is whole."""
+    """Append the line by which clients know that a stream is whole."""
     async for event in events:
         yield event
     yield "data: [DONE]\n\n"
@@ -340,8 +340,8 @@ async def _append_done(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
 def openai_app(
     responder: Responder, name: str, *, allowed_hosts: frozenset[str] | None = None
 ) -> FastAPI:
-    """The application that answers as the run's model, called `name`; `allowed_hosts`: the names
-    under which this server is asked, and from whose pages (None: any)."""
+    """Build the application that answers as the run's model, called `name`. `allowed_hosts` are the
+    names that a request may have in Host, and its page in Origin; None allows any."""
     app, handler = FastAPI(openapi_url=None), _ChatHandler(responder, name)
     # a token of a request is some four characters, which JSON may write as six bytes each
     body_limit = max(2**20, 16 * (handler.max_positions or 0))
@@ -354,8 +354,8 @@ def openai_app(
         if not is_local_request(allowed_hosts, headers.get("host", ""), headers.get("origin")):
             rejection = _error_response(
                 403,
-                "this server answers this machine alone, and the request names another in Host or"
-                " Origin",
+                "this server answers this machine alone,"
+                " and the request names another in Host or Origin",
             )
         elif "transfer-encoding" in headers:
             rejection = _error_response(411, "the body has no length (Content-Length)")
@@ -365,9 +365,8 @@ def openai_app(
             )
         else:
             return await call_next(request)
-        async for (
-            _
-        ) in request.stream():  # a client sees the answer only once it has sent everything
+        # a client sees the answer only once it has sent everything
+        async for _ in request.stream():
             pass
         return rejection
 

@@ -90,7 +90,7 @@ def thin_points(points: Points) -> Points:
 
 # --- curves on the page, whose template writes the SVG --------------------------------------------
 def draw_chart(chart: Chart) -> dict[str, Any]:
-    """What the template draws of a chart, in units of its viewBox: curves, numbers at the axes,
+    """Lay out a chart for the template, in units of its viewBox: curves, numbers at the axes,
     starts of stages."""
     steps, values = zip(*(point for curve in chart.curves for point in curve.points), strict=True)
     first_step, last_step, lowest = min(steps), max(steps), min(values)
@@ -252,15 +252,14 @@ class RunPart:
         """Seconds of all steps that were logged, evaluation and saving left out; 0 before the
         first."""
         total, last_step = 0.0, 0.0
-        for step, seconds in self.curves.get(
-            "step_time_s", ()
-        ):  # a log speaks for every step since the one before
+        # a log speaks for every step since the one before
+        for step, seconds in self.curves.get("step_time_s", ()):
             total, last_step = total + seconds * (step - last_step), step
         return total
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Mean speed: that of the summary, else of what was logged so far."""
+        """Mean speed, from the summary, else from what was logged so far."""
         speeds = [speed for _, speed in self.curves.get("tokens_per_s", ())]
         recorded: float | None = self.summary.get("tokens_per_s")
         if recorded is None and speeds:
@@ -288,8 +287,7 @@ class RunRecord:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Speed in training: of the whole run where it has ended, else of the part that it has come
-        to."""
+        """Speed in training: of the whole run once it has ended, before that of its last part."""
         return self.summary.get("tokens_per_s") or self.parts[-1].tokens_per_s
 
     @property
@@ -303,9 +301,8 @@ class RunRecord:
         # of a run that was killed: its manifest has what was measured first
         record = self.summary or self.manifest
         value = (record.get(moment) or {}).get(name)
-        if isinstance(value, (int, float)):
-            return float(value)
-        return None  # a loss that is not finite is text
+        # a loss that is not finite is text
+        return float(value) if isinstance(value, (int, float)) else None
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """One curve over all parts, its steps counted over the whole run."""
@@ -400,9 +397,9 @@ def headline_metrics(record: RunRecord) -> dict[str, str]:
 
 
 def compare_peak_memory(part: RunPart) -> tuple[str, int | None, int | None]:
-    """The peak by which plan and run are compared: what is counted (reserved on a GPU, resident on
-    a CPU) and in which moment of the run, its highest; predicted and measured bytes; of a run that
-    has not ended what it has logged.
+    """The peak by which plan and run are compared; returns what it is, in words, and its predicted
+    and measured bytes. It counts reserved memory on a GPU, resident memory on a CPU, in the moment
+    of the run that holds most. A run that has not ended has the peak that it logged.
     """
     peak, planned_peak = part.summary.get("peak_bytes") or {}, part.plan.get("peak_bytes") or {}
     kind, key = (
@@ -469,8 +466,12 @@ def write_report(record: RunRecord, *, path: Path | None = None) -> RunReport:
         headline=[*headline_metrics(record).items()],
         sections=sections,
     )
-    titles = tuple(section.title for section in sections if not section.is_empty)
-    return RunReport(record, path, titles, tuple(charts))
+    return RunReport(
+        record,
+        path,
+        sections=tuple(section.title for section in sections if not section.is_empty),
+        charts=tuple(charts),
+    )
 
 
 @contextlib.contextmanager
@@ -493,10 +494,8 @@ def write_final_report(folder: RunFolder) -> None:
         return
     try:
         logger.info("Report: %s", write_report(read_record(folder)).path)
-    except (
-        SftPlayError,
-        Exception,
-    ) as error:  # a run that was trained has not failed because of its report
+    # a run that was trained has not failed because of its report
+    except (SftPlayError, Exception) as error:
         logger.warning(
             "The report was not written: %s: %s; make report RUN=%s writes it",
             type(error).__name__,
@@ -518,6 +517,7 @@ def build_run_charts(record: RunRecord) -> list[Chart]:
         if part.summary.get("predicted_tokens_per_s")
         for step in (1, part.steps)
     ]
+    # a source's two curves have one colour; the losses of ranks are named alike, and no sources
     source_curves, colours = [], itertools.cycle(COLOURS)
     for name in sorted(
         {name for part in record.parts for name in part.curves if name.startswith("loss_")}
@@ -687,15 +687,11 @@ def _format_lines(values: Mapping[str, Any]) -> str:
 
 def _format_text(value: Any) -> str:
     """A text as it is, anything else as JSON."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _format_or_absent(value: Any, format_value: Callable[[Any], str]) -> str:
-    if value is None:
-        return "-"
-    return format_value(value)
+    return "-" if value is None else format_value(value)
 
 
 # --- runs beside each other -----------------------------------------------------------------------
@@ -731,8 +727,8 @@ _CHART_CURVES = {
 
 @dataclass(frozen=True)
 class Comparison(Answer):
-    """Runs beside each other. `differences` and `results`: by key, the value of each run; None if a
-    run has none."""
+    """Runs beside each other. `differences` and `results` have a value of each run by key, None
+    where a run has none."""
 
     names: tuple[str, ...]
     records: tuple[RunRecord, ...]
@@ -778,9 +774,8 @@ class Comparison(Answer):
         columns = [one_line(name, limit=28) for name in self.names]
         lines = [f"Compared: {len(self.names)} runs; {len(self.differences)} differences"]
         if self.differences:
-            all_columns = range(len(columns) + 1)
             table = build_table(
-                ["differs", *columns], self.difference_rows, text_columns=all_columns
+                ["differs", *columns], self.difference_rows, text_columns=range(len(columns) + 1)
             )
             lines += [*render_lines(table), ""]
         lines += [
@@ -798,9 +793,8 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
     """Compare runs, and write the page (None: into the folder of the first). Raises ConfigError
     where they are fewer than two, one is named twice, or the page cannot be written; RunFolderError
     where one is not a run of this toolkit."""
-    resolved_paths = [
-        folder.path.resolve() for folder in folders
-    ]  # `last` and a name may be the same run
+    # `last` and a name may be the same run
+    resolved_paths = [folder.path.resolve() for folder in folders]
     if len(resolved_paths) < 2:
         raise ConfigError(
             'RUNS= has to name two runs or more: make compare RUNS="first second" (make runs lists'
@@ -842,8 +836,8 @@ def compare_runs(folders: Sequence[RunFolder], *, path: Path | None = None) -> C
 
 
 def find_differences(records: Sequence[RunRecord]) -> dict[str, tuple[Any, ...]]:
-    """What differs between the runs: settings by their keys, then how the plan spread them, data,
-    versions, machine."""
+    """Find what differs between the runs: settings by their keys, then how their plans spread them,
+    data, versions, machine. The values are in the order of the runs."""
     rows = _values_by_key([_run_facts(record) for record in records])
     return {
         key: values

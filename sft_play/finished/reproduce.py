@@ -60,8 +60,7 @@ class ReproduceResult(Answer):
     path: Path
     code: str
     tensors: int
-    # Those that are not equal bit for bit, with their largest difference, in the order of the
-    # files.
+    # The largest difference of each tensor that is not equal bit for bit, in the files' order.
     differing_tensors: Mapping[str, float]
     steps: int
 
@@ -95,12 +94,17 @@ class ReproduceResult(Answer):
                 next_command_line("prune", RUNS=self.path.name),
             ]
         name, largest = next(iter(self.differing_tensors.items()))
-        counts = f"{len(self.differing_tensors)} of {self.tensors} tensors differ"
-        hint = "says whether versions, machine or plan are others"
         return [
-            f"Weights: {counts}; the first is {name}, by up to {largest:.3g}",
+            (
+                f"Weights: {len(self.differing_tensors)} of {self.tensors} tensors differ; the"
+                f" first is {name}, by up to {largest:.3g}"
+            ),
             f"Written to: {self.path}",
-            next_command_line("compare", hint, RUNS=f"{self.run.name} {self.path.name}"),
+            next_command_line(
+                "compare",
+                "says whether versions, machine or plan are others",
+                RUNS=f"{self.run.name} {self.path.name}",
+            ),
         ]
 
 
@@ -112,9 +116,8 @@ def reproduce(run: FinishedRun) -> ReproduceResult:
     """
     run_folder = run.folder.path
     config_path, new_folder = run_folder.absolute() / "resolved.json", _free_folder(run_folder)
-    working_folder = Path(
-        str(run.manifest.get("cwd"))
-    )  # its paths are relative to where it was started
+    # its paths are relative to where it was started
+    working_folder = Path(str(run.manifest.get("cwd")))
     if not working_folder.is_dir():
         working_folder = Path.cwd()
     with contextlib.chdir(working_folder):
@@ -146,8 +149,8 @@ def reproduce(run: FinishedRun) -> ReproduceResult:
         raise Interrupted(f"stopped by the user; what was trained is in {new_folder}")
     if exit_code:
         raise TrainingError(
-            f"{run_folder} could not be trained again: it ended with exit code {exit_code}; see"
-            " above"
+            f"{run_folder} could not be trained again:"
+            f" it ended with exit code {exit_code}; see above"
         )
     tensors, differing = compare_weights(
         run.weights, RunFolder(new_folder).model_path(is_adapter=run.is_adapter)
@@ -216,9 +219,8 @@ def _training_command(
     trackers = [name for name in config.train.report_to if name == "tensorboard"]
     arguments.append(f"train.report_to={json.dumps(trackers)}")
     weights = (manifest.get("data") or {}).get("weights") or {}
-    if find_model_folder(config.model.name) is None and weights.get(
-        "sha256"
-    ):  # of a hub model that is its commit
+    # of a hub model that is its commit
+    if find_model_folder(config.model.name) is None and weights.get("sha256"):
         arguments.append(f"model.revision={weights['sha256']}")
     if config.data.template_date is None and manifest.get("template_date"):
         arguments.append(f'data.template_date="{manifest["template_date"]}"')
@@ -250,7 +252,7 @@ def _batch_overrides(prefix: str, folder: RunFolder, config: RunConfig) -> list[
 
 
 def describe_code(manifest: Mapping[str, Any], *, package: Path = PACKAGE_FOLDER) -> str:
-    """Describe the code that trains; raises RunFolderError where it is not that of the manifest's
+    """Describe the code that trains; raises RunFolderError where the manifest has another
     digest."""
     recorded = manifest.get("code") or {}
     git = recorded.get("git") or {}
@@ -267,9 +269,9 @@ def describe_code(manifest: Mapping[str, Any], *, package: Path = PACKAGE_FOLDER
 
 
 def compare_weights(first_folder: Path, second_folder: Path) -> tuple[int, dict[str, float]]:
-    """Count the tensors of two folders of weights, and find those that differ bit by bit, in the
-    order of the first one's files: by how much at most, infinite where shapes or dtypes do, or one
-    is not a number."""
+    """Compare two folders of weights bit by bit; returns the number of tensors, and the largest
+    difference of each that differs, in the order of the first folder's files. It is infinite where
+    shapes or dtypes differ, a folder lacks the tensor, or a value is not a number."""
     first, second = open_tensors(first_folder), open_tensors(second_folder)
     names, differing = dict.fromkeys([*first, *sorted(second)]), dict[str, float]()
     for name in names:

@@ -58,8 +58,8 @@ def _training_autocast(run: FinishedRun, model: Any) -> contextlib.AbstractConte
 
 
 class Responder:
-    """A run's model, loaded as it was trained where none is given, with the tokenizer and template
-    of the run."""
+    """A run's model with the tokenizer and the template of the run; without `model` it is loaded as
+    it was trained."""
 
     def __init__(self, run: FinishedRun, model: Any = None) -> None:
         self.run = run
@@ -79,18 +79,13 @@ class Responder:
         tools: tuple[Any, ...] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Tokens of a conversation that ends before the assistant's turn: those that training put
-        before an answer; raises DataError where the chat template refuses these messages."""
+        """Tokenise a conversation that ends before the assistant's turn, as training did before an
+        answer. Raises DataError where the chat template refuses these messages."""
         if self.run.config.task_mode == "cpt":
-            return list(
-                self.tokenizer("\n".join(str(message["content"]) for message in messages))[
-                    "input_ids"
-                ]
-            )
-        turns = (
-            *messages,
-            {"role": "assistant", "content": "."},
-        )  # the answer itself is not rendered
+            text = "\n".join(str(message["content"]) for message in messages)
+            return list(self.tokenizer(text)["input_ids"])
+        # the answer itself is not rendered
+        turns = (*messages, {"role": "assistant", "content": "."})
         prompt = self.renderer.prompt_ids(
             Chat("", turns, tools, template_kwargs=template_kwargs or {})
         )
@@ -109,9 +104,9 @@ class Responder:
         max_new_tokens: int,
         model_label: str = "trained model",
     ) -> list[GeneratedAnswer]:
-        """Greedy answers, in the order asked, in batches of a token budget and in the precision of
-        the run's own evaluation; where memory runs out the batches are halved. `model_label` names
-        the model in log lines.
+        """Generate greedy answers, in the order of the questions, in the batches and the precision
+        of the run's own evaluation; where memory runs out the batches are halved. `model_label`
+        names the model in log lines.
         """
 
         def try_batch(generate: Callable[[], T], rows: int) -> T | None:
@@ -159,11 +154,10 @@ class Responder:
         max_new_tokens: int,
         temperature: float = 0.0,
     ) -> str:
-        """One answer, of which each piece of text is shown as it comes; greedy at temperature 0.
-        Ctrl-C ends it."""
+        """Generate one answer, and show each piece of its text as it comes; greedy at temperature
+        0. Ctrl-C ends it; what has come is returned."""
         streamer = _TextStreamer(self.tokenizer, self.stop_ids, show)
-        # without what a base's generation config sets for sampling, of which transformers would
-        # warn
+        # without what a base's generation config sets for sampling: transformers would warn of it
         sampling: dict[str, Any] = {
             "do_sample": False,
             "temperature": None,
@@ -225,8 +219,8 @@ CHAT_HELP = (
 
 @dataclass
 class Conversation:
-    """The turns so far; who answers; and how. `show` gets text as it comes, without line ends of
-    its own."""
+    """A conversation in the terminal: the turns so far, and who answers, and how. `show` gets text
+    as it comes, without a line end after it."""
 
     responder: Responder
     show: Callable[[str], None]
@@ -254,6 +248,7 @@ class Conversation:
             self.show(f"({error})\n")
             return
         answer = ""
+        # with /both the trained model answers last, and the conversation goes on with its answer
         for is_base in (True, False) if self.compares_base else (self.uses_base,):
             if self.compares_base:
                 self.show("base:  " if is_base else "tuned: ")
@@ -265,7 +260,6 @@ class Conversation:
                     temperature=self.temperature,
                 )
             self.show("\n")
-        # with /both the trained model's, which is last
         self.messages = [*conversation, {"role": "assistant", "content": answer}]
 
     def _run_command(self, name: str = "", argument: str = "") -> None:
@@ -280,8 +274,8 @@ class Conversation:
             # answers so far were given under another system prompt
             self.system, self.messages = argument or None, []
             reply = (
-                f"the system prompt is {'set' if argument else 'removed'}; the conversation is"
-                " empty"
+                f"the system prompt is {'set' if argument else 'removed'};"
+                " the conversation is empty"
             )
         elif name in ("base", "both") and not self.responder.run.is_adapter:
             reply = "this run trained all weights: there is no adapter to switch off"
@@ -305,9 +299,8 @@ _CHUNK_PROMPTS = 256
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of the file. `output_fields` has what the output repeats of it: further columns of
-    the row, `messages` before the answer, and `tools`, `chat_template_kwargs` and `reference` if
-    the row has them."""
+    """A prompt of the file: the messages before the answer, and what else the row has. `reference`
+    is the row's own answer; `extra_columns` are columns that no format reads."""
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
@@ -317,8 +310,9 @@ class Prompt:
 
     @functools.cached_property
     def output_fields(self) -> dict[str, Any]:
-        """The fields of the output line, but for the answer, as JSON reads them back: tuples are
-        lists."""
+        """What a line of the output repeats of the prompt: its further columns, `messages`, and
+        `tools`, `chat_template_kwargs` and `reference` if it has them. As JSON reads them back:
+        tuples are lists."""
         new_names = {
             name: f"input_{name}" for name in ("messages", "tools", "answer", "reference", "by")
         }
@@ -354,9 +348,9 @@ class InferResult(Answer):
 
 
 def read_prompts(path: Path, data: DataConfig | None = None) -> list[Prompt]:
-    """The prompts of a file: one a line of a .txt, or rows in any format that training reads, with
-    their last answer or without it; of `data`, the run's, data.columns and data.style apply as in
-    training. Raises DataError where a row is not a prompt."""
+    """Read the prompts of a file: the lines of a .txt, or rows in any format that training reads,
+    with their last answer or without it. data.columns and data.style of the run (`data`) apply as
+    in training. Raises DataError where a row is not a prompt."""
     if path.suffix == ".txt":
         lines = enumerate("".join(read_text_blocks(path)).split("\n"), start=1)
         rows: list[RawRow | BadRow] = [
@@ -487,7 +481,7 @@ def infer(
 
 def _count_answered(answers_path: Path, prompts: list[Prompt], provenance: str) -> int:
     """Count the prompts that are answered already, and cut off a half-written last line. Raises
-    DataError where it is another file."""
+    DataError where the file holds other answers."""
     file_label = f"OUTPUT={one_line(str(answers_path))}"
     if not answers_path.exists():
         with translate_write_errors(answers_path):
@@ -510,8 +504,8 @@ def _count_answered(answers_path: Path, prompts: list[Prompt], provenance: str) 
             ) from None
         if entry != prompt.output_fields:
             raise DataError(
-                f"{file_label} exists and answers other prompts (line {line_number}); name another"
-                " file"
+                f"{file_label} exists and answers other prompts (line {line_number});"
+                " name another file"
             )
         if answered_by != provenance:
             raise DataError(

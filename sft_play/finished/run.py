@@ -29,7 +29,7 @@ from sft_play.runs.lookup import iter_runs, resolve_run
 from sft_play.text import format_gib
 from sft_play.training.checkpoints.checkpoints import require_unchanged
 
-# What of a run is merged and exported is known here, before any library is imported.
+# What a run is merged and exported to is known here, before any library is imported.
 ExportFormat = Literal["gguf", "ollama", "vllm"]
 # How a GGUF stores weights, the coarsest last: those that need no importance matrix.
 Quant = Literal[
@@ -105,7 +105,7 @@ def find_finished_run(
         )
     config = folder.read_config(is_trusted=is_trusted)
     if config.curriculum:
-        # the weights are those of the last stage, whose settings differ from those of the whole run
+        # the last stage made the weights, and its settings differ from those of the whole run
         last_stage = folder.stage_folder(config.curriculum[-1].name, is_last_stage=True)
         if (last_stage.path / "resolved.json").is_file():
             config = last_stage.read_config(is_trusted=is_trusted)
@@ -127,22 +127,25 @@ def find_run_folder(
     if name not in (None, LAST_RUN):
         return resolve_run(output_folder, str(name))
     runs = [(folder.read_manifest(), folder) for folder in iter_runs(output_folder)]
-    finished_runs = [
+    candidates = [
         (manifest, folder) for manifest, folder in runs if manifest.get("status") == "finished"
     ]
     time_key = "ended"
-    if not finished_runs and not must_be_finished:
-        finished_runs, time_key = runs, "started"
-    if not finished_runs:
+    if not candidates and not must_be_finished:
+        candidates, time_key = runs, "started"
+    if not candidates:
         kind = "finished run" if must_be_finished else "run"
-        raise RunFolderError(f"there is no {kind} in {output_folder}; train one with make train")
-    return max(finished_runs, key=lambda run: (str(run[0].get(time_key)), str(run[1].path)))[1]
+        unfinished_note = f" ({len(runs)} unfinished)" if runs else ""
+        raise RunFolderError(
+            f"there is no {kind} in {output_folder}{unfinished_note}; train one with make train"
+        )
+    return max(candidates, key=lambda run: (str(run[0].get(time_key)), str(run[1].path)))[1]
 
 
 def base_model_folder(run: FinishedRun) -> Path:
-    """The folder with the base's files: the local one, or the hub's, downloaded at the revision
-    that was trained on; raises ModelError where it is gone, cannot be fetched, or holds other
-    weights than those that the adapter was trained on."""
+    """Find the folder with the base's files: a local one, or the hub's, downloaded at the revision
+    that was trained on. Raises ModelError where it is gone, cannot be fetched, or holds other
+    weights than the run was trained on."""
     name = run.config.model.name
     recorded = (run.manifest.get("data") or {}).get("weights") or {}
     folder = find_model_folder(name)
@@ -153,13 +156,12 @@ def base_model_folder(run: FinishedRun) -> Path:
             )
         if recorded.get("sha256") not in (None, base_weights_identity(name, None)["sha256"]):
             raise ModelError(
-                f"the weights in {name} are not those that {run.folder.path} was trained on: put"
-                " the base back"
+                f"the weights in {name} are not those that {run.folder.path} was trained on:"
+                " put the base back"
             )
         return folder
-    if name.startswith(
-        (".", "/", "~")
-    ):  # a path and no hub id, for which the hub need not be asked
+    # a path and no hub id, for which the hub need not be asked
+    if name.startswith((".", "/", "~")):
         raise ModelError(
             f"the base {one_line(name)}, from which {run.weights} was trained, is gone"
         )
@@ -169,7 +171,7 @@ def base_model_folder(run: FinishedRun) -> Path:
 
 
 def find_changed_data(manifest: Mapping[str, Any], loaded: LoadedConfig) -> list[str]:
-    """Describe the data of a run that are no longer those of its manifest, one text each."""
+    """Describe each data file of a run that has changed since its manifest was written."""
     recorded, changes = manifest.get("data") or {}, []
     for part in loaded.runs:
         prefix = f"stage {part.stage_name} " if part.stage_name else ""
@@ -200,19 +202,15 @@ def require_split(split: str | None, data: str | None) -> None:
 
 
 def describe_context_window(run: FinishedRun, model: str) -> tuple[int, str]:
-    """The positions that a model (a folder, or a name on the hub) has for a conversation, and a
-    note on the length of the rows that it was trained on; the note is empty if they were as
-    long."""
+    """Read how many positions a model (a folder, or a name on the hub) has for a conversation;
+    returns them, and a note where the rows of training were shorter (empty where not)."""
     trained_length = run.plan().max_seq_len
     max_positions = load_max_positions(model) or trained_length
     if max_positions == trained_length:
         return max_positions, ""
-    return (
-        max_positions,
-        (
-            f"Context: the model's own {max_positions:,} positions; rows of training had at most "
-            f"{trained_length:,} tokens (model.max_seq_len)"
-        ),
+    return max_positions, (
+        f"Context: the model's own {max_positions:,} positions; rows of training had at most"
+        f" {trained_length:,} tokens (model.max_seq_len)"
     )
 
 
@@ -220,8 +218,8 @@ def describe_context_window(run: FinishedRun, model: str) -> tuple[int, str]:
 
 
 def require_mergeable(run: FinishedRun, base: str | None, target: Path, *, replace: bool) -> None:
-    """Raises RunFolderError or ConfigError where a run cannot be merged like that, or not into this
-    folder."""
+    """Raises RunFolderError where the run has no adapter, or `target` exists and may not be
+    replaced; ConfigError where the adapter cannot be merged into `base`."""
     if not run.is_adapter:
         raise RunFolderError(
             f"{run.folder.path} trained all weights: {run.weights} is the whole model, and nothing"
@@ -242,17 +240,15 @@ def require_mergeable(run: FinishedRun, base: str | None, target: Path, *, repla
             f"{target} exists (make ship, serve and export merge too): make merge-test compares "
             "it, FORCE=1 replaces it, OUT=FOLDER writes elsewhere"
         )
-    if (
-        target.exists() and not (target / "config.json").is_file()
-    ):  # FORCE=1 with OUT=~ must not remove a home folder
+    # FORCE=1 with OUT=~ must not remove a home folder
+    if target.exists() and not (target / "config.json").is_file():
         raise RunFolderError(
             f"{target} is not a model folder and is not replaced; OUT=FOLDER writes elsewhere"
         )
 
 
 def require_merged(run: FinishedRun, target: Path) -> None:
-    """Raises RunFolderError where a folder holds no merged model that a run's adapter could be
-    compared with."""
+    """Raises RunFolderError where the run has no adapter, or `target` holds no merged model."""
     if not run.is_adapter:
         raise RunFolderError(
             f"{run.folder.path} trained all weights: there is no adapter to compare with"
@@ -264,15 +260,13 @@ def require_merged(run: FinishedRun, target: Path) -> None:
 
 
 def find_merged_model(run: FinishedRun) -> Path | None:
-    """The run's `merged/`; None where there is none, or one of an earlier adapter."""
+    """The run's `merged/`; None where it holds no model, or one of an earlier adapter."""
     folder = run.folder.path / MERGED_FOLDER
-    # the run is trained again where it is resumed
-    if (
-        read_merge_record(folder).get("adapter_sha256")
-        != base_weights_identity(str(run.weights), None)["sha256"]
-    ):
+    if not (folder / "config.json").is_file():
         return None
-    return folder
+    # the run is trained again where it is resumed
+    digest = base_weights_identity(str(run.weights), None)["sha256"]
+    return folder if read_merge_record(folder).get("adapter_sha256") == digest else None
 
 
 def read_merge_record(folder: Path) -> dict[str, Any]:
@@ -281,9 +275,9 @@ def read_merge_record(folder: Path) -> dict[str, Any]:
 
 
 def require_faithful_merge(folder: Path, run: FinishedRun) -> None:
-    """Raises RunFolderError where a merge is not what was trained: merge-test says so, or it was
-    made of other weights than the adapter was trained on and merge-test has not been asked;
-    ModelError where it is not what was merged.
+    """Raises RunFolderError where a merge is not what was trained: merge-test found so, or was not
+    asked about an adapter that was trained on NF4 weights and merged into the original ones.
+    Raises ModelError where the files have changed since the merge.
     """
     require_unchanged(folder)
     record = read_merge_record(folder)
@@ -303,7 +297,7 @@ def require_faithful_merge(folder: Path, run: FinishedRun) -> None:
 
 
 def describe_merge(folder: Path) -> str | None:
-    """The record in words; None where there is none."""
+    """The record of a merged model in words; None where it has none."""
     record = read_merge_record(folder)
     if not record:
         return None
@@ -320,19 +314,19 @@ def describe_merge(folder: Path) -> str | None:
 
 
 def require_export_target(target: Path, *, replace: bool) -> None:
-    """Raises RunFolderError where an export would replace what it may not."""
+    """Raises RunFolderError where `target` exists, and with `replace` where it is no export."""
     if target.exists() and not replace:
         raise RunFolderError(f"{target} exists; FORCE=1 replaces it, OUT=FOLDER writes elsewhere")
     if target.exists() and not (target / EXPORT_FILE).is_file():
         raise RunFolderError(
-            f"{target} is no export of this toolkit and is not replaced; OUT=FOLDER writes"
-            " elsewhere"
+            f"{target} is no export of this toolkit and is not replaced;"
+            " OUT=FOLDER writes elsewhere"
         )
 
 
 def find_gguf(run: FinishedRun, path: Path | None) -> Path:
-    """The exported GGUF: the file or the folder `path`, else that in the run folder; raises
-    RunFolderError where there is none, or several."""
+    """Find the exported GGUF: the file `path`, the one in the folder `path`, or the run's own
+    (`path` None). Raises RunFolderError where there is none, or several."""
     folders = [run.folder.path / EXPORT_FOLDER / name for name in ("gguf", "ollama")]
     if path is not None:
         folders = [path]
@@ -357,9 +351,8 @@ def find_gguf(run: FinishedRun, path: Path | None) -> Path:
 
 @contextlib.contextmanager
 def translate_write_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's errors of writing `path`, or beside it, into one message: raises
-    ConfigError if the disk is full, or `path` cannot be written. Errors of reading elsewhere go
-    through as they are.
+    """Raise ConfigError, one message, where the disk is full or `path` cannot be written. Errors of
+    other paths, such as a file that cannot be read, go through as they are.
     """
     try:
         yield
@@ -368,7 +361,7 @@ def translate_write_errors(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = disk_refusal_reason(error)
         if reason is None and isinstance(error, OSError) and error.filename:
-            # of the path, a folder above it, or something in it or in what replaces it
+            # of the path, a folder above it, or something in it or in what will replace it
             error_path, target = Path(os.fsdecode(error.filename)).absolute(), path.absolute()
             names = (str(target), str(target.with_name(f".{target.name}.")))
             if target.is_relative_to(error_path) or str(error_path).startswith(names):

@@ -47,7 +47,7 @@ class ServedEndpoint(Answer):
     host: str
     port: int
     pid: int
-    # What to say of the model's positions, where rows of training were shorter.
+    # A line for clients on how the run was trained (`_client_notes`); may be empty.
     context: str = ""
 
     @property
@@ -82,31 +82,31 @@ class ServedEndpoint(Answer):
 
 
 def _client_notes(run: FinishedRun, model: str) -> str:
-    """What clients should know of how the run was trained; empty where there is nothing."""
+    """Say what clients should know of how the run was trained; empty where there is nothing."""
     notes = [describe_context_window(run, model)[1]]
     if run.config.data.style.system:
         notes.append(
-            "System prompt: rows of training had that of data.style.system, and requests bring"
-            " their own"
+            "System prompt: rows of training had that of data.style.system,"
+            " and requests bring their own"
         )
     return "; ".join(filter(None, notes))
 
 
 def parse_port(text: str | None) -> int:
-    """The port of `PORT=`; 0 is any free one. Raises ConfigError where it is no port."""
+    """Read the port of `PORT=`; 0 is any free one. Raises ConfigError where it is no port."""
     if text is None:
         return DEFAULT_PORT
     if not re.fullmatch("[0-9]{1,5}", text.strip()) or int(text) >= 65_536:
         raise ConfigError(
-            f"PORT={one_line(text)} is not a port; ports go from 1 to 65535, and 0 takes any"
-            " free one"
+            f"PORT={one_line(text)} is not a port;"
+            " ports go from 1 to 65535, and 0 takes any free one"
         )
     return int(text)
 
 
 def claim_port(host: str, port: int) -> socket.socket:
-    """A socket that listens there, so that nobody takes the port while the model is loaded; raises
-    ConfigError where the port is taken, or this machine has no such address."""
+    """Listen on a port, so that nobody takes it while the model is loaded; returns the socket.
+    Raises ConfigError where the port is taken, or this machine has no such address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # also a port whose last connections are still closing (TIME_WAIT)
@@ -133,7 +133,8 @@ class TransformersService:
             import uvicorn
 
             from sft_play.finished.openai import openai_app
-        except ImportError as error:
+        # without the package openai the module of transformers ends in a NameError (5.23)
+        except (ImportError, NameError) as error:
             raise BackendError(
                 f"the server of transformers cannot be used here ({one_line(str(error))}): pip"
                 " install 'sft-play[serve]', with the transformers of requirements.lock"
@@ -142,11 +143,8 @@ class TransformersService:
         from sft_play.training.prepare.library_messages import quiet_libraries
 
         quiet_libraries()
-        run, name, port = (
-            self._run,
-            self._run.folder.path.name,
-            int(self._listener.getsockname()[1]),
-        )
+        run, port = self._run, int(self._listener.getsockname()[1])
+        name = run.folder.path.name
         # log_config=None: uvicorn would replace the handlers of this program's logging by its own
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -218,19 +216,16 @@ class VllmService:
                 "vLLM in an environment of its own, and put its bin folder into PATH"
             )
         self._run, self._host, self._program = run, host, program
-        with claim_port(
-            host, port
-        ) as listener:  # vLLM itself says late, and in a traceback, that a port is taken
+        # vLLM itself says late, and in a traceback, that a port is taken
+        with claim_port(host, port) as listener:
             self._port = int(listener.getsockname()[1])
 
     def start(self) -> ServedEndpoint:
         """Merge where that has not been done, and say where vLLM will answer."""
         from sft_play.finished.export.merge import ensure_whole_model_folder
 
-        weights, name = (
-            ensure_whole_model_folder(self._run, is_locked=False),
-            self._run.folder.path.name,
-        )
+        weights = ensure_whole_model_folder(self._run, is_locked=False)
+        name = self._run.folder.path.name
         config = read_json(weights / "config.json")
         # vLLM's own choice for fp32 weights is a 16-bit dtype
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
@@ -261,7 +256,7 @@ Service = TransformersService | VllmService
 
 
 def create_service(engine: str, run: FinishedRun, host: str, port: int) -> Service:
-    """The service of an engine; raises ConfigError for one that there is not."""
+    """Create the service of an engine; raises ConfigError for an unknown one."""
     if engine not in SERVING_ENGINES:
         raise ConfigError(f"ENGINE={one_line(engine)} is not one of {', '.join(SERVING_ENGINES)}")
     return (VllmService if engine == "vllm" else TransformersService)(run, host, port)

@@ -37,14 +37,13 @@ SHIP_FILE = "ship.json"
 SHIP_FORMAT = "sft_play ship 2"
 _VERDICTS = {True: "ship", False: "do not ship"}
 
-FloatArray = npt.NDArray[np.float64]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 FractionFloat = Annotated[float, Field(gt=0, lt=1)]
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What the verdict asks for. Losses are in nats a token."""
+    """What a run has to reach to be shipped. Losses are in nats a token."""
 
     # Of the interval of the gain. At 0.99 up to 6% of runs without a gain passed in simulations of
     # 30 rows with skewed differences, at 0.995 at most 4% (0.5% without skew); real trainings gain
@@ -74,8 +73,9 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of rows before and after training: sums over each row's trained tokens, in nats, all
-    [rows]; None: not a number. `chance`: of guessing each token by its frequency in these rows."""
+    """Losses of rows before and after training, in nats, each summed over the row's trained tokens
+    [rows]; None is not a number. `chance` is the loss of guessing each token by its frequency in
+    these rows."""
 
     base: tuple[FiniteFloat | None, ...] = ()
     tuned: tuple[FiniteFloat | None, ...] = ()
@@ -99,8 +99,8 @@ class Losses:
                 )
         return ""
 
-    def to_arrays(self) -> list[FloatArray]:
-        """Base, tuned, tokens and chance [rows], of which none is None."""
+    def to_arrays(self) -> list[npt.NDArray[np.float64]]:
+        """Base, tuned, tokens and chance [rows]; all losses have to be numbers."""
         return [
             np.array(column, float) for column in (self.base, self.tuned, self.tokens, self.chance)
         ]
@@ -155,8 +155,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class ShipCheck:
-    """One of the three: `ok` is None where it was not judged. `line` says the evidence, `reason`
-    what is wrong."""
+    """One of the three checks. `ok` is None where it was not judged; `line` says the evidence,
+    `reason` what is wrong."""
 
     name: str
     ok: bool | None
@@ -196,8 +196,8 @@ class ShipVerdict:
         if continued_adapter:
             lines.insert(
                 0,
-                f"Before: {continued_adapter}, which this run continued: it is the base of these"
-                " figures",
+                f"Before: {continued_adapter}, which this run continued:"
+                " it is the base of these figures",
             )
         return [
             *lines,
@@ -244,9 +244,9 @@ def too_few_rows_reason(task: TaskEvidence, rows: int, thresholds: Thresholds) -
 
 
 def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
-    """The loss of each row (its trained tokens), in nats, by guessing every token with the
-    frequency that it has in all rows: the least that a model without any context can have on
-    them."""
+    """The loss of each row, in nats, by guessing every token with the frequency that it has in all
+    rows: the least that a model without any context can have on them. A row is its trained
+    tokens."""
     tokens, counts = np.unique(
         np.concatenate([np.asarray(row, np.int64) for row in rows]), return_counts=True
     )
@@ -255,7 +255,8 @@ def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
 
 
 def loss_gain(losses: Losses, thresholds: Thresholds) -> Interval:
-    """How much the loss up to chance fell, in nats a token, with its interval."""
+    """How much the loss fell, in nats a token, with its interval; a loss above chance counts as
+    chance."""
     base, tuned, tokens, chance = losses.to_arrays()
     base_nats, tuned_nats = (np.minimum(nats, chance) / tokens for nats in (base, tuned))
     return _paired_interval(tuned_nats, base_nats, thresholds.level, thresholds, weights=tokens)
@@ -288,25 +289,19 @@ def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
     chance_note = f" (chance {chance_loss:.4f})" if capped_base_loss < base_loss else ""
     line = (
         f"loss {base_loss:.4f}{chance_note} to {tuned_loss:.4f} on {len(losses):,} rows"
-        f" ({task.split})"
+        f" ({task.split}), gain {gain.difference:.4f} ({gain.level:.1%} interval {gain.low:.4f} to"
+        f" {gain.high:.4f}, asked: above {required_gain:.4f})"
     )
-    line += (
-        f", gain {gain.difference:.4f} ({gain.level:.1%} interval {gain.low:.4f} to"
-        f" {gain.high:.4f}, "
-    )
-    line += f"asked: above {required_gain:.4f})"
     reason = ""
     if task.right_base:
         base_rate, tuned_rate = np.mean(task.right_base), np.mean(task.right_tuned)
         line += (
             f"; exact match {base_rate:.1%} to {tuned_rate:.1%} of {len(task.right_base):,} rows"
         )
-        if (
-            _paired_interval(
-                task.right_base, task.right_tuned, thresholds.answers_level, thresholds
-            ).high
-            < 0
-        ):
+        change = _paired_interval(
+            task.right_base, task.right_tuned, thresholds.answers_level, thresholds
+        )
+        if change.high < 0:
             reason = (
                 f"exact match fell from {base_rate:.1%} to {tuned_rate:.1%}, by more than chance"
             )
@@ -400,7 +395,7 @@ class ReplayResult(Answer):
 
 
 def replay_verdict(path: Path) -> ReplayResult:
-    """The verdict of a ship.json computed again from its evidence and thresholds, without the
+    """Compute the verdict of a ship.json again from its evidence and thresholds, without the
     model; raises ConfigError where the file cannot be read, or is not what `make ship` writes."""
     file_name = one_line(str(path))
     try:
@@ -417,6 +412,10 @@ def replay_verdict(path: Path) -> ReplayResult:
     try:
         evidence = TypeAdapter(Evidence).validate_python(recorded.get("evidence"))
         thresholds = TypeAdapter(Thresholds).validate_python(recorded.get("thresholds"))
+        # the checks too, which are compared by name: the file may have been edited
+        TypeAdapter(dict[str, list[dict[str, Any]]]).validate_python(
+            {"checks": recorded.get("checks")}
+        )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
@@ -440,10 +439,7 @@ def _decision(verdict: dict[str, Any]) -> dict[str, Any]:
     return {
         "ok": verdict.get("ok"),
         "verdict": verdict.get("verdict"),
-        **{
-            f"checks[{check.get('name')}].ok": check.get("ok")
-            for check in verdict.get("checks") or ()
-        },
+        **{f"checks[{check.get('name')}].ok": check.get("ok") for check in verdict["checks"]},
     }
 
 

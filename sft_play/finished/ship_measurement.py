@@ -60,14 +60,15 @@ _MAX_ROW_TOKENS = 512
 LabelledRow = dict[str, list[int]]
 
 
-# --- the general sample: short texts and chats about everything, that show what a fine-tuned model
+# --- the general sample ---------------------------------------------------------------------------
 #
-# Written for this project, none of it taken from a dataset: prose, facts, arithmetic, reasoning,
-# code in 17 languages and formats, data, 26 human languages, instructions and letters; and chats
-# from one question to four turns, with and without a system prompt.
+# Short texts and chats about everything, that show what a fine-tuned model has lost. Written for
+# this project, none of it taken from a dataset: prose, facts, arithmetic, reasoning, code in 17
+# languages and formats, data, 26 human languages, instructions and letters; and chats from one
+# question to four turns, with and without a system prompt.
 @dataclass(frozen=True)
 class GeneralSample:
-    """The texts and the chats (messages); `sha256` is that of both files."""
+    """The texts and the chats (messages), with the digest of their two files."""
 
     texts: tuple[str, ...]
     chats: tuple[tuple[dict[str, str], ...], ...]
@@ -121,10 +122,18 @@ def chat_rows(sample: GeneralSample, renderer: Renderer) -> list[LabelledRow]:
 def judge_run(
     run: FinishedRun, *, max_rows: int = SHIP_ROWS, tolerance: float | None = None
 ) -> ShipResult:
-    """Measure, judge, and write ship.json into the run folder. `tolerance`: nats a token by which
-    the loss on general text and chats may rise. Raises DataError where the run's data is gone,
-    ModelError where a model is, or RunFolderError where another process writes the run. What
-    refuses the run whatever is measured is known before a model loads: rows, files."""
+    """Measure, judge, and write ship.json into the run folder. What refuses the run whatever is
+    measured, such as too few rows, is known before a model loads.
+
+    Args:
+        max_rows: the most held-out rows that are measured.
+        tolerance: nats a token by which the loss on general text and chats may rise.
+
+    Raises:
+        DataError: the run's data is gone.
+        ModelError: the base or an adapter is gone, or another one.
+        RunFolderError: another process writes the run.
+    """
     quiet_libraries()
     thresholds = Thresholds()
     if tolerance is not None:
@@ -171,8 +180,8 @@ def _measure_losses(
     *,
     max_questions: int,
 ) -> Evidence:
-    """All evidence but the merge; none where the rows are too few. Raises ModelError if a model
-    cannot be loaded."""
+    """Measure everything but the merge; where the rows are too few nothing is, and the evidence
+    says so. Raises ModelError if a model cannot be loaded."""
     split = "" if held_out_rows.name == "train" else held_out_rows.name
     task = TaskEvidence(split, left_out=left_out)
     refusal = too_few_rows_reason(task, len(rows), thresholds)
@@ -200,6 +209,7 @@ def _measure_losses(
             getattr(model.config.get_text_config(), "max_position_embeddings", None)
             or _MAX_ROW_TOKENS
         )
+        # rows of the general sample may be longer than what a small model reads
         scores = []
         for row_set in (rows, texts, chats):
             shortened = [
@@ -225,8 +235,9 @@ def _measure_losses(
 
 
 def distinct_rows(held_out_rows: HeldOutRows, count: int) -> tuple[list[LabelledRow], int]:
-    """Up to `count` held-out rows, evenly spaced, and how many were left out: repeated, or training
-    rows too. None of a run that was trained on all of its rows."""
+    """Select up to `count` held-out rows, evenly spaced; returns them, and how many were left out
+    because they are repeated, or training rows too. A run that was trained on all of its rows has
+    none."""
     if held_out_rows.name == "train":
         return [], 0
     # more are read than are wanted, since some may be repeated; at most so many, since each is
@@ -239,9 +250,8 @@ def distinct_rows(held_out_rows: HeldOutRows, count: int) -> tuple[list[Labelled
         if digest not in trained_digests:
             distinct[digest] = {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
     rows = list(distinct.values())
-    return [rows[index] for index in evenly_spaced_indices(len(rows), count)], len(
-        candidate_indices
-    ) - len(rows)
+    selected = [rows[index] for index in evenly_spaced_indices(len(rows), count)]
+    return selected, len(candidate_indices) - len(rows)
 
 
 def _row_losses(

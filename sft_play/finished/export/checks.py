@@ -11,9 +11,6 @@ prompts, as an engine renders them, are training's), its stop tokens, and its an
 transformers (greedy, token for token, with the divergence of the next-token distributions).
 """
 
-import functools
-import itertools
-import operator
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -96,13 +93,13 @@ _GGUF_FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # --- merge-test -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class MergeTest(Answer):
-    """What the comparison found. Divergences are means over trained positions, in nats; losses are
-    means over rows."""
+    """What merge-test found. Divergences and losses are means over trained positions, in nats."""
 
     run: Path
     path: Path
     split: str
     rows: int
+    # Trained positions that were compared.
     places: int
     # KL(adapter ‖ merged).
     kl_merged: float
@@ -146,8 +143,8 @@ class MergeTest(Answer):
 def merge_test(
     run: FinishedRun, *, path: Path | None = None, rows: int = MERGE_TEST_ROWS
 ) -> MergeTest:
-    """Compare a merged model (`path`; None: `merged/`) with the run's adapter, on so many held-out
-    rows. Raises RunFolderError where there is no merged model, or the run has no adapter;
+    """Compare a merged model (`path`; None: `merged/`) with the run's adapter, on at most `rows`
+    held-out rows. Raises RunFolderError where there is no merged model, or the run has no adapter;
     ModelError where the model is not what was merged; DataError where the run's data is gone."""
     target = path or run.folder.path / MERGED_FOLDER
     require_merged(run, target)
@@ -160,16 +157,17 @@ def merge_test(
     adapter_log_probs = log_probs(model, sample_rows)
     with model.disable_adapter():
         base_log_probs = log_probs(model, sample_rows)
+    kl_base = mean_divergence(adapter_log_probs, base_log_probs)
+    base_loss = mean_loss(base_log_probs)
     dtypes = {f"torch.{run.plan().precision.compute}", str(next(model.parameters()).dtype)}
     # one model at a time: two whole ones may be more than fits
-    del model
+    del model, base_log_probs
     free_memory()
     model = load_model_folder(target)
     dtypes.add(str(model.dtype))
     merged_log_probs = log_probs(model, sample_rows)
     del model
     free_memory()
-    kl_base = mean_divergence(adapter_log_probs, base_log_probs)
     result = MergeTest(
         run.folder.path,
         target,
@@ -182,7 +180,7 @@ def merge_test(
         loss={
             "adapter": mean_loss(adapter_log_probs),
             "merged": mean_loss(merged_log_probs),
-            "base": mean_loss(base_log_probs),
+            "base": base_loss,
         },
     )
     record_merge_test(target, ok=result.ok, divergence=result.kl_merged, limit=result.kl_limit)
@@ -190,9 +188,11 @@ def merge_test(
 
 
 def divergence_limit(dtype: str, base_divergence: float) -> float:
-    """Mean KL divergence, in nats, up to which a merged model counts as the adapter's. `dtype`: the
-    coarsest that either of them computes in. `base_divergence`: of the base from the adapter, which
-    is what training changed.
+    """The mean KL divergence, in nats, up to which a merged model counts as the adapter's.
+
+    Args:
+        dtype: the coarsest in which either computes, a key of `_MIN_KL_LIMIT`.
+        base_divergence: of the base from the adapter, in nats: what training changed.
     """
     # of what training changed, a twentieth may remain
     return max(_MIN_KL_LIMIT[dtype], min(_MAX_KL_LIMIT[dtype], 0.05 * base_divergence))
@@ -268,7 +268,8 @@ class PairedPrompt(NamedTuple):
 
 
 class EnginePrompts:
-    """A run's prompts, and those of `model_folder`, which was merged or exported from it."""
+    """A run's prompts, as training rendered them and as `model_folder`, a merged or exported model
+    of the run, renders them."""
 
     def __init__(self, run: FinishedRun, model_folder: Path) -> None:
         self._model_folder = model_folder
@@ -300,8 +301,8 @@ class EnginePrompts:
         }
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
-        """The folder's chat template, on the day of the run. Raises RenderError where it refuses
-        these messages, or TokenizerError where there is none."""
+        """Render messages by the folder's chat template, on the day of the run. Raises RenderError
+        where it refuses them, or TokenizerError where there is none."""
         names = ["tool_use", "default"] if tools else ["default"]
         template = next((self._templates[name] for name in names if name in self._templates), None)
         if template is None:
@@ -337,7 +338,7 @@ class EnginePrompts:
         return PairedPrompt(list(self._training_tokenizer(text)["input_ids"]), text)
 
     def _chat_prompt(self, chat: Chat) -> PairedPrompt | None:
-        """None where training would not take it as a prompt either, or an engine cannot."""
+        """Pair a chat's prompts; None where training makes none of it, or an engine cannot."""
         prompt = self._renderer.prompt_ids(chat)
         # an engine is sent text, in which the name of a special token is the token
         if prompt is None or self._renderer.hides_special_tokens(chat.messages[:-1]):
@@ -358,8 +359,8 @@ class EnginePrompts:
 
 
 def probe_conversations() -> list[list[dict[str, str]]]:
-    """Conversations that an engine has to get right: one to four turns, with a system prompt and
-    without."""
+    """Conversations that an engine has to get right: one to four questions, with a system prompt
+    and without."""
     texts = (
         "Hello",
         "naïve café 日本語 🚀",
@@ -384,7 +385,7 @@ def probe_conversations() -> list[list[dict[str, str]]]:
 # --- export-test ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ExportCheck:
-    """One comparison: `ok` None where it could not be made."""
+    """One comparison; `ok` is None where it could not be made."""
 
     name: str
     ok: bool | None
@@ -393,20 +394,22 @@ class ExportCheck:
 
 @dataclass(frozen=True)
 class ExportTest(Answer):
-    """What the comparison found."""
+    """What export-test found."""
 
     run: Path
     file: Path
+    # Of the file's tensors, such as Q8_0.
     types: tuple[str, ...]
     # Where the prompts are from: test, val, or test conversations where the run has no held-out
     # rows.
     split: str
     prompts: int
     checks: tuple[ExportCheck, ...]
-    # `kl`: the mean divergence of the file's model from the trained one, in nats; `kl_limit`: up to
-    # which it counts as that, by the rule of merge-test; `equal_answers`: the share that is equal
-    # token for token.
+    # `kl` is the mean divergence of the file's model from the trained one, in nats, `kl_limit` what
+    # the rule of merge-test allows, `equal_answers` the share of answers that are equal token for
+    # token. None where transformers does not read the file.
     answers: Mapping[str, float] | None
+    # Divergence of the base, in nats; None for a run without an adapter.
     kl_base: float | None
 
     @property
@@ -432,11 +435,9 @@ class ExportTest(Answer):
 def export_test(
     run: FinishedRun, *, path: Path | None = None, rows: int = EXPORT_TEST_ROWS
 ) -> ExportTest:
-    """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to so many
-    held-out rows. Raises RunFolderError where there is no GGUF, or DataError where the run's data
-    is gone."""
-    from gguf import GGUFReader
-
+    """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to at most
+    `rows` held-out rows. Raises RunFolderError where there is no GGUF, or DataError where the run's
+    data is gone."""
     file = find_gguf(run, path)
     fields = read_fields(file)
     quiet_libraries()
@@ -450,12 +451,8 @@ def export_test(
     paired_prompts = [pair for pair in pairs if len(pair.ids) < plan.max_seq_len]
     questions = [Question(pair.ids, "", "") for pair in paired_prompts]
     held_out = held_out_rows.split.rows
-    divergence_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), 32)]
-    tensors = GGUFReader(str(file)).tensors
-    tensor_types = {tensor.tensor_type.name for tensor in tensors}  # such as Q8_0
-    embedding_rows = next(
-        int(tensor.shape[-1]) for tensor in tensors if tensor.name == "token_embd.weight"
-    )
+    kl_rows = [held_out[index] for index in evenly_spaced_indices(len(held_out), 32)]
+    tensor_types, embedding_rows = _read_tensor_types(file)
     checks = check_file(run, file, fields, prompts, paired_prompts)
     # the coarsest rounding decides the limit
     dtypes = {
@@ -465,6 +462,7 @@ def export_test(
     dtypes.add(plan.precision.compute)
 
     def measure(model: Any) -> tuple[list[tuple[int, ...]], list[RowLogProbs]]:
+        # the token ids of the model's answers, and its log-probabilities on held-out rows
         generated = generate_answers(
             model,
             prompts.tokenizer,
@@ -474,7 +472,7 @@ def export_test(
             max_tokens=plan.answer_tokens,
         )
         dtypes.add(str(next(model.parameters()).dtype).removeprefix("torch."))
-        return [answer.token_ids for answer in generated], log_probs(model, divergence_rows)
+        return [answer.token_ids for answer in generated], log_probs(model, kl_rows)
 
     comparison, base_divergence = None, None
     try:
@@ -489,25 +487,20 @@ def export_test(
         answers, trained_log_probs = measure(model)
         if run.is_adapter:
             with model.disable_adapter():
-                base_divergence = mean_divergence(
-                    trained_log_probs, log_probs(model, divergence_rows)
-                )
+                base_divergence = mean_divergence(trained_log_probs, log_probs(model, kl_rows))
         del model
         free_memory()
+        equal = [one == other for one, other in zip(answers, file_answers, strict=True)]
         comparison = {
             "kl": mean_divergence(trained_log_probs, file_log_probs),
-            "equal_answers": sum(map(operator.eq, answers, file_answers)) / max(1, len(answers)),
+            "equal_answers": sum(equal) / max(1, len(equal)),
             "kl_limit": max(divergence_limit(dtype, base_divergence or 0.0) for dtype in dtypes),
         }
         reason = (
-            "{equal_answers:.1%} equal the trained model's token for token, KL {kl:.2g} nats (limit"
-            " {kl_limit:.2g})"
-        )
-        checks.append(
-            ExportCheck(
-                "Answers", comparison["kl"] <= comparison["kl_limit"], reason.format(**comparison)
-            )
-        )
+            "{equal_answers:.1%} equal the trained model's token for token, KL {kl:.2g} nats"
+            " (limit {kl_limit:.2g})"
+        ).format(**comparison)
+        checks.append(ExportCheck("Answers", comparison["kl"] <= comparison["kl_limit"], reason))
     return ExportTest(
         run.folder.path,
         file,
@@ -527,8 +520,9 @@ def check_file(
     prompts: EnginePrompts,
     paired_prompts: Sequence[PairedPrompt],
 ) -> list[ExportCheck]:
-    """Compare a GGUF, by its metadata `fields`, with training. Of a tokenizer that only llama.cpp
-    itself reads, and without prompts, `ok` is None."""
+    """Compare a GGUF with training: its template, its tokenizer over `paired_prompts`, its stop
+    tokens. `fields` is its metadata. The tokenizer's `ok` is None without prompts, and where only
+    llama.cpp itself can read it."""
     checks = []
     if prompts.template is not None:
         is_equal, reason = True, "the file has the chat template trained with"
@@ -539,14 +533,11 @@ def check_file(
         encode = load_file_tokenizer(file, fields)
     except ModelError as error:
         return [*checks, ExportCheck("Tokenizer", None, str(error))]
-    equal_count, total = (
-        sum(encode(pair.rendered) == pair.ids for pair in paired_prompts),
-        len(paired_prompts),
-    )
-    reason = f"{equal_count} of {total} prompts have training's token ids by the file's own "
-    reason += (
-        f"({fields.get('tokenizer.ggml.model')}, {fields.get('tokenizer.ggml.pre', 'default')})"
-    )
+    equal_count = sum(encode(pair.rendered) == pair.ids for pair in paired_prompts)
+    total = len(paired_prompts)
+    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
+    reason = f"{equal_count} of {total} prompts have training's token ids by the file's own"
+    reason += f" ({kind}, {pre})"
     template_kwargs = run.config.data.chat_template_kwargs
     if equal_count < total and template_kwargs:
         reason += (
@@ -568,17 +559,16 @@ def check_file(
 
 
 def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
-    """The model in a GGUF, in eval mode on the first GPU or the CPU, in the dtype of `folder`.
+    """Load the model in a GGUF, in eval mode on the first GPU or the CPU.
 
-    Its settings are that folder's too: transformers reads not all of them out of a GGUF (Llama 3's
-    scaled positions, biases). `embedding_rows`: of the file. Raises ModelError where transformers
-    does not read this architecture.
+    Settings and dtype are those of `folder`, the model that was exported: transformers does not
+    read all of them out of a GGUF (Llama 3's scaled positions, biases). `embedding_rows` are the
+    file's. Raises ModelError where transformers does not read this architecture.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
 
-    config = prepare_text_config(
-        AutoConfig.from_pretrained(folder)
-    )  # a GGUF holds the language model
+    # a GGUF holds the language model
+    config = prepare_text_config(AutoConfig.from_pretrained(folder))
     config.get_text_config().vocab_size = embedding_rows  # without rows that only pad
     dtype = config.dtype or torch.float32
     if config.model_type == "mistral":  # llama.cpp writes it as `llama`, which computes as it does
@@ -615,6 +605,15 @@ def load_gguf(file: Path, folder: Path, *, embedding_rows: int) -> Any:
     return gguf_model.eval()
 
 
+def _read_tensor_types(file: Path) -> tuple[set[str], int]:
+    """Read the types of a GGUF's tensors by name, such as Q8_0, and the rows of its embeddings."""
+    from gguf import GGUFReader
+
+    tensors = GGUFReader(str(file)).tensors
+    rows = next(int(tensor.shape[-1]) for tensor in tensors if tensor.name == "token_embd.weight")
+    return {tensor.tensor_type.name for tensor in tensors}, rows
+
+
 def weight_bits(tensor_type: str) -> int | None:
     """Bits of a weight in a type of a GGUF, such as 4 of Q4_K and IQ4_XS; None for floats."""
     match = re.match(r"I?Q(\d)_", tensor_type)
@@ -623,11 +622,11 @@ def weight_bits(tensor_type: str) -> int | None:
 
 # --- the tokenizer in a GGUF ----------------------------------------------------------------------
 #
-# A GGUF names its pre-tokenizer (`tokenizer.ggml.pre`), of which llama.cpp's converter knows those
-# of published tokenizers by a checksum. For others the name is proven here: both cut many texts,
-# from every part of Unicode, into the same pieces. `pre_tokenizers.json` has llama.cpp's own table
-# of them: the names, of several the most usual first; the expressions that cut a text one after the
-# other; and whether a piece that is a token as a whole skips the merges (`ignore_merges`).
+# A GGUF names its pre-tokenizer (`tokenizer.ggml.pre`). llama.cpp's converter knows published
+# tokenizers by a checksum; for others the name is proven here: both cut many texts, from every part
+# of Unicode, into the same pieces. `pre_tokenizers.json` has llama.cpp's own table: the names, the
+# most usual first; the expressions that cut a text one after the other; and whether a piece that is
+# a token as a whole skips the merges (`ignore_merges`).
 _PROBED_CHARACTERS = (
     *(
         (0x20, 0x7E),
@@ -656,11 +655,9 @@ _PIECES = (
 )  # fmt: skip
 
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
-
-
-@functools.cache
-def _known_pre_tokenizers() -> list[dict[str, Any]]:
-    return list(read_json(Path(__file__).with_name("pre_tokenizers.json"))["pre_tokenizers"])
+_KNOWN_PRE_TOKENIZERS: list[dict[str, Any]] = read_json(
+    Path(__file__).with_name("pre_tokenizers.json")
+)["pre_tokenizers"]
 
 
 def _build_pre_tokenizer(entry: Mapping[str, Any]) -> Any:
@@ -675,9 +672,9 @@ def _build_pre_tokenizer(entry: Mapping[str, Any]) -> Any:
 
 
 def find_pre_tokenizer(backend: Any) -> str | None:
-    """The name by which llama.cpp knows the pre-tokenizer of a `tokenizers` tokenizer; None if it
-    has none that cuts like it, or the tokenizer is not byte-level BPE. Whatever else differs, the
-    check of token ids finds.
+    """Find llama.cpp's name for the pre-tokenizer of a `tokenizers` tokenizer; None where it has
+    none that cuts alike, or the tokenizer is not byte-level BPE. A normalizer is not looked at:
+    `check_file` compares token ids.
     """
     from tokenizers import models
 
@@ -687,13 +684,14 @@ def find_pre_tokenizer(backend: Any) -> str | None:
     # all pairs of pieces, and every character of many scripts beside its neighbours and between
     # letters
     scripts = ["".join(map(chr, range(first, last + 1))) for first, last in _PROBED_CHARACTERS]
-    texts = [*map("".join, itertools.product(_PIECES, repeat=2)), *scripts, *map("x".join, scripts)]
+    pairs = (first + second for first in _PIECES for second in _PIECES)
+    texts = [*pairs, *scripts, *map("x".join, scripts)]
 
     def cut(pre_tokenizer: Any) -> list[list[str]]:
         return [[piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)] for text in texts]
 
     pieces = cut(backend.pre_tokenizer)
-    for entry in _known_pre_tokenizers():
+    for entry in _KNOWN_PRE_TOKENIZERS:
         if (
             entry["ignore_merges"] == bool(model.ignore_merges)
             and cut(_build_pre_tokenizer(entry)) == pieces
@@ -714,9 +712,9 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def load_file_tokenizer(file: Path, fields: Mapping[str, Any]) -> Callable[[str], list[int]]:
-    """What makes token ids of a rendered prompt by a GGUF's own tokenizer, read by transformers, by
-    llama.cpp's rules: special tokens are parsed; a leading BOS of the text is not doubled.
-    `fields`: the file's metadata. Raises ModelError for a kind, or a pre-tokenizer, that only
+    """Read a GGUF's own tokenizer; returns a function from a rendered prompt to token ids, by
+    llama.cpp's rules: special tokens are parsed, and a leading BOS of the text is not doubled.
+    `fields` is the file's metadata. Raises ModelError for a kind, or a pre-tokenizer, that only
     llama.cpp itself can read."""
     from tokenizers import normalizers
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
@@ -726,10 +724,9 @@ def load_file_tokenizer(file: Path, fields: Mapping[str, Any]) -> Callable[[str]
     if kind not in ("gpt2", "llama"):
         raise ModelError(f"the GGUF's tokenizer is a {kind}, which only llama.cpp itself reads")
     backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
-    if (
-        kind == "gpt2"
-    ):  # byte-level BPE; transformers cuts by GPT-2's rule where it does not know the name
-        known = [entry for entry in _known_pre_tokenizers() if pre in entry["names"]]
+    # byte-level BPE; transformers cuts by GPT-2's rule where it does not know the name
+    if kind == "gpt2":
+        known = [entry for entry in _KNOWN_PRE_TOKENIZERS if pre in entry["names"]]
         if not known:
             raise ModelError(f"the GGUF's pre-tokenizer {pre} is not in the table of llama.cpp's")
         backend.pre_tokenizer = _build_pre_tokenizer(known[0])
@@ -759,8 +756,8 @@ def is_sentencepiece(tokenizer: Any) -> bool:
 
 
 def adds_space_prefix(tokenizer: Any) -> bool:
-    """True if text gets a space before it, as llama.cpp would put one: after special tokens, with
-    one of which a prompt begins, and not only at the beginning."""
+    """True if a tokenizer puts a space before text after a special token too, as llama.cpp does
+    (`add_space_prefix`); most prompts begin with such a token."""
     special_token = next(iter(tokenizer.all_special_tokens), "")
     pieces = tokenizer.convert_ids_to_tokens(
         tokenizer(f"{special_token}a", add_special_tokens=False)["input_ids"]

@@ -17,7 +17,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +72,9 @@ logger = logging.getLogger(__name__)
 _LOSSLESS_QUANTS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ExportResult(Answer):
-    """What `export_run` wrote; `file`, `quant` and `prompts_checked` are of a GGUF."""
+    """What `export_run` wrote; only a GGUF has `file`, `quant` and `prompts_checked`."""
 
     run: Path
     format: ExportFormat
@@ -85,9 +84,9 @@ class ExportResult(Answer):
     notes: tuple[str, ...] = ()
     file: Path | None = None
     quant: Quant | None = None
-    # Prompts whose token ids by the file's own tokenizer were seen to be those of training.
+    # Prompts that have training's token ids by the file's own tokenizer.
     prompts_checked: int = 0
-    # Of an adapter: what was merged, and whether merge-test passed, in words.
+    # What was merged, and whether merge-test passed, in words; None without an adapter.
     merge: str | None = None
     wall_s: float = 0.0
 
@@ -122,11 +121,15 @@ def export_run(
     replace: bool = False,
     llama_cpp: Path | None = None,
 ) -> ExportResult:
-    """Write a finished run for an engine, with the options of docs/trained.md (export). Raises
-    ConfigError where `quant` does not fit, there is no converter, or the target cannot be written;
-    RunFolderError where the target exists; ModelError or BackendError where the model is one that
-    the converter cannot write; TokenizerError where the file's tokenizer would not be the one that
-    was trained with, or the chat template cannot be written as a Modelfile's."""
+    """Write a finished run for an engine; the options are those of `make export` (docs/trained.md).
+
+    Raises:
+        ConfigError: `quant` does not fit, there is no converter, or the target cannot be written.
+        RunFolderError: the target exists.
+        ModelError, BackendError: the converter cannot write this model.
+        TokenizerError: the file's tokenizer is not the one that was trained with, or the chat
+            template cannot be written as a Modelfile's.
+    """
     start_time = time.monotonic()
     target = out or run.folder.path / EXPORT_FOLDER / format
     require_export_target(target, replace=replace)
@@ -136,8 +139,8 @@ def export_run(
     if quant not in (None, *CONVERTER_QUANTS) and importlib.util.find_spec("llama_cpp") is None:
         raise ConfigError(
             f"QUANT={quant} needs llama.cpp's library, which is not here: {sys.executable} -m "
-            f"pip install {LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} (it compiles for minutes); or "
-            "take QUANT=q8_0"
+            f"pip install {LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} (it compiles for minutes);"
+            " or take QUANT=q8_0"
         )
     converter_folder = None if format == "vllm" else find_converter(llama_cpp)
     model_folder = ensure_whole_model_folder(run, is_locked=True)
@@ -155,9 +158,8 @@ def export_run(
             "quant": result.quant,
             "converter": converter_folder and converter_folder.name,
             "file": result.file and result.file.name,
-            "merge": (
-                read_merge_record(model_folder) or None
-            ),  # what the weights are made of travels with them
+            # what the weights are made of travels with them
+            "merge": read_merge_record(model_folder) or None,
         }
         write_json(
             staging_folder / EXPORT_FILE,
@@ -183,8 +185,10 @@ def _write_vllm_folder(
     write_generation_config(run, prompts.tokenizer, model_folder, staging_folder)
     size = sum(file.stat().st_size for file in staging_folder.glob("*.safetensors"))
     max_positions, _ = describe_context_window(run, str(model_folder))
-    command = ["vllm", "serve", str(target), "--served-model-name", run.folder.path.name]
-    command += ["--max-model-len", str(max_positions)]
+    command = [
+        *("vllm", "serve", str(target), "--served-model-name", run.folder.path.name),
+        *("--max-model-len", str(max_positions)),
+    ]
     return ExportResult(run.folder.path, "vllm", target, size, (shlex.join(command),))
 
 
@@ -224,6 +228,7 @@ def _write_gguf(
         )
     staged_model = staging_folder / ".model"
     _stage_model(run, model_folder, prompts.tokenizer, staged_model)
+    # a type that the converter does not write is quantized from a lossless file
     converted_file = file if converted_quant == file_quant else staged_model / "whole.gguf"
     convert_to_gguf(
         converter_folder,
@@ -245,6 +250,7 @@ def _write_gguf(
         )
     prompts_checked, notes = 0, []
     for check in check_file(run, file, read_fields(file), prompts, paired_prompts):
+        # a GGUF has three places for stop tokens: a fourth is a note, and no fault of the file
         if check.ok is False and check.name != "Stop tokens":
             raise TokenizerError(
                 f"llama.cpp's converter wrote a GGUF that is not the trained model: {check.reason};"
@@ -269,7 +275,8 @@ def _write_gguf(
 
 
 def _resolve_quants(model_folder: Path, requested_quant: Quant | None) -> tuple[Quant, Quant]:
-    """The type of the file's weights, and the one in which the converter writes them first."""
+    """Choose the type of the file's weights, and the type in which the converter writes them before
+    they are quantized. Raises ConfigError where there is none, or f16 cannot hold a value."""
     tensors = open_tensors(model_folder)
     dtype = main_dtype(tensors.values())
     lossless = _LOSSLESS_QUANTS.get(dtype)
@@ -290,16 +297,15 @@ def _resolve_quants(model_folder: Path, requested_quant: Quant | None) -> tuple[
 
 
 def _stage_model(run: FinishedRun, model_folder: Path, tokenizer: Any, staged_model: Path) -> None:
-    """Build the folder that the converter reads: links to the model's files, with the base's
+    """Build the folder that the converter reads: links to the model's files, the base's
     SentencePiece file, which transformers does not write again, and the added tokens where the
-    converter looks for them."""
+    converter looks for them. Raises ModelError where a SentencePiece file is missing."""
     staged_model.mkdir()
     for file in filter(Path.is_file, model_folder.iterdir()):
         (staged_model / file.name).symlink_to(file.resolve())
     pieces = staged_model / "tokenizer.model"
-    with contextlib.suppress(
-        ModelError
-    ):  # a base that is gone: a fully trained model needs it no more
+    # a base that is gone: a fully trained model needs it no more
+    with contextlib.suppress(ModelError):
         base_pieces = base_model_folder(run) / "tokenizer.model"
         if base_pieces.is_file() and not pieces.exists():
             pieces.symlink_to(base_pieces.resolve())
@@ -308,8 +314,8 @@ def _stage_model(run: FinishedRun, model_folder: Path, tokenizer: Any, staged_mo
         # tokenizer
         raise ModelError(
             "llama.cpp's converter reads a SentencePiece tokenizer from tokenizer.model, and "
-            f"{model_folder} and the base have none; copy the published model's into "
-            f"{model_folder}"
+            f"{model_folder} and the base have none;"
+            f" copy the published model's into {model_folder}"
         )
     # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no
     # longer writes them
@@ -331,7 +337,7 @@ def _stage_model(run: FinishedRun, model_folder: Path, tokenizer: Any, staged_mo
 
 
 def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
-    """What the converter is told of the tokenizer: `pre` and `fields` of `run_llama_cpp.py`."""
+    """Describe the tokenizer to the converter: `pre` and `fields` of `run_llama_cpp.py`."""
     tokenizer, fields = prompts.tokenizer, dict[str, int]()
     # a GGUF has three places for tokens that end an answer (eos, eot, eom): the template's end of
     # turn must have one
@@ -360,13 +366,14 @@ def _converter_vocabulary(prompts: EnginePrompts) -> dict[str, Any]:
     }
 
 
-# --- an Ollama Modelfile: the chat template of training, written again in Go's template language, a
+# --- an Ollama Modelfile --------------------------------------------------------------------------
 #
-# Ollama does not run the template inside a GGUF. Its own is made of the texts that the chat
-# template writes between probe texts. A conversation alternates (Ollama joins neighbouring messages
-# of one role), so it does not matter where one turn ends and the next begins between two of them.
-# What Ollama makes of conversations with its template has to be the chat template's text, character
-# by character.
+# The chat template of training, written again in Go's template language, and checked. Ollama does
+# not run the template inside a GGUF. Its own is made of the texts that the chat template writes
+# between probe texts. A conversation alternates (Ollama joins neighbouring messages of one role),
+# so it does not matter where one turn ends and the next begins between two of them. What Ollama
+# makes of conversations with its template has to be the chat template's text, character by
+# character.
 _SYSTEM, _TURNS = "Qsys0Q", ("Quser1Q", "Qbot1Q", "Quser2Q", "Qbot2Q", "Quser3Q")
 
 
@@ -374,12 +381,7 @@ class UnsupportedTemplateError(TokenizerError):
     """The chat template does what a Modelfile cannot say."""
 
 
-# The chat template: messages to text up to where the answer begins; raises RenderError where it
-# refuses them.
-RenderFunction = Callable[[Sequence[Mapping[str, str]]], str]
-
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class TemplateParts:
     """What a chat template writes around the texts of a conversation."""
 
@@ -400,9 +402,9 @@ class TemplateParts:
 def build_modelfile(
     run: FinishedRun, prompts: EnginePrompts, file: str, *, adds_bos: bool, context: int
 ) -> str:
-    """The text of a Modelfile. `adds_bos`: the engine puts BOS before a prompt. `context`:
-    positions of the model. Raises UnsupportedTemplateError where a Modelfile cannot render what the
-    chat template does.
+    """Build the text of a Modelfile for the GGUF `file`. `adds_bos` is True if the engine puts BOS
+    before a prompt; `context` is the model's positions. Raises UnsupportedTemplateError where a
+    Modelfile cannot render what the chat template does.
     """
     tokenizer = prompts.tokenizer
     stops = [tokenizer.decode([token], skip_special_tokens=False) for token in prompts.stop_ids]
@@ -426,8 +428,9 @@ def build_modelfile(
 
 
 def format_modelfile(file: str, template: str, *, stops: Sequence[str], context: int) -> str:
-    """The text of a Modelfile. `context`: tokens of the longest conversation; Ollama's own limit
-    cuts prompts silently. Raises UnsupportedTemplateError where the template cannot be quoted."""
+    """Write the lines of a Modelfile. `context` is the tokens of the longest conversation: Ollama's
+    own limit cuts prompts silently. Raises UnsupportedTemplateError where the template cannot be
+    quoted."""
     if '"""' in template:
         raise UnsupportedTemplateError('it writes """, which ends a text in a Modelfile')
     lines = [
@@ -440,10 +443,19 @@ def format_modelfile(file: str, template: str, *, stops: Sequence[str], context:
     return "\n".join(lines) + "\n"
 
 
-def learn_template_parts(render: RenderFunction, *, bos: str = "") -> TemplateParts:
-    """Learn the parts of a chat template from probe conversations. `bos`: a text at the beginning
-    that the engine puts there. Raises UnsupportedTemplateError where they do not make up what the
-    template writes."""
+def learn_template_parts(
+    render: Callable[[Sequence[Mapping[str, str]]], str], *, bos: str = ""
+) -> TemplateParts:
+    """Learn the parts of a chat template from probe conversations.
+
+    Args:
+        render: the template: messages to text up to where the answer begins; raises RenderError
+            where it refuses them.
+        bos: a text at the beginning that the engine puts there.
+
+    Raises:
+        UnsupportedTemplateError: the parts do not make up what the template writes.
+    """
     turns = [
         {"role": ("user", "assistant")[index % 2], "content": text}
         for index, text in enumerate(_TURNS)
@@ -510,8 +522,8 @@ def go_template(parts: TemplateParts) -> str:
 
 
 def render_as_ollama(parts: TemplateParts, messages: Sequence[Mapping[str, str]]) -> str:
-    """What Ollama makes of a conversation, whose roles alternate, with the template of these
-    parts."""
+    """Render a conversation as Ollama does with the template of these parts; its roles
+    alternate."""
     contents, text, system = [message["content"] for message in messages], parts.start, ""
     if messages[0]["role"] == "system" and parts.system is not None:
         system = parts.system[0] + contents.pop(0) + parts.system[1]

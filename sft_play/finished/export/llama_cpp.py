@@ -18,7 +18,6 @@ from typing import Any
 
 from sft_play.errors import BackendError, ConfigError
 from sft_play.files import ROOT, atomic, cache_dir, hold_lock
-from sft_play.finished.run import translate_write_errors
 from sft_play.log import one_line
 from sft_play.process import signals
 
@@ -44,8 +43,8 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 
 
 def find_converter(checkout: Path | None) -> Path:
-    """The folder with llama.cpp's converters: the `checkout`, else the one in the cache, which is
-    fetched the first time. Raises ConfigError where `checkout` holds none, or they cannot be
+    """Find the folder with llama.cpp's converter: `checkout`, else the cache, into which it is
+    fetched the first time. Raises ConfigError where `checkout` holds none, or it cannot be
     fetched."""
     if checkout is not None:
         if (
@@ -61,8 +60,13 @@ def find_converter(checkout: Path | None) -> Path:
     converter_folder = folder / f"{LLAMA_CPP_VERSION}-{LLAMA_CPP_SHA256[:12]}"
     if (converter_folder / CONVERTER_FILE).is_file():
         return converter_folder
-    with translate_write_errors(folder):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache {folder} cannot be created ({error.strerror}); set SFT_PLAY_CACHE to a"
+            " folder of yours"
+        ) from None
     with hold_lock(
         folder / "lock",
         waiting_message="Another run is fetching llama.cpp's converter: waiting for it",
@@ -86,11 +90,8 @@ def _download(folder: Path) -> Path:
         LLAMA_CPP_PACKAGE,
         LLAMA_CPP_VERSION,
     )
-    requirements, build_folder, download_folder = (
-        folder / "wanted.txt",
-        folder / "build",
-        folder / "download",
-    )
+    requirements, download_folder = folder / "wanted.txt", folder / "download"
+    build_folder = folder / "build"
     (build_folder / "scikit_build_core").mkdir(parents=True)
     requirements.write_text(
         f"{LLAMA_CPP_PACKAGE}=={LLAMA_CPP_VERSION} --hash=sha256:{LLAMA_CPP_SHA256}\n"
@@ -155,9 +156,9 @@ def convert_to_gguf(
     name: str,
     vocabulary: Mapping[str, Any],
 ) -> None:
-    """Write the model in a folder as the GGUF `target`, by llama.cpp's converter in a process of
-    its own. `name`: the model's in the file. `vocabulary`: what `run_llama_cpp.py` is told. Raises
-    BackendError with its last lines where it failed."""
+    """Convert the model in a folder to the GGUF `target`, by llama.cpp's converter in a process of
+    its own. `name` is the model's in the file; `vocabulary` is what `run_llama_cpp.py` reads.
+    Raises BackendError with the converter's last lines where it failed."""
     words = [
         *("convert", str(converter_folder), str(model_folder)),
         *("--outfile", str(target), "--outtype", quant, "--model-name", name),
@@ -166,8 +167,8 @@ def convert_to_gguf(
         words,
         target,
         problem=(
-            f"llama.cpp's converter ({converter_folder}) failed; a newer checkout may do better"
-            " (LLAMA_CPP=)"
+            f"llama.cpp's converter ({converter_folder}) failed;"
+            " a newer checkout may do better (LLAMA_CPP=)"
         ),
         SFT_PLAY_GGUF_VOCABULARY=json.dumps(vocabulary),
     )
@@ -175,7 +176,7 @@ def convert_to_gguf(
 
 def quantize_gguf(source: Path, target: Path, quant: str) -> None:
     """Write the GGUF `source` with weights in fewer bits, by llama.cpp's library in a process of
-    its own. Raises BackendError with its last lines where it failed."""
+    its own. Raises BackendError with the library's last lines where it failed."""
     _run(
         ["quantize", source, target, quant],
         target,
@@ -184,14 +185,8 @@ def quantize_gguf(source: Path, target: Path, quant: str) -> None:
 
 
 def _run(words: Sequence[str | Path], target: Path, *, problem: str, **variables: str) -> None:
-    inherited = {
-        key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"
-    }  # it would hide gguf-py
-    fixed = {
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
+    # NO_LOCAL_GGUF would hide gguf-py
+    inherited = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}
     runner = [sys.executable, str(Path(__file__).with_name("run_llama_cpp.py"))]
     process = subprocess.run(
         [sys.executable, "-m", "sft_play.process.signals", *runner, *map(str, words)],
@@ -199,11 +194,19 @@ def _run(words: Sequence[str | Path], target: Path, *, problem: str, **variables
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=signals.child_environment({**inherited, **fixed, **variables}),
+        env=signals.child_environment(
+            {
+                **inherited,
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "TRANSFORMERS_VERBOSITY": "error",
+                **variables,
+            }
+        ),
         check=False,
     )
     if process.returncode or not target.is_file():
         # the end of a program's output is where it says what went wrong
-        lines = [line.rstrip() for line in process.stdout.splitlines() if line.strip()][-6:]
-        last_lines = "\n".join(f"  {one_line(line, limit=300)}" for line in lines)
-        raise BackendError(f"{problem} (exit code {process.returncode}):\n{last_lines}")
+        lines = [line.rstrip() for line in process.stdout.splitlines() if line.strip()]
+        last_lines = [f"  {one_line(line, limit=300)}" for line in lines[-6:]]
+        raise BackendError("\n".join([f"{problem} (exit code {process.returncode}):", *last_lines]))

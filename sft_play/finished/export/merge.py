@@ -141,8 +141,8 @@ class AdaptedModel:
             }
         self.adapted_layers: dict[str, Any] = {}
         self.fully_trained_tensors: dict[str, torch.Tensor] = {}
-        # By name, embeddings of which only some rows were trained: the indices of these rows, and
-        # the rows.
+        # Embeddings whose rows were trained in part, by name: the indices of these rows, and the
+        # rows.
         self.trained_embedding_rows: dict[str, tuple[list[int], torch.Tensor]] = {}
         self._load_adapter(self._build_meta_model())
         shared = [
@@ -153,8 +153,8 @@ class AdaptedModel:
         if shared:
             raise ModelError(
                 f"the adapter cannot be merged: blocks of a {type(self.base_model).__name__} share"
-                f" {shared[0]}, and each has changes of its own to it; serve the base with the"
-                " adapter"
+                f" {shared[0]}, and each has changes of its own to it;"
+                " serve the base with the adapter"
             )
         # Tensors that the base ties to others and that training made different, with the name of
         # the other.
@@ -202,8 +202,8 @@ class AdaptedModel:
         mismatched_names = sorted(set(names) ^ set(saved))
         if mismatched_names:
             raise ModelError(
-                f"{file} is the adapter of another model: {mismatched_names[0]} is in one of them"
-                " only"
+                f"{file} is the adapter of another model:"
+                f" {mismatched_names[0]} is in one of them only"
             )
         try:
             # PEFT's own loading would move what it reads to where the base is, which is nowhere
@@ -237,7 +237,7 @@ class AdaptedModel:
                 )
 
     def trained_shape(self, name: str, base_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a tensor after training, given the base's: embeddings may have more rows."""
+        """The shape that a tensor of the base has after training: embeddings may have more rows."""
         if name in self.trained_embedding_rows:
             return (
                 max(base_shape[0], max(self.trained_embedding_rows[name][0]) + 1),
@@ -248,8 +248,9 @@ class AdaptedModel:
         return base_shape
 
     def trained_tensor(self, name: str, base_tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of this name as it is after training, given the base's; in fp32 where training
-        changed it."""
+        """Compute a tensor of the model as it is after training, from the base's; in fp32 where
+        training changed it. Raises ModelError where the adapter makes values that are not
+        finite."""
         if name in self.fully_trained_tensors:
             return self.fully_trained_tensors[name]
         if name in self.trained_embedding_rows:
@@ -268,18 +269,15 @@ class AdaptedModel:
         if name not in self.adapted_layers:
             return tensor
         layer = self.adapted_layers[name]
-        base_layer, parameter_name = (
-            layer.get_base_layer(),
-            getattr(layer, "parameter_name", "weight"),
-        )
+        base_layer = layer.get_base_layer()
+        parameter_name = getattr(layer, "parameter_name", "weight")
         meta_weight = getattr(base_layer, parameter_name)
         setattr(
             base_layer, parameter_name, nn.Parameter(tensor.float().clone(), requires_grad=False)
         )
         try:
-            layer.merge(
-                safe_merge=True
-            )  # merges a copy, and raises ValueError unless all of it is finite (PEFT 0.21)
+            # merges a copy, and raises ValueError unless all of it is finite (PEFT 0.21)
+            layer.merge(safe_merge=True)
             return getattr(base_layer, parameter_name).data
         except ValueError as error:
             raise ModelError(f"the adapter makes values that are not finite: {error}") from None
@@ -302,7 +300,7 @@ _FLOAT_DTYPES = {
 
 
 def main_dtype(tensors: Iterable[FileTensor]) -> str:
-    """The dtype of most elements, as safetensors names it."""
+    """Find the dtype of most elements, as safetensors names it."""
     elements: Counter[str] = Counter()
     for tensor in tensors:
         elements[tensor.dtype] += math.prod(tensor.shape)
@@ -311,8 +309,8 @@ def main_dtype(tensors: Iterable[FileTensor]) -> str:
 
 class MergedWeights:
     """The merged weights, written from the base's files tensor by tensor. Raises ModelError where a
-    layer that was trained cannot be brought back into the files' tensors, or they would not be the
-    class's, by names and shapes.
+    trained layer cannot be taken apart into the files' tensors again, or the result would not have
+    the class's names and shapes.
     """
 
     def __init__(self, adapted: AdaptedModel, base_folder: Path, dtype: torch.dtype | None) -> None:
@@ -333,10 +331,10 @@ class MergedWeights:
             *(rows for _, rows in adapted.trained_embedding_rows.values()),
         ]
         self.max_bytes = self.dtype.itemsize * sum(math.prod(tensor.shape) for tensor in tensors)
-        # What each tensor of the model comes from, by its name there; transformers' own table
-        # decides, as it does when loading. A private part of transformers (5.23): files of older
+        # What each tensor of the model comes from, by its name there. transformers' own table
+        # decides, as it does when loading, which is a private part of it (5.23): files of older
         # layouts get today's names here, and experts that a file holds one by one are stacked into
-        # one tensor
+        # one tensor.
         self._sources, model = dict[str, "_Source"](), adapted.base_model
         transforms = get_model_conversion_mapping(model, adapted.key_mapping)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -347,13 +345,12 @@ class MergedWeights:
             pattern: converter for converter in converters for pattern in converter.source_patterns
         }
         state = model.state_dict()
-        for key in sorted(
-            self._base_tensors, key=dot_natural_key
-        ):  # the tenth expert comes after the ninth
+        # the tenth expert comes after the ninth
+        for key in sorted(self._base_tensors, key=dot_natural_key):
             target, pattern = rename_source_key(
                 key, renamings, converters, model.base_model_prefix, state
             )
-            # a pattern is that of a converter; mere renamings have none
+            # only what a converter takes has a pattern; a mere renaming has none
             source = self._sources.setdefault(
                 target, _Source(adapted, target, by_pattern.get(pattern))
             )
@@ -374,8 +371,8 @@ class MergedWeights:
             if target not in self._sources or not self._sources[target].can_be_split():
                 raise ModelError(
                     f"the adapter cannot be merged: {target} of a {model_name} is made of "
-                    "tensors of its files in a way that has no way back; serve the base with "
-                    "the adapter"
+                    "tensors of its files in a way that has no way back;"
+                    " serve the base with the adapter"
                 )
         misfit = self._find_misfit()
         if misfit is not None:
@@ -428,9 +425,8 @@ class MergedWeights:
         problems = {
             "are missing": set(load_report["missing_keys"]) - tied_weight_names(model),
             "have another shape": {str(item[0]) for item in load_report["mismatched_keys"]},
-            "are unknown to it": (
-                set(load_report["unexpected_keys"]) & extra
-            ),  # the base's own unused ones are kept
+            # the base's own unused ones are kept
+            "are unknown to it": set(load_report["unexpected_keys"]) & extra,
         }
         for problem, names in problems.items():
             if names:
@@ -438,19 +434,14 @@ class MergedWeights:
         return None
 
     def _output_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the result. Tensors of the base keep their names, so that other
-        engines read them as they read the base."""
+        """Yield the names and shapes of the result. Tensors of the base keep their names, so that
+        other engines read them as they read the base."""
         for source in self._written_sources:
             for key in source.patterns:
                 shape = self._base_tensors[key].shape
-                yield (
-                    key,
-                    (
-                        shape
-                        if source.converter
-                        else self._adapted.trained_shape(source.target, shape)
-                    ),
-                )
+                if source.converter is None:
+                    shape = self._adapted.trained_shape(source.target, shape)
+                yield key, shape
         for name, target in self._adapted.untied_sources.items():
             (key,) = self._sources[target].patterns
             yield (
@@ -474,8 +465,8 @@ class MergedWeights:
                 yield self._adapted.to_full_name(name), self._adapted.trained_tensor(name, tensor)
 
     def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype that was asked for, as far as the class takes it, else that of the base's
-        file."""
+        """Choose the dtype of a tensor in the files: DTYPE= as far as the class takes it, else the
+        dtype of the base's file. Raises ConfigError where fp16 cannot hold a value."""
         if self._requested_dtype is not None:
             dtype = saved_dtype_rule(self._adapted.base_model, self._requested_dtype)(name, tensor)
         elif name in self._base_tensors:
@@ -490,9 +481,9 @@ class MergedWeights:
 
 
 class _Source:
-    """The tensors of the base's files that one of the model comes from: one, or several that
-    transformers joins on the way, such as a projection of all experts. `patterns`: by the name in
-    the files, the converter's pattern for it.
+    """The tensors in the base's files that become one tensor of the model: one, or several that
+    transformers joins on the way, such as a projection of all experts. `patterns` has the
+    converter's pattern for each, by its name in the files.
     """
 
     def __init__(self, adapted: AdaptedModel, target: str, converter: Any) -> None:
@@ -523,8 +514,7 @@ class _Source:
             yield names.get(name, name), tensor
 
     def can_be_split(self) -> bool:
-        """True if its tensors come out again under the names and with the shapes that the files
-        have."""
+        """True if joining and splitting gives the names and shapes of the files again."""
         parts = {key: torch.empty(shape, device="meta") for key, shape in self.shapes.items()}
         try:
             split_shapes = {
@@ -564,16 +554,18 @@ class MergeResult(Answer):
         lines += self.notes
         if self.untied:
             lines.append(
-                "Embeddings: input and output were one tensor in the base and are two now (both"
-                " were trained)"
+                "Embeddings: input and output were one tensor in the base and are two now"
+                " (both were trained)"
             )
-        facts = f"{self.dtype}, {format_gib(self.bytes, digits=2)} GiB, {self.wall_s:.0f} s"
         variables = {"RUN": self.run}
         if self.path != self.run / MERGED_FOLDER:
             variables["OUT"] = self.path
         return [
             *lines,
-            f"Written to: {self.path} ({facts})",
+            (
+                f"Written to: {self.path} ({self.dtype}, {format_gib(self.bytes, digits=2)} GiB,"
+                f" {self.wall_s:.0f} s)"
+            ),
             next_command_line("merge-test", **variables),
         ]
 
@@ -587,12 +579,21 @@ def merge_run(
     replace: bool = False,
     file_bytes: int = MAX_WEIGHTS_FILE_BYTES,
 ) -> MergeResult:
-    """Write the base with the run's adapter merged into it, as a folder that loads as any model,
-    with the options of docs/trained.md (merge). `file_bytes` is the size of one output file, which
-    is held in RAM. Raises RunFolderError where the run was trained whole and needs no merge, or the
-    target exists; ConfigError where `base` is given for a run without NF4 weights, the disk is too
-    small, or a value has no place in fp16; ModelError where the base is missing, or does not fit
-    the adapter."""
+    """Write the base with the run's adapter merged into it, as a folder that loads as any model.
+
+    Args:
+        dtype: of the merged weights, a key of `MERGE_DTYPES`; None is the base's.
+        base: for a QLoRA run the weights that the adapter is added to; None is `dequantized`.
+        out: the folder; None is `merged/`.
+        replace: True replaces a model that is there.
+        file_bytes: the size of one output file, which is held in RAM.
+
+    Raises:
+        RunFolderError: the run was trained whole and needs no merge, or the target exists.
+        ConfigError: `base` is given for a run without NF4 weights, the disk is too small, or fp16
+            cannot hold a value.
+        ModelError: the base is gone, or does not fit the adapter.
+    """
     start_time = time.monotonic()
     target = out or run.folder.path / MERGED_FOLDER
     require_mergeable(run, base, target, replace=replace)
@@ -604,6 +605,7 @@ def merge_run(
     merged_weights = MergedWeights(adapted, base_folder, MERGE_DTYPES[dtype] if dtype else None)
     dtype_names = {value: name for name, value in MERGE_DTYPES.items()}
     dtype_name = dtype_names.get(merged_weights.dtype, str(merged_weights.dtype))
+    # a merge that does not end leaves no folder, and the one before it as it was
     with staged_folder(target) as staging_folder:
         require_space(staging_folder, merged_weights.max_bytes, "the merged model needs")
         merged_weights.write(staging_folder, file_bytes)
@@ -687,8 +689,8 @@ def write_generation_config(
 
 
 def folder_stop_ids(run: FinishedRun, tokenizer: Any, folder: Path) -> list[int]:
-    """Tokens that end an answer as the run was trained: those of the model in a folder, by its
-    generation config or else its config, and what ends an assistant's turn."""
+    """Collect the tokens that end an answer as the run was trained: the end-of-text tokens of the
+    model in `folder` (generation config, else config), and what ends an assistant's turn."""
     eos_token_ids = read_json(folder / "generation_config.json").get("eos_token_id")
     if eos_token_ids is None:
         eos_token_ids = read_json(folder / "config.json").get("eos_token_id")
@@ -698,9 +700,9 @@ def folder_stop_ids(run: FinishedRun, tokenizer: Any, folder: Path) -> list[int]
 
 
 def ensure_whole_model_folder(run: FinishedRun, *, is_locked: bool) -> Path:
-    """The folder with the run's whole model: its own weights, or `merged/`, which is written now
-    where it is missing or of an earlier adapter. `is_locked`: the caller holds the run's lock,
-    which a merge needs. Raises RunFolderError where what was merged is not what was trained, or
+    """Find the folder with the run's whole model: its own weights, or `merged/`, which is written
+    now where it is missing or of an earlier adapter. `is_locked` is True if the caller holds the
+    run's lock, which a merge needs. Raises RunFolderError where a merge is not what was trained, or
     SftPlayError as `merge_run` does."""
     if not run.is_adapter:
         return run.weights

@@ -36,15 +36,15 @@ UPLOAD_PATTERNS = (
     "merges.txt", "*.model", "*.tiktoken", "tekken.json", "bpe.codes", "dict.txt", "*.spm",
     "emoji.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.yaml",
 )  # fmt: skip
-# Those of them whose text is searched for paths and secrets; vocabularies hold words of every kind.
+# Files whose text is searched for paths and secrets; vocabularies hold words of every kind.
 _LEAK_CHECKED_PATTERNS = ("README.md", "*config*.json", "*.jinja", "*.py", "*.index.json")
 
 
 @dataclass(frozen=True)
 class Upload(Answer):
-    """An upload, planned or done. `files`: a path, or the text that is uploaded in its place, by
-    name in the repository. `repo_exists`: whether the repository was there before; `is_private`:
-    how it is then, or will be made; `commit`: what the upload made of it, empty before."""
+    """An upload, planned or done. `files` has a path, or the content that is uploaded in its place,
+    by name in the repository. `repo_exists` is True if the repository was there before,
+    `is_private` if it is private or will be made so; `commit` is empty before the upload."""
 
     run: Path
     folder: Path
@@ -69,9 +69,12 @@ class Upload(Answer):
             if self.repo_exists
             else f"a new {access} repository"
         )
-        place = f"From {self.folder} to https://huggingface.co/{self.repo} ({action})"
         files = [f"  {name} ({format_size(size)})" for name, size in sizes.items()]
-        return "\n".join([f"{place}, {format_size(sum(sizes.values()))}:", *files, *self.notes])
+        header = (
+            f"From {self.folder} to https://huggingface.co/{self.repo} ({action}),"
+            f" {format_size(sum(sizes.values()))}:"
+        )
+        return "\n".join([header, *files, *self.notes])
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -99,11 +102,18 @@ class Upload(Answer):
 def plan_upload(
     run: FinishedRun, repo: str, *, is_merged: bool, is_public: bool, is_confirmed: bool
 ) -> Upload:
-    """Plan an upload; nothing is written, here or on the hub. `is_merged`: the merged model in
-    place of the adapter. `is_public`: a new repository is public, and an existing public one may be
-    updated without asking (`is_confirmed`). Raises ConfigError where the name cannot be a
-    repository's, there is no token, the hub refuses it, or a file names a path; RunFolderError
-    where there is no merged model."""
+    """Plan an upload; nothing is written, here or on the hub.
+
+    Args:
+        is_merged: True uploads the merged model in place of the adapter.
+        is_public: True makes a new repository public.
+        is_confirmed: True if nobody is asked: then only `is_public` allows the update of an
+            existing public repository.
+
+    Raises:
+        ConfigError: there is no token, the hub refuses, or a file names a path of this machine.
+        RunFolderError: there is no merged model.
+    """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -139,9 +149,8 @@ def plan_upload(
         card = (folder / CARD_FILE).read_bytes()
         files[CARD_FILE] = card.replace(REPOSITORY_PLACEHOLDER.encode(), repo.encode())
     if "adapter_config.json" in files:
-        base = describe_base(
-            run.config
-        )  # by the name that others find it under: a local path means nothing to them
+        # by the name that others find it under: a local path means nothing to them
+        base = describe_base(run.config)
         settings = read_json(folder / "adapter_config.json") | {
             "base_model_name_or_path": base.name
         }
@@ -150,8 +159,8 @@ def plan_upload(
         ).encode()
         if not base.is_on_hub:
             notes.append(
-                f"Its base, {base.name}, is a local model, which others need too; MERGED=1 needs"
-                " none"
+                f"Its base, {base.name}, is a local model, which others need too;"
+                " MERGED=1 needs none"
             )
     _refuse_leaks(run, files)
     if is_private_repo and is_public:
@@ -168,7 +177,7 @@ def plan_upload(
 
 
 def push(upload: Upload) -> Upload:
-    """Upload; one commit, so that the repository has all files or none. Raises ConfigError where
+    """Upload in one commit, so that the repository has all files or none. Raises ConfigError where
     the hub refuses it."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -186,13 +195,14 @@ def push(upload: Upload) -> Upload:
 
 
 def require_repo_name(repo: str | None) -> str:
-    """The name of a repository; raises ConfigError where there is none, or it cannot be one."""
+    """Check the name of a repository; raises ConfigError where there is none, or it cannot be
+    one."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     if not repo or "/" not in repo:
         raise ConfigError(
-            f"REPO={one_line(repo or '')} names no user and repository of the hub, such as"
-            " REPO=user/name"
+            f"REPO={one_line(repo or '')} names no user and repository of the hub,"
+            " such as REPO=user/name"
         )
     try:
         validate_repo_id(repo)
@@ -244,8 +254,8 @@ def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
         for path in private_paths:
             if path in text:
                 raise ConfigError(
-                    f"{name} names a path of this machine, {one_line(path)}; remove it there before"
-                    " the upload"
+                    f"{name} names a path of this machine, {one_line(path)};"
+                    " remove it there before the upload"
                 )
         if redact(text) != text:
             raise ConfigError(
