@@ -1,7 +1,5 @@
 """LoRA without PEFT's cast of inputs under autocast: the same bits in loss, gradients and saved adapters, less held."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -57,26 +57,17 @@ def test_train_returns_the_summary_of_the_run_folder(tiny_llama, sums, tmp_path)
     assert not (folder.parent / "other").exists()
 
 
-NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_is_one_of_format_4_5_without_outputs(path):
     book = json.loads(path.read_text(encoding="utf-8"))
-    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
-    assert set(book) == {"cells", "metadata", "nbformat", "nbformat_minor"}
-    assert book["metadata"]["kernelspec"]["name"] == "python3"
+    assert (book["nbformat"], book["nbformat_minor"], book["metadata"]["kernelspec"]["name"]) == (4, 5, "python3")
     ids = [cell["id"] for cell in book["cells"]]
     assert len(set(ids)) == len(ids) > 3
     for cell in book["cells"]:
-        assert re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", cell["id"])
-        assert all(isinstance(line, str) for line in cell["source"])
         assert all(line.endswith("\n") for line in cell["source"][:-1])
-        kind, of_code = cell["cell_type"], {"outputs": [], "execution_count": None}
-        assert kind in ("code", "markdown")
-        assert {key: value for key, value in cell.items() if key not in ("cell_type", "id", "source")} == {
-            "metadata": {}, **(of_code if kind == "code" else {}),
-        }  # fmt: skip
+        left = {key: value for key, value in cell.items() if key not in ("id", "source", "cell_type")}
+        ran = {"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else {}
+        assert left == {"metadata": {}, **ran}
 
 
 def test_the_hosted_notebook_calls_targets_and_variables_that_there_are():

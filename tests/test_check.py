@@ -12,7 +12,6 @@ from sft_play.answers import Finding
 from sft_play.commands.request import CommandResult
 from sft_play.commands.rows import full_pipeline, preview, render
 from sft_play.config.load import load_config
-from sft_play.data import checks
 from sft_play.data.build.splits import build_splits
 from sft_play.data.build.stats import TruncationCost, trained_runs
 from sft_play.data.sources.files import find_data_paths
@@ -47,26 +46,13 @@ def one(report: CheckReport, name: str, state: str) -> Finding:
     return found
 
 
-def said_by_a_run(config: Path) -> list[str]:
-    """What training logs of the rows of a config."""
-    from transformers import AutoTokenizer
-
-    run = load_config(config).config
-    tokenizer = AutoTokenizer.from_pretrained(run.model.name)
-    if run.data.chat_template is not None:
-        tokenizer.chat_template = Path(run.data.chat_template).read_text()
-    report = build_splits(run, find_data_paths(run.data), tokenizer, max_seq_len=128).train.stats
-    findings = checks.judge_split(report, run.data, max_seq_len=128, max_positions=None)
-    return [found.found for found in findings if found.verdict == "WARN"]
-
-
 def test_a_template_without_a_generation_prompt_is_warned_of_with_what_to_add(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", SUMS[:8])
     turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     (tmp_path / "lost.jinja").write_text(turns)
     config = run_yaml(tmp_path, tiny_llama, chat_template=str(tmp_path / "lost.jinja"))
-    for said in ([one(checked(config), "rows: train", "warning").found], said_by_a_run(config)):
-        assert any(r"{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}" in line for line in said)
+    said = one(checked(config), "rows: train", "warning").found
+    assert r"{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}" in said
 
 
 @pytest.mark.parametrize("truncate", ["end", "prompt", "drop"])
@@ -79,7 +65,6 @@ def test_answers_that_lose_their_end_are_counted(tiny_llama, tmp_path, truncate)
     is_cut = truncate == "end"
     assert CHECK_STATES[found["end of turn"].verdict] == ("warning" if is_cut else "ok")
     assert ("2 of 10 rows" in found["end of turn"].found) == is_cut
-    assert any("2 of 10 rows train an answer without its end" in line for line in said_by_a_run(config)) == is_cut
 
 
 def test_a_good_run_is_ready_and_nothing_is_written(tiny_llama, tmp_path, monkeypatch):
@@ -277,7 +262,6 @@ def test_rows_are_rendered_in_order_with_their_spans(tiny_llama, tmp_path, monke
     write_rows(tmp_path / "val.jsonl", SUMS[:3])
     answer = rendered(run_yaml(tmp_path, tiny_llama, val_path=str(tmp_path / "val.jsonl")))
     lines = [json.loads(line) for line in (tmp_path / "data/rendered/train.jsonl").read_text().splitlines()]
-    assert len(lines) == 40
     first = lines[0]
     assert set(first) == {"where", "text", "spans", "tokens", "trained", "cut", "lost", "method"}
     assert first["text"] == "<|im_start|>user\nwhat is 0 + 0?<|im_end|>\n<|im_start|>assistant\nit is 0.<|im_end|>\n"

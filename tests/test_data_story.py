@@ -15,7 +15,7 @@ pytestmark = pytest.mark.build
 
 @pytest.fixture
 def story(tmp_path, tiny_llama, monkeypatch, command):
-    """An empty folder with raw files of three kinds and a run YAML; runs commands there: (exit code, printed text)."""
+    """A folder with raw files of three kinds and a run YAML; runs commands there to a given end: the printed text."""
     raw = tmp_path / "data" / "raw"
     raw.mkdir(parents=True)
     write_rows(raw / "faq.jsonl", ({"question": f"what is {n} + 1?", "answer": f"it is {n + 1}."} for n in range(40)))
@@ -34,11 +34,13 @@ def story(tmp_path, tiny_llama, monkeypatch, command):
     )
     monkeypatch.chdir(tmp_path)
 
-    def run(name: str, **variables: str) -> tuple[int, str]:
+    def run(name: str, *, ends: int = 0, **variables: str) -> str:
         with pytest.MonkeyPatch.context() as patch:
             for key, value in variables.items():
                 patch.setenv(key, value)
-            return command(name, "--config", "run.yaml")
+            code, said = command(name, "--config", "run.yaml")
+        assert code == ends, said
+        return said
 
     return run
 
@@ -51,71 +53,50 @@ def states() -> dict[str, bytes]:
 
 
 def test_raw_files_become_a_run_and_a_second_time_everything_is_the_same(story, monkeypatch):
-    code, said = story("process")
-    assert code == 0, said
-    assert "Processed 51 rows of 3 files: 51 kept" in said
-
-    code, said = story("style", STYLE="You are terse.")
-    assert code == 0, said
-    assert "Styled 51 rows" in said
-    assert "50 set, 1 prepended" in said
-    lines = [
-        line for file in Path("data/processed_with_style").glob("*.jsonl") for line in file.read_text().splitlines()
-    ]
-    rows = [json.loads(line) for line in lines]
+    assert "Processed 51 rows of 3 files: 51 kept" in story("process")
+    assert "50 set, 1 prepended" in story("style", STYLE="You are terse.")
+    files = Path("data/processed_with_style").glob("*.jsonl")
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     prompts = {row["messages"][0]["content"] for row in rows}
     assert prompts == {"You are terse.", "You are terse.\n\nYou count."}
-
-    code, said = story("render")
-    assert code == 0, said
+    story("render")
     row = json.loads(Path("data/rendered/train.jsonl").read_text().splitlines()[0])
     start, end = row["spans"][0]
     assert row["text"].startswith("<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\n")
     assert row["text"][:start].endswith("<|im_start|>assistant\n")
     assert row["text"][start:end].endswith("<|im_end|>")
-
-    code, said = story("check")
-    assert code == 0, said
-    assert "masks: train" in said
-
-    code, said = story("train")
-    assert code == 0, said
+    assert "masks: train" in story("check")
+    said = story("train")
     before = said[: said.index("Learning rate")]
-    assert "masks: verified on every one of" in before
-    assert "First training row, trained part in [[ ]]: <|im_start|>system\\nYou are terse." in before
-    for line in ("BOS: none", "end of turn: every trained answer ends with <|im_end|>", "padding token: <|endoftext|>"):
-        assert line in before
+    for words in ("verified on every one of", "in [[ ]]: <|im_start|>system", "every trained answer ends with"):
+        assert words in before
     cache = Path(os.environ["SFT_PLAY_CACHE"]) / "tokens"
     made, old = {folder.name for folder in cache.iterdir() if folder.is_dir()}, states()
     for name in ("process", "style", "render"):  # a second time everything is the same, and the tokens are there
-        assert story(name, STYLE="You are terse.")[0] == 0
+        story(name, STYLE="You are terse.")
     assert states() == old
     monkeypatch.setattr("sft_play.data.build.build._build_cache", lambda *_: pytest.fail("the rows were made again"))
-    code, said = story("train", SET="output.name=two")
-    assert code == 0, said
+    story("train", SET="output.name=two")
     assert {folder.name for folder in cache.iterdir() if folder.is_dir()} == made
 
 
 def test_a_disk_that_is_full_is_one_message_and_leaves_the_old_ones(story):
-    assert story("process")[0] == 0
+    story("process")
     old = states()
     write_rows(Path("data/raw/faq.jsonl"), [{"question": f"q {n}", "answer": "a" * 200} for n in range(3_000)])
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
     try:
-        code, said = story("process")
+        said = story("process", ends=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert (code, "data/processed cannot be written: File too large" in said) == (2, True)
+    assert "data/processed cannot be written: File too large" in said
     assert "leave rows out" not in said
     assert states() == old
 
 
-@pytest.mark.parametrize("name", ["process", "check", "train"])
-def test_a_pipe_is_refused_by_every_command_before_it_is_opened(story, tmp_path, name):
+def test_a_pipe_is_refused_by_every_command_before_it_is_opened(story, tmp_path):
     os.mkfifo(tmp_path / "rows.jsonl")
-    code, said = story(
-        name, SET="data.train_path=rows.jsonl data.val_path=null data.test_path=null data.process.raw_path=rows.jsonl"
-    )
-    assert code == 2
-    assert "rows.jsonl is not a regular file (a pipe or a device?)" in said
+    words = "data.train_path=rows.jsonl data.val_path=null data.test_path=null data.process.raw_path=rows.jsonl"
+    for name in ("process", "check", "train"):
+        assert "rows.jsonl is not a regular file (a pipe or a device?)" in story(name, ends=2, SET=words)
