@@ -73,6 +73,7 @@ def test_a_notebook_is_one_of_format_4_5_without_outputs(path):
 def test_the_hosted_notebook_calls_targets_and_variables_that_there_are():
     cells = json.loads((ROOT / "examples" / "hosted_gpu.ipynb").read_text(encoding="utf-8"))["cells"]
     lines = [line.strip() for cell in cells if cell["cell_type"] == "code" for line in cell["source"]]
+    lines = [line for line in lines if not line.startswith("#")]
     called = []
     for line in lines:
         assert line.startswith(("!", "%cd ", "REPOSITORY = ")), line

@@ -22,7 +22,7 @@ from sft_play.training.class_checks import replaced_code
 from sft_play.training.model import adapters, attention_functions
 from sft_play.training.prepare import model_spec
 from tests.conftest import write_run
-from tests.test_adapter_inputs import adapted
+from tests.test_adapter_inputs import adapted, held_bytes
 from tests.test_train import logged
 
 pytestmark = pytest.mark.build
@@ -154,23 +154,13 @@ def packed(model: Any, lengths: tuple[int, ...]) -> torch.Tensor:
 def test_a_compiled_block_keeps_less_for_its_backward_pass_than_the_plain_one_that_the_plan_counts(tiny_llama, kind):
     model = model_of(tiny_llama, kind, checkpointing=False)
     block = model_spec.decoder_layers(model)[1]
-    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
     ids, states = torch.arange(64)[None], torch.randn(1, 64, 64, requires_grad=True)
     angles = next(one for name, one in model.named_modules() if name.endswith("rotary_emb"))(states, ids)
     kept = []
     for is_compiled in (False, True):
         if is_compiled:
             block.compile(backend=replaced_code.COMPILE_BACKEND, dynamic=True)
-        held: dict[int, int] = {}
-
-        def note(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                held[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-        with hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "lora"):
+        with held_bytes(model) as held, torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "lora"):
             output = block(states + 0, position_embeddings=angles, attention_mask=None, position_ids=ids)
         kept.append(sum(held.values()))
         output.float().sum().backward()
