@@ -211,6 +211,18 @@ def succeed(command: Command) -> Callable[..., str]:
     return run
 
 
+@pytest.fixture
+def refuse(command: Command) -> Callable[..., str]:
+    """Runs a command line that has to be refused with one error; returns everything it printed."""
+
+    def run(*words: str) -> str:
+        code, printed = command(*words)
+        assert (code, printed.count("error:")) == (2, 1), printed
+        return printed
+
+    return run
+
+
 def digest(value: Any) -> str:
     """Sixteen characters that stand for a value; floats by six digits, which no processor rounds otherwise."""
     plain = json.loads(json.dumps(value, default=str), parse_float=lambda text: f"{float(text):.6g}")

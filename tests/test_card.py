@@ -297,10 +297,9 @@ def test_it_asks_first_and_says_what_where_and_to_whom(world, hub, command, monk
     assert "stays so" in upload.notes[-1]
 
 
-def test_what_cannot_be_uploaded_is_refused_in_one_message(world, hub, command, monkeypatch):
+def test_what_cannot_be_uploaded_is_refused_in_one_message(world, hub, refuse, monkeypatch):
     def refused(message: str, *words: str) -> None:
-        code, printed = command("push", "--run", str(world / "full"), "--yes", *words)
-        assert code == 2, printed
+        printed = refuse("push", "--run", str(world / "full"), "--yes", *words)
         assert message in printed
         assert len(printed.strip().splitlines()) == 1
         assert not hub.files

@@ -180,7 +180,7 @@ def finished(request, tmp_path_factory, tiny_llama, sums) -> Path:
     return folder
 
 
-def test_damage_of_trained_weights_stops_every_command_that_loads_them(finished, command, tmp_path, monkeypatch):
+def test_damage_of_trained_weights_stops_every_command_that_loads_them(finished, refuse, tmp_path, monkeypatch):
     run, config = finished / "outputs" / "one", finished / "run.yaml"
     is_adapter = (run / "adapter").is_dir()
     weights = run / ("adapter" if is_adapter else "model")
@@ -191,37 +191,26 @@ def test_damage_of_trained_weights_stops_every_command_that_loads_them(finished,
     monkeypatch.setenv("INPUT", str(tmp_path / "prompts.txt"))
     monkeypatch.setenv("OUTPUT", str(tmp_path / "answers.jsonl"))
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    commands = {
-        "chat": ["chat"],
-        "infer": ["infer"],
-        "eval": ["eval"],
-        "ship": ["ship"],
-        "export": ["export", "--format", "vllm", "--out", str(tmp_path / "exported")],
-        **({"merge": ["merge", "--out", str(tmp_path / "merged")]} if is_adapter else {}),
-    }
+    export = ["export", "--format", "vllm", "--out", str(tmp_path / "exported")]
+    merge = [["merge", "--out", str(tmp_path / "merged")]] if is_adapter else []
     rng = random.Random(2)
-    for name, words in commands.items():
+    for words in (["chat"], ["infer"], ["eval"], ["ship"], export, *merge):
         path = rng.choice([*weights.glob("*.safetensors"), weights / "tokenizer.json"])
         content = path.read_bytes()
         damage(path, rng.choice(["flip", "zeros in the midst", "longer"]), rng)
-        code, printed = command(*words, "--run", str(run))
-        told = f"{weights} is not what was written: {path.name}" in printed
-        assert (code, told, "Traceback" in printed) == (2, True, False), (name, printed)
+        assert f"{weights} is not what was written: {path.name}" in refuse(*words, "--run", str(run))
         path.write_bytes(content)
     assert not (tmp_path / "exported").exists()
     if is_adapter:
         path, again = weights / "adapter_model.safetensors", [f"model.adapter={run}", "output.name=next"]
         content = path.read_bytes()
         damage(path, "flip", rng)
-        code, printed = command("train", "--config", str(config), *again)
-        assert code == 2, printed
+        printed = refuse("train", "--config", str(config), *again)
         assert "adapter_model.safetensors: the contents are not those that were written" in printed
         path.write_bytes(content)
-    code, printed = command(*commands["infer"], "--run", str(run), "--max-new-tokens", "2")
-    assert code == 0, printed
 
 
-def test_what_people_edit_and_runs_without_digests_are_loaded(finished, command, tmp_path, monkeypatch):
+def test_what_people_edit_and_runs_without_digests_are_loaded(finished, succeed, refuse, tmp_path, monkeypatch):
     run = tmp_path / "one"
     shutil.copytree(finished / "outputs" / "one", run)
     is_adapter = (run / "adapter").is_dir()
@@ -235,28 +224,25 @@ def test_what_people_edit_and_runs_without_digests_are_loaded(finished, command,
     words = ("infer", "--run", str(run), "--max-new-tokens", "2")
     for place in ("with", "without"):
         monkeypatch.setenv("OUTPUT", str(tmp_path / f"{place}.jsonl"))
-        code, printed = command(*words)
-        assert code == 0, printed
+        succeed(*words)
         (weights / checkpoints.COMPLETE_FILE).unlink(missing_ok=True)
     # a record that is damaged itself says so
     (weights / checkpoints.COMPLETE_FILE).write_text("{")
     monkeypatch.setenv("OUTPUT", str(tmp_path / "damaged.jsonl"))
-    code, printed = command(*words)
-    assert (code, "complete.json is damaged" in printed) == (2, True), printed
+    assert "complete.json is damaged" in refuse(*words)
 
 
-def test_a_damaged_merge_is_neither_exported_nor_found_the_adapter_s(finished, command, tmp_path):
+def test_a_damaged_merge_is_neither_exported_nor_found_the_adapter_s(finished, succeed, refuse, tmp_path):
     run = tmp_path / "one"
     shutil.copytree(finished / "outputs" / "one", run)
     if not (run / "adapter").is_dir():
         pytest.skip("all weights were trained: nothing is merged")
-    assert command("merge", "--run", str(run))[0] == 0
+    succeed("merge", "--run", str(run))
     path = run / "merged" / "model.safetensors"
     content = path.read_bytes()
     damage(path, "flip", random.Random(3))
     words = ["export", "--run", str(run), "--format", "vllm", "--out", str(tmp_path / "exported")]
     for tried in (words, ["merge-test", "--run", str(run)]):
-        code, printed = command(*tried)
-        assert (code, f"{run}/merged is not what was written: model.safetensors" in printed) == (2, True), printed
+        assert f"{run}/merged is not what was written: model.safetensors" in refuse(*tried)
     path.write_bytes(content)
-    assert command(*words)[0] == 0
+    succeed(*words)

@@ -304,13 +304,11 @@ def test_a_run_trains_what_the_plain_one_trains_and_says_what_it_cost(succeed, r
 
 
 @pytest.mark.slow
-def test_a_stopped_run_with_adapters_goes_on_compiled_and_not_otherwise(command, succeed, run_yaml, tmp_path):
+def test_a_stopped_run_with_adapters_goes_on_compiled_and_not_otherwise(refuse, succeed, run_yaml, tmp_path):
     words = ["--config", str(run_yaml), "tuning.mode=lora", "train.compile=true"]
     succeed("train", *words, "output.name=whole")
     succeed("train", *words, "output.name=parts", "train.stop_after_steps=2")
-    code, printed = command("resume", *words, "output.name=parts", "train.compile=false")
-    assert code == 2, printed
-    assert "train.compile" in printed
+    assert "train.compile" in refuse("resume", *words, "output.name=parts", "train.compile=false")
     succeed("resume", *words, "output.name=parts")
     found, whole = (logged(tmp_path / "outputs" / name, "loss") for name in ("parts", "whole"))
     assert found == pytest.approx(whole, rel=1e-5)

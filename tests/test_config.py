@@ -109,15 +109,11 @@ def test_what_is_no_run_yaml_says_so(text, message):
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_the_bad_yaml_fixtures_each_get_one_clear_message(command, origin):
+def test_the_bad_yaml_fixtures_each_get_one_clear_message(refuse, origin):
     files = sorted(bad_inputs(origin).glob("4*.yaml"))
     assert len(files) == 10
     for file in files:
-        code, printed = command("train", "--config", str(file))
-        assert code == 2, file
-        assert printed.count("error:") == 1, printed
-        assert "Traceback" not in printed
-        assert file.name in printed
+        assert file.name in refuse("train", "--config", str(file))
 
 
 def test_a_config_that_is_not_utf8_names_the_byte(tmp_path):

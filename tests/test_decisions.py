@@ -30,7 +30,7 @@ from sft_play.planner.candidates import (
     lowest_memory_candidates,
 )
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
-from sft_play.planner.layout import LAYOUT_NAMES, LAYOUT_PREFERENCE, PreviousRun, find_layouts
+from sft_play.planner.layout import LAYOUT_NAMES, LAYOUT_PREFERENCE, Layout, PreviousRun, find_layouts
 from sft_play.planner.memory.estimate import max_evaluation_rows
 from sft_play.planner.memory.step_memory import StepMemorySimulation
 from sft_play.planner.plan import RunLength, TracePrediction, device_budget_bytes
@@ -236,6 +236,21 @@ def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, 
             assert mode in ("full", "lora")
             assert layout.tensor_parallel <= per_node
             assert count % layout.tensor_parallel == 0
+
+
+@pytest.mark.parametrize("name", LAYOUT_NAMES)
+def test_a_layouts_properties_follow_from_its_name(name):
+    layout = Layout(name, 4, 4)
+    is_fsdp = name.startswith("fsdp") or name == "tp"
+    is_zero = name.startswith("zero")
+    stage = int(name[4]) if is_zero else 0
+    assert layout.is_zero == is_zero
+    assert layout.is_fsdp == is_fsdp
+    assert layout.shards_params == (is_fsdp or stage == 3)
+    assert layout.shards_gradients == (layout.shards_params or stage == 2)
+    assert layout.shards_states == (layout.shards_gradients or stage == 1)
+    assert layout.offloads_states == name.endswith("offload")
+    assert layout.offloads_params == (name == "zero3_offload")
 
 
 @QUICK

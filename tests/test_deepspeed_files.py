@@ -51,6 +51,9 @@ def test_numbers_of_a_file_fill_what_the_run_yaml_leaves_open():
     assert taken(settings(), {KEYS["accum"]: 8}) == ("auto", 8, 32)
     assert taken(settings(), {KEYS["batch"]: 64}) == ("auto", "auto", 64)
     assert taken(settings(batch_size=4, effective_batch_size=32), {KEYS["accum"]: 4}) == (4, 4, 32)
+    # an effective batch that nobody gave is the product
+    assert taken(settings(), {KEYS["micro"]: 3, KEYS["accum"]: 5}, ranks=4) == (3, 5, 60)
+    assert taken(settings(batch_size=3), {KEYS["accum"]: 5}) == (3, 5, 30)
 
 
 @pytest.mark.parametrize(

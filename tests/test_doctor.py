@@ -23,7 +23,7 @@ import pytest
 from sft_play.answers import Finding, fail_finding, pass_finding, skip_finding, warn_finding
 from sft_play.config.load import config_from_text, load_config
 from sft_play.diagnose import doctor, machine_checks
-from sft_play.diagnose.machine_checks import KNOWN_BAD_PAIRS, DiskSpace, SystemFacts, find_known_bad
+from sft_play.diagnose.machine_checks import KNOWN_BAD_PAIRS, DiskSpace, SystemFacts, find_known_bad, matches_conditions
 from sft_play.errors import ConfigError
 from sft_play.launch.request import LaunchOptions
 from sft_play.machine.gpu import Gpu
@@ -174,6 +174,16 @@ def test_every_known_pair_is_tested_says_what_to_do_and_accuses_no_unknown_versi
         literal = [part for part in re.split(r"\{\w+\}", entry["what"]) if len(part) > 12]
         assert any(part[i : i + 14] in texts for part in literal for i in range(len(part) - 14)), entry["what"]
     assert verdicts(known(**TWO_5090)) == verdicts(known()) == ["PASS"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fact", "met"),
+    [(">=580.82.7,<580.82.8", "580.82.07", True), ("<5", "6.8.0-45-generic", False), (">=2.13", "2.13.0+cu130", True),
+     (">1", 1, False), (["a"], "a", True), (True, False, False), ("<5", None, False), (False, None, False)],
+)  # fmt: skip
+def test_conditions_of_the_table(wanted, fact, met):
+    assert matches_conditions([{"fact": wanted}, {"fact": ["other"]}], {"fact": fact}) is met
+    assert not matches_conditions({"fact": wanted, "more": True}, {"fact": fact, "more": None})
 
 
 @pytest.mark.parametrize(
