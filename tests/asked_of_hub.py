@@ -4,8 +4,6 @@ they are asked for.
 echo '[["check", "--config", "my.yaml"]]' | python -m tests.asked_of_hub FOLDER
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import io

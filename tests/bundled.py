@@ -5,8 +5,6 @@ made here, once a process, in a temporary folder. A name is ours if it begins wi
 installed TRL if it begins with `trl/`, and otherwise a file of the shared material.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile
@@ -353,8 +351,6 @@ _BOX = (
     '<mc:AlternateContent><mc:Choice Requires="wps"><w:drawing><wps:txbx>BOX</wps:txbx></w:drawing></mc:Choice>'
     "<mc:Fallback><w:pict><v:textbox>BOX</v:textbox></w:pict></mc:Fallback></mc:AlternateContent></w:r>"
 ).replace("BOX", "<w:txbxContent><w:p><w:r><w:t>＊ Mind the step</w:t></w:r></w:p></w:txbxContent>")
-BOXED = "＊ Mind the step"
-"""The text in the box of boxes.docx, which stands in its XML twice."""
 
 
 @functools.cache

@@ -3,29 +3,26 @@
 A new command gets a row here, and nothing else in the tests but those of its own work.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 # What docs/schema/train.json promises of a run's summary, and where the run is.
-SUMMARY = {"run", "before", "after", "peak_bytes", "tokens_per_s", "steps", "wall_s", "exit"}
+SUMMARY = "run before after peak_bytes tokens_per_s steps wall_s exit"
 
 
 @dataclass(frozen=True)
 class CommandCase:
     """One command in the tests that go through all of them."""
 
-    words: Callable[[Path], Sequence[str]]
-    """The words that make it answer in the folder of `tests/test_commands.py`."""
-    fields: set[str]
+    words: str
+    """What makes it answer in the folder of `tests/test_commands.py`, which is {world}, on the model {model}."""
+    fields: str
     """Fields of its answer (of each row, where it is a list)."""
     takes_minutes: bool = False
-    has_schema: bool = True
-    """False where docs/schema has none: its answer then has the fields of `ending` alone."""
     can_refuse: bool = True
     """False where it has nothing to refuse, or works on what it finds."""
     refusals: tuple[tuple[str, dict[str, str]], ...] = ()
@@ -35,26 +32,16 @@ class CommandCase:
     """Answers, and the words that each says come next; every command after training has some, but `chat`."""
 
 
-def a_run(name: str, *more: str) -> list[str]:
-    return ["train.max_steps=2", f"output.name={name}", *more]
-
-
-# --- answers of commands after training, made by hand -----------------------------------------------------------------
-
 RUN = Path("/my outputs/first")
 OTHER = Path("/my outputs/else where")
+OF_RUN = f"RUN={RUN}"
+TRAINED = "train.max_steps=2 output.name="
 
 
-def infer() -> Any:
-    from sft_play.finished.respond import InferResult
-
-    return InferResult(RUN, OTHER, 3, 0)
-
-
-def serve() -> Any:
-    from sft_play.finished.serve import ServedEndpoint
-
-    return ServedEndpoint(RUN, "transformers", "first", RUN / "adapter", "127.0.0.1", 8000, 1)
+def answer(name: str, *values: Any, **options: Any) -> Callable[[], Any]:
+    """A function that makes an answer of `sft_play.finished` by hand, which imports its module then."""
+    module, _, kind = name.rpartition(".")
+    return lambda: getattr(importlib.import_module(f"sft_play.finished.{module}"), kind)(*values, **options)
 
 
 def evaluate() -> Any:
@@ -64,47 +51,27 @@ def evaluate() -> Any:
 
 
 def ship(*, reason: str = "") -> Any:
-    from sft_play.finished.ship import (
-        Evidence,
-        GeneralEvidence,
-        MergeEvidence,
-        ShipCheck,
-        ShipResult,
-        ShipVerdict,
-        TaskEvidence,
-        Thresholds,
-    )
+    from sft_play.finished import ship as shipping
 
-    evidence = Evidence(TaskEvidence("test"), GeneralEvidence(), MergeEvidence("no adapter"))
-    verdict = ShipVerdict((ShipCheck("task", not reason, "it is better", reason),))
-    return ShipResult(RUN, evidence, Thresholds(), verdict, {"before": None})
+    task, general = shipping.TaskEvidence("test"), shipping.GeneralEvidence()
+    evidence = shipping.Evidence(task, general, shipping.MergeEvidence("no adapter"))
+    verdict = shipping.ShipVerdict((shipping.ShipCheck("task", not reason, "it is better", reason),))
+    return shipping.ShipResult(RUN, evidence, shipping.Thresholds(), verdict, {"before": None})
 
 
-def merge(path: Path = RUN / "merged") -> Any:
-    from sft_play.finished.export.merge import MergeResult
-
-    return MergeResult(RUN, path, "bf16", None, 3, False, 10, 1.0)
+def merge(path: Path) -> Callable[[], Any]:
+    return answer("export.merge.MergeResult", RUN, path, "bf16", None, 3, False, 10, 1.0)
 
 
-def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
-    from sft_play.finished.export.checks import MergeTest
-
+def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Callable[[], Any]:
     loss = {"adapter": 1.0, "merged": 1.0, "base": 2.0}
-    return MergeTest(RUN, path, "val", 1, 1, divergence, 1.0, 1e-6, loss)
+    return answer("export.checks.MergeTest", RUN, path, "val", 1, 1, divergence, 1.0, 1e-6, loss)
 
 
-def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gguf", is_adapter: bool = True) -> Any:
-    from sft_play.finished.export.export import ExportResult
-
-    written = path / file if file else None
-    merge = "Merged (bf16)" if is_adapter else None
-    return ExportResult(RUN, "gguf" if file else "vllm", path, 1, (), file=written, merge=merge)
-
-
-def export_test() -> Any:
-    from sft_play.finished.export.checks import ExportTest
-
-    return ExportTest(RUN, RUN / "first.gguf", ("F32",), "val", 1, (), None, None)
+def export(*, path: Path = RUN / "export" / "gguf", kind: str = "gguf", is_adapter: bool = True) -> Callable[[], Any]:
+    file = path / "first.gguf" if kind == "gguf" else None
+    merged = "Merged (bf16)" if is_adapter else None
+    return answer("export.export.ExportResult", RUN, kind, path, 1, (), file=file, merge=merged)
 
 
 def push() -> Any:
@@ -121,21 +88,15 @@ def record() -> Any:
 
 
 def report() -> Any:
-    from sft_play.finished.report import RunReport
-
-    return RunReport(record(), OTHER, (), ())
+    return answer("report.RunReport", record(), OTHER, (), ())()
 
 
 def compare() -> Any:
-    from sft_play.finished.report import Comparison
-
-    return Comparison(("first", "other"), (record(), record()), {}, {}, OTHER)
+    return answer("report.Comparison", ("first", "other"), (record(), record()), {}, {}, OTHER)()
 
 
-def reproduce(*differing: Any) -> Any:
-    from sft_play.finished.reproduce import ReproduceResult
-
-    return ReproduceResult(RUN, OTHER, "here", 1, dict.fromkeys(differing, 0.1), 1)
+def reproduce(*differing: str) -> Callable[[], Any]:
+    return answer("reproduce.ReproduceResult", RUN, OTHER, "here", 1, dict.fromkeys(differing, 0.1), 1)
 
 
 def runs(*, is_empty: bool = False) -> Any:
@@ -145,160 +106,141 @@ def runs(*, is_empty: bool = False) -> Any:
     return RunList(RUN.parent, () if is_empty else (listed,), datetime.now(UTC))
 
 
-def prune() -> Any:
-    from sft_play.finished.listing import PruneResult
-
-    return PruneResult((RUN,), 10)
-
-
 COMMAND_CASES: dict[str, CommandCase] = {
-    "train": CommandCase(lambda world: a_run("alone"), SUMMARY),
-    "resume": CommandCase(lambda world: ["--run", "begun", *a_run("begun")], SUMMARY),
-    "train-distributed": CommandCase(lambda world: ["--nproc", "2", "--strategy", "ddp", *a_run("two")], SUMMARY),
-    "train-deepspeed": CommandCase(lambda world: ["--nproc", "2", *a_run("zero")], SUMMARY, takes_minutes=True),
-    "launch-command": CommandCase(lambda world: ["--nproc", "2"], {"launch", "plan"}),
-    "setup-accelerate": CommandCase(lambda world: ["--force"], {"ok", "path", "text"}, can_refuse=False),
-    "new": CommandCase(lambda world: ["--model", "MODEL", "--data", "rows.jsonl"], {"ok", "path", "settings", "next"}),
-    "plan": CommandCase(
-        lambda world: ["--hardware", "2xH200"], {"fits", "layout", "peak_bytes", "candidates", "ways_out"}
-    ),
+    "train": CommandCase(f"{TRAINED}alone", SUMMARY),
+    "resume": CommandCase(f"--run begun {TRAINED}begun", SUMMARY),
+    "train-distributed": CommandCase(f"--nproc 2 --strategy ddp {TRAINED}two", SUMMARY),
+    "train-deepspeed": CommandCase(f"--nproc 2 {TRAINED}zero", SUMMARY, takes_minutes=True),
+    "launch-command": CommandCase("--nproc 2", "launch plan"),
+    "setup-accelerate": CommandCase("--force", "ok path text", can_refuse=False),
+    "new": CommandCase("--model {model} --data rows.jsonl", "ok path settings next"),
+    "plan": CommandCase("--hardware 2xH200", "fits layout peak_bytes candidates ways_out"),
     "launch-file": CommandCase(
-        lambda world: ["--for", "slurm", "--hardware", "2xH100", "--out", f"{world}/job.sbatch"],
-        {"path", "for", "launch", "text", "submit", "nodes", "gpus_per_node"},
+        "--for slurm --hardware 2xH100 --out {world}/job.sbatch", "path for launch text submit nodes gpus_per_node"
     ),
-    "sweep": CommandCase(
-        lambda world: ["train.learning_rate=1e-3,1e-2", "train.max_steps=1", "output.name=cell"],
-        {"ok", "cells", "compare"},
-    ),
-    "memory-model-score": CommandCase(
-        lambda world: ["--peaks", f"{world}/peaks.csv"], {"rows", "not_expressible", "summary"}
-    ),
-    "verify-layouts": CommandCase(
-        lambda world: ["--layouts", "ddp", "--modes", "lora", "--steps", "2"], {"rows", "ok"}, takes_minutes=True
-    ),
-    "gpu-selftest": CommandCase(
-        lambda world: [], {"machine", "versions", "date", "parts"}, takes_minutes=True, can_refuse=False
-    ),
+    "sweep": CommandCase("train.learning_rate=1e-3,1e-2 train.max_steps=1 output.name=cell", "ok cells compare"),
+    "memory-model-score": CommandCase("--peaks {world}/peaks.csv", "rows not_expressible summary"),
+    "verify-layouts": CommandCase("--layouts ddp --modes lora --steps 2", "rows ok", takes_minutes=True),
+    "gpu-selftest": CommandCase("", "machine versions date parts", takes_minutes=True, can_refuse=False),
     "bench": CommandCase(
-        lambda world: ["--peer", "bare", "--steps", "1", "--warmup", "1", "--rounds", "1"],
-        {"machine", "versions", "date", "medians", "ratios", "same_work", "runs"},
+        "--peer bare --steps 1 --warmup 1 --rounds 1", "machine versions date medians ratios same_work runs"
     ),
-    "tensorboard": CommandCase(lambda world: [], {"ok", "page", "logdir", "host", "port", "pid"}, can_refuse=False),
-    "tb-open": CommandCase(lambda world: [], {"ok", "page", "opened"}, can_refuse=False),
-    "tb-stop": CommandCase(lambda world: [], {"ok", "stopped", "running"}, can_refuse=False),
-    "tb-clean": CommandCase(lambda world: ["--yes"], {"ok", "removed", "freed_bytes"}, can_refuse=False),
-    "doctor": CommandCase(lambda world: ["--nproc", "2"], {"ok", "elapsed_s", "findings"}),
-    "consolidate": CommandCase(lambda world: ["--run", "begun", "--out", f"{world}/whole"], {"ok", "run", "path"}),
-    "chat": CommandCase(lambda world: ["--run", "whole", "--max-new-tokens", "2"], {"ok", "run", "messages"}),
+    "tensorboard": CommandCase("", "ok page logdir host port pid", can_refuse=False),
+    "tb-open": CommandCase("", "ok page opened", can_refuse=False),
+    "tb-stop": CommandCase("", "ok stopped running", can_refuse=False),
+    "tb-clean": CommandCase("--yes", "ok removed freed_bytes", can_refuse=False),
+    "doctor": CommandCase("--nproc 2", "ok elapsed_s findings"),
+    "consolidate": CommandCase("--run begun --out {world}/whole", "ok run path"),
+    "chat": CommandCase("--run whole --max-new-tokens 2", "ok run messages"),
     "infer": CommandCase(
-        lambda world: ["--run", "whole", "--input", "rows.jsonl", "--max-new-tokens", "2"],
-        {"ok", "path", "prompts"},
-        next_commands=((infer, ["make", "eval", f"RUN={RUN}"]),),
+        "--run whole --input rows.jsonl --max-new-tokens 2",
+        "ok path prompts",
+        next_commands=((answer("respond.InferResult", RUN, OTHER, 3, 0), ["make", "eval", OF_RUN]),),
     ),
     "serve": CommandCase(
-        lambda world: ["--run", "whole", "--port", "0"],
-        {"ok", "url", "model", "pid"},
-        next_commands=((serve, ["make", "push", f"RUN={RUN}", "REPO=user/name"]),),
-    ),
-    "eval": CommandCase(
-        lambda world: ["--run", "whole", "--data", "rows.jsonl", "--limit", "2", "--max-new-tokens", "2"],
-        {"ok", "rows", "figures", "perplexity", "path"},
-        next_commands=((evaluate, ["make", "ship", f"RUN={RUN}"]),),
-    ),
-    "ship": CommandCase(
-        lambda world: ["--run", "whole", "--limit", "2"],
-        {"ok", "verdict", "checks", "evidence", "thresholds"},
+        "--run whole --port 0",
+        "ok url model pid",
         next_commands=(
-            (ship, ["make", "export", f"RUN={RUN}", "FORMAT=gguf"]),
-            (lambda: ship(reason="it is worse"), ["make", "eval", f"RUN={RUN}", "writes", "every", "row"]),
-        ),
-    ),
-    "merge": CommandCase(
-        lambda world: ["--run", "whole"],
-        {"ok", "path", "dtype", "layers"},
-        next_commands=(
-            (merge, ["make", "merge-test", f"RUN={RUN}"]),
-            (lambda: merge(OTHER), ["make", "merge-test", f"RUN={RUN}", f"OUT={OTHER}"]),
-        ),
-    ),
-    "merge-test": CommandCase(
-        lambda world: ["--run", "whole", "--limit", "2", "--out", "merged"],
-        {"ok", "kl_merged", "kl_base", "loss"},
-        next_commands=(
-            (merge_test, ["make", "serve", f"RUN={RUN}", "ENGINE=vllm"]),
-            (lambda: merge_test(OTHER), ["vllm", "serve", str(OTHER)]),
             (
-                lambda: merge_test(divergence=1.0),
-                ["make", "merge", f"RUN={RUN}", "FORCE=1", "with", "BASE=dequantized"],
+                answer("serve.ServedEndpoint", RUN, "transformers", "first", RUN / "adapter", "127.0.0.1", 8000, 1),
+                ["make", "push", OF_RUN, "REPO=user/name"],
             ),
         ),
     ),
-    "export": CommandCase(
-        lambda world: ["--run", "whole", "--format", "vllm"],
-        {"ok", "format", "path", "commands"},
+    "eval": CommandCase(
+        "--run whole --data rows.jsonl --limit 2 --max-new-tokens 2",
+        "ok rows figures perplexity path",
+        next_commands=((evaluate, ["make", "ship", OF_RUN]),),
+    ),
+    "ship": CommandCase(
+        "--run whole --limit 2",
+        "ok verdict checks evidence thresholds",
         next_commands=(
-            (export, ["make", "export-test", f"RUN={RUN}"]),
-            (lambda: export(path=OTHER), ["make", "export-test", f"RUN={RUN}", f"OUT={OTHER}"]),
-            (lambda: export(None), ["make", "merge-test", f"RUN={RUN}"]),
-            (lambda: export(None, is_adapter=False), ["make", "push", f"RUN={RUN}", "REPO=user/name"]),
+            (ship, ["make", "export", OF_RUN, "FORMAT=gguf"]),
+            (lambda: ship(reason="it is worse"), ["make", "eval", OF_RUN, "writes", "every", "row"]),
+        ),
+    ),
+    "merge": CommandCase(
+        "--run whole",
+        "ok path dtype layers",
+        next_commands=(
+            (merge(RUN / "merged"), ["make", "merge-test", OF_RUN]),
+            (merge(OTHER), ["make", "merge-test", OF_RUN, f"OUT={OTHER}"]),
+        ),
+    ),
+    "merge-test": CommandCase(
+        "--run whole --limit 2 --out merged",
+        "ok kl_merged kl_base loss",
+        next_commands=(
+            (merge_test(), ["make", "serve", OF_RUN, "ENGINE=vllm"]),
+            (merge_test(OTHER), ["vllm", "serve", str(OTHER)]),
+            (merge_test(divergence=1.0), ["make", "merge", OF_RUN, "FORCE=1", "with", "BASE=dequantized"]),
+        ),
+    ),
+    "export": CommandCase(
+        "--run whole --format vllm",
+        "ok format path commands",
+        next_commands=(
+            (export(), ["make", "export-test", OF_RUN]),
+            (export(path=OTHER), ["make", "export-test", OF_RUN, f"OUT={OTHER}"]),
+            (export(kind="vllm"), ["make", "merge-test", OF_RUN]),
+            (export(kind="vllm", is_adapter=False), ["make", "push", OF_RUN, "REPO=user/name"]),
         ),
     ),
     "export-test": CommandCase(
-        lambda world: ["--run", "whole", "--limit", "2", "--out", "exported"],
-        {"ok", "checks", "answers", "kl_base"},
-        next_commands=((export_test, ["llama-server", "--jinja", "-m", str(RUN / "first.gguf")]),),
+        "--run whole --limit 2 --out exported",
+        "ok checks answers kl_base",
+        next_commands=(
+            (
+                answer("export.checks.ExportTest", RUN, RUN / "first.gguf", ("F32",), "val", 1, (), None, None),
+                ["llama-server", "--jinja", "-m", str(RUN / "first.gguf")],
+            ),
+        ),
     ),
     "push": CommandCase(
-        lambda world: ["--run", "whole", "--repo", "me/it", "--yes"],
-        {"ok", "pushed", "repo", "files", "private"},
+        "--run whole --repo me/it --yes",
+        "ok pushed repo files private",
         next_commands=((push, ["make", "prune", "RUNS=first", "CHECKPOINTS=1"]),),
     ),
     "report": CommandCase(
-        lambda world: ["--run", "whole"],
-        {"ok", "run", "path", "status", "sections", "figures", "warnings"},
+        "--run whole",
+        "ok run path status sections figures warnings",
         next_commands=((report, ["make", "compare", f"RUNS={RUN} OTHER"]),),
     ),
     "compare": CommandCase(
-        lambda world: ["--runs", "whole begun"],
-        {"ok", "path", "runs", "differing"},
-        next_commands=((compare, ["make", "report", f"RUN={RUN}"]),),
+        "--runs 'whole begun'", "ok path runs differing", next_commands=((compare, ["make", "report", OF_RUN]),)
     ),
     "reproduce": CommandCase(
-        lambda world: ["--run", "whole"],
-        {"ok", "tensors", "first_differing"},
+        "--run whole",
+        "ok tensors first_differing",
         next_commands=(
-            (reproduce, ["make", "prune", "RUNS=else where"]),
-            (lambda: reproduce("weight"), ["make", "compare", "RUNS=first else where"]),
+            (reproduce(), ["make", "prune", "RUNS=else where"]),
+            (reproduce("weight"), ["make", "compare", "RUNS=first else where"]),
         ),
     ),
     "runs": CommandCase(
-        lambda world: [],
-        {"ok", "output", "runs"},
+        "",
+        "ok output runs",
         can_refuse=False,
-        next_commands=((runs, ["make", "report", f"RUN={RUN}"]), (lambda: runs(is_empty=True), ["make", "train"])),
+        next_commands=((runs, ["make", "report", OF_RUN]), (lambda: runs(is_empty=True), ["make", "train"])),
     ),
     "prune": CommandCase(
-        lambda world: ["--runs", "old", "--yes"],
-        {"ok", "removed", "freed_bytes"},
-        next_commands=((prune, ["make", "runs"]),),
+        "--runs old --yes",
+        "ok removed freed_bytes",
+        next_commands=((answer("listing.PruneResult", (RUN,), 10), ["make", "runs"]),),
     ),
-    "gpu-info": CommandCase(lambda world: [], {"gpus", "host"}, can_refuse=False),
-    "memory-check": CommandCase(lambda world: [], {"folder", "running"}),
-    "process": CommandCase(lambda world: ["data.process.raw_path=raw.jsonl"], {"ok"}),
-    "style": CommandCase(lambda world: ["--style", "You are terse.", "data.process.out_dir=given"], {"ok"}),
-    "dapt-docx": CommandCase(lambda world: ["data.documents.path=documents"], {"chunk_chars", "splits"}),
-    "render": CommandCase(lambda world: [], {"ok", "files", "notes"}),
-    "preview": CommandCase(lambda world: ["--n", "2"], {"ok", "page", "source", "rows", "examples"}),
-    "check": CommandCase(lambda world: [], {"ok", "elapsed_s", "checks"}),
-    "full-pipeline": CommandCase(
-        lambda world: ["--force", "data.process.raw_path=raw.jsonl"], {"ok", "steps", "stopped"}
-    ),
+    "gpu-info": CommandCase("", "gpus host", can_refuse=False),
+    "memory-check": CommandCase("", "folder running"),
+    "process": CommandCase("data.process.raw_path=raw.jsonl", "ok"),
+    "style": CommandCase("--style 'You are terse.' data.process.out_dir=given", "ok"),
+    "dapt-docx": CommandCase("data.documents.path=documents", "chunk_chars splits"),
+    "render": CommandCase("", "ok files notes"),
+    "preview": CommandCase("--n 2", "ok page source rows examples"),
+    "check": CommandCase("", "ok elapsed_s checks"),
+    "full-pipeline": CommandCase("--force data.process.raw_path=raw.jsonl", "ok steps stopped"),
     "mask-score": CommandCase(
-        lambda world: ["--templates", f"{world}/templates", "--tokenizer", "MODEL"],
-        {"template", "case", "method", "verdict", "reason"},
+        "--templates {world}/templates --tokenizer {model}", "template case method verdict reason"
     ),
-    "run-notebook": CommandCase(
-        lambda world: ["--notebook", f"{world}/work.ipynb", "--nproc", "2"], {"ok", "cells", "ranks"}
-    ),
-    "generate": CommandCase(lambda world: [], {"ok", "written"}, can_refuse=False),
+    "run-notebook": CommandCase("--notebook {world}/work.ipynb --nproc 2", "ok cells ranks"),
+    "generate": CommandCase("", "ok written", can_refuse=False),
 }

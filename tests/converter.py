@@ -1,7 +1,5 @@
 """llama.cpp's converter for tests: fetched once a session, or the reason why it cannot be."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from pathlib import Path

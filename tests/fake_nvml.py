@@ -1,7 +1,6 @@
 """NVML as tests make it up: GPUs by their figures, and calls that a driver refuses."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +33,16 @@ class FakeGpu:
     processes: list[tuple[int, int | None]] | None = field(default_factory=list)
     is_lost: bool = False
     is_memory_refused: bool = False
+
+
+def _fact(name: str, place: int | None = None) -> Callable[..., Any]:
+    """A call that answers a fact of a GPU, or a part of it."""
+
+    def call(self: Any, handle: int, *_: Any) -> Any:
+        value = self._of(handle, name)
+        return value if place is None else value[place]
+
+    return call
 
 
 class FakeNvml:
@@ -113,26 +122,13 @@ class FakeNvml:
             sizes |= {"used": used, "reserved": reserved}
         return SimpleNamespace(**{name: size * MIB for name, size in sizes.items()})
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
-        return self._of(handle, "capability")
-
-    def nvmlDeviceGetPowerManagementLimit(self, handle: int) -> int:
-        return self._of(handle, "limit")
-
-    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
-        return self._of(handle, "temperature")
-
-    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: int) -> int:
-        return self._of(handle, "pcie")[0]
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:
-        return self._of(handle, "pcie")[1]
-
-    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: int) -> int:
-        return self._of(handle, "pcie")[2]
-
-    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:
-        return self._of(handle, "pcie")[3]
+    nvmlDeviceGetCudaComputeCapability = _fact("capability")
+    nvmlDeviceGetPowerManagementLimit = _fact("limit")
+    nvmlDeviceGetTemperature = _fact("temperature")
+    nvmlDeviceGetCurrPcieLinkGeneration = _fact("pcie", 0)
+    nvmlDeviceGetMaxPcieLinkGeneration = _fact("pcie", 1)
+    nvmlDeviceGetCurrPcieLinkWidth = _fact("pcie", 2)
+    nvmlDeviceGetMaxPcieLinkWidth = _fact("pcie", 3)
 
     def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
         if self.gpus[handle].capability < (8, 0):

@@ -1,14 +1,12 @@
 """Finished runs made without training: any base of random weights with an adapter of random weights, for tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.conftest import chat
+from tests.conftest import chat, write_rows
 from tests.models import make_tokenizer
 
 SMALL = {
@@ -53,7 +51,7 @@ def finished_run(
 
     data = folder.parent / f"{folder.name}.jsonl"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    data.write_text("".join(json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(24)))
+    write_rows(data, (chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(24)))
     run_yaml = folder.parent / f"{folder.name}.yaml"
     run_yaml.write_text(
         f"model: {{name: {base}, max_seq_len: 64, add_tokens: {json.dumps(tokens)}}}\n"

@@ -1,7 +1,5 @@
 """Go's template language, as far as Ollama's chat templates need it: what Ollama makes of a conversation."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -5,16 +5,15 @@
 RUNS.json holds a list of command lines of `sft-play`. FOUND.json gets rank 0's facts of each, in the same order.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+from tests.processes import free_port
 
 RANKS = 2
 
@@ -95,13 +94,6 @@ def rank_of(number: int, port: int, words: list[str], found: Path | None) -> int
         traceback.print_exc()
     sys.stdout.flush()
     os._exit(code)
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def main(runs: Path, found: Path) -> int:

@@ -138,7 +138,6 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return return_and_correct_aliasing(func, tuple(args), kwargs, out)
 
 
-# --- autocast ---------------------------------------------------------------------------------------------------------
 _LIBRARIES: list[Any] = []
 _LOW = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
 """Operators that autocast runs in its dtype; the rest fall through."""

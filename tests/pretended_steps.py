@@ -6,8 +6,6 @@ python -m tests.pretended_steps MODEL OUT CASES LEFT
 CASES and LEFT are JSON: which of `CASES` and of the names of `LEFT`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -146,7 +144,6 @@ def story(made: Any) -> dict[str, Any]:
     }
 
 
-# --- what a GPU's own kernel does -------------------------------------------------------------------------------------
 def kernel(query: Any, key: Any, value: Any, ends: Any, longest: int, *, lengths: Any = None, **options: Any) -> Any:
     """`packed_attention` by calls for each chat, after it has read the boundaries on the device as the GPU's
     kernel does: that one is CUDA's alone."""
@@ -154,7 +151,6 @@ def kernel(query: Any, key: Any, value: Any, ends: Any, longest: int, *, lengths
     return attention_functions.attention_per_chat(query, key, value, ends.diff().tolist(), **options)
 
 
-# --- tensors that are left behind -------------------------------------------------------------------------------------
 def left(name: str, *, training: bool = True) -> Callable[[], Any]:
     """A batch whose `name` stays on the host, past accelerate's and the Trainer's own moves, in training or not."""
 

@@ -1,7 +1,5 @@
 """What tests ask of processes that they started: whether one lives, and a wait for what it does."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Test modules that two CPU ranks run: `tests/ranks_*.py`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -5,8 +5,6 @@ torchrun --standalone --nproc-per-node 2 --module tests.ranks_mesh KINDS OUT
 KINDS is JSON: which types are divided.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 torchrun --standalone --nproc-per-node 2 --module tests.ranks_micro_batches MODEL OUT
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

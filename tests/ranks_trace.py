@@ -3,8 +3,6 @@
 torchrun --standalone --nproc-per-node 2 --module tests.ranks_trace OUT
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

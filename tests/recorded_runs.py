@@ -1,7 +1,5 @@
 """Run folders as training leaves them, written without training: for tests of what reads them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 echo '[{"words": ["push"], "set": {"RUN": "x"}}]' | python -m tests.refusals
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.abc
 import importlib.machinery

@@ -1,7 +1,5 @@
 """docs/schema: what programs may read of each command's answer, and whether an answer has it."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

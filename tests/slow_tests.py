@@ -7,8 +7,6 @@ Of the variants of a test the quickest stays, and others that are quick; what ta
 beside the tests that are marked by hand. What is listed and was not measured, as by a default run, stays listed.
 """
 
-from __future__ import annotations
-
 import sys
 import xml.etree.ElementTree as xml
 from collections import defaultdict

@@ -1,8 +1,8 @@
 """LoRA without PEFT's cast of inputs under autocast: the same bits in loss, gradients and saved adapters, less held."""
 
-from __future__ import annotations
-
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,26 +90,30 @@ def test_inputs_are_cast_as_before_where_autocast_is_off(tiny_llama):
     assert answers[0] == answers[1]
 
 
+@contextlib.contextmanager
+def held_bytes(model: Any) -> Iterator[dict[int, int]]:
+    """What is kept for a backward pass meanwhile, but for weights: bytes by storage."""
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    held: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield held
+
+
 def test_targets_that_read_one_input_hold_it_once(tiny_llama):
     """Seven copies of inputs become three: of q/k/v, gate/up and down; o reads what attention holds anyway."""
-    kept = []
+    kept, ids = [], torch.arange(2 * 17)[None] + 3
     for without_cast in (False, True):
         model = adapted(tiny_llama, "lora")
         if without_cast:
             cast_outside_autocast(model)
-        held: dict[int, int] = {}
-        weights = {one.data_ptr() for one in model.parameters()}
-
-        def note(tensor: torch.Tensor, held: dict[int, int] = held, weights: set[int] = weights) -> torch.Tensor:
-            if tensor.data_ptr() not in weights:
-                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        ids = torch.arange(2 * 17)[None] + 3
-        with (
-            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-            torch.autocast("cpu", torch.bfloat16),
-        ):
+        with held_bytes(model) as held, torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids=ids, labels=ids).loss
         kept.append(sum(held.values()))
         del loss

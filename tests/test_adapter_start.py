@@ -1,7 +1,5 @@
 """`tuning.lora.init`: PiSSA and LoftQ start where they should, and what they train is a plain adapter of the base."""
 
-from __future__ import annotations
-
 import copy
 import random
 
@@ -11,9 +9,9 @@ import torch
 from sft_play.config.schema import LoraConfig
 from sft_play.training.model.adapters import freeze_pissa_half, initialize_adapters, low_rank_factors
 from sft_play.training.model.nf4_experts import nf4_roundtrip
-from tests.models import make_llama, uneven_run
-from tests.test_distributed import start
-from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
+from tests.models import make_llama
+from tests.test_distributed import succeed, world  # noqa: F401
+from tests.test_train import assert_resumes, losses, run_yaml, train, trained, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.build
 
@@ -85,7 +83,6 @@ def test_pissa_trains_as_pefts_does_and_leaves_the_base_alone(base):
 
 
 def test_dropout_and_weight_decay_act_on_what_was_learned_alone(base):
-    """Both halves see the same input and shrink alike, so that an adapter that has learned nothing stays nothing."""
     model = started(base, LoraConfig(r=3, alpha=5, init="pissa"))
     ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(3))
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2, weight_decay=0.5)
@@ -161,21 +158,13 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("kind", "bf16"), [("pissa", "true"), ("pissa", "false"), ("loftq", "true")])
-def test_a_run_resumes_to_the_same_bits(train, bf16, kind):  # noqa: F811
-    given = (*RUNS[kind], "tuning.lora.r=4", f"train.bf16={bf16}", "train.max_steps=4", "train.save_steps=2")
-    code, printed, whole = train("whole", *given)
-    assert code == 0, printed
-    code, printed, parts = train("parts", *given, "train.stop_after_steps=2")
-    assert code == 0, printed
-    code, printed, parts = train("parts", *given, verb="resume")
-    assert code == 0, printed
-    assert losses(parts) == losses(whole)
-    assert_same_bits(weights(parts), weights(whole))
+def test_a_run_resumes_to_the_same_bits(trained, bf16, kind):  # noqa: F811
+    words = ("tuning.lora.r=4", f"train.bf16={bf16}", "train.max_steps=4", "train.save_steps=2")
+    assert_resumes(trained, *RUNS[kind], *words)
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_what_was_trained_is_a_plain_adapter_of_the_base(train, command, tiny_llama, kind):  # noqa: F811
-    """PEFT loads it on the base as it was; merged weights compute the same, and the start is the base's."""
+def test_what_was_trained_is_a_plain_adapter_of_the_base(trained, command, tiny_llama, kind):  # noqa: F811
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -183,17 +172,16 @@ def test_what_was_trained_is_a_plain_adapter_of_the_base(train, command, tiny_ll
     from sft_play.finished.run import find_finished_run
 
     given = ("tuning.lora.r=4", "train.bf16=false", "model.dtype=float32")
-    code, printed, folder = train("run", *RUNS[kind], *given)
-    assert code == 0, printed
-    _, _, plain = train("plain", RUNS[kind][0], *given)
+    folder = trained("run", *RUNS[kind], *given)
     if "loftq" not in kind:  # which begins closer to the 16-bit base
+        plain = trained("plain", RUNS[kind][0], *given)
         assert losses(folder)[0] == pytest.approx(losses(plain)[0], abs=2e-5)
     ids = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(3))
-    trained = load_trained_model(find_finished_run(folder.parent, folder.name))
+    model = load_trained_model(find_finished_run(folder.parent, folder.name))
     assert command("merge", "--run", str(folder))[0] == 0
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged").eval()
     with torch.no_grad():
-        expected = trained(input_ids=ids).logits
+        expected = model(input_ids=ids).logits
         torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
         if RUNS[kind][0] == "tuning.mode=lora":
             opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_llama), folder / "adapter")
@@ -208,27 +196,18 @@ def test_what_was_trained_is_a_plain_adapter_of_the_base(train, command, tiny_ll
         *(pytest.param("loftq", name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "zero2")),
     ],
 )
-def test_ranks_lose_what_one_process_does(tmp_path, tiny_llama, kind, strategy):
-    uneven_run(tmp_path, tiny_llama)
-    words = ("--config", f"{tmp_path}/run.yaml", *RUNS[kind], "tuning.lora.r=4")
-    for verb, name, more in (("train", "one", {}), ("train-distributed", "many", {"STRATEGY": strategy, "NPROC": "2"})):
-        answer = start(tmp_path, verb, *words, f"output.name={name}", **more)
-        assert answer.returncode == 0, answer.stdout + answer.stderr
-    one, many = (losses(tmp_path / "outputs" / name) for name in ("one", "many"))
+def test_ranks_lose_what_one_process_does(world, kind, strategy):  # noqa: F811
+    words = (*RUNS[kind], "tuning.lora.r=4")
+    succeed(world, "train", *words, f"output.name=one-{kind}-{strategy}")
+    succeed(world, "train-distributed", *words, f"output.name=many-{kind}-{strategy}", STRATEGY=strategy, NPROC="2")
+    one, many = (losses(world / "outputs" / f"{name}-{kind}-{strategy}") for name in ("one", "many"))
     assert len(one) == 5
     assert many == pytest.approx(one, rel=2e-5)
-    if kind == "pissa":
-        assert_halves_stayed(tmp_path / "outputs" / "many")
-
-
-def assert_halves_stayed(folder) -> None:
-    """The frozen half of a result is that of the start: A0 twice and B0 with both signs, of which one has moved."""
-    saved = weights(folder)
+    saved = weights(world / "outputs" / f"many-{kind}-{strategy}")
     for name, a in saved.items():
-        if "lora_A" in name:
+        if "lora_A" in name and kind == "pissa":  # the frozen half is that of the start: A0 and B0 with equal lengths
             b = saved[name.replace("lora_A", "lora_B")]
-            lengths = a[4:].norm(dim=1)  # A0 and B0 have equal parts of each singular value
-            torch.testing.assert_close(lengths, b[:, 4:].norm(dim=0), rtol=1e-5, atol=0)
+            torch.testing.assert_close(a[4:].norm(dim=1), b[:, 4:].norm(dim=0), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -256,31 +235,24 @@ def test_what_cannot_be_is_refused(command, run_yaml, words, said):  # noqa: F81
         ("tp", "tuning.mode=lora tuning.lora.init=pissa", "whole 16-bit weights are read for it"),
     ],
 )
-def test_layouts_that_cannot_are_refused_by_name(command, run_yaml, monkeypatch, strategy, words, said):  # noqa: F811
+def test_layouts_that_cannot_are_refused_by_name(command, refuse, run_yaml, monkeypatch, strategy, words, said):  # noqa: F811
     monkeypatch.setenv("STRATEGY", strategy)
     asked = ("plan", "--config", str(run_yaml), "--hardware", "2xH100")
-    code, printed = command(*asked, *words.split())
-    assert code == 2, printed
-    assert said in printed
+    assert said in refuse(*asked, *words.split())
     assert command(*asked, words.split()[0])[0] == 0
 
 
-def test_a_loftq_adapter_stays_on_nf4(train, command, run_yaml):  # noqa: F811
-    code, printed, folder = train("run", *RUNS["loftq"], "train.max_steps=1")
-    assert code == 0, printed
-    code, printed = command("merge", "--run", str(folder), "--base", "original")
-    assert code == 2, printed
-    assert "started at what NF4 lost" in printed
+def test_a_loftq_adapter_stays_on_nf4(train, trained, refuse):  # noqa: F811
+    folder = trained("run", *RUNS["loftq"], "train.max_steps=1")
+    assert "started at what NF4 lost" in refuse("merge", "--run", str(folder), "--base", "original")
     code, printed, _ = train("more", f"model.adapter={folder / 'adapter'}", "tuning.mode=lora")
     assert code == 2, printed
     assert "started at what NF4 lost of" in printed.replace("\n", " ") or "use qlora" in printed
 
 
-def test_a_pissa_adapter_is_continued_with_its_whole_rank(train):  # noqa: F811
-    given = ("tuning.lora.r=4", "train.max_steps=1")
-    _, _, folder = train("run", *RUNS["pissa"], *given)
-    code, printed, more = train("more", f"model.adapter={folder / 'adapter'}", "train.max_steps=1")
-    assert code == 0, printed
+def test_a_pissa_adapter_is_continued_with_its_whole_rank(trained):  # noqa: F811
+    folder = trained("run", *RUNS["pissa"], "tuning.lora.r=4", "train.max_steps=1")
+    more = trained("more", f"model.adapter={folder / 'adapter'}", "train.max_steps=1")
     before, after = weights(folder), weights(more)
     assert all(one.shape == before[name].shape for name, one in after.items())
     assert all(not torch.equal(one[4:], before[name][4:]) for name, one in after.items() if "lora_A" in name)

@@ -1,14 +1,10 @@
 """Where adapters go: each class's own answer, tried by a step, for the plan, the trace and the run alike."""
 
-from __future__ import annotations
-
 import copy
-import json
 import random
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +22,7 @@ from sft_play.planner.memory.structure import check_adapter_targets
 from sft_play.planner.precision import Precision
 from sft_play.trace.confirm import _peft_config, load_run_model_shape
 from sft_play.training.class_checks import adapter_trial, small_model
-from tests.conftest import ROOT, Command, chat
+from tests.conftest import ROOT, chat, write_rows, write_run
 from tests.models import make_tokenizer
 from tests.test_architecture import file_of
 
@@ -74,7 +70,7 @@ def run_with(folder: Path, *overrides: str):
     return load_config(config, overrides=(f"model.name={folder}", "data.packing=none", *overrides)).config
 
 
-def learns(model, dtype: torch.dtype) -> list[str]:
+def without_gradient(model, dtype: torch.dtype) -> list[str]:
     """Adapter tensors without a gradient after a step in autocast's dtype."""
     ids = torch.randint(3, 120, (2, 24), generator=torch.Generator().manual_seed(5))
     model.train()
@@ -121,30 +117,13 @@ def test_what_only_longer_rows_reach_has_an_adapter_and_is_waited_for(caplog):
 
 
 def test_what_is_multiplied_by_zeros_at_first_is_waited_for():
-    """Doge's `dt_proj` is scaled by `A`, which the class begins at zero."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(AutoConfig.for_model("doge", num_hidden_layers=2))
     assert adapter_trial.late_gradients(skeleton) == {"model.layers.*.self_attn.dt_proj.weight": ""}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "precision"), [("lora", "bf16"), ("full", "fp32")])
-def test_a_run_waits_for_what_is_multiplied_by_zeros_at_first(mode, precision, command: Command, tmp_path):
-    """Full training moves both of Doge's, adapters not `A`."""
-    code, printed = trained(command, tmp_path, "doge", precision, mode, spread=0.0, num_hidden_layers=2)
-    assert code == 0, printed
-    assert ("4 trainable tensors had no gradient, and are as they were" in printed) == (mode == "lora")
-    before = load_file(tmp_path / "base" / "model.safetensors")
-    names = [name for name in before if name.endswith("dt_proj.weight")]
-    assert len(names) == 2
-    if mode == "full":
-        after = load_file(tmp_path / "outputs" / "one" / "model" / "model.safetensors")
-        assert all(not torch.equal(after[name], before[name]) for name in names)
-
-
 @pytest.mark.parametrize("kind", sorted(NAMED))
 def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
-    """The classes that a run with `target_modules: auto` died on, and others beside them."""
     from sft_play.training.prepare.model_spec import build_model_spec
 
     small_of(kind).save_pretrained(tmp_path)
@@ -170,7 +149,7 @@ def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
                 parameter.add_(torch.randn_like(parameter) * 0.02)
         adapters = [name for name, one in adapted.named_parameters() if one.requires_grad]
         assert not {name.partition(".lora_")[0].rpartition(".")[2] for name in adapters} & NAMED[kind][1]
-        assert learns(adapted, dtype) == []
+        assert without_gradient(adapted, dtype) == []
     for name in NAMED[kind][1]:
         chosen = run_with(tmp_path, f"tuning.lora.target_modules=[{name}]")
         with pytest.raises(ConfigError, match=f"{name}: (an adapter there|it gets no|the class reads)"):
@@ -181,21 +160,17 @@ def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "precision"), [*((kind, "bf16") for kind in sorted(NAMED)), ("jamba", "fp32")])
-def test_a_run_of_each_class_trains_every_adapter(kind, precision, command: Command, tmp_path):
-    """With TRL's loss and its balance loss; the run itself stops where a tensor has no gradient."""
-    code, printed = trained(command, tmp_path, kind, precision, "lora")
-    assert code == 0, printed
-    metrics = [json.loads(line) for line in (tmp_path / "outputs" / "one" / "metrics.jsonl").read_text().splitlines()]
-    assert [one for one in metrics if "eval_loss" in one]
-    assert any("aux_loss" in one for one in metrics) == (kind in ("deepseek_v4", "jamba"))
+def test_a_run_of_each_class_trains_every_adapter(kind, precision, succeed, tmp_path):
+    trained(succeed, tmp_path, kind, precision, "lora")
+    metrics = (tmp_path / "outputs" / "one" / "metrics.jsonl").read_text()
+    assert "eval_loss" in metrics
+    assert ('"aux_loss"' in metrics) == (kind in ("deepseek_v4", "jamba"))
 
 
 @pytest.mark.slow
-def test_full_training_leaves_out_what_gets_no_gradient_by_its_class(command: Command, tmp_path):
+def test_full_training_leaves_out_what_gets_no_gradient_by_its_class(succeed, tmp_path):
     """Indexers choose what attention reads, and no gradient passes the choice; all else moves."""
-    code, printed = trained(command, tmp_path, "deepseek_v32", "fp32", "full")
-    assert code == 0, printed
-    assert "Trainable: all but " in printed
+    printed = trained(succeed, tmp_path, "deepseek_v32", "fp32", "full")
     assert "which get no gradient by their class" in printed
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "outputs/one/model"))
     still = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
@@ -204,31 +179,28 @@ def test_full_training_leaves_out_what_gets_no_gradient_by_its_class(command: Co
     assert len(still) < len(after) / 3
 
 
-def trained(
-    command: Command, tmp_path: Path, kind: str, precision: str, mode: str, *, spread: float = 0.02, **changes: Any
-) -> tuple[int, str]:
-    """Three steps of a small random model of a class, begun as the class does and moved by `spread`; `changes`: its
-    config where it is none of `NAMED`."""
+def trained(succeed, tmp_path: Path, kind: str, precision: str, mode: str) -> str:
+    """Three steps of a small random model of a class; what was printed."""
     torch.manual_seed(0)
-    small = AutoConfig.for_model(kind, **{**SIZES, **changes}) if changes else small_of(kind)
+    small = small_of(kind)
     small.vocab_size = small.vocab_size_per_layer_input = 400
     make_tokenizer(tmp_path / "base")
     base = AutoModelForCausalLM.from_config(small)
     with torch.no_grad():
         for parameter in base.parameters():  # some begin at zero, as no trained ones are
-            parameter.add_(torch.randn_like(parameter) * spread)
+            parameter.add_(torch.randn_like(parameter) * 0.02)
     base.save_pretrained(tmp_path / "base")
     rows = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(16)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.yaml").write_text(
-        f"model: {{name: {tmp_path}/base, max_seq_len: 64}}\n"
-        f"data: {{train_path: {tmp_path}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.25,\n"
-        "       packing: none}\n"
-        f"tuning: {{mode: {mode}, lora: {{r: 4, dropout: 0.0}}}}\n"
-        f"train: {{effective_batch_size: 4, max_steps: 3, report_to: [], bf16: {str(precision == 'bf16').lower()}}}\n"
-        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
+    path = write_run(
+        tmp_path,
+        tmp_path / "base",
+        write_rows(tmp_path / "rows.jsonl", rows),
+        data={"val_fraction": 0.25, "packing": "none"},
+        tuning={"mode": mode, "lora": {"r": 4, "dropout": 0.0}},
+        train={"effective_batch_size": 4, "max_steps": 3, "bf16": precision == "bf16"},
+        output={"name": "one"},
     )
-    return command("train", "--config", str(tmp_path / "run.yaml"))
+    return succeed("train", "--config", str(path))
 
 
 @pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
@@ -254,8 +226,6 @@ def test_what_is_not_tried_of_the_table_s_classes_would_find_nothing(kind):
     ["flint", "qwen2_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("recurrent_gemma", "zamba2"))],
 )
 def test_classes_of_other_sizes_and_with_router_logits_that_no_block_gives_are_tried_too(kind):
-    """Sizes under names of their own, states that a model keeps; and where config.json asks for router logits of dense
-    blocks the class's own balance loss is an IndexError."""
     places = []
     is_dense = {"flint": {}, "qwen2_moe": {"mlp_only_layers": [0, 1]}}.get(kind)
     for wish in (False, True) if is_dense is not None else (False,):
@@ -268,18 +238,17 @@ def test_classes_of_other_sizes_and_with_router_logits_that_no_block_gives_are_t
     assert len(places[0][1]) < len(adapter_trial.linear_layers(model))
 
 
-def test_a_plan_never_says_that_adapters_fit_which_peft_refuses(command: Command, tmp_path, monkeypatch):
+def test_a_plan_never_says_that_adapters_fit_which_peft_refuses(succeed, refuse, tmp_path, monkeypatch):
     small_of("falcon_h1").save_pretrained(tmp_path)
     words = ["plan", "--config", str(ROOT / "configs" / "run_lora.yaml"), "--hardware", "1xH100", "data.packing=none"]
     words += [f"model.name={tmp_path}", "model.max_seq_len=32"]
-    code, printed = command(*words)
-    assert (code, "none on mamba.out_proj (the class reads" in printed) == (0, True), printed
-    code, printed = command(*words, "tuning.lora.target_modules=[in_proj, out_proj]")
-    assert (code, "out_proj: the class reads its weight past the adapter" in printed) == (2, True)
+    assert "none on mamba.out_proj (the class reads" in succeed(*words)
+    asked = "tuning.lora.target_modules=[in_proj, out_proj]"
+    assert "out_proj: the class reads its weight past the adapter" in refuse(*words, asked)
     # as if a later PEFT refused what was tried with this one
     monkeypatch.setattr(AdapterPlacement, "resolve_targets", lambda self, targets: ["in_proj", "out_proj"])
-    code, printed = command(*words, "--trace")
-    assert (code, "PEFT refuses the adapters: " in printed, "Launch" in printed) == (2, True, False), printed
+    printed = refuse(*words, "--trace")
+    assert ("PEFT refuses the adapters: " in printed, "Launch" in printed) == (True, False), printed
 
 
 class Odd(nn.Module):
@@ -324,9 +293,9 @@ def test_each_way_to_fail_is_told_and_the_rest_gets_adapters(monkeypatch):
     failed = adapter_trial.find_failing_layers(SimpleNamespace(model_type="odd"))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert failed.pop("tuple_").startswith("an adapter there fails: ")
-    nothing = adapter_trial.NO_GRADIENT
     without = adapter_trial._try_in_full(SimpleNamespace(model_type="odd"))
     assert sorted(without) == ["lost.bias", "lost.weight", "past.bias", "zero.bias", "zero.weight"]
+    nothing = adapter_trial.NO_GRADIENT
     assert failed == {"past": adapter_trial.BYPASSES_ADAPTER, "zero": nothing, "lost": nothing, "blocks.*.*": nothing}
 
 
@@ -370,9 +339,8 @@ def test_targets_match_the_chosen_layers_and_no_others():
     chance = random.Random(4)
     for _ in range(300):
         words = ["a", "b", "c", "0", "1"]
-        modules = sorted(
-            {".".join(["model", *chance.choices(words, k=chance.randint(1, 4))]) for _ in range(chance.randint(1, 30))}
-        )
+        count = chance.randint(1, 30)
+        modules = sorted({".".join(["model", *chance.choices(words, k=chance.randint(1, 4))]) for _ in range(count)})
         wanted = [name for name in modules if chance.random() < 0.5]
         targets = adapter_trial.shortest_suffixes(wanted, modules)
         # as PEFT compares: the whole name, or its end behind a dot
@@ -392,7 +360,6 @@ def test_a_given_target_matches_what_it_names_and_nothing_that_is_left_out():
     assert places.resolve_targets(("compressor.kv_proj",)) == []
 
 
-# --- what tokens see --------------------------------------------------------------------------------------------------
 def test_a_class_whose_tokens_see_those_after_them_is_refused():
     from sft_play.trace.meta_shape import measure_shape_on_meta
 

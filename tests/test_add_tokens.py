@@ -1,7 +1,5 @@
 """`model.add_tokens`: new rows begin at their pieces, alone train, are saved small and merged right."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random
@@ -16,12 +14,12 @@ from sft_play.finished.load import load_base_model, load_model_folder, load_trai
 from sft_play.finished.run import find_finished_run
 from sft_play.planner.precision import Precision
 from tests.bundled import model_config
-from tests.conftest import chat
+from tests.conftest import chat, write_rows
 from tests.finished_runs import finished_run, make_base
-from tests.models import uneven_run
-from tests.test_distributed import needs_deepspeed, shapes, start
+from tests.models import make_llama
+from tests.test_distributed import needs_deepspeed, shapes, succeed, world  # noqa: F401
 from tests.test_merge import gemma3_with_images, gpt2, llama
-from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
+from tests.test_train import assert_resumes, assert_same_bits, losses, run_yaml, train, trained, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.build
 
@@ -59,11 +57,11 @@ def test_the_merged_model_has_the_trained_rows(tmp_path, base):
     run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", folder, tokens=TOKENS)))
     ids = ids_of(run)
     merged = merge_run(run)
-    trained, whole = load_trained_model(run), load_model_folder(merged.path)
-    expected = on_new(trained, ids)
+    model, whole = load_trained_model(run), load_model_folder(merged.path)
+    expected = on_new(model, ids)
     torch.testing.assert_close(on_new(whole, ids), expected, rtol=1e-4, atol=1e-4)
-    with trained.disable_adapter():
-        untrained = on_new(trained, ids)
+    with model.disable_adapter():
+        untrained = on_new(model, ids)
     torch.testing.assert_close(untrained, on_new(load_base_model(run), ids))
     assert (expected - untrained)[..., ids].abs().max() > 0.01
 
@@ -91,9 +89,7 @@ def said(tmp_path) -> str:
     """Rows whose answers hold the first of the tokens."""
     draw = random.Random(0)
     rows = [chat(f"lamp {n}?", f"<call_7>{n + draw.randint(0, 9)}") for n in range(24)]
-    path = tmp_path / "said.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return f"data.train_path={path}"
+    return f"data.train_path={write_rows(tmp_path / 'said.jsonl', rows)}"
 
 
 ADDED = f"model.add_tokens={json.dumps(TOKENS)}"
@@ -101,30 +97,21 @@ ADDED = f"model.add_tokens={json.dumps(TOKENS)}"
 
 @pytest.mark.parametrize("bf16", ["true", "false"])
 @pytest.mark.parametrize(("mode", "tied"), [("qlora", True), ("lora", False), ("full", False)])
-def test_a_run_trains_the_rows_and_resumes_to_the_same_bits(train, said, tmp_path, mode, tied, bf16):  # noqa: F811
-    from tests.models import make_llama
-
+def test_a_run_trains_the_rows_and_resumes_to_the_same_bits(trained, said, tmp_path, mode, tied, bf16):  # noqa: F811
     base = make_llama(tmp_path / "base", tie_word_embeddings=tied)
     given = (said, ADDED, f"model.name={base}", f"tuning.mode={mode}", f"train.bf16={bf16}", "train.max_steps=4",
              "train.save_steps=2", "train.learning_rate=5e-3")  # fmt: skip
-    code, printed, whole = train("whole", *given)
-    assert code == 0, printed
-    assert "Tokens: 3 added" in printed
-    code, printed, parts = train("parts", *given, "train.stop_after_steps=2")
-    assert code == 0, printed
-    checkpoint = {path.name: path.stat().st_size for path in (parts / "checkpoints").glob("*/adapter_model*")}
-    code, printed, parts = train("parts", *given, verb="resume")
-    assert code == 0, printed
-    assert losses(parts) == losses(whole)
-    assert_same_bits(weights(parts), weights(whole))
+    whole, parts = assert_resumes(trained, *given)
+    assert "Tokens: 3 added" in (whole / "train.log").read_text()
     if mode == "full":
         return
-    trained = find_finished_run(tmp_path / "outputs", str(whole))
+    for path in (parts / "checkpoints").glob("*/adapter_model*"):
+        assert path.stat().st_size < 1.3 * (whole / "adapter" / path.name).stat().st_size
+    finished = find_finished_run(tmp_path / "outputs", str(whole))
     rows = {name: one for name, one in weights(whole).items() if "trainable_tokens" in name}
     assert len(rows) == (1 if tied else 2)
-    assert all(size < 1.3 * (whole / "adapter" / name).stat().st_size for name, size in checkpoint.items())
-    begun = load_base_model(trained)
-    ids = ids_of(trained)
+    begun = load_base_model(finished)
+    ids = ids_of(finished)
     for name, one in rows.items():
         table = begun.lm_head.weight if "lm_head" in name else begun.model.embed_tokens.weight
         moved = (one - table[ids]).abs().amax(dim=1)
@@ -133,25 +120,14 @@ def test_a_run_trains_the_rows_and_resumes_to_the_same_bits(train, said, tmp_pat
         assert bool(moved[1] > 0) == (tied or "lm_head" in name), name
 
 
-def test_what_cannot_be_added_is_refused_by_name(train, tiny_llama):  # noqa: F811
+def test_what_cannot_be_added_is_refused_by_name(train):  # noqa: F811
     for tokens, what in {
         '["<|im_end|>"]': "<|im_end|> is one token already",
         '["<a>", "<b>", "<a>"]': "<a> is listed twice",
         '["a"]': "a is one token already",
     }.items():
         code, printed, folder = train("one", f"model.add_tokens={tokens}")
-        assert code == 2
-        assert what in printed
-        assert "list only tokens that are new" in printed
-        assert not folder.exists()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory, tiny_llama):
-    """A folder with a run YAML for one process and for two."""
-    folder = tmp_path_factory.mktemp("ranks")
-    uneven_run(folder, tiny_llama)
-    return folder
+        assert (code, what in printed, folder.exists()) == (2, True, False), printed
 
 
 @pytest.mark.parametrize(
@@ -162,17 +138,14 @@ def ranks(tmp_path_factory, tiny_llama):
         pytest.param("zero3", "full", marks=[needs_deepspeed, pytest.mark.slow]),
     ],
 )
-def test_ranks_lose_and_save_what_one_process_does(ranks, strategy, mode):
-    words = ("--config", f"{ranks}/run.yaml", f"tuning.mode={mode}", ADDED)
-    alone = start(ranks, "train", *words, f"output.name=one-{strategy}")
-    assert alone.returncode == 0, alone.stdout + alone.stderr
-    answer = start(ranks, "train-distributed", *words, f"output.name={strategy}", STRATEGY=strategy, NPROC="2")
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    one, other = (ranks / "outputs" / name for name in (f"one-{strategy}", strategy))
+def test_ranks_lose_and_save_what_one_process_does(world, strategy, mode):  # noqa: F811
+    words = (f"tuning.mode={mode}", ADDED)
+    succeed(world, "train", *words, f"output.name=one-{strategy}")
+    succeed(world, "train-distributed", *words, f"output.name={strategy}", STRATEGY=strategy, NPROC="2")
+    one, other = (world / "outputs" / name for name in (f"one-{strategy}", strategy))
     assert losses(other) == pytest.approx(losses(one), rel=1e-5)
-    assert shapes(other / ("model" if mode == "full" else "adapter")) == shapes(
-        one / ("model" if mode == "full" else "adapter")
-    )
+    saved = "model" if mode == "full" else "adapter"
+    assert shapes(other / saved) == shapes(one / saved)
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(other)[name], tensor, rtol=1e-3, atol=1e-4)
 
@@ -181,12 +154,11 @@ def test_ranks_lose_and_save_what_one_process_does(ranks, strategy, mode):
     ("verb", "strategy", "mesh"),
     [("plan", "fsdp", []), ("plan", "zero1", []), ("check", "", ["model.mesh_shape=[[2],[fsdp]]"])],
 )
-def test_layouts_that_divide_embeddings_are_refused_for_rows(command, ranks, monkeypatch, verb, strategy, mesh):
+def test_layouts_that_divide_embeddings_are_refused_for_rows(command, world, monkeypatch, verb, strategy, mesh):  # noqa: F811
     monkeypatch.setenv("STRATEGY", strategy)
-    words = ("--config", f"{ranks}/run.yaml", "--hardware", "2xH100", "tuning.mode=lora", ADDED, *mesh)
+    words = ("--config", f"{world}/run.yaml", "--hardware", "2xH100", "tuning.mode=lora", ADDED, *mesh)
     code, printed = command(verb, *words)
-    assert code == 2, printed
-    assert "model.add_tokens: PEFT trains rows of whole embeddings only" in printed
+    assert (code, "model.add_tokens: PEFT trains rows of whole embeddings only" in printed) == (2, True), printed
 
 
 @pytest.mark.parametrize("mode", ["qlora", "lora", "full"])
@@ -195,7 +167,6 @@ def test_layouts_that_divide_embeddings_are_refused_for_rows(command, ranks, mon
     [("Llama-3.2-1B", 2, 900, 3, 0), ("Llama-3.1-8B", 1, 300, 2, None)],
 )
 def test_the_plan_agrees_with_a_trace(mode, name, micro, length, passes, checkpointed):
-    """Tied and untied, with and without accumulation and checkpointing."""
     check_trace(name, micro, length, passes, checkpointed, mode=mode, added=f"{list(TOKENS)}", within=0.01)
 
 
@@ -219,20 +190,15 @@ def check_trace(name, micro, length, passes, checkpointed, *, mode, added="[]", 
     assert estimate_memory(config, shape, precision, planned).allocated == pytest.approx(found.allocated, rel=within)
 
 
-def test_a_further_run_continues_the_rows_and_takes_the_tokens_from_the_adapter(train, tmp_path, tiny_llama):  # noqa: F811
+def test_a_further_run_continues_the_rows_and_takes_the_tokens_from_the_adapter(train, trained, tmp_path, tiny_llama):  # noqa: F811
     first = finished_run(tmp_path / "first", tiny_llama, tokens=TOKENS)
-    code, printed, more = train(
-        "more", f"model.adapter={first}", f"model.name={tiny_llama}", "train.learning_rate=1e-30"
-    )
-    assert code == 0, printed
+    more = trained("more", f"model.adapter={first}", f"model.name={tiny_llama}", "train.learning_rate=1e-30")
     assert json.loads((more / "resolved.json").read_text())["model"]["add_tokens"] == list(TOKENS)
-    before, after = load_file(first / "adapter" / "adapter_model.safetensors"), weights(more)
-    assert_same_bits(before, after)
+    assert_same_bits(load_file(first / "adapter" / "adapter_model.safetensors"), weights(more))
     code, printed, _ = train("other", f"model.adapter={first}", f"model.name={tiny_llama}", 'model.add_tokens=["<x>"]')
     assert code == 2
     assert "leave it out: the adapter's is taken" in printed
-    run = tmp_path / "first"
-    (run / "resolved.json").unlink()
-    code, printed, _ = train("third", f"model.adapter={run / 'adapter'}", f"model.name={tiny_llama}")
+    (first / "resolved.json").unlink()
+    code, printed, _ = train("third", f"model.adapter={first / 'adapter'}", f"model.name={tiny_llama}")
     assert code == 2
     assert "trainable_token_indices" in printed

@@ -1,7 +1,5 @@
 """AGENTS.md, done: every command of its ten tasks, in their order, on a tiny model in the place of the one it names."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -13,7 +11,7 @@ import pytest
 
 from sft_play.cli import main
 from sft_play.variables import COMMANDS
-from tests.conftest import ROOT, chat, clean_environment
+from tests.conftest import ROOT, chat, clean_environment, write_rows
 from tests.schemas import refuse_invalid
 
 TEXT = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
@@ -52,8 +50,7 @@ def test_the_fields_that_it_names_are_in_the_schemas():
 
 
 def test_the_tasks_are_done_by_these_commands(tmp_path, tiny_llama, monkeypatch, capfd):
-    rows = "".join(json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(60))
-    (tmp_path / "my.jsonl").write_text(rows)
+    write_rows(tmp_path / "my.jsonl", (chat(f"what is {n}?", f"it is {n}.") for n in range(60)))
     (tmp_path / "my.yaml").write_text(
         f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
         "data: {train_path: my.jsonl, val_fraction: 0.2}\ntrain: {effective_batch_size: 8, max_steps: 4}\n"
@@ -70,9 +67,7 @@ def test_the_tasks_are_done_by_these_commands(tmp_path, tiny_llama, monkeypatch,
     assert (trained["run"], trained["status"], trained["steps"]) == ("outputs/first", "finished", 4)
     listed = answers["Best checkpoint"][0]["runs"][0]
     assert listed["name"] == "first"
-    assert {key: listed[key] for key in ("best_step", "best_checkpoint")} == {
-        key: trained[key] for key in ("best_step", "best_checkpoint")
-    }
+    assert [listed[key] == trained[key] for key in ("best_step", "best_checkpoint")] == [True, True]
     lowest = min((one for one in trained["evaluations"] if one["step"]), key=lambda one: one["loss"])
     assert listed["best_step"] == lowest["step"]
     assert Path(listed["best_checkpoint"]).is_dir()

@@ -1,7 +1,5 @@
 """The simulated CUDA caching allocator: its rules on sizes worked by hand, its bookkeeping on random traffic."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 
@@ -12,16 +10,6 @@ from sft_play.trace import storages
 from sft_play.trace.storages import ALLOC, FREE, PHASE_START, CachingAllocator
 
 KIB, MIB = 1 << 10, 1 << 20
-
-
-def free_bytes(allocator: CachingAllocator) -> int:
-    """Bytes of all cached blocks: allocated + free + waiting = reserved."""
-    return sum(size for pool in allocator._pools.values() for size, _, _ in pool.blocks)
-
-
-def waiting_bytes(allocator: ScriptAllocator) -> int:
-    """Bytes of freed blocks that wait for another stream."""
-    return sum(block.size for _, block in allocator._waiting)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +36,6 @@ def test_one_request_costs_its_block_and_its_segment(request_bytes, allocated, r
     assert allocator.reserved_bytes == 0
 
 
-# --- the same rules, written down once more ---------------------------------------------------------------------------
 @dataclass
 class Piece:
     """A stretch of a segment; `state` is used, waiting, free or (expandable segments) bare."""
@@ -266,8 +253,9 @@ def test_random_traffic_on_several_streams_is_as_a_plain_allocator_has_it(expand
             live += [key] if outcomes[0] else []
         assert allocator.reserved_bytes == plain.reserved
         assert allocator.allocated_bytes == plain.total("used")
-        assert waiting_bytes(allocator) == plain.total("waiting")
-        assert free_bytes(allocator) == plain.total("free")
+        assert sum(block.size for _, block in allocator._waiting) == plain.total("waiting")
+        free = (size for pool in allocator._pools.values() for size, _, _ in pool.blocks)
+        assert sum(free) == plain.total("free")
     assert len(moments) > 50
     assert capacity is None or refused
 

@@ -1,8 +1,5 @@
 """train.async_save: checkpoints are written while training goes on, and are as whole as any other."""
 
-from __future__ import annotations
-
-import dataclasses
 import json
 import os
 import random
@@ -32,17 +29,15 @@ from tests.test_train import assert_same_bits, losses, weights
 pytestmark = pytest.mark.build
 
 
-# --- decisions --------------------------------------------------------------------------------------------------------
-def test_where_the_engine_has_none_it_is_refused(command, tmp_path, tiny_llama, monkeypatch):
+def test_where_the_engine_has_none_it_is_refused(refuse, tmp_path, tiny_llama, monkeypatch):
     uneven_run(tmp_path, tiny_llama)
     words = ["--config", f"{tmp_path}/run.yaml", "train.async_save=true"]
-    code, printed = command("train", *words, "tuning.mode=full")
-    assert (code, "train.async_save: only FSDP2's ranks (fsdp)" in printed) == (2, True), printed
+    assert "train.async_save: only FSDP2's ranks (fsdp)" in refuse("train", *words, "tuning.mode=full")
     monkeypatch.setenv("NPROC", "2")
     for layout, mode in (("zero2", "full"), ("fsdp", "lora")):
         monkeypatch.setenv("STRATEGY", layout)
-        code, printed = command("train-distributed", *words, f"tuning.mode={mode}")
-        assert (code, "train.async_save: only FSDP2's ranks" in printed) == (2, True), printed
+        printed = refuse("train-distributed", *words, f"tuning.mode={mode}")
+        assert "train.async_save: only FSDP2's ranks" in printed
     assert not (tmp_path / "outputs").exists()
 
 
@@ -51,14 +46,12 @@ def test_the_plan_counts_the_copy_that_each_rank_keeps(seed):
     draw = random.Random(seed)
     name = draw.choice(["Llama-3.1-8B", "Qwen2.5-0.5B", "Llama-3.2-1B"])
     shape, ranks, on_gpu = parse_model_shape(model_config(name), name=name), draw.choice([2, 4, 8]), draw.random() < 0.5
-    copies = draw.choice([1, 2])
-    text = "model: {name: x}\ntuning: {mode: full}\ntrain: {async_save: %s}\n"
-    step = Step(1, 1, 512, layout=Layout("fsdp_hybrid" if copies > 1 else "fsdp", ranks * copies, ranks))
-    step = dataclasses.replace(step, on_gpu=on_gpu)
-    plain, beside = (
-        estimate_memory(config_from_text(text % word, name="run"), shape, Precision("bfloat16", "float32", ""), step)
-        for word in ("false", "true")
-    )
+    name, copies = draw.choice([("fsdp", 1), ("fsdp_hybrid", 2)])
+    step = Step(1, 1, 512, layout=Layout(name, ranks * copies, ranks), on_gpu=on_gpu)
+    config = config_from_text("model: {name: x}\ntuning: {mode: full}\n", name="run")
+    asynchronous = config_from_text("model: {name: x}\ntuning: {mode: full}\ntrain: {async_save: true}", name="run")
+    precision = Precision("bfloat16", "float32", "")
+    plain, beside = (estimate_memory(one, shape, precision, step) for one in (config, asynchronous))
     assert beside.checkpoint == "sharded"  # also where one process would have written it whole
     staged = -(-beside.checkpoint_bytes // ranks)
     assert staged == pytest.approx(12 * shape.params / ranks, rel=0.02)
@@ -69,7 +62,6 @@ def test_the_plan_counts_the_copy_that_each_rank_keeps(seed):
     assert beside.outside_allocator - plain.outside_allocator == (0 if on_gpu else staged)
 
 
-# --- the thread -------------------------------------------------------------------------------------------------------
 def test_what_the_thread_raises_is_raised_where_it_is_awaited():
     class Failed(BaseException): ...
 
@@ -87,7 +79,6 @@ def test_what_the_thread_raises_is_raised_where_it_is_awaited():
     assert 0 < writing.wait() < 10
 
 
-# --- real runs --------------------------------------------------------------------------------------------------------
 RANKS = """
 import os
 
@@ -140,8 +131,8 @@ def world(tmp_path_factory, tiny_llama) -> Path:
     return folder
 
 
-def run(world: Path, command: str, name: str, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A command of a run over two ranks, with a checkpoint every second step."""
+def run(world: Path, command: str, name: str, *words: str, ends: int = 0, **environ: str) -> str:
+    """What a command of a run over two ranks says, with a checkpoint every second step; `ends`: its exit code."""
     python = sys.executable if "DISTURBED" in environ else warm.python()  # a fork's launcher is not the ranks' parent
     given = [python, "-m", "sft_play", command, "--config", f"{world}/run.yaml", "tuning.mode=full"]
     given += ["train.save_steps=2", "train.save_total_limit=null", "train.max_steps=6", *words]
@@ -149,7 +140,9 @@ def run(world: Path, command: str, name: str, *words: str, **environ: str) -> su
     environ = {"STRATEGY": "fsdp", "NPROC": "2", "MARK": str(world / f"mark-{name}"), **environ}
     environ |= {"RUN": name} if command == "resume" else {}
     kept = clean_environment(PYTHONPATH=f"{ROOT}{os.pathsep}{world}/site", **environ)
-    return subprocess.run(given, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=300)
+    answer = subprocess.run(given, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == ends, answer.stdout + answer.stderr
+    return answer.stdout + answer.stderr
 
 
 def whole_steps(folder: Path) -> list[int]:
@@ -162,8 +155,7 @@ def whole_steps(folder: Path) -> list[int]:
 @pytest.fixture(scope="module")
 def plain(world) -> Path:
     """The run that waits for its checkpoints."""
-    answer = run(world, "train-distributed", "plain")
-    assert answer.returncode == 0, answer.stdout + answer.stderr
+    run(world, "train-distributed", "plain")
     return world / "outputs" / "plain"
 
 
@@ -172,12 +164,10 @@ def plain(world) -> Path:
 def test_a_checkpoint_is_of_its_step_although_training_went_on(world, plain, precision):
     words = ["train.bf16=true"] if precision == "bf16" else []
     if words:
-        answer = run(world, "train-distributed", "plain-bf16", *words)
-        assert answer.returncode == 0, answer.stdout + answer.stderr
+        run(world, "train-distributed", "plain-bf16", *words)
         plain = world / "outputs" / "plain-bf16"
     name = f"beside-{precision}"
-    answer = run(world, "train-distributed", name, *words, "train.async_save=true", DISTURBED="late")
-    assert answer.returncode == 0, answer.stdout + answer.stderr
+    run(world, "train-distributed", name, *words, "train.async_save=true", DISTURBED="late")
     folder = world / "outputs" / name
     assert_same_bits(weights(folder), weights(plain))
     assert losses(folder) == losses(plain)
@@ -192,18 +182,14 @@ def test_a_checkpoint_is_of_its_step_although_training_went_on(world, plain, pre
     manifest = json.loads((again / "manifest.json").read_text())
     (again / "manifest.json").write_text(json.dumps({**manifest, "status": "failed"}))
     shutil.rmtree(again / "model")
-    answer = run(world, "resume", again.name, *words)  # it need not be asked for again
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "from step 2" in answer.stdout
+    assert "from step 2" in run(world, "resume", again.name, *words)  # it need not be asked for again
     assert_same_bits(weights(again), weights(plain))
     assert losses(again) == losses(plain)
 
 
 @pytest.mark.slow
 def test_a_kill_in_the_midst_leaves_the_last_one_whole_and_a_restart_goes_on_from_it(world, plain):
-    answer = run(world, "train-distributed", "dies", "train.async_save=true", DISTURBED="dies", MAX_RESTARTS="1")
-    printed = answer.stdout + answer.stderr
-    assert answer.returncode == 0, printed
+    printed = run(world, "train-distributed", "dies", "train.async_save=true", DISTURBED="dies", MAX_RESTARTS="1")
     assert "was killed by SIGKILL" in printed
     assert "the run goes on from the checkpoint of step 2" in printed
     folder = world / "outputs" / "dies"
@@ -215,9 +201,7 @@ def test_a_kill_in_the_midst_leaves_the_last_one_whole_and_a_restart_goes_on_fro
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_message_and_the_last_one_stays(world):
-    answer = run(world, "train-distributed", "full", "train.async_save=true", DISTURBED="full")
-    printed = answer.stdout + answer.stderr
-    assert answer.returncode == 2, printed
+    printed = run(world, "train-distributed", "full", "train.async_save=true", ends=2, DISTURBED="full")
     assert printed.count("error: ") == 1, printed
     assert "the last checkpoint is that of step 2; that of step 4 cannot be written into" in printed
     assert "No space left on device; about " in printed
@@ -227,13 +211,8 @@ def test_a_full_disk_is_one_message_and_the_last_one_stays(world):
 
 @pytest.mark.slow
 def test_a_stop_request_waits_for_it_and_for_its_own(world, plain):
-    answer = run(world, "train-distributed", "told", "train.async_save=true", "train.max_steps=6", DISTURBED="told")
+    assert "resume" in run(world, "train-distributed", "told", "train.async_save=true", ends=130, DISTURBED="told")
     folder = world / "outputs" / "told"
-    printed = answer.stdout + answer.stderr
-    assert answer.returncode == 130, printed
-    steps = whole_steps(folder)
-    assert steps[0] == 2
-    assert "resume" in printed
-    ended = run(world, "resume", "told", "train.async_save=true")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert whole_steps(folder)[0] == 2
+    run(world, "resume", "told", "train.async_save=true")
     assert_same_bits(weights(folder), weights(plain))

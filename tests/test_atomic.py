@@ -1,7 +1,5 @@
 """Files and folders that are whole: the old one or the new one, and nothing beside them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

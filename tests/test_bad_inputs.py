@@ -1,7 +1,5 @@
 """Broken files that people really had: each one says where the fault is, what was found and what to do."""
 
-from __future__ import annotations
-
 import pytest
 
 from sft_play.config.load import config_from_text

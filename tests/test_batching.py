@@ -1,7 +1,5 @@
 """The effective batch where nobody wrote one: that of both factors and the ranks, the same wherever it is read."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random
@@ -31,8 +29,7 @@ def written(*overrides, text=""):
 
 
 def test_the_product_of_both_factors_and_the_ranks_is_the_effective_batch_that_nobody_wrote():
-    """Over every number of ranks, in any place where the two can be given; a number that was written is never replaced,
-    the default's own 32 included."""
+    """Over any ranks, in any place where the two can be given; what was written is never replaced, 32 included."""
     draw = random.Random(14)
     kinds = set()
     for _ in range(300):
@@ -59,13 +56,9 @@ def test_the_product_of_both_factors_and_the_ranks_is_the_effective_batch_that_n
         assert all(batch.effective_batch == wanted for batch in found)
         if follows:
             assert found == [BatchPlan(micro, accum, ranks)]
-            said = format_batch_product(train, found[0])
-            assert said == (
-                f"effective batch {wanted} = micro {micro} x accum {accum} x {ranks} ranks: "
-                "train.effective_batch_size was not given"
-            )
-        else:
-            assert "was not given" not in format_batch_product(train, found[0])
+        said = format_batch_product(train, found[0])
+        assert (f"{wanted} = micro {micro} x accum {accum} x {ranks} ranks: " in said) == follows
+        assert ("train.effective_batch_size was not given" in said) == follows
         kinds.add("follows" if follows else "given")
     assert kinds == {"follows", "given", "refused"}
 
@@ -107,7 +100,8 @@ def test_a_deepspeed_files_batch_of_all_ranks_goes_with_three_numbers_of_one():
 def test_a_config_of_one_gpu_plans_unchanged_on_more(machine):
     config = written("train.batch_size=2", "train.grad_accum=2")
     hardware = parse_hardware(machine)
-    plan = make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-0.5B"), hardware))
+    request = PlanRequest(config, load_model_shape("Qwen/Qwen2.5-0.5B"), hardware)
+    plan = make_plan(request)
     assert (plan.batch.micro_batch, plan.batch.grad_accum) == (2, 2)
     assert plan.batch.effective_batch == 4 * plan.batch.ranks == plan.as_json()["effective_batch"]
     assert any("train.effective_batch_size was not given" in line for line in batch_lines(plan, config))
@@ -115,7 +109,7 @@ def test_a_config_of_one_gpu_plans_unchanged_on_more(machine):
     if plan.batch.ranks == 8:
         return
     with pytest.raises(ConfigError, match=r"train\.effective_batch_size=32 is not train\.batch_size=2"):
-        make_plan(PlanRequest(explicit, load_model_shape("Qwen/Qwen2.5-0.5B"), hardware))
+        make_plan(dataclasses.replace(request, config=explicit))
 
 
 def test_the_resolved_config_holds_the_batch_of_the_plan_and_can_be_given_back():
@@ -132,17 +126,21 @@ def test_the_resolved_config_holds_the_batch_of_the_plan_and_can_be_given_back()
 
 
 def test_ways_out_keep_an_effective_batch_that_follows():
-    config = written(
-        "train.batch_size=16", "train.grad_accum=2", "model.max_seq_len=4096", "model.name=meta-llama/Llama-3.1-8B"
-    )
-    found = list(
-        find_suggestions(PlanRequest(config, load_model_shape("meta-llama/Llama-3.1-8B"), parse_hardware("1xRTX4090")))
-    )
+    given, name = ("train.batch_size=16", "train.grad_accum=2"), "meta-llama/Llama-3.1-8B"
+    config = written(*given, "model.max_seq_len=4096", f"model.name={name}")
+    found = list(find_suggestions(PlanRequest(config, load_model_shape(name), parse_hardware("1xRTX4090"))))
     settings = [way.setting for way in found if way.setting and "batch_size" in way.setting]
     assert "train.batch_size=1 train.grad_accum=32" in settings
     for way in settings:
-        assert effective_batch(written("train.batch_size=16", "train.grad_accum=2", *way.split()).train, ranks=1) == 32
+        assert effective_batch(written(*given, *way.split()).train, ranks=1) == 32
     assert not any("grad_accum=auto" in str(way.setting) for way in found)
+
+
+def any_numbers(draw, micro: int, accum: int, effective: int) -> tuple[str, ...]:
+    """Settings that give two, three or one of the numbers."""
+    size, passes = f"train.batch_size={micro}", f"train.grad_accum={accum}"
+    whole = f"train.effective_batch_size={effective}"
+    return draw.choice([(size, passes), (size, passes, whole), (size, whole), (whole,)])
 
 
 def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do():
@@ -152,12 +150,7 @@ def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do
     for _ in range(400):
         micro, accum, first = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 4]), draw.randint(1, 6)
         kept = micro * accum * first
-        size, passes, whole = (
-            f"train.batch_size={micro}",
-            f"train.grad_accum={accum}",
-            f"train.effective_batch_size={kept}",
-        )
-        config = written(*draw.choice([(size, passes), (size, passes, whole), (size, whole), (whole,)]))
+        config = written(*any_numbers(draw, micro, accum, kept))
         stopped = PreviousRun("ddp", BatchPlan(micro, accum, first))
         for _ in range(3):
             ranks = draw.choice([first, stopped.batch.ranks, draw.randint(1, 8)])
@@ -181,36 +174,26 @@ def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do
 
 
 def test_the_settings_of_a_resumed_run_keep_the_batch_that_the_user_gave(tmp_path):
-    """Over any ranks, under a plan of its own: what is compared with the run folder is the user's config."""
     draw = random.Random(16)
     kinds = set()
     for number in range(40):
         micro, accum, first = draw.choice([1, 2, 4]), draw.choice([1, 2, 3]), draw.choice([1, 2, 3, 4])
         effective = micro * accum * first
-        size, passes, whole = (
-            f"train.batch_size={micro}",
-            f"train.grad_accum={accum}",
-            f"train.effective_batch_size={effective}",
-        )
-        given = draw.choice([(size, passes), (size, passes, whole), (size, whole), (whole,)])
+        given = any_numbers(draw, micro, accum, effective)
         loaded = LoadedConfig(written(*given), Path("run.yaml"), "", given)
         before = loaded.config.model_dump()
         folder = RunFolder(tmp_path / str(number))
         batch = {"micro_batch": micro, "grad_accum": accum, "ranks": first}
         manifest = {**new_manifest(loaded, hardware={}, data={}), "batch": batch, "layout": "ddp"}
-        create_run(
-            folder, loaded, manifest=manifest | {"processes": first}, plan={"effective_batch": effective}
-        ).close()
-        # a run without a step starts from the beginning
-        checkpoint_path(folder.checkpoints_path, 1).mkdir(parents=True)
+        manifest["processes"] = first
+        create_run(folder, loaded, manifest=manifest, plan={"effective_batch": effective}).close()
+        checkpoint_path(folder.checkpoints_path, 1).mkdir(parents=True)  # without a step it starts from the beginning
         kept = json.loads((folder.path / "resolved.json").read_text())["train"]
         ranks = draw.choice([ranks for ranks in range(2, 9) if effective % ranks == 0] or [1])
         machine = Hardware((), "CPU", 8, 2**37, 2**37, cpu_ranks=ranks)
-        strategy = "ddp" if ranks > 1 else "single"
-        options = LaunchOptions(strategy=strategy)
+        options = LaunchOptions(strategy="ddp" if ranks > 1 else "single")
         plan, _ = plan_stage(build_stage_request(loaded, machine, options, resume_from=folder))
-        assert plan.batch.effective_batch == effective
-        assert plan.batch.ranks == ranks
+        assert (plan.batch.effective_batch, plan.batch.ranks) == (effective, ranks)
         assert loaded.config.model_dump() == before
         now = resolved_config(loaded.config, effective_batch=plan.batch.effective_batch)["train"]
         for name in ("batch_size", "grad_accum", "effective_batch_size"):

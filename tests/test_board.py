@@ -1,7 +1,5 @@
 """What a run writes for TensorBoard: a run for each split, each point once, charts only of what is logged."""
 
-from __future__ import annotations
-
 import json
 import random
 import time
@@ -15,7 +13,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training.measure import board
 from sft_play.training.measure.board import TensorBoardWriter, scalar_layout
 from sft_play.training.measure.exact_match import GeneratedAnswer, Question
-from tests.conftest import chat
+from tests.conftest import chat, write_rows, write_run
 
 TAGS_OF = {
     "Loss": ["train/loss", "eval/loss", "test/loss"],
@@ -44,9 +42,6 @@ def test_a_chart_is_there_exactly_where_one_of_its_tags_is_logged():
         shown = {title for charts in layout.values() for title in charts}
         assert shown == {title for title, own in TAGS_OF.items() if set(own) & set(tags)}, tags
         assert all(layout.values()), "a page without charts"
-
-
-# --- what is written --------------------------------------------------------------------------------------------------
 
 
 def make_board(folder: Path, **options: Any) -> TensorBoardWriter:
@@ -104,9 +99,8 @@ def test_each_split_is_a_run_of_its_own_and_charts_come_with_their_figures(tmp_p
     writer.on_train_end()
     log(writer, 2, test_loss=9.0, test_entropy=1.0)  # the figures of weights that were loaded again
     assert points(tmp_path / "tb" / "validation") == {"eval/loss": {2: 2.5}, "eval/exact_match": {2: 0.5}}
-    assert points(tmp_path / "tb" / "test") == {
-        "test/loss": {2: 2.0}, "test/exact_match": {2: 1.0}, "test/entropy": {2: 1.0},
-    }  # fmt: skip
+    tested = {"test/loss": {2: 2.0}, "test/exact_match": {2: 1.0}, "test/entropy": {2: 1.0}}
+    assert points(tmp_path / "tb" / "test") == tested
     for split, words in (("validation", "what?"), ("test", "and now?")):
         (text,) = accumulated(tmp_path / "tb" / split).Tensors("answers/text_summary")
         assert text.step == 2
@@ -117,24 +111,19 @@ def test_the_table_of_hparams_has_the_figures_that_the_run_measures(tmp_path):
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     writer = make_board(tmp_path, metric_tags=("eval/loss", "test/exact_match"))
-    begun = [
-        min((tmp_path / "tb" / name).glob("*tfevents*")).stat().st_mtime_ns for name in (".", "validation", "test")
-    ]
+    files = [min((tmp_path / "tb" / name).glob("*tfevents*")) for name in (".", "validation", "test")]
+    begun = [file.stat().st_mtime_ns for file in files]
     assert begun == sorted(begun), "the colours would be given out in another order"
     arguments = SimpleNamespace(to_json_string=lambda: "{}")
     writer.on_train_begin(arguments, SimpleNamespace(global_step=0), None)
     writer.on_train_end()
     content = accumulated(tmp_path / "tb").summary_metadata["_hparams_/experiment"].plugin_data.content
-    metrics = [
-        (info.name.group, info.name.tag) for info in HParamsPluginData.FromString(content).experiment.metric_infos
-    ]
-    assert metrics == [
-        ("", "train/loss"), ("validation", "eval/loss"), ("test", "test/exact_match"), ("", "train/tokens_per_s"),
-    ]  # fmt: skip
+    infos = HParamsPluginData.FromString(content).experiment.metric_infos
+    metrics = [f"{info.name.group}:{info.name.tag}" for info in infos]
+    assert metrics == [":train/loss", "validation:eval/loss", "test:test/exact_match", ":train/tokens_per_s"]
 
 
 def test_a_resumed_run_has_each_point_once_and_those_of_the_steps_that_count(tmp_path):
-    """Random runs that were killed after their last checkpoint."""
     draw = random.Random(1)
     for trial in range(2):
         folder = tmp_path / str(trial)
@@ -170,24 +159,21 @@ def test_what_is_measured_is_told_before_it_is(tmp_path):
         assert eval_set.metric_tags(evaluates_in_training=evaluates) == expected
 
 
-# --- a real run -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.build
-def test_a_run_that_is_stopped_and_resumed_shows_what_its_metrics_file_says(tmp_path, tiny_llama, command):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(20)))
-    (tmp_path / "run.yaml").write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {rows}, val_path: {rows}, test_path: {rows}}}\n"
-        "train: {effective_batch_size: 4, batch_size: 2, max_steps: 4, save_steps: 2, logging_steps: 1}\n"
-        f"eval: {{steps: 2, generate_rows: 2, max_new_tokens: 4}}\noutput: {{dir: {tmp_path}/outputs, name: it}}\n"
+def test_a_run_that_is_stopped_and_resumed_shows_what_its_metrics_file_says(tmp_path, tiny_llama, succeed):
+    rows = write_rows(tmp_path / "rows.jsonl", (chat(f"what is {n}?", f"it is {n}.") for n in range(20)))
+    sizes = {"effective_batch_size": 4, "batch_size": 2, "max_steps": 4, "save_steps": 2, "logging_steps": 1}
+    config = write_run(
+        tmp_path,
+        tiny_llama,
+        rows,
+        data={"val_path": str(rows), "test_path": str(rows)},
+        train={**sizes, "report_to": ["tensorboard"]},
+        eval={"steps": 2, "generate_rows": 2, "max_new_tokens": 4},
+        output={"name": "it"},
     )
-    words = ("--config", f"{tmp_path}/run.yaml")
-    code, said = command("train", *words, "train.stop_after_steps=3")
-    assert code == 0, said
-    code, said = command("resume", *words)
-    assert code == 0, said
+    succeed("train", "--config", str(config), "train.stop_after_steps=3")
+    succeed("resume", "--config", str(config))
     run = tmp_path / "outputs" / "it"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     curves = points(run / "tb")

@@ -1,8 +1,8 @@
 """check, render and the whole way: what they say of good and bad files, and what they leave unwritten."""
 
-from __future__ import annotations
-
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from sft_play.answers import Finding
 from sft_play.commands.request import CommandResult
 from sft_play.commands.rows import full_pipeline, preview, render
 from sft_play.config.load import load_config
-from sft_play.data import checks
 from sft_play.data.build.splits import build_splits
 from sft_play.data.build.stats import TruncationCost, trained_runs
 from sft_play.data.sources.files import find_data_paths
@@ -20,28 +19,13 @@ from sft_play.diagnose.run_check import CHECK_STATES, CheckReport, check_run
 from sft_play.errors import DataError
 from sft_play.machine.hardware import detect_hardware, parse_hardware
 from tests.bundled import SHARED_SLOWLY, bad_inputs, there, tokenizer_folder
-from tests.conftest import chat
+from tests.conftest import chat, write_rows, write_run
 
 SUMS = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(40)]
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def run_yaml(folder: Path, model: Path | str, **data: Any) -> Path:
-    files = {"train_path": str(folder / "train.jsonl"), "val_path": None, "test_path": None, **data}
-    config = {
-        "model": {"name": str(model), "max_seq_len": 128},
-        "tuning": {"mode": "lora"},
-        "data": files,
-        "train": {"effective_batch_size": 8, "report_to": []},
-        "output": {"dir": str(folder / "outputs")},
-    }
-    path = folder / "run.yaml"
-    path.write_text(json.dumps(config))
-    return path
+    return write_run(folder, Path(model), folder / "train.jsonl", model={"max_seq_len": 128}, data=data)
 
 
 def checked(config: Path, *words: str) -> CheckReport:
@@ -62,29 +46,13 @@ def one(report: CheckReport, name: str, state: str) -> Finding:
     return found
 
 
-# --- check ------------------------------------------------------------------------------------------------------------
-
-
-def said_by_a_run(config: Path) -> list[str]:
-    """What training logs of the rows of a config."""
-    from transformers import AutoTokenizer
-
-    run = load_config(config).config
-    tokenizer = AutoTokenizer.from_pretrained(run.model.name)
-    if run.data.chat_template is not None:
-        tokenizer.chat_template = Path(run.data.chat_template).read_text()
-    report = build_splits(run, find_data_paths(run.data), tokenizer, max_seq_len=128).train.stats
-    findings = checks.judge_split(report, run.data, max_seq_len=128, max_positions=None)
-    return [found.found for found in findings if found.verdict == "WARN"]
-
-
 def test_a_template_without_a_generation_prompt_is_warned_of_with_what_to_add(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", SUMS[:8])
     turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     (tmp_path / "lost.jinja").write_text(turns)
     config = run_yaml(tmp_path, tiny_llama, chat_template=str(tmp_path / "lost.jinja"))
-    for said in ([one(checked(config), "rows: train", "warning").found], said_by_a_run(config)):
-        assert any(r"{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}" in line for line in said)
+    said = one(checked(config), "rows: train", "warning").found
+    assert r"{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}" in said
 
 
 @pytest.mark.parametrize("truncate", ["end", "prompt", "drop"])
@@ -97,7 +65,6 @@ def test_answers_that_lose_their_end_are_counted(tiny_llama, tmp_path, truncate)
     is_cut = truncate == "end"
     assert CHECK_STATES[found["end of turn"].verdict] == ("warning" if is_cut else "ok")
     assert ("2 of 10 rows" in found["end of turn"].found) == is_cut
-    assert any("2 of 10 rows train an answer without its end" in line for line in said_by_a_run(config)) == is_cut
 
 
 def test_a_good_run_is_ready_and_nothing_is_written(tiny_llama, tmp_path, monkeypatch):
@@ -149,8 +116,6 @@ def test_bad_rows_are_a_problem_unless_they_are_skipped(tiny_llama, tmp_path):
 
 
 def test_targets_that_match_nothing_and_weights_that_are_missing_are_found(tiny_llama, tmp_path):
-    import shutil
-
     write_rows(tmp_path / "train.jsonl", SUMS)
     report = checked(run_yaml(tmp_path, tiny_llama), "tuning.lora.target_modules=[q_prog]")
     assert any("q_prog" in check.found for check in report.findings if check.verdict == "FAIL")
@@ -174,8 +139,6 @@ def test_a_named_machine_is_planned_for_and_its_disk_is_left_out(tiny_llama, tmp
 
 def test_rows_that_were_checked_are_not_tokenised_again(tiny_llama, tmp_path, monkeypatch):
     from sft_play.data.build import build
-    from sft_play.data.build.splits import build_splits
-    from sft_play.data.sources.files import find_data_paths
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
     write_rows(tmp_path / "train.jsonl", SUMS)
@@ -206,20 +169,13 @@ def test_documents_are_counted_in_blocks(tiny_llama, tmp_path):
 
 
 def test_the_command_answers_with_its_exit_code_and_json(tiny_llama, tmp_path, command):
-    write_rows(tmp_path / "train.jsonl", SUMS)
-    config = run_yaml(tmp_path, tiny_llama)
-    out = tmp_path / "check.json"
-    code, said = command("check", "--config", str(config), "--json", "--out", str(out))
-    answer = json.loads(said[said.index("{") :])
-    assert code == 0
-    assert answer["ok"] is True
-    assert {"name", "state", "what", "do"} == set(answer["checks"][0])
-    assert json.loads(out.read_text())["ok"] is True
-    write_rows(tmp_path / "train.jsonl", [{"messages": []}])
-    code, said = command("check", "--config", str(config))
-    assert code == 2
-    assert "PROBLEM  rows: train" in said
-    assert "Not ready: " in said
+    config, out = run_yaml(tmp_path, tiny_llama), tmp_path / "check.json"
+    for rows, code in ((SUMS, 0), ([{"messages": []}], 2)):
+        write_rows(tmp_path / "train.jsonl", rows)
+        assert command("check", "--config", str(config), "--out", str(out))[0] == code
+        answer = json.loads(out.read_text())
+        assert answer["ok"] == (code == 0)
+        assert {"name", "state", "what", "do"} == set(answer["checks"][0])
 
 
 WITH_BOS = ("bundled/metaspace", "bundled/pad_is_eos", "Mistral-7B-Instruct-v0.3", "SmolLM2")
@@ -228,8 +184,6 @@ WITHOUT = ("bundled/chatml", "bundled/rebuilt", "Qwen2.5-Instruct", "Phi-3-mini-
 
 @pytest.mark.parametrize("name", there([*WITH_BOS, *WITHOUT]))
 def test_real_tokenizers_end_every_answer_with_a_token(name, tmp_path):
-    """Their templates end an assistant's turn with <|im_end|>, </s> or <|end|>; Mistral's rows begin with <s>, and
-    SmolLM2's with <|im_start|>, which its tokenizer names as BOS."""
     from transformers import AutoTokenizer
 
     from sft_play.data.build.splits import count_source_rows
@@ -245,7 +199,6 @@ def test_real_tokenizers_end_every_answer_with_a_token(name, tmp_path):
 
 
 def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch):
-    """Row numbers, places, repeated rows, sums."""
     from transformers import AutoTokenizer
 
     from sft_play.data.build import build
@@ -273,7 +226,6 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("origin", SHARED_SLOWLY)
 def test_no_broken_file_ends_in_a_foreign_exception(tiny_llama, tmp_path, origin):
-    """Every fixture is checked to the end, and what its rows cannot be used for is a problem or a warning."""
     files = sorted(bad_inputs(origin).glob("*.json*"))
     assert len(files) > 20
     for file in files if origin == "shared" else files[::4]:
@@ -281,9 +233,6 @@ def test_no_broken_file_ends_in_a_foreign_exception(tiny_llama, tmp_path, origin
         assert report.findings[-1].name == "disk"
         assert any(check.name == "rows: train" for check in report.findings), file.name
         assert not any("\x1b" in line or "\x00" in line for line in report.lines()), file.name
-
-
-# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
 def test_the_cost_of_a_limit_by_hand():
@@ -303,9 +252,6 @@ def test_the_cost_of_a_limit_by_hand():
     assert trained_runs([-100]) == trained_runs([]) == []
 
 
-# --- render -----------------------------------------------------------------------------------------------------------
-
-
 def rendered(config: Path, *words: str, out: Path | None = None, force: bool = False) -> CommandResult:
     return render(load_config(config, overrides=words), out=out, force=force)
 
@@ -316,14 +262,12 @@ def test_rows_are_rendered_in_order_with_their_spans(tiny_llama, tmp_path, monke
     write_rows(tmp_path / "val.jsonl", SUMS[:3])
     answer = rendered(run_yaml(tmp_path, tiny_llama, val_path=str(tmp_path / "val.jsonl")))
     lines = [json.loads(line) for line in (tmp_path / "data/rendered/train.jsonl").read_text().splitlines()]
-    assert len(lines) == 40
     first = lines[0]
     assert set(first) == {"where", "text", "spans", "tokens", "trained", "cut", "lost", "method"}
     assert first["text"] == "<|im_start|>user\nwhat is 0 + 0?<|im_end|>\n<|im_start|>assistant\nit is 0.<|im_end|>\n"
     assert [first["text"][start:end] for start, end in first["spans"]] == ["it is 0.<|im_end|>"]
     assert [line["where"].rpartition(":")[2] for line in lines] == [str(n) for n in range(1, 41)]
-    assert len((tmp_path / "data/rendered/val.jsonl").read_text().splitlines()) == 3
-    assert not (tmp_path / "data/rendered/test.jsonl").exists()
+    assert sorted(path.name for path in (tmp_path / "data/rendered").glob("*.jsonl")) == ["train.jsonl", "val.jsonl"]
     assert answer.data["files"][0]["trained"] == sum(line["trained"] for line in lines)
 
 
@@ -355,32 +299,30 @@ def test_a_file_that_is_read_is_never_written_over(tiny_llama, tmp_path):
     assert source.read_bytes() == before
 
 
-# --- the whole way ----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def pipeline(tmp_path, tiny_llama, monkeypatch) -> Callable[..., Path]:
+    """A function that writes a run YAML, beside raw rows, with settings of data."""
+    monkeypatch.chdir(tmp_path)
+    raw = tmp_path / "data" / "raw" / "sums.jsonl"
+    raw.parent.mkdir(parents=True)
+    write_rows(raw, [{"question": f"what is {n}?", "answer": f"it is {n}."} for n in range(60)])
 
+    def write(**data: Any) -> Path:
+        path = tmp_path / "run.yaml"
+        model = {"name": str(tiny_llama), "max_seq_len": 128}
+        train = {"effective_batch_size": 8, "report_to": []}
+        path.write_text(json.dumps({"model": model, "tuning": {"mode": "lora"}, "data": data, "train": train}))
+        return path
 
-def pipeline_yaml(folder: Path, model: Path, **data: Any) -> Path:
-    raw = folder / "data" / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    write_rows(raw / "sums.jsonl", [{"question": f"what is {n}?", "answer": f"it is {n}."} for n in range(60)])
-    path = folder / "run.yaml"
-    config = {
-        "model": {"name": str(model), "max_seq_len": 128},
-        "tuning": {"mode": "lora"},
-        "data": data,
-        "train": {"effective_batch_size": 8, "report_to": []},
-    }
-    path.write_text(json.dumps(config))
-    return path
+    return write
 
 
 def piped(config: Path, *, style: str | None = None, force: bool = False, why: bool = False) -> CommandResult:
     return full_pipeline(load_config(config), detect_hardware(), style=style, force=force, is_full=why)
 
 
-def test_the_whole_way_with_a_style_reads_what_style_wrote(tiny_llama, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = pipeline_yaml(tmp_path, tiny_llama)
-    answer = piped(config, style="You are terse.", why=True)
+def test_the_whole_way_with_a_style_reads_what_style_wrote(pipeline, tmp_path):
+    answer = piped(pipeline(), style="You are terse.", why=True)
     assert [step["name"] for step in answer.data["steps"]] == ["process", "style", "render", "check"], answer.lines
     first = json.loads((tmp_path / "data/rendered/train.jsonl").read_text().splitlines()[0])
     assert first["text"].startswith("<|im_start|>system\nYou are terse.<|im_end|>\n")
@@ -389,11 +331,8 @@ def test_the_whole_way_with_a_style_reads_what_style_wrote(tiny_llama, tmp_path,
     assert "checked below is data/processed_with_style/train.jsonl" in said
 
 
-def test_a_style_of_the_config_is_given_once_on_the_whole_way_and_to_every_command_that_reads_rows(
-    tiny_llama, tmp_path, monkeypatch, command
-):
-    monkeypatch.chdir(tmp_path)
-    config = pipeline_yaml(tmp_path, tiny_llama, style={"system": "Be brief."})
+def test_a_style_of_the_config_is_given_once_to_every_command_that_reads_rows(pipeline, tmp_path, succeed):
+    config = pipeline(style={"system": "Be brief."})
 
     def prompts() -> set[str]:
         rows = (tmp_path / "data/rendered/train.jsonl").read_text().splitlines()
@@ -404,21 +343,18 @@ def test_a_style_of_the_config_is_given_once_on_the_whole_way_and_to_every_comma
         assert answer.data["ok"], answer.lines
         assert prompts() == {f"<|im_start|>system\n{expected}<|im_end|>\n"}
     raw = f"data.train_path={tmp_path}/data/raw/sums.jsonl"
-    assert command("render", "--config", str(config), raw, "--force")[0] == 0
+    succeed("render", "--config", str(config), raw, "--force")
     assert prompts() == {"<|im_start|>system\nBe brief.<|im_end|>\n"}
-    code, told = command("preview", "--config", str(config), raw, "--force")
-    assert code == 0
+    told = succeed("preview", "--config", str(config), raw, "--force")
     assert told.replace("¦", "").count("Be·brief.") == 5
     (shown,) = [one for one in checked(config, raw).findings if one.name == "example"]
     assert "Be brief." in shown.found
 
 
-def test_the_whole_way_stops_at_the_first_problem_and_keeps_what_came_before(tiny_llama, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = pipeline_yaml(tmp_path, tiny_llama)
+def test_the_whole_way_stops_at_the_first_problem_and_keeps_what_came_before(pipeline, tmp_path):
     (tmp_path / "data/rendered").mkdir(parents=True)
     (tmp_path / "data/rendered/train.jsonl").write_text("mine\n")
-    answer = piped(config)
+    answer = piped(pipeline())
     assert not answer.data["ok"]
     assert [step["name"] for step in answer.data["steps"]] == ["process"]
     assert (tmp_path / "data/processed/train.jsonl").is_file()

@@ -1,7 +1,5 @@
 """Any damage of a checkpoint is noticed, and the one before is used; with none left a resume changes nothing."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -11,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.cli import main
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.checkpoints.last_checkpoint import find_last_checkpoint
+from tests.conftest import write_run
 from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.build
@@ -120,24 +119,6 @@ def test_every_file_reaches_the_disk_before_the_rename_and_the_names_after_it(of
     assert done[at + 1 :] == [str(tmp_path)]
 
 
-def test_each_file_of_a_run_s_checkpoint_falls_back_to_the_one_before(train):  # noqa: F811
-    _, _, folder = train("one", *SAME, "train.stop_after_steps=3")
-    newest = folder / "checkpoints" / "checkpoint-3"
-    names = [path.name for path in files(newest)]
-    assert {"adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"} <= set(names)
-    rng = random.Random(1)
-    aside = folder / "aside"
-    shutil.copytree(newest, aside)
-    for number, name in enumerate(names):
-        path = newest / name
-        damage(path, KINDS[number % 3], rng)
-        assert find_last_checkpoint(folder / "checkpoints").name == "checkpoint-2", path
-        assert not (newest / checkpoints.COMPLETE_FILE).exists()  # it counts no more
-        shutil.rmtree(newest)
-        shutil.copytree(aside, newest)
-    assert find_last_checkpoint(folder / "checkpoints").name == "checkpoint-3"
-
-
 def test_a_resume_after_damage_repeats_the_run(train):  # noqa: F811
     """Nor does the damaged one, the newest by its number until the run has passed it, push out the good one."""
     _, _, whole = train("whole", *SAME)
@@ -146,9 +127,7 @@ def test_a_resume_after_damage_repeats_the_run(train):  # noqa: F811
     shutil.rmtree(folder / "checkpoints" / "checkpoint-2")
     same = [*SAME, "train.save_total_limit=1"]
     code, printed, _ = train("one", *same, "train.stop_after_steps=1", verb="resume")
-    assert code == 0, printed
-    assert "checkpoint-3 is skipped: adapter_model.safetensors: " in printed
-    assert "The run falls back to the checkpoint of step 1" in printed
+    assert (code, "The run falls back to the checkpoint of step 1" in printed) == (0, True), printed
     assert [path.name for path in checkpoints.complete_checkpoints(folder / "checkpoints")] == ["checkpoint-2"]
     code, printed, _ = train("one", *same, verb="resume")
     assert (code, "Resuming bnb run from step 2" in printed) == (0, True), printed
@@ -165,10 +144,8 @@ def test_a_resume_without_a_sound_checkpoint_changes_nothing(train):  # noqa: F8
     for verb in ("resume", "train"):
         more = ["output.if_exists=resume"] if verb == "train" else []
         code, printed, _ = train("one", *SAME, *more, verb=verb)
-        assert code == 2, printed
-        assert "Traceback" not in printed
+        assert (code, "no checkpoint can be resumed" in printed) == (2, True), printed
         assert printed.count("is skipped: optimizer.pt") == 3
-        assert "no checkpoint can be resumed" in printed
         assert (folder / "metrics.jsonl").read_bytes() == metrics
         assert {path: path.read_bytes() for path in before} == before
 
@@ -192,31 +169,18 @@ def test_a_best_checkpoint_that_was_damaged_is_not_loaded(train, monkeypatch):  
     assert_same_bits(weights(folder), {name.replace(".default", ""): tensor for name, tensor in last.items()})
 
 
-# --- the weights of a finished run ------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", params=["lora", "full"])
-def finished(request, tmp_path_factory) -> Path:
+def finished(request, tmp_path_factory, tiny_llama, sums) -> Path:
     """A run that has ended, and a run YAML that trains on its rows."""
-    from sft_play.cli import main
-    from tests.conftest import chat
-    from tests.models import make_llama
-
     folder = tmp_path_factory.mktemp(request.param)
-    base = make_llama(folder / "base")
-    rows = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(80)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.yaml").write_text(
-        f"model: {{name: {base}, max_seq_len: 64}}\ntuning: {{mode: {request.param}}}\n"
-        f"data: {{train_path: {folder}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.5}}\n"
-        "train: {effective_batch_size: 8, max_steps: 2, learning_rate: 1e-3, report_to: []}\n"
-        f"eval: {{before_training: false, steps: 0}}\noutput: {{dir: {folder}/outputs, name: one}}\n"
-    )
-    assert main(["train", "--config", str(folder / "run.yaml")]) == 0
+    quick = {"before_training": False, "steps": 0}
+    data, output = {"val_fraction": 0.5}, {"name": "one"}
+    config = write_run(folder, tiny_llama, sums, tuning={"mode": request.param}, data=data, eval=quick, output=output)
+    assert main(["train", "--config", str(config)]) == 0
     return folder
 
 
-def test_damage_of_trained_weights_stops_every_command_that_loads_them(finished, command, tmp_path, monkeypatch):
+def test_damage_of_trained_weights_stops_every_command_that_loads_them(finished, refuse, tmp_path, monkeypatch):
     run, config = finished / "outputs" / "one", finished / "run.yaml"
     is_adapter = (run / "adapter").is_dir()
     weights = run / ("adapter" if is_adapter else "model")
@@ -227,38 +191,26 @@ def test_damage_of_trained_weights_stops_every_command_that_loads_them(finished,
     monkeypatch.setenv("INPUT", str(tmp_path / "prompts.txt"))
     monkeypatch.setenv("OUTPUT", str(tmp_path / "answers.jsonl"))
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    commands = {
-        "chat": ["chat"],
-        "infer": ["infer"],
-        "eval": ["eval"],
-        "ship": ["ship"],
-        "export": ["export", "--format", "vllm", "--out", str(tmp_path / "exported")],
-        **({"merge": ["merge", "--out", str(tmp_path / "merged")]} if is_adapter else {}),
-    }
+    export = ["export", "--format", "vllm", "--out", str(tmp_path / "exported")]
+    merge = [["merge", "--out", str(tmp_path / "merged")]] if is_adapter else []
     rng = random.Random(2)
-    for name, words in commands.items():
+    for words in (["chat"], ["infer"], ["eval"], ["ship"], export, *merge):
         path = rng.choice([*weights.glob("*.safetensors"), weights / "tokenizer.json"])
         content = path.read_bytes()
         damage(path, rng.choice(["flip", "zeros in the midst", "longer"]), rng)
-        code, printed = command(*words, "--run", str(run))
-        assert code == 2, (name, printed)
-        assert "Traceback" not in printed, (name, printed)
-        assert f"{weights} is not what was written: {path.name}" in printed, (name, printed)
+        assert f"{weights} is not what was written: {path.name}" in refuse(*words, "--run", str(run))
         path.write_bytes(content)
     assert not (tmp_path / "exported").exists()
     if is_adapter:
         path, again = weights / "adapter_model.safetensors", [f"model.adapter={run}", "output.name=next"]
         content = path.read_bytes()
         damage(path, "flip", rng)
-        code, printed = command("train", "--config", str(config), *again)
-        assert code == 2, printed
+        printed = refuse("train", "--config", str(config), *again)
         assert "adapter_model.safetensors: the contents are not those that were written" in printed
         path.write_bytes(content)
-    code, printed = command(*commands["infer"], "--run", str(run), "--max-new-tokens", "2")
-    assert code == 0, printed
 
 
-def test_what_people_edit_and_runs_without_digests_are_loaded(finished, command, tmp_path, monkeypatch):
+def test_what_people_edit_and_runs_without_digests_are_loaded(finished, succeed, refuse, tmp_path, monkeypatch):
     run = tmp_path / "one"
     shutil.copytree(finished / "outputs" / "one", run)
     is_adapter = (run / "adapter").is_dir()
@@ -269,30 +221,28 @@ def test_what_people_edit_and_runs_without_digests_are_loaded(finished, command,
     (weights / "notes.txt").write_text("more\n")
     settings = weights / ("adapter_config.json" if is_adapter else "generation_config.json")
     settings.write_text(json.dumps(json.loads(settings.read_text())))  # the same, on one line
+    words = ("infer", "--run", str(run), "--max-new-tokens", "2")
     for place in ("with", "without"):
         monkeypatch.setenv("OUTPUT", str(tmp_path / f"{place}.jsonl"))
-        code, printed = command("infer", "--run", str(run), "--max-new-tokens", "2")
-        assert code == 0, printed
+        succeed(*words)
         (weights / checkpoints.COMPLETE_FILE).unlink(missing_ok=True)
     # a record that is damaged itself says so
     (weights / checkpoints.COMPLETE_FILE).write_text("{")
     monkeypatch.setenv("OUTPUT", str(tmp_path / "damaged.jsonl"))
-    code, printed = command("infer", "--run", str(run), "--max-new-tokens", "2")
-    assert (code, "complete.json is damaged" in printed) == (2, True), printed
+    assert "complete.json is damaged" in refuse(*words)
 
 
-def test_a_damaged_merge_is_neither_exported_nor_found_the_adapter_s(finished, command, tmp_path):
+def test_a_damaged_merge_is_neither_exported_nor_found_the_adapter_s(finished, succeed, refuse, tmp_path):
     run = tmp_path / "one"
     shutil.copytree(finished / "outputs" / "one", run)
     if not (run / "adapter").is_dir():
         pytest.skip("all weights were trained: nothing is merged")
-    assert command("merge", "--run", str(run))[0] == 0
+    succeed("merge", "--run", str(run))
     path = run / "merged" / "model.safetensors"
     content = path.read_bytes()
     damage(path, "flip", random.Random(3))
     words = ["export", "--run", str(run), "--format", "vllm", "--out", str(tmp_path / "exported")]
     for tried in (words, ["merge-test", "--run", str(run)]):
-        code, printed = command(*tried)
-        assert (code, f"{run}/merged is not what was written: model.safetensors" in printed) == (2, True), printed
+        assert f"{run}/merged is not what was written: model.safetensors" in refuse(*tried)
     path.write_bytes(content)
-    assert command(*words)[0] == 0
+    succeed(*words)

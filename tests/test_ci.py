@@ -1,7 +1,5 @@
 """What the public workflow and the hooks name is there: targets, files, versions of Python, pinned packages."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 
@@ -9,14 +7,15 @@ import yaml
 
 from tests.conftest import ROOT
 
-WORKFLOW = ROOT / ".github/workflows/tests.yml"
 PLANNER_NEEDS_NO = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes")
 
 
-def commands() -> list[str]:
-    """Every command of the workflow."""
-    jobs = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]
-    return [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+JOBS = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))["jobs"]
+
+
+def commands(*names: str) -> list[str]:
+    """Every command of these jobs, or of all."""
+    return [step["run"] for name in names or JOBS for step in JOBS[name]["steps"] if "run" in step]
 
 
 def test_the_workflow_names_targets_and_files_that_are_there():
@@ -31,16 +30,14 @@ def test_the_workflow_names_targets_and_files_that_are_there():
 
 
 def test_the_workflow_runs_every_python_that_the_package_supports():
-    jobs = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     low, high = (int(number) for number in re.findall(r"3\.(\d+)", project["requires-python"]))
-    assert jobs["tests"]["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(low, high)]
+    assert JOBS["tests"]["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(low, high)]
 
 
 def test_packages_and_files_are_audited_on_every_push_and_every_night():
-    job = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]["audit"]
-    assert "if" not in job
-    packages, secrets = (step["run"] for step in job["steps"] if "run" in step)
+    assert "if" not in JOBS["audit"]
+    packages, secrets = commands("audit")
     locks = re.findall(r"-r (\S+)", packages)
     assert locks == ["requirements.lock", "requirements-unsloth.lock"]
     assert all((ROOT / lock).is_file() for lock in locks)

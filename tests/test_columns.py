@@ -1,7 +1,5 @@
 """Columns: which of a row are read, which would be missed, and what to do about it; the same in every command."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -20,7 +18,7 @@ from sft_play.data.sources.formats import FORMATS, TEXT_COLUMNS, Chat, Text, det
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from tests.bundled import data_file
-from tests.conftest import chat
+from tests.conftest import chat, write_rows, write_run
 
 QA: dict[str, Any] = {"question": "Which lamp is on?", "answer": "The one in the hall."}
 TURNS = chat("Which lamp is on?", "The one in the hall.")
@@ -56,9 +54,6 @@ def proposed(words: str, row: dict[str, Any], **options: Any) -> Any:
     # through the config, as a person would type it
     config = config_from_text("model: {name: a/b}", name="x", overrides=[setting[0]])
     return read(row, **{**options, "columns": config.data.columns})
-
-
-# --- what would be missed ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,22 +112,17 @@ def test_what_only_describes_a_row_is_listed_without_a_warning(column, value):
 
 def test_what_the_conversation_holds_is_not_missed():
     asked, answered = TURNS["messages"]
-    assert kinds({**TURNS, "prompt": asked["content"], "prompt_id": "x", "chosen": TURNS["messages"]}) == {
-        "prompt": "", "prompt_id": "", "chosen": "",
-    }  # fmt: skip
+    assert set(kinds({**TURNS, "prompt": asked["content"], "chosen": TURNS["messages"]}).values()) == {""}
     assert kinds({"problem": "2 + 2?", "solution": "It is 4, as is 2 x 2.", "answer": "It is 4, as"}) == {"answer": ""}
     assert kinds({**TURNS, "response": f"{answered['content']} Or not."}) == {"response": "answer"}
     # as alpaca's own file has it: the whole row rendered with a preamble
-    rendered = (
-        f"Below is a task. ### Instruction: {asked['content']} ### Response: {answered['content']} " + "more " * 40
-    )
+    rendered = f"A task. ### Instruction: {asked['content']} ### Response: {answered['content']} " + "more " * 40
     for row in (TURNS, QA):
         assert kinds({**row, "full_text": rendered}) == {"full_text": ""}
     alpaca = {"instruction": asked["content"], "input": "In the house.", "output": answered["content"]}
     assert kinds({**alpaca, "text": f"{rendered} ### Input: In the house."}) == {"text": ""}
-    assert kinds({**QA, "passage": f"{PASSAGE} {QA['answer']}"}) == {
-        "passage": "context"
-    }  # extractive answers stand there
+    extractive = {**QA, "passage": f"{PASSAGE} {QA['answer']}"}
+    assert kinds(extractive) == {"passage": "context"}
 
 
 def test_every_format_names_a_column_beside_it_that_holds_long_text():
@@ -154,9 +144,8 @@ def test_of_two_columns_for_one_thing_the_one_that_is_not_read_is_named():
     both = {**TURNS, "system": "Be brief.", "system_instruction": "Speak like a pirate.", "tools": TOOLS}
     assert kinds(both) == {"system_instruction": "system"}
     assert kinds({**both, "functions": [{**TOOLS[0], "name": "other"}]})["functions"] == "tools"
-    assert kinds({**both, "functions": TOOLS, "system_instruction": "Be brief."}) == {
-        "system_instruction": "", "functions": "",
-    }  # fmt: skip
+    repeated = kinds({**both, "functions": TOOLS, "system_instruction": "Be brief."})
+    assert repeated == {"system_instruction": "", "functions": ""}
 
 
 def test_a_label_of_texts_is_named_with_the_setting_that_trains_it():
@@ -169,17 +158,13 @@ def test_a_label_of_texts_is_named_with_the_setting_that_trains_it():
         assert trained.unused == ()
     assert kinds({"text": "I liked the lamp.", "label": 1}) == {"label": "label"}
     assert "data.columns" not in finding({"text": "I liked the lamp.", "label": 1}).found  # a number is no answer
-    assert kinds({"text": "I liked the lamp.", "url": "https://a.b", "lang": "en", "dump": "CC-MAIN-2024"}) == {
-        "url": "", "lang": "", "dump": "",
-    }  # fmt: skip
+    crawled = {"text": "I liked the lamp.", "url": "https://a.b", "lang": "en", "dump": "CC-MAIN-2024"}
     code = {"content": "def f(): pass", "max_stars_repo_head_hexsha": "ab" * 20, "max_stars_repo_licenses": ["MIT"]}
-    assert set(kinds(code).values()) == {""}
+    for row in (crawled, code):
+        assert set(kinds(row).values()) == {""}
     mapped = {"columns": {"text": "body"}}
     row = {"body": "I liked the lamp.", "label": "positive"}
     assert "{prompt: body, completion: label}" in finding(row, **mapped).found
-
-
-# --- what to do about it ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,17 +249,6 @@ def test_a_file_may_lack_a_mapped_column_where_it_has_none_that_could_be_meant()
         detect_format(iter([RawRow("f:1", {"frage": "Was?", "absatz": PASSAGE})]), data)
 
 
-def test_rows_of_several_columns_are_one_line_with_the_most_frequent_first():
-    rows = [{**QA, "passage": PASSAGE, "url": "u"}] * 3 + [{**QA, "skip": True, "seed": 4}]
-    assert finding(*rows).found == (
-        "not read: passage (text that the question may be about, 3 rows), skip (says what is trained, or is left out, "
-        "1 row); data.columns={context: passage} reads passage as text behind the question; also not read: url, seed"
-    )
-
-
-# --- hints for rows of no known format --------------------------------------------------------------------------------
-
-
 def hint(row: dict[str, Any]) -> str:
     with pytest.raises(DataError) as refused:
         read(row)
@@ -315,51 +289,49 @@ def test_real_files_hold_no_column_that_would_be_missed():
             assert stats.chats + stats.texts > 0, path
 
 
-# --- rows of another kind than supervised examples --------------------------------------------------------------------
-
 ASKED = [{"from": "human", "value": "q"}]
-PAIR_TURNS = chat("q", "a")["messages"]
+PAIR_TURNS: Any = chat("q", "a")["messages"]
+OTHER_TURNS = chat("q", "b")["messages"]
 SHAREGPT = [*ASKED, {"from": "gpt", "value": "a"}]
 
-
-def texts(found: Any) -> list[tuple[str, str]]:
-    assert isinstance(found, Chat), found
-    return [(message["role"], message["content"]) for message in found.messages]
-
-
-PAIR = [("user", "q"), ("assistant", "a")]
 
 KTO = "is false: an answer that is not wanted (KTO)"
 DPO = "preferences (a chosen and a rejected answer, as for DPO)"
 
 
 @pytest.mark.parametrize(
-    ("row", "kind"),
+    ("row", "kind", "columns"),
     [
-        ({"messages": PAIR_TURNS, "label": False}, f"label {KTO}"),
-        ({"conversations": SHAREGPT, "kto_tag": False}, f"kto_tag {KTO}"),
-        ({"prompt": "q", "completion": "a", "label": False}, f"label {KTO}"),
-        ({"prompt": [PAIR_TURNS[0]], "completion": [PAIR_TURNS[1]], "label": False}, f"label {KTO}"),
-        ({"instruction": "q", "output": "a", "label": "False"}, f"label {KTO}"),
-        ({"conversations": ASKED, "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "b"}}, DPO),
-        ({"conversations": SHAREGPT, "chosen": "a", "rejected": "b"}, DPO),
-        ({"messages": PAIR_TURNS, "chosen": PAIR_TURNS, "rejected": chat("q", "b")["messages"]}, DPO),
-        ({"messages": PAIR_TURNS, "rejected_response": "b"}, DPO),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, DPO),
-        ({"prompt": "q", "chosen": PAIR_TURNS, "rejected": json.dumps(chat("q", "b")["messages"])}, DPO),
-        ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, DPO),
-        ({"question": "q", "response": "a", "rejected": "b c"}, DPO),
-        ({"query": "q", "answer": "a", "negative": "an other passage"}, "for retrieval or embeddings"),
-        ({"query": "q", "response": "a", "neg": ["x", "y"]}, "for retrieval or embeddings"),
-        ({"question": "q", "choices": ["x", "y"], "answer": 1}, "multiple choice"),
-        ({"question": "q", "options": {"A": "x", "B": "y"}, "answer": "B"}, "multiple choice"),
+        ({"messages": PAIR_TURNS, "label": False}, f"label {KTO}", {"messages": "messages"}),
+        ({"conversations": SHAREGPT, "kto_tag": False}, f"kto_tag {KTO}", None),
+        ({"prompt": "q", "completion": "a", "label": False}, f"label {KTO}", None),
+        ({"prompt": [PAIR_TURNS[0]], "completion": [PAIR_TURNS[1]], "label": False}, f"label {KTO}", None),
+        ({"instruction": "q", "output": "a", "label": "False"}, f"label {KTO}", None),
+        ({"conversations": ASKED, "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "b"}}, DPO, None),
+        ({"conversations": SHAREGPT, "chosen": "a", "rejected": "b"}, DPO, None),
+        ({"messages": PAIR_TURNS, "chosen": PAIR_TURNS, "rejected": OTHER_TURNS}, DPO, None),
+        ({"messages": PAIR_TURNS, "chosen": "x", "rejected": "y"}, DPO, {"messages": "messages"}),
+        ({"messages": PAIR_TURNS, "rejected_response": "b"}, DPO, None),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, DPO, {"prompt": "prompt", "completion": "chosen"}),
+        ({"prompt": "q", "chosen": PAIR_TURNS, "rejected": OTHER_TURNS}, DPO, {"messages": "chosen"}),
+        ({"prompt": "q", "chosen": PAIR_TURNS, "rejected": json.dumps(OTHER_TURNS)}, DPO, None),
+        ({"chosen": PAIR_TURNS, "rejected": OTHER_TURNS}, DPO, {"messages": "chosen"}),
+        ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, DPO, None),
+        ({"question": "q", "response": "a", "rejected": "b c"}, DPO, None),
+        ({"query": "q", "answer": "a", "negative": "an other passage"}, "for retrieval or embeddings", None),
+        ({"query": "q", "response": "a", "neg": ["x", "y"]}, "for retrieval or embeddings", None),
+        ({"question": "q", "choices": ["x", "y"], "answer": 1}, "multiple choice", None),
+        ({"question": "q", "options": {"A": "x", "B": "y"}, "answer": "B"}, "multiple choice", None),
     ],
 )
-def test_a_row_of_another_kind_is_named_and_a_whole_mapping_takes_it(row, kind):
+def test_a_row_of_another_kind_is_named_and_the_mapping_of_its_message_trains_what_it_says(row, kind, columns):
     found = read(row)
     assert isinstance(found, BadRow), found
     assert kind in found.reason
     assert "data.columns" in found.detail or "column of its own" in found.detail
+    if columns is not None:
+        assert f"{{{', '.join(f'{known}: {theirs}' for known, theirs in columns.items())}}}" in found.detail
+        assert list(read(row, columns=columns).messages) == PAIR_TURNS
 
 
 @pytest.mark.parametrize("key", ["messages", "conversations", "dialog", "turns", "conversation"])
@@ -368,28 +340,9 @@ def test_texts_without_speakers_are_turns_only_where_it_is_said(key, pack):
     row = {"question_id": 81, key: pack(["Compose a blog post.", "Rewrite it."]), "reference": []}
     found = read(row)
     assert isinstance(found, BadRow)
-    assert "does not say whose they are" in found.reason
     assert "data.turns_without_roles=alternate" in found.detail
     taken = read(row, turns_without_roles="alternate")
-    assert texts(taken) == [("user", "Compose a blog post."), ("assistant", "Rewrite it.")]
-
-
-@pytest.mark.parametrize(
-    ("row", "columns"),
-    [
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "prompt", "completion": "chosen"}),
-        ({"chosen": PAIR_TURNS, "rejected": chat("q", "b")["messages"]}, {"messages": "chosen"}),
-        ({"prompt": "q", "chosen": PAIR_TURNS, "rejected": chat("q", "b")["messages"]}, {"messages": "chosen"}),
-        ({"messages": PAIR_TURNS, "chosen": "x", "rejected": "y"}, {"messages": "messages"}),
-        ({"messages": PAIR_TURNS, "label": False}, {"messages": "messages"}),
-    ],
-)
-def test_what_the_message_proposes_trains_what_it_says(row, columns):
-    refused = read(row)
-    said = f"{{{', '.join(f'{known}: {theirs}' for known, theirs in columns.items())}}}"
-    assert isinstance(refused, BadRow)
-    assert said in refused.detail
-    assert texts(read(row, columns=columns)) == PAIR
+    assert list(taken.messages) == chat("Compose a blog post.", "Rewrite it.")["messages"]
 
 
 def test_plain_text_may_have_any_label():
@@ -404,24 +357,15 @@ INNOCENT: dict[str, list[Any]] = {
     "is_desirable": [True, 1, None],
     "chosen": [True, False, None, "yes", 1],
     "rejected": [True, False, None, "", "no", "False", 0, [], {}, " "],
-    "rejected_by": ["a reviewer"],
     "negative": [True, 0, None, "no", -1],
     "choices": [None, [], 3, "one of them", ["x", "y"]],
     "options": [{"temperature": 0.5, "top_p": 1}, None],
     "labels": [["a", "b"], [1, 0]],
     "completions": [2, ["x"]],
-    "id": ["7", 7],
-    "source": ["web"],
     "category": ["brainstorm"],
     "score": [0.0, -1, 1],
-    "quality": ["low", 5],
-    "rating": [1],
-    "winner": ["a"],
-    "difficulty": ["easy"],
     "tags": [["x"], "x"],
     "meta": [{"label": False, "rejected": "b"}],
-    "reward": [0.1],
-    "turn": [1],
     "preference": [True],
 }
 """Columns of real data sets with values that say nothing against the row."""
@@ -458,21 +402,12 @@ def test_innocent_columns_change_nothing():
 
 
 def test_what_tells_another_kind_is_found_among_any_other_columns():
-    """The same with one column that does tell: refused, whatever stands beside it."""
     chance = random.Random(14)
-    telling: dict[str, list[Any]] = {
-        **{
-            key: [True, "true", 1, "1"]
-            if "un" in key
-            else [False, "false", " False", 0, "0", 0.0, "undesirable", "rejected"]
-            for key in PREFERENCE_TAGS
-        },
-        **{
-            key: ["another answer", PAIR_TURNS, [{"role": "assistant", "content": "b"}], {"x": "y"}]
-            for key in REJECTED_COLUMNS
-        },
-        **{key: ["an other passage", ["x"], '["x", "y"]'] for key in NEGATIVE_COLUMNS},
-    }
+    undesired = [False, "false", " False", 0, "0", 0.0, "undesirable", "rejected"]
+    other_answers = ["another answer", PAIR_TURNS, [{"role": "assistant", "content": "b"}], {"x": "y"}]
+    telling = {key: [True, "true", 1, "1"] if "un" in key else undesired for key in PREFERENCE_TAGS}
+    telling |= dict.fromkeys(REJECTED_COLUMNS, other_answers)
+    telling |= {key: ["an other passage", ["x"], '["x", "y"]'] for key in NEGATIVE_COLUMNS}
     refused = 0
     for row in _rows():
         for key, values in telling.items():
@@ -486,12 +421,9 @@ def test_what_tells_another_kind_is_found_among_any_other_columns():
     assert refused > 500
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def story(tmp_path, tiny_llama, monkeypatch, command):
-    """Commands in a folder with 40 rows that hold a passage and a flag: (exit code, printed text)."""
+def story(tmp_path, tiny_llama, monkeypatch, succeed):
+    """Commands in a folder with 40 rows that hold a passage and a flag: their printed text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WHY", "0")
     rows = [
@@ -499,42 +431,30 @@ def story(tmp_path, tiny_llama, monkeypatch, command):
         for n in range(40)
     ]
     rows[3]["skip"] = True
-    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("my.yaml").write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 128}}\ntuning: {{mode: lora}}\n"
-        "data: {train_path: own.jsonl, val_fraction: 0.2, process: {raw_path: own.jsonl}}\n"
-        "train: {effective_batch_size: 8, max_steps: 1, report_to: [], gradient_checkpointing: false}\n"
-        "eval: {before_training: false, steps: 0}\n"
-    )
-    return lambda name, *words: command(name, "--config", "my.yaml", *words)
+    own = write_rows(Path("own.jsonl"), rows)
+    data = {"val_fraction": 0.2, "process": {"raw_path": str(own)}}
+    config = write_run(tmp_path, tiny_llama, own, data=data, model={"max_seq_len": 128}, train={"max_steps": 1})
+    return lambda name, *words: succeed(name, "--config", str(config), "eval.before_training=false", *words)
 
 
-MISSED = (
-    "not read: passage (text that the question may be about, {} rows), skip (says what is trained, or is left out, "
-    "1 row); data.columns={{context: passage}} reads passage as text behind the question; also not read: url"
-)
 MAPPED = "data.columns={context: passage}"
 
 
 @pytest.mark.build
-def test_every_command_that_reads_rows_says_what_would_be_missed(story, command, tiny_llama):
-    said = MISSED.format(40)
-    code, told = story("check")
-    assert code == 0
-    assert said in told.replace("\n", " ")
-    for name, words in (("plan", ()), ("preview", ()), ("process", ())):
-        code, told = story(name, *words)
-        assert (code, told.count(said)) == (0, 1), (name, told)
-    code, told = story("preview", MAPPED, "--row", "1")
-    assert (code, "noon" in told.replace("¦", "")) == (0, True)
-    code, told = story("check", MAPPED)
-    assert (code, "passage" in told.replace(MAPPED, ""), "not read: skip" in told) == (0, False, True)
-    code, told = command("new", "--model", str(tiny_llama), "--data", "own.jsonl", "--out", "new.yaml")
-    assert code == 0
+def test_every_command_that_reads_rows_says_what_would_be_missed(story, succeed, tiny_llama):
+    said = (
+        "not read: passage (text that the question may be about, 40 rows), skip (says what is trained, or is left out, "
+        "1 row); data.columns={context: passage} reads passage as text behind the question; also not read: url"
+    )
+    assert said in story("check").replace("\n", " ")
+    for name in ("plan", "preview", "process"):
+        assert story(name).count(said) == 1, name
+    assert "noon" in story("preview", MAPPED, "--row", "1").replace("¦", "")
+    told = story("check", MAPPED)
+    assert ("passage" in told.replace(MAPPED, ""), "not read: skip" in told) == (False, True)
+    succeed("new", "--model", str(tiny_llama), "--data", "own.jsonl", "--out", "new.yaml")
     assert f"# Columns {said}\n" in Path("new.yaml").read_text()
-    code, told = story("train")
-    assert code == 0, told
-    (line,) = [line for line in told.splitlines() if "passage" in line]
+    (line,) = [line for line in story("train").splitlines() if "passage" in line]
     assert "Data train: columns: not read: passage (text that the question may be about," in line
     (run,) = Path("outputs").iterdir()
     report = json.loads((run / "manifest.json").read_text())["data"]["train"]["report"]

@@ -1,13 +1,13 @@
 """Every command gives one JSON object with JSON=1: alone on standard output, with the fields that scripts read."""
 
-from __future__ import annotations
-
+import contextlib
 import io
 import json
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,8 +24,8 @@ from sft_play.errors import ConfigError, DoesNotFit, Interrupted
 from sft_play.machine.hardware import parse_hardware
 from sft_play.variables import VARIABLES, flag_commands
 from tests import warm
-from tests.command_cases import COMMAND_CASES, SUMMARY, a_run
-from tests.conftest import ROOT, chat
+from tests.command_cases import COMMAND_CASES, SUMMARY, TRAINED
+from tests.conftest import ROOT, chat, write_rows, write_run
 from tests.converter import converter
 from tests.models import CHATML
 from tests.schemas import refuse_invalid, schemas
@@ -37,7 +37,7 @@ from tests.test_score import write as write_peaks
 
 def test_there_is_a_case_for_every_command_and_its_schema():
     assert set(COMMAND_CASES) == set(COMMAND_FILES)
-    assert schemas().keys() - {"ending"} == {name for name, case in COMMAND_CASES.items() if case.has_schema}
+    assert schemas().keys() - {"ending"} == set(COMMAND_CASES)
     for schema in schemas().values():
         Draft202012Validator.check_schema(schema)
 
@@ -97,45 +97,36 @@ def test_a_request_has_the_value_of_every_flag_of_the_kind_that_the_table_says()
         _ = request.hardwre
 
 
-# --- every command, run -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_llama) -> Iterator[Path]:
     """A folder with rows, documents, templates, a notebook, and a run that was stopped after its first step."""
     folder = tmp_path_factory.mktemp("commands")
-    rows = "".join(json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(40))
-    for name in ("rows.jsonl", "raw.jsonl"):
-        (folder / name).write_text(rows)
-    for name, text in (("documents/a.txt", "A text of some length.\n" * 40), ("templates/plain.jinja", CHATML),
-                       ("given/train.jsonl", rows)):  # fmt: skip
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+    for name in ("documents", "templates", "given"):
+        (folder / name).mkdir()
+    for name in ("rows.jsonl", "raw.jsonl", "given/train.jsonl"):
+        write_rows(folder / name, (chat(f"what is {n}?", f"it is {n}.") for n in range(40)))
+    (folder / "documents" / "a.txt").write_text("A text of some length.\n" * 40)
+    (folder / "templates" / "plain.jinja").write_text(CHATML)
     book(folder, "print('a cell')\n")
     write_peaks(folder / "peaks.csv", [{**ROW, "strategy": "tp"}])
-    (folder / "run.yaml").write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        "data: {train_path: rows.jsonl, val_path: null, test_path: null}\n"
-        "train: {effective_batch_size: 4, max_steps: 2, report_to: [tensorboard]}\n"
-    )
+    train = {"effective_batch_size": 4, "report_to": ["tensorboard"]}
+    write_run(folder, tiny_llama, Path("rows.jsonl"), train=train, output={"dir": "outputs"})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert main(["train", "--config", "run.yaml", *a_run("begun"), "train.stop_after_steps=1"]) == 0
-        assert main(["train", "--config", "run.yaml", *a_run("whole")]) == 0
+        for words in (f"{TRAINED}begun train.stop_after_steps=1", f"{TRAINED}whole"):
+            assert main(["train", "--config", "run.yaml", *words.split()]) == 0
         assert main(["merge", "--config", "run.yaml", "--run", "whole", "--out", "merged"]) == 0
         shutil.copytree("outputs/begun", "outputs/old")
         yield folder
         main(["tb-stop", "--config", "run.yaml"])  # whichever tests ran, and in whatever order
 
 
+SLOWLY = [name for name, case in COMMAND_CASES.items() if case.takes_minutes]
+QUICK = [name for name in COMMAND_CASES if name not in SLOWLY]
+
+
 @pytest.mark.build
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if case.takes_minutes else name
-        for name, case in COMMAND_CASES.items()
-    ],
-)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWLY)])
 def test_the_answer_stands_alone_on_standard_output_and_parses(name, world, tiny_llama, tmp_path, monkeypatch, capfd):
     if name == "export-test":
         converter()
@@ -143,9 +134,9 @@ def test_the_answer_stands_alone_on_standard_output_and_parses(name, world, tiny
         assert main(["export", "--config", "run.yaml", "--run", "whole", "--format", "gguf", "--out", "exported"]) == 0
     if name == "train-deepspeed" and find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed here")
-    words, fields = COMMAND_CASES[name].words, COMMAND_CASES[name].fields
+    case = COMMAND_CASES[name]
     config = ["--config", "run.yaml"] if name in flag_commands("CONFIG") else []
-    given = [str(tiny_llama) if word == "MODEL" else word for word in words(world)]
+    given = shlex.split(case.words.format(world=world, model=tiny_llama))
     monkeypatch.chdir(world)
     monkeypatch.setenv("JSON", "1")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
@@ -167,16 +158,15 @@ def test_the_answer_stands_alone_on_standard_output_and_parses(name, world, tiny
     assert out.count("\n") == 1, out
     data = json.loads(out)
     refuse_invalid(name, data)
+    fields = set(case.fields.split())
     if fields.isdisjoint(data):
         data = data["rows"][0]
     assert set(data) >= fields
-    if fields is SUMMARY:
+    if case.fields == SUMMARY:
         assert (data["steps"], data["exit"]) == (2, 0)
-        assert json.loads((world / data["run"] / "summary.json").read_text()) == {
-            key: value
-            for key, value in data.items()
-            if key not in ("run", "ok", "kind", "best_step", "best_checkpoint")
-        }
+        summary = json.loads((world / data["run"] / "summary.json").read_text())
+        own = ("run", "ok", "kind", "best_step", "best_checkpoint")
+        assert {key: value for key, value in data.items() if key not in own} == summary
         assert f"[{name}] Base model: " in err
 
 
@@ -187,12 +177,7 @@ def ended_at_once(service: Any) -> int:
 
 
 def test_a_plan_that_refuses_a_run_is_its_answer(tmp_path, tiny_llama, sums, capfd, monkeypatch):
-    """The machine is said to have 64 MiB; the same plan with words is an error, with exit code 3 either way."""
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ndata: {{train_path: {sums}, val_path: null}}\n"
-        f"output: {{dir: {tmp_path}/outputs}}\n"
-    )
+    config = write_run(tmp_path, tiny_llama, sums)
     small = replace(parse_hardware("cpu,ram=1GiB,cores=2"), ram_bytes=2**26, ram_free_bytes=2**26, named=False)
     monkeypatch.setattr("sft_play.launch.planning.detect_hardware", lambda: small)
     for flags in (["--json"], []):
@@ -230,84 +215,57 @@ def test_words_and_json_are_of_one_object(capfd, monkeypatch, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text()) == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "kind", "error"),
-    [
-        (["no-such-command"], 2, "fix", "there is no command no-such-command"),
-        (["plan", "--config", "nowhere.yaml"], 2, "fix", "nowhere.yaml"),
-        (["chat", "--run", "no-such-run"], 2, "fix", "no-such-run"),
-    ],
-)
-def test_with_json_an_error_is_one_object_too(capfd, monkeypatch, tmp_path, words, code, kind, error):
+def test_with_json_an_error_is_one_object_too(capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for given, variable in (([*words, "--json"], None), (words, "1")):
-        monkeypatch.setenv("JSON", variable) if variable else monkeypatch.delenv("JSON", raising=False)
-        assert main(given) == code
-        printed, beside = capfd.readouterr()
-        answer = json.loads(printed)
-        assert (answer["ok"], answer["kind"], answer["exit"]) == (False, kind, code)
-        refuse_invalid("ending", answer)
-        assert error in answer["error"]
-        assert error in beside  # people read it where they did before
-    monkeypatch.setenv("JSON", "0")
-    assert main(words) == code
-    assert capfd.readouterr().out == ""
+    for words in (["no-such-command"], ["plan", "--config", "nowhere.yaml"], ["chat", "--run", "no-such-run"]):
+        for flags, variable in ((["--json"], ""), ([], "1"), ([], "0")):
+            monkeypatch.setenv("JSON", variable)
+            assert main([*words, *flags]) == 2
+            printed, beside = capfd.readouterr()
+            if variable == "0":
+                assert printed == ""
+                continue
+            answer = json.loads(printed)
+            refuse_invalid("ending", answer)
+            assert (answer["kind"], words[-1] in answer["error"]) == ("fix", True)
+            assert answer["error"] in beside  # people read it where they did before
 
 
 def test_with_json_every_ending_has_its_kind(capfd, monkeypatch):
-    def raising(raised: BaseException):
+    def answer_of(raised: BaseException, program: Callable[[], object]) -> tuple[Any, ...]:
         def run(request):
             raise raised
 
-        return run
+        monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", run)
+        monkeypatch.setattr(exit_codes, "_has_answered", False)
+        with contextlib.suppress(ZeroDivisionError, SystemExit):
+            program()
+        answer = json.loads(capfd.readouterr().out)
+        assert not answer["ok"]
+        assert "hf_aaa" not in answer["error"]
+        return answer["kind"], answer["exit"], answer["error"]
 
-    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
+    secret = "hf_" + "a" * 34
+    monkeypatch.setenv("HF_TOKEN", secret)
     for raised, kind in (
         (Interrupted("stopped; resume it"), "stopped"), (KeyboardInterrupt(), "stopped"),
-        (DoesNotFit("no"), "does_not_fit"), (ConfigError("x hf_" + "a" * 34), "fix"),
+        (DoesNotFit("no"), "does_not_fit"), (ConfigError(f"x {secret}"), "fix"),
     ):  # fmt: skip
-        monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", raising(raised))
-        main(["gpu-info", "--json"])
-        answer = json.loads(capfd.readouterr().out)
-        assert (answer["ok"], answer["kind"]) == (False, kind)
-        assert answer["error"]
-        assert "hf_aaa" not in answer["error"]
-    monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", raising(ZeroDivisionError("ours")))
+        assert answer_of(raised, lambda: main(["gpu-info", "--json"]))[0] == kind
     monkeypatch.setattr(sys, "argv", ["sft-play", "gpu-info", "--json"])
-    monkeypatch.setattr(exit_codes, "_has_answered", False)
-    with pytest.raises(ZeroDivisionError):
-        entry.main()
-    assert json.loads(capfd.readouterr().out) == {"ok": False, "kind": "failed", "exit": 1, "error": "ours"}
-    monkeypatch.setattr(exit_codes, "_has_answered", False)
-
-    def reworded(request):
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            raise ImportError("a library's word for Ctrl-C") from None
-
-    monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", reworded)
-    assert entry.main() == 130
-    answer = json.loads(capfd.readouterr().out)
-    assert (answer["kind"], answer["exit"]) == ("stopped", 130)
-    monkeypatch.setattr(exit_codes, "_has_answered", False)
-    monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", raising(SystemExit("a library gave up")))
-    with pytest.raises(SystemExit):
-        entry.main()
-    answer = json.loads(capfd.readouterr().out)
-    assert (answer["kind"], answer["exit"]) == ("failed", 1)
-    assert "a library gave up" in answer["error"]
+    assert answer_of(ZeroDivisionError("ours"), entry.main) == ("failed", 1, "ours")
+    reworded = ImportError("a library's word for Ctrl-C")
+    reworded.__context__ = KeyboardInterrupt()
+    assert answer_of(reworded, entry.main)[:2] == ("stopped", 130)
+    kind, code, error = answer_of(SystemExit("a library gave up"), entry.main)
+    assert (kind, code, "a library gave up" in error) == ("failed", 1, True)
     monkeypatch.setenv("RANK", "1")  # of a launcher's ranks the first answers
-    monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", raising(ConfigError("no")))
-    assert main(["gpu-info", "--json"]) == 2
+    assert main(["plan", "--config", "nowhere.yaml", "--json"]) == 2
     assert capfd.readouterr().out == ""
 
 
 def test_a_command_imports_its_own_file_alone():
-    code = (
-        "import sys; from sft_play.cli import import_command; import_command(['plan', '--config', 'x']); "
-        "found = sorted(name for name in sys.modules if name.startswith('sft_play.commands.')); print(*found)"
-    )
+    code = "import sys; from sft_play import cli; cli.import_command(['plan', '--config', 'x']); print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    own = {f"sft_play.commands.{name}" for name in set(COMMAND_FILES.values())} & set(ended.stdout.split())
+    own = {f"sft_play.commands.{name}" for name in COMMAND_FILES.values()} & set(ended.stdout.split())
     assert own == {"sft_play.commands.plan"}

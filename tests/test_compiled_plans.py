@@ -1,7 +1,5 @@
 """What train.compile changes in a plan: less time a step, compiling once, no more bytes, and what it refuses."""
 
-from __future__ import annotations
-
 import functools
 import random
 from dataclasses import replace
@@ -21,7 +19,7 @@ from sft_play.planner import calibration, explain
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.layout import DEEPSPEED_LAYOUTS, find_layouts
 from sft_play.planner.plan import RunLength, plan_from_json
-from sft_play.planner.speed import COMPILED_TRAFFIC_SHARE, find_rates, predict_speed
+from sft_play.planner.speed import BANDWIDTH_SHARE, COMPILED_TRAFFIC_SHARE, active_params, find_rates, predict_speed
 from tests.test_plan_truth import measured
 
 GIB = 2**30
@@ -50,10 +48,8 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
         checkpointing = draw.choice(["true", "false"])
         words = (f"tuning.mode={mode}", f"train.gradient_checkpointing={checkpointing}", "train.batch_size=2",
                  f"train.grad_accum={16 // 2 // len(parse_hardware(machine).gpus)}")  # fmt: skip
-        plain, fast = (
-            planned(machine, model, *words, compile=on, allowed_layouts=("single", "ddp", "fsdp"))
-            for on in (False, True)
-        )
+        layouts = ("single", "ddp", "fsdp")
+        plain, fast = (planned(machine, model, *words, compile=on, allowed_layouts=layouts) for on in (False, True))
         assert fast.memory.allocated == plain.memory.allocated
         if fast.layout != plain.layout:
             continue
@@ -62,27 +58,22 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
             assert other[name] == pytest.approx(one[name])
         precision, step = plain.precision, plain.choice.step
         rates = find_rates(plain.hardware, precision)
-        reads = _reads(plain, rates)
+        shape = load_model_shape(model)
+        reads = _reads(plain, shape, rates)
         assert other["memory"] - reads == pytest.approx((one["memory"] - reads) * COMPILED_TRAFFIC_SHARE)
         assert other["kernel_starts"] < one["kernel_starts"]
         assert fast.speed.step_s < plain.speed.step_s
-        again = predict_speed(config(*words), load_model_shape(model), precision, step, rates)
+        again = predict_speed(config(*words), shape, precision, step, rates)
         assert again.step_s == pytest.approx(fast.speed.step_s)
 
 
-def _reads(plan: Any, rates: Any) -> float:
+def _reads(plan: Any, shape: Any, rates: Any) -> float:
     """Seconds of a step in which weights are read, which no compiler spares."""
-    from sft_play.planner.speed import BANDWIDTH_SHARE, active_params
-
     step = plan.choice.step
     layers = plan.choice.layers
     again = (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
-    weights = active_params(shape_of_plan(plan))
+    weights = active_params(shape)
     return float(2 * weights * (2 + again) / (rates.memory_bytes_per_s * BANDWIDTH_SHARE) * step.grad_accum)
-
-
-def shape_of_plan(plan: Any) -> Any:
-    return next(load_model_shape(name) for name in MODELS if load_model_shape(name).params == plan.model_params)
 
 
 def test_hours_have_the_time_of_compiling_and_the_plan_says_so():
@@ -130,34 +121,26 @@ def test_compiled_runs_and_plain_ones_do_not_correct_each_other():
     assert (fast.run_count, fast.memory_factor, fast.speed_factor) == (1, 1.5, 0.8)
     assert calibration.compute_correction(runs[:1], **asked, is_compiled=True) == calibration.Correction()
     earlier = [run(device=parse_hardware("H100").gpus[0].name, model="x")]
-    untouched = planned("H100", MODELS[0], "tuning.mode=lora")
-    assert planned("H100", MODELS[0], "tuning.mode=lora", measured_runs=earlier).speed == untouched.speed
-    plain_one, corrected = (
-        planned("H100", MODELS[0], "tuning.mode=lora", compile=False, measured_runs=known) for known in ([], earlier)
-    )
-    assert corrected.speed.tokens_per_s < plain_one.speed.tokens_per_s
+    for on in (True, False):
+        wanted = functools.partial(planned, "H100", MODELS[0], "tuning.mode=lora", compile=on)
+        untouched, corrected = (wanted(measured_runs=known).speed.tokens_per_s for known in ([], earlier))
+        assert (corrected == untouched, corrected < untouched) == (on, not on)
 
-
-# --- what inductor needs ----------------------------------------------------------------------------------------------
 
 THERE = Toolchain(
     has_triton=True, compiler="/usr/bin/gcc", headers=Path("/nowhere"), python_version="3.11.9", has_built_module=True
 )
 
 
-@pytest.mark.parametrize(
-    ("tools", "machine", "words"),
-    [(replace(THERE, compiler=None), "H100", r"no C compiler .neither CC, gcc nor clang."),
-     (replace(THERE, has_triton=False), "H100", "Triton is not installed; pip install triton"),
-     (THERE, "H100", None)],
-)  # fmt: skip
-def test_a_gpu_needs_triton_and_its_c_compiler_for_every_kernel(monkeypatch, tools, machine, words):
+@pytest.mark.parametrize(("missing", "words"), [("compiler", "no C compiler"), ("has_triton", "pip install triton")])
+def test_a_gpu_needs_triton_and_its_c_compiler_for_every_kernel(monkeypatch, missing, words):
     """What an earlier run has built is not enough: each new kernel is built again."""
-    monkeypatch.setattr(compiler, "find_toolchain", lambda _: tools)
-    if words is None:
-        return require_inductor(parse_hardware(machine), {})
-    with pytest.raises(HardwareError, match=f"train.compile: inductor cannot compile here: {words}.*compile=false"):
-        require_inductor(parse_hardware(machine), {})
+    hardware = parse_hardware("H100")
+    monkeypatch.setattr(compiler, "find_toolchain", lambda _: THERE)
+    require_inductor(hardware, {})
+    monkeypatch.setattr(compiler, "find_toolchain", lambda _: replace(THERE, **{missing: None}))
+    with pytest.raises(HardwareError, match=f"inductor cannot compile here: .*{words}.*compile=false"):
+        require_inductor(hardware, {})
 
 
 def test_a_cpu_needs_a_cpp_compiler_before_anything_loads(monkeypatch, tmp_path):

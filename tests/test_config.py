@@ -1,7 +1,5 @@
 """The run YAML: what it means, what it refuses, and that its reference is current."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -99,6 +97,17 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
         ("model: {name: gpt2}\n? [1, 2]\n: 3\n", "a key must be a word"),
         ("task_mode: sft\n", "model: missing"),
         ("model: {name: 'x\x00y'}\n", "is not allowed in YAML"),
+        ("model: {name: “Qwen/Qwen2.5-3B-Instruct”}", "model.name: is in typographic quotes"),
+        ("model: {name: ‘x’}", "model.name: is in typographic quotes"),
+        # keys that disagree
+        (f"{MINIMAL}task_mode: cpt_mixed", "needs data.text_path"),
+        (f"{MINIMAL}data: {{text_path: x.txt}}", "is read only with task_mode: cpt_mixed"),
+        (f"{MINIMAL}train: {{bf16: true, fp16: true}}", "choose one"),
+        (f"{MINIMAL}train: {{early_stopping_patience: 2}}", "needs train.load_best_model_at_end"),
+        (f"{MINIMAL}train: {{optim: adafactor, adam_beta2: 0.95}}", "is AdamW's, and train.optim is adafactor"),
+        (f"{MINIMAL}train: {{load_best_model_at_end: true}}\neval: {{steps: 0}}", "never evaluates"),
+        (f"{MINIMAL}train: {{metric_for_best_model: exact_match}}", "needs eval.generate_rows"),
+        (f"{MINIMAL}tuning: {{backend_fallback: bnb}}", "is the backend itself"),
     ],
 )
 def test_what_is_no_run_yaml_says_so(text, message):
@@ -106,15 +115,11 @@ def test_what_is_no_run_yaml_says_so(text, message):
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_the_bad_yaml_fixtures_each_get_one_clear_message(command, origin):
+def test_the_bad_yaml_fixtures_each_get_one_clear_message(refuse, origin):
     files = sorted(bad_inputs(origin).glob("4*.yaml"))
     assert len(files) == 10
     for file in files:
-        code, printed = command("train", "--config", str(file))
-        assert code == 2, file
-        assert printed.count("error:") == 1, printed
-        assert "Traceback" not in printed
-        assert file.name in printed
+        assert file.name in refuse("train", "--config", str(file))
 
 
 def test_a_config_that_is_not_utf8_names_the_byte(tmp_path):
@@ -132,6 +137,7 @@ def test_a_config_that_is_not_utf8_names_the_byte(tmp_path):
         ("data.val_path=null", ("data", "val_path"), None),
         ("data.columns={prompt: q}", ("data", "columns"), {"prompt": "q"}),
         ("output.name=a=b", ("output", "name"), "a=b"),
+        ("model.mesh_shape=[[1, 1], [fsdp, tp]]", ("model", "mesh_shape"), ((1, 1), ("fsdp", "tp"))),
     ],
 )
 def test_an_override_sets_any_leaf(override, path, value):
@@ -150,6 +156,7 @@ def test_an_override_sets_any_leaf(override, path, value):
         ("train.epochs=[", "not valid YAML"),
         ("train.epochs.x=1", "train.epochs"),
         ("model.name=", "give a value or remove the key"),
+        ("output.name=„x“", "output.name: is in typographic quotes"),
     ],
 )
 def test_a_wrong_override_says_that_it_came_from_set(override, message):
@@ -166,29 +173,8 @@ def test_set_is_split_as_a_shell_would_without_running_anything(tmp_path):
     assert not marker.exists()
     with pytest.raises(ConfigError, match="close the quote"):
         split_overrides("a='b")
-
-
-def test_a_list_whose_quotes_were_eaten_reads_as_meant():
-    words = split_overrides("model.mesh_shape=[[1, 1], [fsdp, tp]] train.epochs=2")
-    assert words == ["model.mesh_shape=[[1, 1], [fsdp, tp]]", "train.epochs=2"]
-    assert load(MINIMAL, *words).model.mesh_shape == ((1, 1), ("fsdp", "tp"))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("task_mode: cpt_mixed", "needs data.text_path"),
-        ("data: {text_path: x.txt}", "is read only with task_mode: cpt_mixed"),
-        ("train: {bf16: true, fp16: true}", "choose one"),
-        ("train: {early_stopping_patience: 2}", "needs train.load_best_model_at_end"),
-        ("train: {optim: adafactor, adam_beta2: 0.95}", "is AdamW's, and train.optim is adafactor"),
-        ("train: {load_best_model_at_end: true}\neval: {steps: 0}", "never evaluates"),
-        ("train: {metric_for_best_model: exact_match}", "needs eval.generate_rows"),
-        ("tuning: {backend_fallback: bnb}", "is the backend itself"),
-    ],
-)
-def test_keys_that_disagree_are_named(text, message):
-    assert message in problem(MINIMAL + text)
+    mesh = "model.mesh_shape=[[1, 1], [fsdp, tp]]"  # whose quotes a shell has eaten
+    assert split_overrides(f"{mesh} train.epochs=2") == [mesh, "train.epochs=2"]
 
 
 def test_every_leaf_has_a_docstring_of_its_own_an_owner_and_words_for_its_values():
@@ -205,11 +191,8 @@ def test_the_reference_is_current_and_a_valid_run_yaml_with_every_key():
         for part in path.split("."):
             assert part in holder, path
             holder = holder[part]
-    config = load(reference_yaml())
-    assert (
-        differing_options(resolved_config(config), resolved_config(load("model: {name: Qwen/Qwen2.5-3B-Instruct}")))
-        == {}
-    )
+    plain = load("model: {name: Qwen/Qwen2.5-3B-Instruct}")
+    assert differing_options(resolved_config(load(reference_yaml())), resolved_config(plain)) == {}
 
 
 def test_the_json_schema_is_current_and_accepts_every_shipped_config():
@@ -246,7 +229,6 @@ def test_a_shipped_config_has_a_header_loads_and_plans(file: Path):
 
 
 def test_of_names_that_begin_alike_the_nearest_is_meant_whatever_its_place():
-    """Against another rule: the shortest of those that begin so."""
     chance = random.Random(3)
     for _ in range(300):
         beginning = "".join(chance.choices("abcdefg", k=chance.randint(4, 9)))
@@ -268,9 +250,3 @@ def test_a_missing_run_yaml_names_those_beside_it_or_the_shipped_ones(tmp_path, 
     (tmp_path / "mine.yml").touch()
     with pytest.raises(ConfigError, match=r"there are: \S*/mine\.yml$"):
         load_config(tmp_path / "none.yaml")
-
-
-@pytest.mark.parametrize("text", ["model: {name: “Qwen/Qwen2.5-3B-Instruct”}", "model: {name: ‘x’}"])
-def test_typographic_quotes_around_a_value_are_refused(text):
-    assert "model.name: is in typographic quotes" in problem(text)
-    assert "output.name: is in typographic quotes" in problem(MINIMAL, "output.name=„x“")

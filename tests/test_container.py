@@ -1,8 +1,6 @@
 """The Dockerfile and the devcontainer, as far as they can be checked without a network: what they copy is there and
 builds by the lock, and nothing of a person's checkout gets in."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import re
@@ -62,21 +60,15 @@ def test_the_image_has_what_setup_and_make_read_and_nothing_else_of_a_checkout(t
     for path in (".git/config", ".venv/bin/python", ".venv-unsloth/x", "data/my.jsonl", "outputs/run/adapter/x", ".env",
                  "sft_play/planner/__pycache__/x.pyc", "build/lib/x", ".coverage.1"):  # fmt: skip
         assert ignored(path), path
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
-    kept = [path for path in tracked if path and not ignored(path)]
-    lost = [path for path in tracked if path and ignored(path)]
-    assert not lost, lost  # sft_play/data and benchmarks/data.py are code
-    for path in kept:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for path in listed.stdout.splitlines():
+        assert not ignored(path), path  # sft_play/data and benchmarks/data.py are code
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / path, tmp_path / path)
     run = next(rest for word, rest in STEPS if word == "RUN" and "make setup" in rest)
     words = shlex.split(run.replace("${TORCH}", "cu130"))
-    words = words[words.index("make") :]
-    dry = subprocess.run(
-        [words[0], "-n", *words[1:]], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True
-    )
+    words = ["make", "-n", *words[words.index("make") + 1 :]]
+    dry = subprocess.run(words, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
     assert dry.returncode == 0, dry.stderr
     assert "scripts/setup_env.py" in dry.stdout
     assert (tmp_path / "requirements.lock").is_file()
@@ -84,12 +76,10 @@ def test_the_image_has_what_setup_and_make_read_and_nothing_else_of_a_checkout(t
 
 def test_jobs_and_devcontainer_find_the_project_where_the_image_has_it():
     place = next(rest for word, rest in STEPS if word == "WORKDIR")
-    assert (
-        f'"{place}/scripts/train_distributed.sh"'
-        in (ROOT / "sft_play" / "commands" / "jobs" / "kubeflow.yaml.jinja").read_text()
-    )
-    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    job = (ROOT / "sft_play" / "commands" / "jobs" / "kubeflow.yaml.jinja").read_text()
+    assert f'"{place}/scripts/train_distributed.sh"' in job
     folder = ROOT / ".devcontainer"
+    container = json.loads((folder / "devcontainer.json").read_text())
     assert (folder / container["build"]["dockerfile"]).resolve() == ROOT / "Dockerfile"
     assert (folder / container["build"]["context"]).resolve() == ROOT
     assert container["containerEnv"]["VENV"] == f"{place}/.venv"

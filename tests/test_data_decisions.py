@@ -1,12 +1,11 @@
 """Small decisions of the data layer, each checked against the plainest way to say it, on random inputs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from sft_play.data.preview import character_sign, choose_row_indices
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
+from tests.conftest import write_rows
 from tests.models import CHATML, make_tokenizer
 
 CHAT = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is said"}]
@@ -97,9 +97,8 @@ def test_counts_of_parts_add_up_and_every_row_and_trained_token_is_counted_once(
     parts.add(counted(rows[cut:], 1 + len(rows[:cut])))
     assert parts == together
     tokens = [row for row in rows if not isinstance(row, str)]
-    assert together.kept_rows + together.too_long_rows + sum(together.bad_rows.values()) + sum(
-        together.left_out_rows.values()
-    ) == len(rows)
+    left_out = sum(together.bad_rows.values()) + sum(together.left_out_rows.values())
+    assert together.kept_rows + together.too_long_rows + left_out == len(rows)
     assert together.kept_rows == sum(together.methods.values())
     trained = [sum([*row[1:-1], True]) for row in tokens]  # the first token is never predicted, the last one is trained
     assert together.trained_tokens + together.lost_tokens == sum(trained)
@@ -149,79 +148,70 @@ BAD = {"bad_rows": Counter({"odd": 1}), "unmasked_rows": Counter({"odd": 1}), "k
 SKIP = DataConfig(on_bad_row="skip")
 FIVE = DataConfig(max_lost_fraction=0.05)
 TEXTS, SPELLED = {"special_rows": 1, "special_token_count": 2}, "special_tokens_in_text"
-
-
-def rows_of(stats: RowStats, data: DataConfig, mode: str = "sft") -> Any:
-    return checks.judge_rows(stats, data, task_mode=mode)
-
-
-def lengths_of(stats: RowStats, data: DataConfig, _: Any = None) -> Any:
-    return checks.judge_lengths(stats, data, max_seq_len=8, max_positions=None)
-
-
-def blocks_of(stats: RowStats, _: DataConfig, __: Any = None) -> Any:
-    return [checks.judge_blocks(stats, max_seq_len=8)]
-
-
-def tokens_of(stats: RowStats, _: DataConfig, tokenizer: Any) -> Any:
-    return checks.judge_special_tokens(stats, tokenizer)
+JUDGES: dict[str, Callable[[RowStats, DataConfig, Any], Any]] = {
+    "rows": lambda stats, data, _: checks.judge_rows(stats, data, task_mode="sft"),
+    "cpt": lambda stats, data, _: checks.judge_rows(stats, data, task_mode="cpt"),
+    "copies": lambda stats, *_: checks.judge_duplicates([stats]),
+    "beside val": lambda stats, *_: checks.judge_duplicates([RowStats(split="val", digests=array("Q", [2])), stats]),
+    "beside text": lambda stats, *_: checks.judge_duplicates([RowStats(split="text", digests=array("Q", [1])), stats]),
+    "masks": lambda stats, data, _: checks.judge_masks(stats, data),
+    "texts": lambda stats, data, _: checks.judge_texts(stats, data),
+    "lengths": lambda stats, data, _: checks.judge_lengths(stats, data, max_seq_len=8, max_positions=None),
+    "blocks": lambda stats, *_: [checks.judge_blocks(stats, max_seq_len=8)],
+    "tokens": lambda stats, _, tokenizer: checks.judge_special_tokens(stats, tokenizer),
+}
 
 
 @pytest.mark.parametrize(
     ("judge", "counts", "data", "found"),
     [
-        (rows_of, {"chats": 3}, None, "PASS"),
-        (rows_of, {"rows": 0}, None, "FAIL"),
-        (rows_of, BAD, None, "FAIL"),
-        (rows_of, BAD, SKIP, "WARN"),
-        (rows_of, {"left_out_rows": Counter(a=2), "notes": Counter(b=1), "first_note_locations": {"b": "f:1"}}, None,
+        ("rows", {"chats": 3}, None, "PASS"),
+        ("rows", {"rows": 0}, None, "FAIL"),
+        ("rows", BAD, None, "FAIL"),
+        ("rows", BAD, SKIP, "WARN"),
+        ("rows", {"left_out_rows": Counter(a=2), "notes": Counter(b=1), "first_note_locations": {"b": "f:1"}}, None,
          "PASS PASS WARN"),
-        (rows_of, {"unused_columns": Counter({("url", "", ()): 1})}, None, "PASS PASS"),
-        (rows_of, {"unused_columns": Counter({("passage", "context", ()): 1})}, None, "PASS WARN"),
-        (lambda *given: rows_of(*given[:2], "cpt"), {"chats": 1}, None, "FAIL"),
-        (lambda stats, *_: checks.judge_duplicates([stats]), {"digests": array("Q", [1, 2])}, None, "PASS"),
-        (lambda stats, *_: checks.judge_duplicates([stats]), {"digests": array("Q", [1, 1])}, None, "WARN"),
-        (lambda stats, *_: checks.judge_duplicates([RowStats(split="val", digests=array("Q", [2])), stats]),
-         {"digests": array("Q", [1, 2])}, None, "WARN PASS"),
-        (lambda stats, *_: checks.judge_duplicates([RowStats(split="text", digests=array("Q", [1])), stats]),
-         {"digests": array("Q", [1, 2])}, None, "PASS"),
-        (lambda *given: checks.judge_masks(*given[:2]), BAD, None, "FAIL"),
-        (lambda *given: checks.judge_masks(*given[:2]), BAD, SKIP, "WARN"),
-        (lambda *given: checks.judge_masks(*given[:2]), {"kept_rows": 0}, None, "SKIP"),
-        (lambda *given: checks.judge_masks(*given[:2]), {"methods": Counter(inexact=1), "untrained_turns": 1}, None,
-         "PASS WARN WARN"),
-        (lambda *given: checks.judge_masks(*given[:2]), {"methods": Counter(prefix=3), "merged_edges": 1}, None,
-         "PASS PASS"),
-        (lambda *given: checks.judge_texts(*given[:2]), {"stripped_think_pieces": 1}, None, "WARN"),
-        (lambda *given: checks.judge_texts(*given[:2]), TEXTS, None, "PASS"),
-        (lambda *given: checks.judge_texts(*given[:2]), TEXTS, DataConfig(**{SPELLED: "control"}), "WARN"),
-        (lambda *given: checks.judge_texts(*given[:2]), TEXTS | {"special_documents": 1}, None, "WARN"),
-        (lengths_of, lost(3, 0, 0), FIVE, "PASS"),
-        (lengths_of, lost(3, 0, 0.05), FIVE, "WARN"),  # as much as is accepted
-        (lengths_of, lost(3, 0, 0.06), FIVE, "FAIL"),
-        (lengths_of, lost(3, 0, 0.06) | {"split": "val"}, FIVE, "WARN"),
-        (lengths_of, lost(0, 3, 0.01), FIVE, "FAIL"),
-        (lengths_of, lost(2, 1, 0), FIVE, "WARN"),
-        (blocks_of, {"tokens": 16}, None, "PASS"),
-        (blocks_of, {"tokens": 7}, None, "FAIL"),
-        (blocks_of, {"tokens": 7, "split": "val"}, None, "PASS"),
-        (blocks_of, {"kept_rows": 0}, None, "SKIP"),
-        (tokens_of, {"texts": 1}, None, ""),
-        (tokens_of, {"rows_with_bos": 3}, None, "PASS PASS PASS"),
-        (tokens_of, {"rows_with_bos": 2}, None, "WARN PASS PASS"),
-        (tokens_of, {"rows_with_open_end": 1, "first_open_end_location": "f:1"}, None, "PASS WARN PASS"),
-        (tokens_of, {"rows_with_cut_end": 1, "rows_training_pad": 1}, None, "PASS WARN WARN"),
+        ("rows", {"unused_columns": Counter({("url", "", ()): 1})}, None, "PASS PASS"),
+        ("rows", {"unused_columns": Counter({("passage", "context", ()): 1})}, None, "PASS WARN"),
+        ("cpt", {"chats": 1}, None, "FAIL"),
+        ("copies", {"digests": array("Q", [1, 2])}, None, "PASS"),
+        ("copies", {"digests": array("Q", [1, 1])}, None, "WARN"),
+        ("beside val", {"digests": array("Q", [1, 2])}, None, "WARN PASS"),
+        ("beside text", {"digests": array("Q", [1, 2])}, None, "PASS"),
+        ("masks", BAD, None, "FAIL"),
+        ("masks", BAD, SKIP, "WARN"),
+        ("masks", {"kept_rows": 0}, None, "SKIP"),
+        ("masks", {"methods": Counter(inexact=1), "untrained_turns": 1}, None, "PASS WARN WARN"),
+        ("masks", {"methods": Counter(prefix=3), "merged_edges": 1}, None, "PASS PASS"),
+        ("texts", {"stripped_think_pieces": 1}, None, "WARN"),
+        ("texts", TEXTS, None, "PASS"),
+        ("texts", TEXTS, DataConfig(**{SPELLED: "control"}), "WARN"),
+        ("texts", TEXTS | {"special_documents": 1}, None, "WARN"),
+        ("lengths", lost(3, 0, 0), FIVE, "PASS"),
+        ("lengths", lost(3, 0, 0.05), FIVE, "WARN"),  # as much as is accepted
+        ("lengths", lost(3, 0, 0.06), FIVE, "FAIL"),
+        ("lengths", lost(3, 0, 0.06) | {"split": "val"}, FIVE, "WARN"),
+        ("lengths", lost(0, 3, 0.01), FIVE, "FAIL"),
+        ("lengths", lost(2, 1, 0), FIVE, "WARN"),
+        ("blocks", {"tokens": 16}, None, "PASS"),
+        ("blocks", {"tokens": 7}, None, "FAIL"),
+        ("blocks", {"tokens": 7, "split": "val"}, None, "PASS"),
+        ("blocks", {"kept_rows": 0}, None, "SKIP"),
+        ("tokens", {"texts": 1}, None, ""),
+        ("tokens", {"rows_with_bos": 3}, None, "PASS PASS PASS"),
+        ("tokens", {"rows_with_bos": 2}, None, "WARN PASS PASS"),
+        ("tokens", {"rows_with_open_end": 1, "first_open_end_location": "f:1"}, None, "PASS WARN PASS"),
+        ("tokens", {"rows_with_cut_end": 1, "rows_training_pad": 1}, None, "PASS WARN WARN"),
     ],
 )  # fmt: skip
 def test_what_is_counted_is_judged(tokenizer, judge, counts, data, found):
     """Three rows of a training file, but for what is said."""
     stats = RowStats(**{"source": "f", "split": "train", "rows": 3, "kept_rows": 3, **counts})
-    findings = list(judge(stats, data or DataConfig(), tokenizer))
+    findings = list(JUDGES[judge](stats, data or DataConfig(), tokenizer))
     assert " ".join(finding.verdict for finding in findings) == found, findings
 
 
 def test_marks_of_rows_are_counted(tokenizer):
-    """BOS, padding that is trained, the tokens that answers end with, and answers that end with none."""
     bos, pad, end, a = 1, 0, 2, 77
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.bos_token = "<|im_start|>"
@@ -277,43 +267,33 @@ def test_what_max_seq_len_loses_comes_with_what_would_keep_it():
     cost.add(6, [(4, 6)])
     cost.add(100, [(90, 100)])
     stats = RowStats("f", rows=2, split="train", kept_rows=1, too_long_rows=1, truncation_cost=cost)
-    for truncate, positions, said in (
-        ("end", 64, "the model's 64 positions keep no more: split or shorten the rows, or keep the ends of rows"),
-        ("prompt", 8, "the model has no more positions: split or shorten the rows"),
-        ("end", 95, "set model.max_seq_len=95, the most that the model has: 58.3% kept"),
-        ("end", None, "set model.max_seq_len: 128 keeps all, or keep the ends of rows with data.truncate=prompt"),
-    ):
-        options = DataConfig(truncate=truncate)
-        assert length_remedy(stats, options, max_seq_len=8, max_positions=positions).startswith(said)
-    assert "data.truncate" not in length_remedy(stats, DataConfig(truncate="prompt"), max_seq_len=8, max_positions=8)
+    for truncate, positions in (("end", 64), ("prompt", 8)):
+        said = length_remedy(stats, DataConfig(truncate=truncate), max_seq_len=8, max_positions=positions)
+        assert ("data.truncate=prompt" in said, "split or shorten the rows" in said) == (truncate == "end", True)
     short, shorter = (TokenRow("f", [7] * size, [IGNORED] * size + [7]) for size in (100, 56))
     for row in (short, shorter, short):
         stats.count_too_long(row)
     assert stats.shortest_prompt == 56
     for truncate, said in (("drop", "3 of 5 rows left out"), ("end", "3 of 5 rows without any trained token left")):
         stats = RowStats(**{"rows": 5, "split": "val", "rows_with_cut_end": 1, **lost(2, 3, 0.5)})
-        (found,) = lengths_of(stats, DataConfig(truncate=truncate))
+        (found,) = JUDGES["lengths"](stats, DataConfig(truncate=truncate), None)
         assert said in found.found
         assert "1 of 5 rows train an answer without its end" in found.found
 
 
 def splits_of(folder: Path, tokenizer: Any, rows: list[Any], *words: str, **more: Any) -> Any:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = config_from_text(
-        "model: {name: m}\n",
-        name="run.yaml",
-        overrides=[f"data.train_path={folder}/rows.jsonl", "data.val_path=null", "data.test_path=null", *words],
-    )
+    write_rows(folder / "rows.jsonl", rows)
+    files = (f"data.train_path={folder}/rows.jsonl", "data.val_path=null", "data.test_path=null")
+    run = config_from_text("model: {name: m}\n", name="run.yaml", overrides=[*files, *words])
     return build_splits(run, find_data_paths(run.data), tokenizer, max_seq_len=64, **more)
 
 
 def test_a_template_that_writes_the_day_is_told_today(tmp_path, tokenizer, monkeypatch):
     dated = CHATML.replace("{% for", "{{ strftime_now('%Y-%m-%d') }}\n{% for", 1)
     monkeypatch.setattr(tokenizer, "chat_template", dated)
-    row = splits_of(tmp_path, tokenizer, [{"messages": CHAT}]).train.first_row()
-    assert tokenizer.decode(row.input_ids).startswith(date.today().isoformat())
-    told = splits_of(tmp_path, tokenizer, [{"messages": CHAT}], today=date(2020, 2, 3)).train.first_row()
-    assert tokenizer.decode(told.input_ids).startswith("2020-02-03")
+    for told, day in (({}, date.today()), ({"today": date(2020, 2, 3)}, date(2020, 2, 3))):
+        row = splits_of(tmp_path, tokenizer, [{"messages": CHAT}], **told).train.first_row()
+        assert tokenizer.decode(row.input_ids).startswith(day.isoformat())
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 20])

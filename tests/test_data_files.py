@@ -1,7 +1,5 @@
 """Tables are data: each file is read by a few lines, has its sources, and the form that its schema here says."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Decisions of the plan and the launch on random inputs, each against its rule written again in another way."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -52,9 +50,6 @@ def machine(*free_gib: float, ram: int = 512, nodes: int = 1, given: bool = True
     return Hardware(gpus, "CPU", 8, ram * GIB, ram * GIB, nodes=nodes, ram_given=given)
 
 
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
 @QUICK
 @given(
     effective=st.integers(1, 400),
@@ -86,9 +81,6 @@ def test_batches_are_all_exact_products_or_a_refusal_whose_advice_works(effectiv
         return
     assert [(plan.micro_batch, plan.grad_accum) for plan in found] == sorted(exact)
     assert all(plan.effective_batch == effective and plan.ranks == ranks for plan in found)
-
-
-# --- the choice -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -211,9 +203,6 @@ def test_of_closed_form_and_trace_the_larger_counts(allocated, reserved):
     assert ("the larger one is used" in said[-1]) == (abs(allocated - 1) > 0.03)
 
 
-# --- layouts ----------------------------------------------------------------------------------------------------------
-
-
 @QUICK
 @given(
     per_node=st.integers(1, 8),
@@ -327,9 +316,6 @@ def test_a_class_that_cannot_checkpoint_is_planned_without_and_refused_with_it()
             make_plan(PlanRequest(config(f"train: {{gradient_checkpointing: {wish}}}"), shape, machine(70)))
 
 
-# --- the launch -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "counted", "length"),
     [
@@ -408,8 +394,14 @@ def test_a_rank_knows_its_place_or_the_contradiction_is_named(rank, world, local
 def test_no_launcher_means_no_rank_and_half_a_launcher_is_an_error():
     assert read_rank_info({}) is None
     assert read_rank_info({"LOCAL_RANK": "1"}) is None
-    for given_one in ({"RANK": "0"}, {"WORLD_SIZE": "1"}, {"RANK": "0", "LOCAL_RANK": "0"}):
-        with pytest.raises(ConfigError, match="a launcher sets all"):
+    half = "a launcher sets all"
+    for given_one, message in (
+        ({"RANK": "0"}, half),
+        ({"WORLD_SIZE": "1"}, half),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, half),
+        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=x is not a whole number"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             read_rank_info(given_one)
     assert read_rank_info({"RANK": "3", "WORLD_SIZE": "4"}) is None  # a node's number: tests/test_ways_in.py
     assert read_rank_info({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == RankInfo(3, 1, 4, 4)

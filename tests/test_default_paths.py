@@ -1,9 +1,6 @@
 """The defaults of data.train_path, val_path and test_path hold only together: no run is judged on another's files."""
 
-from __future__ import annotations
-
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +9,29 @@ import pytest
 from sft_play.commands.rows import preview, render
 from sft_play.config.load import config_from_text, load_config, resolved_config
 from sft_play.config.schema import DataConfig, RunConfig
-from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import find_data_paths
 from sft_play.diagnose.run_check import check_run
 from sft_play.errors import DataError
 from sft_play.launch.planning import has_eval
 from sft_play.machine.hardware import detect_hardware
-from tests.conftest import chat
+from tests.conftest import chat, write_rows
 
 STALE = "data/processed"
-
-
-def rows(path: Path, word: str, count: int) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(chat(f"{word} {n}", f"answer {n}")) + "\n" for n in range(count)))
-    return path
 
 
 @pytest.fixture
 def stale(tmp_path, monkeypatch) -> Path:
     """A folder in which `make process` has run for other rows, with a file of the user's own."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / STALE).mkdir(parents=True)
     for split, count in (("train", 30), ("val", 5), ("test", 5)):
-        rows(tmp_path / STALE / f"{split}.jsonl", "stale", count)
-    rows(tmp_path / "mine.jsonl", "mine", 60)
+        write_rows(tmp_path / STALE / f"{split}.jsonl", (chat(f"stale {n}", f"answer {n}") for n in range(count)))
+    write_rows(tmp_path / "mine.jsonl", (chat(f"mine {n}", f"answer {n}") for n in range(60)))
     return tmp_path
 
 
 def config(model: Any, data: str, *overrides: str) -> RunConfig:
     return config_from_text(f"model: {{name: {model}, max_seq_len: 64}}\n{data}", name="run.yaml", overrides=overrides)
-
-
-def test_a_train_path_of_ones_own_has_no_default_beside_it():
-    given = DataConfig(train_path="mine.jsonl")
-    assert (given.val_path, given.test_path) == (None, None)
-    for train in ("data/processed/train.jsonl", "./data/processed/train.jsonl"):
-        given = DataConfig(train_path=train)
-        assert (given.val_path, given.test_path) == (f"{STALE}/val.jsonl", f"{STALE}/test.jsonl")
-    styled = DataConfig(train_path="data/processed_with_style/train.jsonl")
-    assert (styled.val_path, styled.test_path) == (None, None)
 
 
 def test_missing_files_are_all_named_at_once_and_default_ones_with_who_writes_them(tmp_path, monkeypatch):
@@ -64,38 +45,29 @@ def test_missing_files_are_all_named_at_once_and_default_ones_with_who_writes_th
         assert all(part in str(error.value) for part in parts)
 
 
-def test_what_is_given_stays_as_it_is_given():
-    given = DataConfig(train_path="mine.jsonl", val_path=f"{STALE}/val.jsonl")
-    assert (given.val_path, given.test_path) == (f"{STALE}/val.jsonl", None)
-    given = DataConfig(val_path=None)
-    assert (given.val_path, given.test_path) == (None, f"{STALE}/test.jsonl")
-    own = config("x", "", "data.train_path=mine.jsonl")
-    assert resolved_config(own)["data"]["val_path"] is None
-    assert config("x", "", "data.train_path=mine.jsonl", "data.val_path=v.jsonl").data.val_path == "v.jsonl"
-
-
-@pytest.mark.build
-def test_val_fraction_splits_the_own_file_where_stale_files_lie_about(stale, tiny_llama):
-    from transformers import AutoTokenizer
-
-    made = config(tiny_llama, "data: {train_path: mine.jsonl, val_fraction: 0.2}\n")
-    paths = find_data_paths(made.data)
-    assert (paths.val, paths.test, paths.notes) == (None, None, ())
-    splits = build_splits(made, paths, AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=64)
-    assert splits.val is not None
-    assert splits.test is None
-    assert 0 < len(splits.val.rows) < 30
-    assert len(splits.train.rows) + len(splits.val.rows) == 60
-    said = [*splits.notes, splits.train.stats.source, splits.val.stats.source]
-    assert not any("processed" in line for line in said)
+@pytest.mark.parametrize(
+    ("given", "val", "test"),
+    [
+        ({"train_path": "mine.jsonl"}, None, None),
+        ({"train_path": "mine.jsonl", "val_path": "v.jsonl"}, "v.jsonl", None),
+        ({"train_path": "mine.jsonl", "val_path": f"{STALE}/val.jsonl"}, f"{STALE}/val.jsonl", None),
+        ({"train_path": "data/processed_with_style/train.jsonl"}, None, None),
+        ({"train_path": f"{STALE}/train.jsonl"}, f"{STALE}/val.jsonl", f"{STALE}/test.jsonl"),
+        ({"train_path": f"./{STALE}/train.jsonl"}, f"{STALE}/val.jsonl", f"{STALE}/test.jsonl"),
+        ({"val_path": None}, None, f"{STALE}/test.jsonl"),
+    ],
+)
+def test_a_train_path_of_ones_own_has_no_default_beside_it_and_what_is_given_stays(given, val, test):
+    words = [f"data.{name}={'null' if path is None else path}" for name, path in given.items()]
+    for found in (DataConfig(**given), config("x", "", *words).data):
+        assert (found.val_path, found.test_path) == (val, test)
+    assert resolved_config(config("x", "", *words))["data"]["val_path"] == val
 
 
 @pytest.mark.build
 def test_no_command_reads_or_names_the_stale_files(stale, tiny_llama):
     path = stale / "run.yaml"
-    path.write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ndata: {{train_path: mine.jsonl, val_fraction: 0.2}}\n"
-    )
+    path.write_text(f"model: {{name: {tiny_llama}}}\ndata: {{train_path: mine.jsonl, val_fraction: 0.2}}\n")
     loaded = load_config(path)
     written = render(loaded, out=None, force=False)
     assert [(file["split"], file["source"]) for file in written.data["files"]] == [("train", "mine.jsonl")]
@@ -106,7 +78,6 @@ def test_no_command_reads_or_names_the_stale_files(stale, tiny_llama):
 
 
 def test_the_plan_and_the_files_agree_on_whether_there_is_an_evaluation(stale):
-    """Every combination of paths: evaluation is planned for exactly where the files of one are read."""
     (stale / STALE / "test.jsonl").unlink()
     choices = [["unset", "null", f"{STALE}/val.jsonl", "mine.jsonl"]] * 2
     seen = set()

@@ -1,7 +1,5 @@
 """flash-linear-attention's gated delta rule in a trace: against the package's own Python, and in a plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

@@ -1,13 +1,10 @@
 """sft_play.dist: settings as asked or one message, wrapping and saving over ranks."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging
 import os
 import random
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +27,8 @@ from sft_play.dist import (
 )
 from sft_play.errors import ConfigError, RunFolderError, TrainingError
 from tests import warm
-from tests.conftest import ROOT
+from tests.conftest import ROOT, clean_environment
+from tests.processes import free_port
 
 CPU, GPU, OLD_GPU = "no", "bf16", "fp16"
 
@@ -49,12 +47,14 @@ def _own_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del os.environ[name]
 
 
-# settings
-
-
 def deepspeed_of(config: Any, best_precision: str = CPU) -> dict[str, Any]:
     settings, folder = read_settings(config)
     return load_deepspeed_config(settings, folder, best_precision=best_precision)
+
+
+def write(path: Path, content: Any) -> Path:
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,17 @@ def deepspeed_of(config: Any, best_precision: str = CPU) -> dict[str, Any]:
         ({"gradient_accumulation_steps": "4", "zero3_offload": 1}, ["gradient_accumulation_steps: ", "'4'", "found 1"]),
         ({"deepspeed_config": "", "find_unused_parameters": "no"}, ["deepspeed_config: ", "find_unused_parameters: "]),
         ({"zero3_offload": True}, ["zero3_offload: true is for DeepSpeed"]),
+        # files, with their lines
+        ("backend: deepspeeed\nmixed_precison: no\n", ["my.yaml:1: backend", "my.yaml:2: mix"]),
+        ("gradient_accumulation_steps: 010\n", ["found '010'"]),
+        ("mixed_precision: yes\n", ["'auto', 'no', 'fp16' or 'bf16'"]),
+        ("- backend\n", ["the root is a list"]),
+        ("backend: accelerate\nbackend: deepspeed\n", ["appears twice"]),
     ],
 )
-def test_wrong_settings_are_named_at_once(config, named):
+def test_wrong_settings_are_named_at_once(config, named, tmp_path):
     with pytest.raises(ConfigError) as caught:
-        read_settings(config)
+        read_settings(write(tmp_path / "my.yaml", config) if isinstance(config, str) else config)
     assert all(words in str(caught.value) for words in named), caught.value
 
 
@@ -93,28 +99,6 @@ def test_the_shipped_file_says_the_defaults_and_is_found_from_anywhere(monkeypat
     assert read_settings(DEFAULT_CONFIG)[0] == DistConfig()
     with pytest.raises(ConfigError, match="does not exist"):
         read_settings("configs/train/nowhere.yaml")
-
-
-def write(path: Path, content: Any) -> Path:
-    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("backend: deepspeeed\nmixed_precison: no\n", ["my.yaml:1: backend", "my.yaml:2: mix"]),
-        ("gradient_accumulation_steps: 010\n", ["found '010'"]),
-        ("mixed_precision: yes\n", ["'auto', 'no', 'fp16' or 'bf16'"]),
-        ("- backend\n", ["the root is a list"]),
-        ("backend: accelerate\nbackend: deepspeed\n", ["appears twice"]),
-    ],
-)
-def test_a_file_is_refused_with_its_lines(tmp_path, text, said):
-    with pytest.raises(ConfigError) as caught:
-        read_settings(write(tmp_path / "my.yaml", text))
-    for words in said:
-        assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +141,7 @@ def test_the_file_computes_in_what_was_asked_for_and_auto_follows_it(tmp_path, f
         assert found[key] == {**file.get(key, {}), "enabled": key == precision}
 
 
-# one process
-
-
 def test_the_accelerator_has_exactly_the_settings():
-    """Made again and again in one process, as a notebook's cell is run again."""
     chance = random.Random(3)
     for _ in range(8):
         config = {
@@ -181,20 +161,18 @@ def test_without_deepspeed_accelerate_runs_with_a_warning(caplog, monkeypatch):
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else there(name))
     accelerator = get_accelerator({"backend": "deepspeed", "mixed_precision": "bf16"})
-    assert accelerator.distributed_type == "NO"
-    assert accelerator.mixed_precision == "bf16"
-    warning = next(record for record in caplog.records if "falls back to accelerate" in record.getMessage())
-    assert warning.levelno == logging.WARNING
+    assert (accelerator.distributed_type, accelerator.mixed_precision) == ("NO", "bf16")
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("falls back to accelerate" in line for line in warned)
 
 
 def tiny(seed: int = 0, *, adapter: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=64, num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=True, **sizes
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=64, tie_word_embeddings=True, **sizes, **heads)
     model = LlamaForCausalLM(config).to(dtype)
     if adapter:
         from peft import LoraConfig, get_peft_model
@@ -203,19 +181,13 @@ def tiny(seed: int = 0, *, adapter: bool = False, dtype: torch.dtype = torch.flo
     return model
 
 
-def token_rows(count: int = 10) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, 64, (8,), generator=generator) for _ in range(count)]
-
-
-def train(
-    accelerator: Any, *, batch: int, epochs: int = 2, adapter: bool = False, rows: int = 10
-) -> tuple[list[float], Any, int]:
+def train(accelerator: Any, *, batch: int, epochs: int = 2, adapter: bool = False, rows: int = 10) -> Any:
     """Losses of every pass (mean over ranks), the prepared model, and optimizer steps."""
     model = tiny(adapter=adapter)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    loader = DataLoader(token_rows(rows), batch_size=batch)
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader([torch.randint(0, 64, (8,), generator=generator) for _ in range(rows)], batch_size=batch)
     model, optimizer, loader, schedule, nothing = wrap_model_optimizer(
         accelerator, model, optimizer, loader, schedule, None
     )
@@ -243,17 +215,11 @@ def test_checkpointed_activations_train_the_same(adapter):
     for on in (True, False):
         accelerator = get_accelerator({"gradient_checkpointing": on})
         losses[on], model, _ = train(accelerator, batch=4, epochs=1, adapter=adapter)
-        base = accelerator.unwrap_model(model)
-        assert (
-            any(module.gradient_checkpointing for module in base.modules() if hasattr(module, "gradient_checkpointing"))
-            is on
-        )
+        modules = accelerator.unwrap_model(model).modules()
+        assert any(getattr(module, "gradient_checkpointing", False) for module in modules) is on
     assert losses[True] == pytest.approx(losses[False], abs=1e-6)
     with pytest.raises(ConfigError, match=r"gradient_checkpointing: Linear has no gradient_checkpointing_enable"):
         wrap_model_optimizer(accelerator, torch.nn.Linear(2, 2), gradient_checkpointing=True)
-
-
-# saving
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -276,8 +242,7 @@ def test_what_is_saved_is_opened_and_equal(kind, dtype, tmp_path):
     wanted, found = model.state_dict(), opened.state_dict()
     assert set(wanted) == set(found)
     for name, tensor in wanted.items():
-        assert found[name].dtype == dtype
-        assert torch.equal(found[name], tensor), name
+        assert (found[name].dtype, torch.equal(found[name], tensor)) == (dtype, True), name
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -328,14 +293,14 @@ def test_a_save_that_fails_leaves_the_earlier_one_whole(where, tmp_path, monkeyp
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     write(tmp_path / "thesis.txt", "years of work")
-    with pytest.raises(RunFolderError, match=r"holds no saved model \(thesis.txt\)"):
-        save(tmp_path, 0)
-    with pytest.raises(RunFolderError, match="is not a folder"):
-        save(tmp_path / "thesis.txt", 0)
+    for folder, message in (
+        (tmp_path, r"holds no saved model \(thesis.txt\)"),
+        (tmp_path / "thesis.txt", "not a folder"),
+    ):
+        with pytest.raises(RunFolderError, match=message):
+            save(folder, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
-
-# two ranks
 
 TWO_RANKS = """
 import json, os, signal, sys
@@ -404,28 +369,21 @@ except TrainingError as error:
 """
 
 
-def two_ranks(tmp_path: Path, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What both ranks found; rank 1 dies in a last save, of which rank 0 says so."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def check_two_ranks(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
+    """Both ranks find what one process finds; rank 1 dies in a last save, of which rank 0 says so."""
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     words = [warm.python(), "-c", TWO_RANKS, str(tmp_path), json.dumps(config)]
-    ranks = [
-        subprocess.Popen(
-            words, cwd=ROOT, env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank in ("0", "1")
-    ]  # fmt: skip
+    ranks = []
+    for rank in ("0", "1"):
+        given = clean_environment(**meeting, RANK=rank, LOCAL_RANK=rank)
+        options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks.append(subprocess.Popen(words, cwd=ROOT, env=given, **options))
     said = [rank.communicate(timeout=600)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [3, -9], "\n".join(said)
-    return json.loads((tmp_path / "rank0.json").read_text()), json.loads((tmp_path / "rank1.json").read_text())
-
-
-def check_two_ranks(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
-    first, second = two_ranks(tmp_path, config)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert kind in first["kind"]
     assert (first["precision"], first["accumulation"]) == ("bf16", 2)
     assert (first["written"], second["written"]) == (3, 0)
@@ -439,22 +397,16 @@ def check_two_ranks(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
         if kind == "MULTI_CPU":
             assert first[f"{name}-synced"] == second[f"{name}-synced"] == steps  # of 4 passes
         # a step of Adam moves by the learning rate, either way where bf16 weights (DeepSpeed's) round a gradient's sign
-        check_saved(tmp_path / name, model, 1e-4 if precision == "no" else 5e-2)
+        if part == "adapter":
+            opened: Any = PeftModel.from_pretrained(tiny(), tmp_path / name)
+        else:
+            opened = LlamaForCausalLM.from_pretrained(tmp_path / name)
+        for key, tensor in opened.state_dict().items():
+            atol = 1e-4 if precision == "no" else 5e-2
+            assert torch.allclose(tensor.float(), model.state_dict()[key].float(), atol=atol), key
     # rank 1 was killed in the midst of saving over bf16-adapter
     assert "a folder there is a whole save" in (tmp_path / "said.txt").read_text()
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-def check_saved(folder: Path, model: Any, tolerance: float) -> None:
-    from peft import PeftModel
-    from transformers import LlamaForCausalLM
-
-    if (folder / "adapter_config.json").exists():
-        opened: Any = PeftModel.from_pretrained(tiny(), folder)
-    else:
-        opened = LlamaForCausalLM.from_pretrained(folder)
-    for name, tensor in opened.state_dict().items():
-        assert torch.allclose(tensor.float(), model.state_dict()[name].float(), atol=tolerance), name
 
 
 def test_two_ranks_train_as_one_and_save_once_or_not_at_all(tmp_path):

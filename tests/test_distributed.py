@@ -1,11 +1,8 @@
 """Runs over several CPU ranks: every engine proved, the losses of one process, and what stops before it begins."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-import socket
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,19 +10,16 @@ from typing import Any
 
 import pytest
 
-from sft_play.errors import ConfigError, TrainingError
-from sft_play.launch.request import parse_launch_options
-from sft_play.launch.torchrun import read_rank_info, torchrun_command
-from sft_play.machine.gpu import Gpu
+from sft_play.config.load import load_config
+from sft_play.errors import TrainingError
 from sft_play.machine.hardware import Hardware
-from sft_play.machine.network import NodeSetup
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.memory.model_states import nf4_bytes, weight_bytes
-from sft_play.planner.plan import plan_from_json
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
+from tests.processes import free_port
 
 GIB = 2**30
 pytestmark = pytest.mark.build
@@ -49,6 +43,14 @@ def start(
     )
 
 
+def succeed(world: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command with the run YAML of the folder, which has to end with exit code 0."""
+    command, *more = words
+    answer = start(world, command, "--config", f"{world}/run.yaml", *more, **environ)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer
+
+
 def losses(run: Path) -> list[float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
@@ -59,10 +61,7 @@ def alone(world) -> dict[str, list[float]]:
     """Losses of the same runs in one process."""
     found = {}
     for mode in ("lora", "full", "qlora"):
-        answer = start(
-            world, "train", "--config", f"{world}/run.yaml", f"tuning.mode={mode}", f"output.name=alone-{mode}"
-        )
-        assert answer.returncode == 0, answer.stdout + answer.stderr
+        succeed(world, "train", f"tuning.mode={mode}", f"output.name=alone-{mode}")
         found[mode] = losses(world / "outputs" / f"alone-{mode}")
     return found
 
@@ -81,11 +80,8 @@ ENGINES = [
 def test_every_engine_is_proved_and_loses_what_one_process_loses(world, alone, strategy, mode, wrapped):
     name = f"{strategy}-{mode}"
     extensions = world / "extensions"
-    answer = start(
-        world, "train-distributed", "--config", f"{world}/run.yaml", f"tuning.mode={mode}", f"output.name={name}",
-        STRATEGY=strategy, NPROC="2", TORCH_EXTENSIONS_DIR=str(extensions),
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stdout + answer.stderr
+    words = ("train-distributed", f"tuning.mode={mode}", f"output.name={name}")
+    answer = succeed(world, *words, STRATEGY=strategy, NPROC="2", TORCH_EXTENSIONS_DIR=str(extensions))
     assert not list(extensions.rglob("deepspeed_shm_comm")), "it takes a minute to compile, and training never calls it"
     assert f"Engine: {strategy} proved: the model is a {wrapped} over 2 ranks" in answer.stdout
     assert "accumulation steps mismatch" not in answer.stdout + answer.stderr
@@ -126,7 +122,7 @@ def test_ranks_that_a_person_starts_find_each_other_and_one_counts_the_rows_and_
         pytest.skip("torchrun and sft-play are not beside this Python")
     words = [torchrun_program, "--standalone", "--nproc-per-node", "2", "--no-python", program, "train", "--config"]
     words += [f"{world}/run.yaml", "tuning.mode=lora", "output.name=by-hand", "--lora-rank", "16", "--strategy", "ddp"]
-    environment = clean_environment() | {"SFT_PLAY_CACHE": str(tmp_path / "cache")}
+    environment = clean_environment(SFT_PLAY_CACHE=str(tmp_path / "cache"))
     answer = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert answer.stdout.count("Rows: counting their tokens before the plan is made") == 1
@@ -136,46 +132,27 @@ def test_ranks_that_a_person_starts_find_each_other_and_one_counts_the_rows_and_
     assert losses(run) == pytest.approx(alone["lora"], rel=1e-5)
 
 
-def test_a_launch_that_fails_leaves_nothing_half_written(world):
-    words = ["--config", f"{world}/run.yaml", "output.name=broken", "tuning.lora.target_modules=[nothing]"]
-    answer = start(world, "train-distributed", *words, STRATEGY="ddp", NPROC="2")
-    assert answer.returncode == 2
-    assert "nothing" in answer.stderr
-    assert not (world / "outputs" / "broken").exists()
-
-
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"STRATEGY": "dpd"}, "did you mean ddp?"),
-        (
-            {"STRATEGY": "zero3", "SET": "tuning.mode=qlora train.optim=paged_adamw_8bit"},
-            "STRATEGY=zero3 cannot run this job: bitsandbytes' optimizers do not support sharded parameters",
-        ),
+        ({"STRATEGY": "zero3", "SET": "tuning.mode=qlora train.optim=paged_adamw_8bit"}, "cannot run this job: bitsa"),
         ({"NPROC": "3"}, "does not split over"),
         ({"GPUS": "0,x"}, "is not a list of GPU numbers"),
         ({"GPUS": "0,1"}, "GPUS= names GPUs, and this machine has none"),
-        ({"DEEPSPEED_CONFIG": "/nowhere.json"}, "/nowhere.json"),
         ({"ACCELERATE_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
     ],
 )
-def test_what_cannot_be_meant_is_one_message_before_anything_starts(world, command, monkeypatch, variables, message):
+def test_what_cannot_be_meant_is_one_message_before_anything_starts(world, refuse, monkeypatch, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    code, printed = command("train-distributed", "--config", f"{world}/run.yaml", "output.name=never")
-    assert code == 2, printed
-    assert message in printed
-    assert printed.count("error:") == 1
+    assert message in refuse("train-distributed", "--config", f"{world}/run.yaml", "output.name=never")
     assert not (world / "outputs" / "never").exists()
 
 
 def shown_command(world: Path, name: str, *words: str, **environ: str) -> str:
     """The line of `make launch-command`, which leaves nothing behind."""
-    answer = start(
-        world, "launch-command", "--config", f"{world}/run.yaml", "tuning.mode=lora", "train.max_steps=1",
-        f"output.name={name}", "--json", *words, **environ,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
+    given = ("launch-command", "tuning.mode=lora", "train.max_steps=1", f"output.name={name}", "--json")
+    answer = succeed(world, *given, *words, **environ)
     assert not (world / "outputs" / name).exists()
     launch = json.loads(answer.stdout)["launch"]
     assert launch.keys() == {"line", "words", "environment"}
@@ -184,44 +161,35 @@ def shown_command(world: Path, name: str, *words: str, **environ: str) -> str:
 
 def pasted(*lines: str) -> list[subprocess.CompletedProcess[str]]:
     """How each line ends that a person pastes into a shell of its own, all at the same time."""
-    running = [
-        subprocess.Popen(["sh", "-c", line], cwd=ROOT, env=clean_environment(), stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True)
-        for line in lines
-    ]  # fmt: skip
+    options: Any = {"cwd": ROOT, "env": clean_environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    running = [subprocess.Popen(["sh", "-c", line], text=True, **options) for line in lines]
     ended = [(process, process.communicate(timeout=280)[0]) for process in running]
     return [subprocess.CompletedProcess(one.args, one.returncode, said) for one, said in ended]
 
 
-SHOWN = [
-    pytest.param({"NPROC": "2", "STRATEGY": "ddp"}, (), "ddp", id="two ranks"),
-    pytest.param(
-        {"NPROC": "2", "SET": "model.mesh_shape=[[2],[fsdp]]"}, (), "fsdp", id="a mesh", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        {"NPROC": "2", "STRATEGY": "zero2"}, ("--deepspeed",), "zero2", id="deepspeed",
-        marks=[needs_deepspeed, pytest.mark.slow],
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("environ", "words", "layout"), SHOWN)
-def test_the_command_that_is_shown_trains_where_it_is_pasted(world, environ, words, layout):
+@pytest.mark.parametrize(
+    ("layout", "words", "environ"),
+    [
+        ("ddp", (), {"STRATEGY": "ddp"}),
+        pytest.param("fsdp", (), {"SET": "model.mesh_shape=[[2],[fsdp]]"}, marks=pytest.mark.slow),
+        pytest.param("zero2", ("--deepspeed",), {"STRATEGY": "zero2"}, marks=[needs_deepspeed, pytest.mark.slow]),
+    ],
+)
+def test_the_command_that_is_shown_trains_where_it_is_pasted(world, layout, words, environ):
     name = f"shown-{layout}"
-    line = shown_command(world, name, *words, **environ)
+    line = shown_command(world, name, *words, NPROC="2", **environ)
     (ended,) = pasted(line)
     assert ended.returncode == 0, f"{line}\n{ended.stdout}"
     run = world / "outputs" / name
     plan = json.loads((run / "plan.json").read_text())
-    assert (plan["layout"], plan["ranks"]) == (layout, int(environ["NPROC"]))
+    assert (plan["layout"], plan["ranks"]) == (layout, 2)
     assert len(losses(run)) == 1
     assert json.loads((run / "summary.json").read_text())["exit"] == 0
 
 
 def test_the_commands_that_two_nodes_are_shown_train_together(world):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NPROC": "1", "STRATEGY": "ddp"}
+    meeting = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    nodes = {**meeting, "NPROC": "1", "STRATEGY": "ddp"}
     lines = [shown_command(world, "shown-nodes", **nodes, NODE_RANK=str(rank)) for rank in (0, 1)]
     ended = pasted(*lines)
     assert [one.returncode for one in ended] == [0, 0], "\n".join(one.stdout for one in ended)
@@ -229,71 +197,22 @@ def test_the_commands_that_two_nodes_are_shown_train_together(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("resumed", [False, True])
-def test_the_command_in_a_runs_log_can_be_pasted_too(world, resumed):
-    """It starts a run of its own, or goes on with the one that was resumed; the logged run stays as it is."""
-    name = f"logged-{resumed}"
-    words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", f"output.name={name}"]
-    environ = {"NPROC": "2", "STRATEGY": "ddp"}
-    command = "train-distributed"
-    if resumed:
-        first = start(world, command, *words, "train.stop_after_steps=1", **environ)
-        assert first.returncode == 0, first.stdout + first.stderr
-        command = "resume"
-    answer = start(world, command, *words, *(["train.stop_after_steps=1"] if resumed else []), **environ)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    run = world / "outputs" / name
+def test_the_command_in_a_resumed_runs_log_can_be_pasted_too(world):
+    words = ["tuning.mode=lora", "output.name=logged", "train.stop_after_steps=1"]
+    for command in ("train-distributed", "resume"):
+        succeed(world, command, *words, NPROC="2", STRATEGY="ddp")
+    run = world / "outputs" / "logged"
     before = losses(run)
     line = [line for line in (run / "train.log").read_text().splitlines() if "Launch: " in line][-1]
     (ended,) = pasted(line.partition("Launch: ")[2].replace("train.stop_after_steps=1", "train.stop_after_steps=2"))
-    if resumed:
-        assert ended.returncode == 0, ended.stdout
-        assert losses(run)[: len(before)] == before
-        assert len(losses(run)) == len(before) + 2
-    else:
-        assert ended.returncode != 0
-        assert "output.if_exists" in ended.stdout
-        assert losses(run) == before
-
-
-def test_several_nodes_meet_where_they_are_told():
-    made = torchrun_command(["train"], processes_per_node=4, nodes=NodeSetup(2, 1, "head", 29501), python="python")
-    assert made.shell_line == (
-        "python -m torch.distributed.run --nnodes 2 --node-rank 1 --master-addr head --master-port 29501 "
-        "--nproc-per-node 4 --module sft_play train"
-    )
-    options = parse_launch_options({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head"})
-    assert options.nodes == NodeSetup(2, 1, "head", 29_500)
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"RANK": "0"}, "a launcher sets all"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "a rank is 0 to WORLD_SIZE - 1"),
-        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=x is not a whole number from 0"),
-    ],
-)
-def test_an_environment_that_contradicts_itself_is_refused(environment, message):
-    with pytest.raises(ConfigError, match=message):
-        read_rank_info(environment)
-    assert read_rank_info({}) is None
-
-
-def test_a_plan_survives_its_way_through_json(world, tiny_llama):
-    from sft_play.config.load import load_config
-
-    config = load_config(world / "run.yaml", overrides=["tuning.mode=lora"]).config
-    gpus = tuple(Gpu(n, "GPU", 24 * GIB, None, (8, 9)) for n in range(2))
-    shape = load_model_shape(str(tiny_llama))
-    plan = make_plan(PlanRequest(config, shape, Hardware(gpus, "CPU", 8, 64 * GIB, 64 * GIB)))
-    assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
+    assert ended.returncode == 0, ended.stdout
+    assert losses(run)[: len(before)] == before
+    assert len(losses(run)) == len(before) + 2
 
 
 def test_an_engine_that_was_left_out_is_found_out(world, tiny_llama):
     import torch
 
-    from sft_play.config.load import load_config
     from sft_play.training.engines import check_engine
 
     config = load_config(world / "run.yaml", overrides=["tuning.mode=lora"]).config
@@ -307,17 +226,12 @@ def test_an_engine_that_was_left_out_is_found_out(world, tiny_llama):
         check_engine(Trainer(), plan)
 
 
-def test_a_rank_that_nobody_launched_is_refused_and_help_names_none(command, world, monkeypatch, capfd):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    code, printed = command("rank", "--config", f"{world}/run.yaml")
-    assert code == 2
-    assert "rank is what make train-distributed starts in each of its processes; to train here: train" in printed
+def test_a_rank_that_nobody_launched_is_refused_and_help_names_none(command, refuse, world, capfd):
+    assert "to train here: train" in refuse("rank", "--config", f"{world}/run.yaml")
     with pytest.raises(SystemExit):
         command("--help")
     assert not re.search(r"\brank:", capfd.readouterr().out)
-    code, printed = command("plan", "--config", f"{world}/run.yaml", "--tensorboard")
-    assert code == 2
+    printed = refuse("plan", "--config", f"{world}/run.yaml", "--tensorboard")
     assert not printed.rstrip().endswith(", rank")
 
 
@@ -337,14 +251,14 @@ WRITTEN_ELSEWHERE = """// for the A100s
 def test_each_rank_keeps_half_of_the_nf4_bytes_and_the_run_is_that_of_one_process(world, alone, command, tiny_llama):
     from safetensors.torch import load_file
 
-    words = ["--config", f"{world}/run.yaml", "tuning.mode=qlora"]
+    from tests.test_train import assert_same_bits
+
     (world / "theirs.json").write_text(WRITTEN_ELSEWHERE)
-    answer = start(
-        world, "train-deepspeed", *words, "output.name=theirs", "train.batch_size=auto", "eval.generate_rows=3",
-        "eval.max_new_tokens=4", NPROC="2", DEEPSPEED_CONFIG=f"{world}/theirs.json",
-    )  # fmt: skip
+    words = ("tuning.mode=qlora", "output.name=theirs", "train.batch_size=auto", "eval.generate_rows=3")
+    answer = succeed(
+        world, "train-deepspeed", *words, "eval.max_new_tokens=4", NPROC="2", DEEPSPEED_CONFIG=f"{world}/theirs.json"
+    )
     said = answer.stdout + answer.stderr
-    assert answer.returncode == 0, said
     assert said.count("the run computes in float32") == 1
     assert "Gradient accumulation steps mismatch" not in said
     run = world / "outputs" / "theirs"
@@ -362,12 +276,8 @@ def test_each_rank_keeps_half_of_the_nf4_bytes_and_the_run_is_that_of_one_proces
     whole = weight_bytes(shape, itemsize=4, is_nf4=True)
     constants = sum(count * (nf4_bytes(x.weights) - x.weights // 2) for x, count in shape.linears)
     assert proof["frozen_whole_bytes"] == pytest.approx(whole - constants, rel=0.01)
-    code, printed = command("consolidate", "--run", str(run))
-    assert code == 0, printed
-    made, *others = (
-        load_file(run / name / "adapter_model.safetensors")
-        for name in ("consolidated-5", "adapter", "checkpoints/checkpoint-5")
-    )
+    assert command("consolidate", "--run", str(run))[0] == 0
+    folders = ("consolidated-5", "adapter", "checkpoints/checkpoint-5")
+    made, *others = (load_file(run / name / "adapter_model.safetensors") for name in folders)
     for other in others:
-        assert set(other) == set(made)
-        assert all((other[name] - made[name]).abs().max() == 0 for name in made)
+        assert_same_bits(made, other)

@@ -1,7 +1,5 @@
 """Documents become clean text: every format, what is left out, what would do harm, and the same bytes again."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util
@@ -17,15 +15,6 @@ import pytest
 from sft_play import documents
 from sft_play.config.load import load_config
 from sft_play.config.schema import DocumentsConfig, RunConfig
-from sft_play.documents import (
-    ReaderProcess,
-    UnreadableDocumentError,
-    clean_text,
-    convert_documents,
-    read_document,
-    split_chunks,
-    split_paragraphs,
-)
 from sft_play.errors import DataError
 from tests.bundled import there, word_files
 from tests.conftest import need_documents_extra
@@ -52,16 +41,16 @@ def rows(out: Path, split: str = "train") -> list[dict]:
 
 
 def read(path: Path, **options) -> str:
-    return read_document(path, DocumentsConfig(**options))
+    return documents.read_document(path, DocumentsConfig(**options))
 
 
 def refusal(path: Path) -> str:
-    with pytest.raises(UnreadableDocumentError) as caught:
+    with pytest.raises(documents.UnreadableDocumentError) as caught:
         read(path)
     return str(caught.value)
 
 
-def make_pdf(path: Path, pages: list[list[str]], *, extra: bytes = b"") -> Path:
+def make_pdf(path: Path, pages: list[list[str]]) -> Path:
     """A PDF of lines in Helvetica, 14 points apart; an empty line is a gap."""
     objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b"", b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
     kids = []
@@ -70,7 +59,7 @@ def make_pdf(path: Path, pages: list[list[str]], *, extra: bytes = b"") -> Path:
         for line in lines:
             shown = line.replace("\\", r"\\").replace("(", r"\(").replace(")", r"\)").encode("latin-1")
             stream += b"0 -14 Td " + (b"(" + shown + b") Tj " if line else b"")
-        stream = zlib.compress(stream + b"ET" + extra)
+        stream = zlib.compress(stream + b"ET")
         objects.append(b"<< /Length %d /Filter /FlateDecode >>\nstream\n%b\nendstream" % (len(stream), stream))
         objects.append(
             b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 800] /Contents %d 0 R "
@@ -90,9 +79,6 @@ def make_pdf(path: Path, pages: list[list[str]], *, extra: bytes = b"") -> Path:
     return path
 
 
-# The command
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     found = tmp_path / "in"
@@ -102,35 +88,26 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_long_document_is_cut_between_paragraphs(folder, tmp_path):
     (folder / "a.txt").write_text("\n\n".join(f"{n:03d} " + "x" * 96 for n in range(10)))
-    convert_documents(config(folder, tmp_path / "out", val_fraction=0.0, chunk_chars=250))
-    found = rows(tmp_path / "out")
+    documents.convert_documents(config(folder, tmp_path / "out", val_fraction=0.0, chunk_chars=250))
     # Two paragraphs of 100 characters and what is between them are 202; a third would be 304.
-    assert [len(row["text"]) for row in found] == [202] * 5
-    assert [row["part"] for row in found] == [1, 2, 3, 4, 5]
-    assert found[1]["text"].startswith("002 ")
-    assert {row["source"] for row in found} == {"a.txt"}
+    found = [(len(row["text"]), row["text"][:4], row["part"], row["source"]) for row in rows(tmp_path / "out")]
+    assert found == [(202, f"00{2 * n} ", n + 1, "a.txt") for n in range(5)]
 
 
 def test_unreadable_documents_are_named_and_the_rest_goes_on(folder, tmp_path):
     (folder / "a.pdf").write_bytes(b"%PDF-1.4 and no more")
     with pytest.raises(DataError, match=r"none of the 1 document could be read(.|\n)*a\.pdf: "):
-        convert_documents(config(folder, tmp_path / "out"))
+        documents.convert_documents(config(folder, tmp_path / "out"))
     assert list((tmp_path / "out").iterdir()) == []
-    (folder / "a.pdf").unlink()
     (folder / "good.txt").write_text("Text.")
-    (folder / "broken.docx").write_bytes(b"PK\x03\x04 and no more")
-    (folder / "latin.txt").write_bytes("first\ncaf\xe9 au lait".encode("latin-1"))
-    (folder / "old.doc").write_bytes(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"\0" * 600)
+    (folder / "b\x1b[31m\n.txt").write_bytes(b"\xff")
     (folder / "table.csv").write_bytes(b"a,b")
-    report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.0))
+    report = documents.convert_documents(config(folder, tmp_path / "out", val_fraction=0.0))
     assert report.ok
-    assert set(report.unreadable) == {"broken.docx", "latin.txt", "old.doc"}
+    assert set(report.unreadable) == {"a.pdf", "b\x1b[31m\n.txt"}
     said = "\n".join(report.lines())
-    assert "4 documents found, 1 read, 3 not" in said
-    assert "broken.docx: cannot be read as docx: damaged" in said
-    assert "latin.txt:2: byte 0xE9 at column 4 is not UTF-8" in said
-    assert "old.doc: an Office file from before 2007" in said
-    assert "1 .csv" in said
+    for words in ("3 documents found, 1 read, 2 not", r"b\x1b[31m\n.txt:1: byte 0xFF at column 1", "1 .csv"):
+        assert words in said
     written = json.loads((tmp_path / "out" / "report.json").read_text())
     assert written == report.as_json()
     assert written["other_files"] == {".csv": 1}
@@ -145,25 +122,24 @@ def test_files_globs_and_lists_are_taken_and_names_stay_apart(tmp_path):
     (tmp_path / "one" / "~$a.docx").write_bytes(b"lock")
     (tmp_path / "one" / ".hidden.txt").write_text("hidden")
     paths = [str(tmp_path / "one"), str(tmp_path / "two" / "**" / "*.txt"), str(tmp_path / "two" / "c.md")]
-    report = convert_documents(config(paths, tmp_path / "out", val_fraction=0.0))
-    names = [row["source"] for row in rows(tmp_path / "out")]
-    assert len(report.documents) == 4
-    assert len(set(names)) == 4
+    report = documents.convert_documents(config(paths, tmp_path / "out", val_fraction=0.0))
+    names = {row["source"] for row in rows(tmp_path / "out")}
+    assert len(report.documents) == len(names) == 4
     assert "deep/b.txt" in names
     assert any(name.endswith("two/a.txt") for name in names)
 
 
 def test_a_document_stays_in_its_split_when_others_come(folder, tmp_path):
     def split() -> dict[str, str]:
-        convert_documents(config(folder, tmp_path / "out", val_fraction=0.4), force=True)
+        documents.convert_documents(config(folder, tmp_path / "out", val_fraction=0.4), force=True)
         return {row["source"]: name for name in ("train", "val") for row in rows(tmp_path / "out", name)}
 
     for n in range(20):
         (folder / f"m{n}.txt").write_text(f"Document {n}. {LONG}")
     before = split()
-    contents = [(tmp_path / "out" / name).read_text() for name in ("train.jsonl", "val.jsonl", "report.json")]
+    contents = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert split() == before
-    assert contents == [(tmp_path / "out" / name).read_text() for name in ("train.jsonl", "val.jsonl", "report.json")]
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == contents
     for n in range(20):
         (folder / f"a{n}.txt").write_text(f"Document of others, {n}.\n\n{LONG}")
     after = split()
@@ -176,22 +152,17 @@ def test_copies_and_repeated_paragraphs_are_left_out_and_counted(folder, tmp_pat
     (folder / "b.txt").write_text(f"Second.\n\n{LONG}\n\nYes.")
     (folder / "c.txt").write_text(f"First.\r\n\r\n{LONG}  \r\n\r\n\r\nYes.\r\n\r\n{OTHER}\r\n\r\n{OTHER}\r\n")
     (folder / "d.txt").write_text(f"{LONG}\n\n{OTHER}")
-    report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.0))
-    assert [row["text"] for row in rows(tmp_path / "out")] == [
-        f"First.\n\n{LONG}\n\nYes.\n\n{OTHER}",
-        "Second.\n\nYes.",
-    ]
+    report = documents.convert_documents(config(folder, tmp_path / "out", val_fraction=0.0))
+    first = f"First.\n\n{LONG}\n\nYes.\n\n{OTHER}"
+    assert [row["text"] for row in rows(tmp_path / "out")] == [first, "Second.\n\nYes."]
     assert report.copies == {"c.txt": "a.txt"}
     assert report.repeated_paragraphs == 4
-    said = "\n".join(report.lines())
-    assert "c.txt is the same text as a.txt" in said
-    assert "4 paragraphs repeated, left out" in said
 
 
 def test_text_that_repeats_stays_where_it_is_wanted_and_validation_never_takes_all_of_it(folder, tmp_path):
     (folder / "a.txt").write_text(f"First.\n\n{LONG}")
     (folder / "b.txt").write_text(f"Second.\n\n{LONG}")
-    report = convert_documents(config(folder, tmp_path / "out", val_fraction=0.0001, drop_repeated=False))
+    report = documents.convert_documents(config(folder, tmp_path / "out", val_fraction=0.0001, drop_repeated=False))
     assert [row["text"] for row in rows(tmp_path / "out")] == [f"First.\n\n{LONG}", f"Second.\n\n{LONG}"]
     assert (report.repeated_paragraphs, "no document has a hash in the share" in report.val_note) == (1, True)
     # headings and code are no repeats of anything, not of the same words in a paragraph either
@@ -204,7 +175,7 @@ def test_text_that_repeats_stays_where_it_is_wanted_and_validation_never_takes_a
     (folder / "b.txt").unlink()
     text = next(t for t in map("Text {}.".format, range(99)) if hashlib.sha256(t.encode()).hexdigest() < "7")
     (folder / "a.txt").write_text(text)
-    report = convert_documents(config(folder, tmp_path / "all", val_fraction=0.5))
+    report = documents.convert_documents(config(folder, tmp_path / "all", val_fraction=0.5))
     assert [row["text"] for row in rows(tmp_path / "all")] == [text]
     assert "by their hashes all documents would be in it" in report.val_note
     assert [(tmp_path / out / "val.jsonl").exists() for out in ("out", "all")] == [False, False]
@@ -214,13 +185,13 @@ def test_files_that_somebody_edited_are_not_overwritten_and_what_was_written_is_
     (folder / "a.txt").write_text("Text.")
     out = folder / "out"
     for _ in range(2):
-        report = convert_documents(config(folder, out))
+        report = documents.convert_documents(config(folder, out))
         assert (len(report.documents), report.other_files) == (1, {})
     (out / "train.jsonl").write_text("mine")
     with pytest.raises(DataError, match="FORCE=1"):
-        convert_documents(config(folder, out))
+        documents.convert_documents(config(folder, out))
     assert (out / "train.jsonl").read_text() == "mine"
-    convert_documents(config(folder, out), force=True)
+    documents.convert_documents(config(folder, out), force=True)
     assert rows(out) == [{"text": "Text.", "source": "a.txt", "part": 1}]
 
 
@@ -232,17 +203,7 @@ def test_no_documents_says_where_it_looked_and_what_is_there(folder, tmp_path):
         (folder / "*.pdf", r"no file matches .*\*\.pdf"),
     ):
         with pytest.raises(DataError, match=message):
-            convert_documents(config(path, tmp_path / "out"))
-
-
-def test_a_name_with_control_characters_is_shown_safely(folder, tmp_path):
-    (folder / "a.txt").write_text("Text.")
-    (folder / "b\x1b[31m\n.txt").write_bytes(b"\xff")
-    said = "\n".join(convert_documents(config(folder, tmp_path / "out")).lines())
-    assert r"b\x1b[31m\n.txt:1: byte 0xFF at column 1 is not UTF-8" in said
-
-
-# Text
+            documents.convert_documents(config(path, tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -260,25 +221,23 @@ def test_a_name_with_control_characters_is_shown_safely(folder, tmp_path):
     ],
 )
 def test_text_is_cleaned(given, wanted):
-    assert clean_text(given) == wanted
+    assert documents.clean_text(given) == wanted
 
 
 def test_paragraphs_end_at_blank_lines_keep_their_indents_and_are_not_cut_in_code():
-    assert split_paragraphs("\n\na\nb\n\n\n  c\n\n\n") == ["a\nb", "  c"]
-    assert split_paragraphs("a\n\n```\nb\n\n~~~\nc\n```\n\nd") == ["a", "```\nb\n\n~~~\nc\n```", "d"]
+    assert documents.split_paragraphs("\n\na\nb\n\n\n  c\n\n\n") == ["a\nb", "  c"]
+    assert documents.split_paragraphs("a\n\n```\nb\n\n~~~\nc\n```\n\nd") == ["a", "```\nb\n\n~~~\nc\n```", "d"]
 
 
 @pytest.mark.parametrize(("start", "limit"), [("", 7), ("    ", 50), ("| ", 333)])
 def test_cutting_loses_nothing_but_white_space(start, limit):
     source = "One sentence. Another one! " * 9 + "\n" + "word " * 30 + "\n    indented line\n" + "x" * 700 + "。字" * 50
-    assert split_chunks(["x" * 30, "# Head", "y" * 20], limit=40) == ["x" * 30, "# Head\n\n" + "y" * 20]
-    assert split_chunks(["It is one. It is two. It is three."], limit=25) == ["It is one. It is two. It", "is three."]
-    pieces = split_chunks(["# A heading", start + source, "End"], limit=limit)
+    assert documents.split_chunks(["x" * 30, "# Head", "y" * 20], limit=40) == ["x" * 30, "# Head\n\n" + "y" * 20]
+    sentences = documents.split_chunks(["It is one. It is two. It is three."], limit=25)
+    assert sentences == ["It is one. It is two. It", "is three."]
+    pieces = documents.split_chunks(["# A heading", start + source, "End"], limit=limit)
     assert all(len(piece) <= limit for piece in pieces)
     assert "".join("".join(pieces).split()) == "".join(f"# A heading{start}{source}End".split())
-
-
-# What reads each kind
 
 
 def make_docx(path: Path) -> Path:
@@ -297,9 +256,8 @@ def make_docx(path: Path) -> Path:
 
 def test_word(tmp_path):
     path = make_docx(tmp_path / "a.docx")
-    text = (
-        "# Heading\n\nPlain paragraph.\n\n* point\n\n1. number\n\n|  |  |\n| --- | --- |\n| left | right |\n| 1 | 2 |"
-    )
+    table = "|  |  |\n| --- | --- |\n| left | right |\n| 1 | 2 |"
+    text = f"# Heading\n\nPlain paragraph.\n\n* point\n\n1. number\n\n{table}"
     assert read(path) == text
     assert read(path, headers=True) == f"Running head\n\n{text}"
 
@@ -337,12 +295,8 @@ def test_epub(tmp_path):
 def test_pdf(tmp_path):
     lines = ["A Heading", "", "", "The first paragraph goes on", "over two lines (in brackets).", "", "", "The second."]
     found = read(make_pdf(tmp_path / "a.pdf", [lines, ["Another page."]]))
-    assert split_paragraphs(found) == [
-        "A Heading",
-        "The first paragraph goes on\nover two lines (in brackets).",
-        "The second.",
-        "Another page.",
-    ]
+    first = "The first paragraph goes on\nover two lines (in brackets)."
+    assert documents.split_paragraphs(found) == ["A Heading", first, "The second.", "Another page."]
     assert "run it through OCR first" in refusal(make_pdf(tmp_path / "b.pdf", [[], []]))
 
 
@@ -358,13 +312,9 @@ PAGE = """<!doctype html><html><head><title>T</title><script>var evil = 1</scrip
 def test_a_page_keeps_its_main_part_and_all_of_it_where_that_is_wanted(tmp_path):
     (tmp_path / "a.html").write_text(PAGE)
     main, whole = read(tmp_path / "a.html"), read(tmp_path / "a.html", drop_repeated=False)
-    for words in ("# The heading\n", "with **bold** words", "def f():\n    return 1", "point two"):
-        assert words in main
-        assert words in whole
-    for words in ("Home menu", "Footer words"):
-        assert words not in main
-        assert words in whole
-    assert "evil" not in main + whole
+    kept = ("# The heading\n", "with **bold** words", "def f():\n    return 1", "point two")
+    for words in (*kept, "Home menu", "Footer words", "evil"):
+        assert (words in main, words in whole) == (words in kept, words != "evil"), words
 
 
 @pytest.mark.parametrize("encoding", ["iso-8859-1", "utf-8", "gb18030"])
@@ -380,7 +330,7 @@ def test_text_is_taken_as_it_is_and_long_runs_of_spaces_take_no_time(tmp_path):
         (tmp_path / name).write_bytes(text.encode(encoding))
         assert read(tmp_path / name) == text
     (tmp_path / "a.txt").write_text("a" + " " * 1_000_000 + "b" + "\n" * 1_000_000 + "c")
-    assert [len(paragraph) for paragraph in split_paragraphs(read(tmp_path / "a.txt"))] == [1_000_002, 1]
+    assert [len(paragraph) for paragraph in documents.split_paragraphs(read(tmp_path / "a.txt"))] == [1_000_002, 1]
 
 
 @pytest.mark.parametrize(("origin", "count", "without_text"), there([("bundled", 4, 1), ("shared", 39, 4)]))
@@ -397,11 +347,8 @@ def test_word_files_of_others_are_read(origin, count, without_text):
 def why_not(path: Path) -> str:
     try:
         return "" if read(path) else "nothing was said"
-    except UnreadableDocumentError as error:
+    except documents.UnreadableDocumentError as error:
         return str(error)
-
-
-# What cannot be read
 
 
 def test_what_cannot_be_read_is_said(tmp_path):
@@ -412,7 +359,7 @@ def test_what_cannot_be_read_is_said(tmp_path):
         "d.txt": (b"abc\n\x00\x01\x02", "is not text (it holds NUL bytes)"),
         "e.txt": (b"first\ncaf\xe9", ":2: byte 0xE9 at column 4 is not UTF-8 (looks like latin1)"),
         "f.txt": ("text".encode("utf-16"), "is UTF-16, not UTF-8: "),
-        "g.docx": (b"just words", "cannot be read as docx: damaged, or something else than its name says?"),
+        "g.docx": (b"just words", "cannot be read as docx: damaged"),
         "h.docx": (b"PK\x03\x04 and no more", "cannot be read as docx: damaged"),
         "i.pdf": (b"%PDF-1.4 and no more", "pdf"),
         "j.doc": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"\0" * 600, "an Office file from before 2007"),
@@ -447,21 +394,18 @@ def test_what_is_too_large_is_not_opened(tmp_path, monkeypatch):
 def test_a_reader_that_is_too_slow_or_dies_is_named_and_the_next_document_is_read(tmp_path):
     (tmp_path / "good.txt").write_text("Text.")
     (tmp_path / "a.html").write_text("<div>" * 100_000 + "deep")
-    with contextlib.closing(ReaderProcess(DocumentsConfig(), timeout_s=0)) as process:
-        with pytest.raises(UnreadableDocumentError, match="took longer than 0 s"):  # to start
+    with contextlib.closing(documents.ReaderProcess(DocumentsConfig(), timeout_s=0)) as process:
+        with pytest.raises(documents.UnreadableDocumentError, match="took longer than 0 s"):  # to start
             process.read(tmp_path / "good.txt")
         process._timeout_s = 60
-        with contextlib.suppress(UnreadableDocumentError):
+        with contextlib.suppress(documents.UnreadableDocumentError):
             assert process.read(tmp_path / "a.html") == "deep"
         process.read(tmp_path / "good.txt")
         assert process._process is not None
         process._process.kill()
-        with pytest.raises(UnreadableDocumentError, match="crashed the process that read it"):
+        with pytest.raises(documents.UnreadableDocumentError, match="crashed the process that read it"):
             process.read(tmp_path / "good.txt")
         assert process.read(tmp_path / "good.txt") == "Text."
-
-
-# What is written is what the shipped configs read
 
 
 @pytest.mark.parametrize(("text", "overrides"), [
@@ -470,37 +414,31 @@ def test_a_reader_that_is_too_slow_or_dies_is_named_and_the_next_document_is_rea
     ("task_mode: cpt\ndata: {train_path: other.jsonl}\n", ("train.epochs=2",)),
     ("task_mode: cpt_mixed\ndata: {text_path: other.jsonl}\n", ()),
 ])  # fmt: skip
-def test_dapt_docx_ends_with_a_command_that_reads_what_it_wrote_with_the_config_that_was_given(
-    text, overrides, tmp_path, monkeypatch, command
-):
+def test_dapt_docx_ends_with_a_command_that_reads_what_it_wrote(text, overrides, tmp_path, monkeypatch, succeed):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "documents").mkdir(parents=True)
     (tmp_path / "data" / "documents" / "a.txt").write_text("Text of the archive.\n")
     (tmp_path / "mine.yaml").write_text(f"model: {{name: m}}\n{text}")
-    code, said = command("dapt-docx", "--config", "mine.yaml", *overrides)
-    assert code == 0, said
+    said = succeed("dapt-docx", "--config", "mine.yaml", *overrides)
     words = shlex.split(said.rstrip().splitlines()[-1].partition("Next: ")[2])
     assert words[:3] == ["make", "check", "CONFIG=mine.yaml"]
     given = [word for one in words[3:] for word in shlex.split(one.removeprefix("SET="))]
     config = load_config("mine.yaml", overrides=given).config
-    assert config.task_mode == ("cpt_mixed" if "mixed" in text else "cpt")
+    is_mixed = "mixed" in text
+    assert config.task_mode == ("cpt_mixed" if is_mixed else "cpt")
     assert set(overrides) <= set(given)
-    read = config.data.text_path if "mixed" in text else config.data.train_path
-    assert Path(read) == Path(config.data.documents.out_dir) / "train.jsonl"
-    assert Path(read).is_file()
-    if "mixed" not in text:
-        assert config.data.val_path is None  # one document: none was held out
+    read = Path(config.data.text_path if is_mixed else config.data.train_path)
+    assert read == Path(config.data.documents.out_dir) / "train.jsonl"
+    assert read.is_file()
+    assert is_mixed or config.data.val_path is None  # one document: none was held out
 
 
-def test_missing_packages_are_named_with_what_installs_them(folder, tmp_path, monkeypatch, command):
-    """The core install has none of them; nothing is read or written then."""
+def test_missing_packages_are_named_with_what_installs_them(folder, tmp_path, monkeypatch, refuse):
     (folder / "a.txt").write_text(f"{LONG}\n")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("markitdown", "bs4") else find(name))
-    run = tmp_path / "run.yaml"
-    run.write_text(json.dumps({"model": {"name": "m"}, "data": {"documents": {"path": str(folder)}}}))
-    code, said = command("dapt-docx", "--config", str(run), f"data.documents.out_dir={tmp_path / 'out'}")
-    assert code == 2
-    assert "packages that are not installed in " in said
+    (tmp_path / "run.yaml").write_text(f"model: {{name: m}}\ndata: {{documents: {{path: {folder}}}}}\n")
+    words = ("--config", str(tmp_path / "run.yaml"), f"data.documents.out_dir={tmp_path / 'out'}")
+    said = refuse("dapt-docx", *words)
     assert "beautifulsoup4, markitdown; install them there: pip install 'sft-play[documents]'" in said
     assert not (tmp_path / "out").exists()

@@ -1,7 +1,5 @@
 """How processes end: a closed terminal saves as SIGTERM does, and what a process has started ends with it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -11,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,14 +16,10 @@ import psutil
 import pytest
 
 from sft_play.process import signals
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, clean_environment, write_run
 from tests.processes import is_alive, wait_for
 
-WAIT_S = 150
 WAITS = "import time; from sft_play.process.signals import watch_parent; watch_parent(); time.sleep(300)"
-
-
-# --- when it is told to -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -76,12 +69,13 @@ class Terminal:
 
     def until(self, holds: Callable[[], object]) -> None:
         """Wait for something that the command does."""
-        deadline = time.monotonic() + WAIT_S
-        while not holds():
+
+        def is_over() -> object:
             self.read()
-            assert is_alive(self.pid), f"ended:\n{self.shown}"
-            assert time.monotonic() < deadline, f"waited in vain:\n{self.shown}"
-            time.sleep(0.05)
+            return holds() or not is_alive(self.pid)
+
+        wait_for(is_over, said=self.read)
+        assert holds(), f"ended:\n{self.shown}"
 
     def close(self) -> int:
         """Close it; the command's exit code."""
@@ -92,15 +86,10 @@ class Terminal:
 
 @pytest.fixture
 def config(tmp_path, tiny_llama, sums) -> Path:
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {sums}, val_path: {sums}, test_path: null}}\n"
-        "train: {effective_batch_size: 2, max_steps: 100000, report_to: [], gradient_checkpointing: false}\n"
-        "eval: {steps: 0, before_training: false, generate_rows: 0}\n"
-        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
-    )
-    return path
+    train = {"effective_batch_size": 2, "max_steps": 100_000, "gradient_checkpointing": False}
+    quick = {"steps": 0, "before_training": False, "generate_rows": 0}
+    data = {"val_path": str(sums)}
+    return write_run(tmp_path, tiny_llama, sums, data=data, train=train, eval=quick, output={"name": "one"})
 
 
 def test_a_terminal_that_is_closed_saves_the_run_as_sigterm_does(config, tmp_path):
@@ -111,12 +100,9 @@ def test_a_terminal_that_is_closed_saves_the_run_as_sigterm_does(config, tmp_pat
     assert terminal.close() == 130
     manifest = json.loads((run / "manifest.json").read_text())
     assert (manifest["status"], manifest.get("error")) == ("stopped", None)
-    summary = json.loads((run / "summary.json").read_text())
-    saved = [path.name for path in (run / "checkpoints").iterdir()]
-    assert f"checkpoint-{summary['steps']}" in saved
-    log = (run / "train.log").read_text()
-    assert "SIGHUP: saving at the end of this step, then stopping" in log
-    assert "step 1/100000  loss " in log
+    steps = json.loads((run / "summary.json").read_text())["steps"]
+    assert (run / "checkpoints" / f"checkpoint-{steps}").is_dir()
+    assert "SIGHUP: saving at the end of this step" in (run / "train.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -130,11 +116,10 @@ def test_a_request_before_the_first_step_leaves_a_run_that_is_known_to_be_stoppe
     os.kill(terminal.pid, number)
     wait_for(lambda: terminal.read() and not is_alive(terminal.pid))
     assert terminal.close() == 130
-    assert json.loads((tmp_path / "outputs" / "one" / "manifest.json").read_text())["status"] == "stopped"
-    assert not (tmp_path / "outputs" / "one" / "run.lock").exists()
+    run = tmp_path / "outputs" / "one"
+    assert json.loads((run / "manifest.json").read_text())["status"] == "stopped"
+    assert not (run / "run.lock").exists()
 
-
-# --- with whoever started it ------------------------------------------------------------------------------------------
 
 STARTS = """
 import os, subprocess, sys, time
@@ -143,6 +128,11 @@ child = subprocess.Popen(sys.argv[1:], env=child_environment(os.environ))
 sys.stdout.write(f"{child.pid}\\n"); sys.stdout.flush()
 time.sleep(300)
 """
+
+
+def sleeps(pid: int) -> bool:
+    """Whether the program has begun: it sleeps, and its imports are done."""
+    return psutil.Process(pid).cpu_times().user > 0 and psutil.Process(pid).status() == psutil.STATUS_SLEEPING
 
 
 @pytest.mark.parametrize("words", [["-c", WAITS], ["-m", "sft_play.process.signals", "waits_long"]])
@@ -155,14 +145,9 @@ def test_a_child_ends_when_its_parent_is_killed_however_early(tmp_path, words, a
     ) as parent:
         child = int(parent.stdout.readline())
         if not at_once:
-            wait_for(lambda: (tmp_path / "begun").exists() or (words[0] == "-c" and _tethered(child)))
+            wait_for(lambda: (tmp_path / "begun").exists() or (words[0] == "-c" and sleeps(child)))
         parent.kill()
     wait_for(lambda: not is_alive(child), within_s=30)
-
-
-def _tethered(pid: int) -> bool:
-    """Whether the program has begun: it sleeps, and its imports are done."""
-    return psutil.Process(pid).cpu_times().user > 0 and psutil.Process(pid).status() == psutil.STATUS_SLEEPING
 
 
 def test_a_variable_of_the_parents_reaches_no_grandchild(monkeypatch):
@@ -171,14 +156,11 @@ def test_a_variable_of_the_parents_reaches_no_grandchild(monkeypatch):
     told = []
     monkeypatch.setattr(signals, "die_with_parent", lambda *words: told.append(words))
     signals.watch_parent()
-    assert told == [(os.getppid(), signal.SIGTERM)]
     assert not {signals.PARENT_VARIABLE, signals.MAKE_VARIABLE} & set(os.environ)
-    monkeypatch.setenv(signals.MAKE_VARIABLE, f"123456789:{os.getpid()}")
-    signals.watch_parent()
-    assert told[1:] == [(123456789, signal.SIGTERM)]
-    monkeypatch.setenv(signals.MAKE_VARIABLE, f"{os.getppid()}:1")  # a wrapper of VENV= stands between
-    signals.watch_parent()
-    assert len(told) == 2
+    for make in (f"123456789:{os.getpid()}", f"{os.getppid()}:1"):  # a wrapper of VENV= stands between
+        monkeypatch.setenv(signals.MAKE_VARIABLE, make)
+        signals.watch_parent()
+    assert told == [(os.getppid(), signal.SIGTERM), (123456789, signal.SIGTERM)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -193,9 +175,8 @@ def test_a_command_ends_when_its_make_alone_gets_a_signal(tmp_path, number):
     python.chmod(0o755)
     environment = {**os.environ, "VENV": str(tmp_path), "PYTHONPATH": str(ROOT)}
     make = subprocess.Popen(["make", "train"], cwd=ROOT, env=environment, start_new_session=True)
-    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-    child = int((tmp_path / "pid").read_text())
-    wait_for(lambda: _tethered(child))
+    child = int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+    wait_for(lambda: sleeps(child))
     make.send_signal(number)
     try:
         make.wait(timeout=30)
@@ -204,18 +185,6 @@ def test_a_command_ends_when_its_make_alone_gets_a_signal(tmp_path, number):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(make.pid, signal.SIGKILL)
         make.wait()
-
-
-def test_the_processes_of_a_data_loader_end_when_the_trainer_is_killed(config, tmp_path):
-    words = [sys.executable, "-m", "sft_play", "train", "--config", str(config), "train.dataloader_num_workers=2"]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as trainer:
-        metrics = tmp_path / "outputs" / "one" / "metrics.jsonl"
-        wait_for(lambda: trainer.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 1))
-        workers = [child.pid for child in psutil.Process(trainer.pid).children(recursive=True)]
-        assert len(workers) >= 2
-        os.kill(trainer.pid, signal.SIGSTOP)  # it can tell them nothing any more
-        trainer.kill()
-    wait_for(lambda: not any(map(is_alive, workers)), within_s=15)  # torch's own watch looks every 5 s
 
 
 ENDED_OTHERWISE = {
@@ -231,12 +200,11 @@ ENDED_OTHERWISE = {
 
 def test_every_process_that_the_package_starts_ends_with_it():
     sources = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "sft_play").rglob("*.py"))}
+    starts = r"\bsubprocess\.(Popen|run|call|check_\w+)\(|ProcessPoolExecutor\(|\.Process\(target|os\.fork\("
     starting = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): source
         for path, source in sources.items()
-        if re.search(
-            r"\bsubprocess\.(Popen|run|call|check_\w+)\(|ProcessPoolExecutor\(|\.Process\(target|os\.fork\(", source
-        )
+        if re.search(starts, source)
     }
     careless = {name for name, source in starting.items() if "from sft_play.process.signals import" not in source}
     careless.remove("sft_play.finished.export.llama_cpp")  # it imports it as a whole
@@ -263,19 +231,15 @@ def test_a_process_beside_this_one_is_asked_to_stop_and_waited_for(tmp_path, ask
     ready, environment = tmp_path / "ready", {**os.environ, "PYTHONPATH": str(tmp_path)}
 
     def ask() -> None:
-        while not ready.exists():
-            time.sleep(0.05)
+        wait_for(ready.exists)
         os.kill(os.getpid(), signal.SIGTERM)
 
     if asked:
         threading.Thread(target=ask, daemon=True).start()
-    ended = signals.run_child(
-        "saves_here", [str(ready), "300" if asked else "0"], environment=environment, stdout=subprocess.PIPE
-    )
+    words = [str(ready), "300" if asked else "0"]
+    ended = signals.run_child("saves_here", words, environment=environment, stdout=subprocess.PIPE)
     assert ended == signals.ChildResult(code, written, was_stopped=asked)
 
-
-# --- processes that are supervised ------------------------------------------------------------------------------------
 
 STUBBORN = """
 import signal
@@ -322,17 +286,12 @@ def test_the_first_request_reaches_every_child_and_the_second_kills_them(monkeyp
 
 
 def test_an_error_leaves_no_supervised_child_behind_and_kills_as_it_was_told():
-    killed: list[int] = []
-
-    def kill(child: subprocess.Popen[str]) -> None:
-        killed.append(child.pid)
-        child.kill()
-
+    killed: list[subprocess.Popen[str]] = []
     with stubborn_children(2) as children:
         first, second = children
         first.kill()
         first.wait()
-        with pytest.raises(KeyError), signals.supervise(children, kill=kill):
+        with pytest.raises(KeyError), signals.supervise(children, kill=lambda one: killed.append(one) or one.kill()):
             raise KeyError
-        assert killed == [second.pid]  # the other has ended by itself
+        assert killed == [second]  # the other has ended by itself
         assert second.returncode == -signal.SIGKILL
