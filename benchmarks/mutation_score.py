@@ -156,8 +156,10 @@ def _text(node: ast.AST) -> str:
 
 
 OWN_TESTS = {
-    "planner": "decisions recorded_plans plan plan_truth plan_inputs promise memory",
-    "launch": "decisions launch_files nodes tensorboard",
+    "planner": "decisions recorded_plans plan plan_truth plan_inputs promise memory batching budget speed_error "
+    "learning_rate mixed_gpus",
+    "launch": "decisions launch_files nodes tensorboard exported_nodes deepspeed_files mixed_gpus own_gpus agents "
+    "row_survey refusals",
     "data": "data_decisions masks tool_calls ends mask_score template preview check rows splits files formats "
     "process data_story documents columns default_paths row_limit packing recorded_data options bad_inputs "
     "own_messages tokenizer",
