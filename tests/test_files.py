@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import pickle
 import random
 import tracemalloc
@@ -483,10 +484,17 @@ class TestSources:
         for name in (*splits, "Val.1", "testimonials", "training_data_notes", "latest"):
             assert tables.split_from_name(name) == {**splits, "Val.1": "val"}.get(name), name
 
-    def test_the_digest_of_a_source_follows_its_content(self, tmp_path):
+    def test_the_digest_of_a_source_follows_its_content(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
         path = lines(tmp_path / "a.jsonl", ROW)
         glob, before = DataSource(f"{tmp_path}/*.jsonl"), source_digest(path)
         assert before == hashlib.sha256(path.read_bytes()).hexdigest()
+        os.utime(path, (0, 0))  # of a file that has rested the digest is remembered
+        for half_written in (b"", b"0123", b"\xff"):
+            assert source_digest(path) == before
+            (remembered,) = (tmp_path / "cache" / "digests").iterdir()
+            remembered.write_bytes(half_written)
+            assert source_digest(path) == before
         of_glob = source_digest(glob)
         lines(path, ROW, ROW)
         assert source_digest(path) != before

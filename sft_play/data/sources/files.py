@@ -606,8 +606,10 @@ def file_digest(file: Path) -> str:
         stat.st_dev,
     ]
     cache_file = cache_dir() / "digests" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    with contextlib.suppress(OSError):
-        return cache_file.read_text(encoding="ascii")
+    with contextlib.suppress(OSError, ValueError):
+        digest = cache_file.read_text(encoding="ascii")
+        if len(digest) == 64:  # else half-written, as by a power cut
+            return digest
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if (
