@@ -258,7 +258,7 @@ def test_checkpointed_activations_train_the_same(adapter):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["adapter", "full", "module"])
-def test_what_is_saved_is_opened_and_equal(kind, dtype, tmp_path):
+def test_what_is_saved_is_opened_and_equal(kind, dtype, tmp_path, monkeypatch):
     from peft import PeftModel
     from safetensors.torch import load_model
     from transformers import LlamaForCausalLM
@@ -266,7 +266,10 @@ def test_what_is_saved_is_opened_and_equal(kind, dtype, tmp_path):
     accelerator = NoOpAccelerator(mixed_precision="bf16")
     model = torch.nn.Linear(3, 4).to(dtype) if kind == "module" else tiny(adapter=kind == "adapter", dtype=dtype)
     (prepared, _) = wrap_model_optimizer(accelerator, model)
-    folder = save_sharded(accelerator, prepared, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        if kind == "adapter":  # a base in 4 bits would be packed for nothing
+            patch.setattr(model.base_model.model.lm_head, "state_dict", None)
+        folder = save_sharded(accelerator, prepared, tmp_path / "out")
     if kind == "adapter":
         opened: Any = PeftModel.from_pretrained(tiny(dtype=dtype), folder, autocast_adapter_dtype=False)
     elif kind == "full":
