@@ -2,8 +2,6 @@
 process, as one of a launcher's ranks, or over ranks that are launched here; `rank` is one of
 these, which help does not name."""
 
-import logging
-
 from sft_play.commands.launch_requests import launch_request_from
 from sft_play.commands.request import (
     CommandResult,
@@ -14,8 +12,6 @@ from sft_play.commands.request import (
 from sft_play.finished.listing import find_best_checkpoint
 from sft_play.launch.start import start_run
 from sft_play.runs.files import read_summary
-
-logger = logging.getLogger(__name__)
 
 
 def run_launching(request: Request) -> CommandResult | int:
