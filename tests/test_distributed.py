@@ -155,6 +155,7 @@ def test_a_launch_that_fails_leaves_nothing_half_written(world):
         ({"NPROC": "3"}, "does not split over"),
         ({"GPUS": "0,x"}, "is not a list of GPU numbers"),
         ({"GPUS": "0,1"}, "GPUS= names GPUs, and this machine has none"),
+        ({"GPUS": ",0,, 1 ,"}, "GPUS= names GPUs, and this machine has none"),
         ({"DEEPSPEED_CONFIG": "/nowhere.json"}, "/nowhere.json"),
         ({"ACCELERATE_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
     ],

@@ -223,11 +223,13 @@ def parse_launch_options(
         deepspeed = DeepspeedRequest()
     try:
         gpus_text = values.get("GPUS", "")
-        if not re.fullmatch(r"\s*(\d{1,5}\s*(,\s*\d{1,5}\s*)*)?,?\s*", gpus_text, re.ASCII):
+        # an empty entry, as a variable without a value leaves it, counts for nothing
+        entries = [entry.strip() for entry in gpus_text.split(",")]
+        if not all(re.fullmatch(r"\d{0,5}", entry, re.ASCII) for entry in entries):
             raise ConfigError(
                 f"GPUS={one_line(gpus_text)} is not a list of GPU numbers, such as GPUS=0,1"
             )
-        gpus = tuple(int(number) for number in re.findall(r"\d+", gpus_text))
+        gpus = tuple(int(entry) for entry in entries if entry)
         if len(set(gpus)) != len(gpus):
             raise ConfigError(f"GPUS={one_line(gpus_text)} names a GPU twice")
         nodes = read_nodes(values)
@@ -453,8 +455,9 @@ def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchO
         " on each node (NNODES= and NODE_RANK= say otherwise)"
     )
     logger.info("Nodes: %s", note)
-    node_rank = nodes.rank // ranks_here
-    nodes = replace(nodes, count=nodes.count // ranks_here, rank=node_rank, exported_note=note)
+    nodes = replace(
+        nodes, count=nodes.count // ranks_here, rank=nodes.rank // ranks_here, exported_note=note
+    )
     return replace(options, nodes=nodes)
 
 
