@@ -120,8 +120,8 @@ def read_settings(
 
 
 def _find_file(path: Path, *folders: Path) -> Path:
-    """A path that a user has given, in the working folder, in `folders`, or in the project; else as
-    it is."""
+    """Find a path of the user's in the working folder, in `folders`, or in the project; returns it
+    unchanged where it is in none."""
     path = path.expanduser()
     return next(
         filter(Path.exists, (path, *(folder / path for folder in (*folders, PROJECT_FOLDER)))), path
@@ -164,9 +164,8 @@ def load_deepspeed_config(
             f"zero_optimization.stage is {zero['stage']}"
         )
     for key in ("offload_optimizer", "offload_param"):
-        if settings.zero3_offload and not is_offloaded(
-            zero, key
-        ):  # what the file moves to NVMe stays there
+        # what the file moves to NVMe stays there
+        if settings.zero3_offload and not is_offloaded(zero, key):
             zero[key] = {"device": "cpu", "pin_memory": True}
     precision = _precision(settings, config, best_precision)
     for key in ("bf16", "fp16"):  # the file may have been written for another machine
@@ -273,9 +272,8 @@ def _new_accelerator(
             }
             os.environ["MASTER_PORT"] = "0"  # rank 0 listens at any port that is free
         if on_cpu:
-            PartialState(
-                cpu=True
-            )  # with `cpu=True` the Accelerator itself would silently leave out DeepSpeed
+            # with `cpu=True` the Accelerator itself would silently leave out DeepSpeed
+            PartialState(cpu=True)
         options = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=deepspeed)}
     elif (
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
@@ -438,9 +436,12 @@ def _gather_weights(accelerator: Any, model: Any, unwrapped_model: Any) -> dict[
     if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
         weights = accelerator.get_state_dict(model)  # FSDP1: flat parameters, complete on rank 0
         return dict(weights) if accelerator.is_main_process else {}
-    tensors: Any = unwrapped_model.state_dict(keep_vars=True).items()
-    if hasattr(unwrapped_model, "peft_config"):
-        tensors = adapter_parameters(unwrapped_model)
+    # of an adapter its own parameters alone: the state of a base in 4 bits is packed to be read
+    tensors: Any = (
+        adapter_parameters(unwrapped_model)
+        if hasattr(unwrapped_model, "peft_config")
+        else unwrapped_model.state_dict(keep_vars=True).items()
+    )
     return gather_to_cpu(tensors, keeps_copies=accelerator.is_main_process)
 
 

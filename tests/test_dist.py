@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from sft_play import dist
 from sft_play.config.yaml_io import parse_yaml
 from sft_play.dist import (
     DEFAULT_CONFIG,
@@ -244,6 +245,12 @@ def test_what_is_saved_is_opened_and_equal(kind, dtype, tmp_path):
     for name, tensor in wanted.items():
         assert (found[name].dtype, torch.equal(found[name], tensor)) == (dtype, True), name
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_of_an_adapter_the_base_is_not_read_which_would_pack_its_4_bits(monkeypatch):
+    model = tiny(adapter=True)
+    monkeypatch.setattr(model.base_model.model.lm_head, "state_dict", None)
+    assert dist._gather_weights(NoOpAccelerator(), model, model)
 
 
 def save(folder: Path, seed: int) -> Path:

@@ -139,6 +139,7 @@ def test_ranks_that_a_person_starts_find_each_other_and_one_counts_the_rows_and_
         ({"NPROC": "3"}, "does not split over"),
         ({"GPUS": "0,x"}, "is not a list of GPU numbers"),
         ({"GPUS": "0,1"}, "GPUS= names GPUs, and this machine has none"),
+        ({"GPUS": ",0,, 1 ,"}, "GPUS= names GPUs, and this machine has none"),
         ({"ACCELERATE_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
     ],
 )

@@ -491,6 +491,12 @@ class TestSources:
         path = lines(tmp_path / "a.jsonl", ROW)
         glob, before = DataSource(f"{tmp_path}/*.jsonl"), source_digest(path)
         assert before == hashlib.sha256(path.read_bytes()).hexdigest()
+        os.utime(path, (0, 0))  # of a file that has rested the digest is remembered
+        for half_written in (b"", b"0123", b"\xff"):
+            assert source_digest(path) == before
+            (remembered,) = (tmp_path / "cache" / "digests").iterdir()
+            remembered.write_bytes(half_written)
+            assert source_digest(path) == before
         of_glob = source_digest(glob)
         lines(path, ROW, ROW)
         assert source_digest(path) != before

@@ -147,6 +147,8 @@ def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path
     assert ranks._command_exit_code(-signal.SIGKILL, folder, was_stopped=stopped) == (130 if stopped else 1)
     assert folder.read_manifest().get(CRASH_ENTRY) == (None if stopped else "the ranks' agent was killed by SIGKILL")
     assert ranks._command_exit_code(-signal.SIGKILL, None, was_stopped=stopped) == (130 if stopped else 1)
+    assert ranks._command_exit_code(-50, folder, was_stopped=stopped) == (130 if stopped else 1)
+    assert folder.read_manifest().get(CRASH_ENTRY) == (None if stopped else "the ranks' agent was killed by signal 50")
 
 
 @pytest.mark.parametrize(

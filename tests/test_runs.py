@@ -93,6 +93,9 @@ def test_nothing_is_left_of_a_folder_that_could_not_be_made_or_of_a_killed_write
             write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
     assert sorted(item.name for item in tmp_path.rglob("*")) == ["outputs", "x.json"]
+    for name in ("a\0b", "\ud800"):
+        with pytest.raises(RunFolderError, match=r"output\.dir=.* cannot be written: "):
+            create_run(RunFolder(tmp_path / name / "one"), job, manifest={}, plan={})
 
 
 def test_the_newest_unfinished_run_of_a_config_is_resumed(tmp_path):
@@ -396,7 +399,7 @@ def test_whoever_comes_first_keeps_the_folder(tmp_path):
     assert all(name == "one" or name.startswith(("one.replaced-", ".one.")) for name in left), left
 
 
-@pytest.mark.parametrize("owner", ["dead", "alive", "elsewhere"])
+@pytest.mark.parametrize("owner", ["dead", "of our pid", "alive", "elsewhere"])
 def test_on_a_disk_without_locks_the_note_of_who_writes_is_believed(tmp_path, monkeypatch, caplog, owner):
     import errno
     import socket
@@ -404,7 +407,8 @@ def test_on_a_disk_without_locks_the_note_of_who_writes_is_believed(tmp_path, mo
     folder = make(tmp_path)
     ended = subprocess.Popen(["true"])
     ended.wait()
-    pid = os.getppid() if owner == "alive" else ended.pid
+    # a container gives the next start the pid of the one that was killed
+    pid = {"alive": os.getppid(), "of our pid": os.getpid()}.get(owner, ended.pid)
     host = "another-host" if owner == "elsewhere" else socket.gethostname()
     (folder.path / LOCK_FILE).write_text(json.dumps({"pid": pid, "host": host, "since": "2026-01-02T03:04:05+00:00"}))
 
@@ -412,7 +416,7 @@ def test_on_a_disk_without_locks_the_note_of_who_writes_is_believed(tmp_path, mo
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    if owner == "dead":
+    if owner in ("dead", "of our pid"):
         lock_run(folder).close()
         assert "the file system does not support locks (No locks available)" in caplog.text
     else:

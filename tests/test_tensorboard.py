@@ -212,6 +212,14 @@ def test_a_sidecar_that_hangs_is_ended(tmp_path):
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
+def test_a_host_whose_name_means_an_address_of_ipv6_alone_is_listened_on(monkeypatch):
+    resolve = socket.getaddrinfo
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *words, **options: resolve("::1", *words, **options))
+    assert board._find_free_port("six.example", 0) > 0
+
+
 FAKE = """#!{python}
 import http.server, json, sys
 from sft_play.process.signals import watch_parent

@@ -20,18 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def cache_dir(environment: Mapping[str, str] | None = None) -> Path:
     """`SFT_PLAY_CACHE`, or `~/.cache/sft-play`."""
-    environment = os.environ if environment is None else environment
-    cache_setting = environment.get("SFT_PLAY_CACHE")
-    return (
-        Path(cache_setting).expanduser()
-        if cache_setting
-        else Path("~/.cache/sft-play").expanduser()
-    )
+    variables = os.environ if environment is None else environment
+    return Path(variables.get("SFT_PLAY_CACHE") or "~/.cache/sft-play").expanduser()
 
 
 def relative_to_cwd(path: Path) -> Path:
-    """A path as messages and commands show it: from the current folder on where it lies in it, by
-    whatever links, else as it is."""
+    """Return a path as messages and commands show it: relative to the current folder if it lies in
+    it, through links too, else unchanged."""
     with contextlib.suppress(OSError):  # the current folder is gone
         current = Path.cwd()
         for parent in path.parents if path.is_absolute() else ():

@@ -10,9 +10,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replace_path(path: Path, *, temporary: Path | None = None) -> Iterator[Path]:
-    """The path to write a file or a folder to, which gets the name `path` at the end; removed where
-    the block raises. `temporary`: that path (None: a new hidden one beside `path`); what a killed
-    one left there is removed first.
+    """Yield a temporary path to write a file or a folder to. It gets the name `path` when the block
+    ends, and is removed where the block raises. `temporary`: that path (None: a new hidden one
+    beside `path`); what a killed process left there is removed first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or path.with_name(f".{path.name}.{secrets.token_hex(4)}")

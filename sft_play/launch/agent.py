@@ -29,12 +29,16 @@ from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
 from sft_play.process import failures
 from sft_play.process.failures import Failure
-from sft_play.process.signals import STOP_SIGNALS, StopSignals, end_when_unresponsive, watch_parent
+from sft_play.process.signals import (
+    STOP_SIGNALS,
+    StopSignals,
+    end_when_unresponsive,
+    signal_name,
+    watch_parent,
+)
 from sft_play.runs.folder import CRASH_ENTRY, RunFolder
 from sft_play.runs.lookup import WRITER, lock_run
 from sft_play.training.heartbeat import read_note
-
-logger = logging.getLogger(__name__)
 
 # The command that started the ranks, which messages begin with.
 COMMAND = os.environ.get(failures.COMMAND_VARIABLE, "train-distributed")
@@ -68,10 +72,7 @@ class RankExit:
     @property
     def signal(self) -> str | None:
         """The name of the signal that ended it, or None."""
-        if self.exit_code >= 0:
-            return None
-        known = {member.value: member.name for member in signal.Signals}
-        return known.get(-self.exit_code, f"signal {-self.exit_code}")
+        return signal_name(-self.exit_code) if self.exit_code < 0 else None
 
     @property
     def was_told_to_stop(self) -> bool:
@@ -82,8 +83,8 @@ class RankExit:
 
 
 def root_exit(exits: Sequence[RankExit], *, stopped: bool) -> RankExit:
-    """The first failure that is no consequence: a broken connection or a rank told to end is
-    one."""
+    """Find the rank that failed first by itself. A rank that lost its connection to another, or was
+    told to end, failed only because of that one. `stopped`: the user asked for the end."""
 
     def sort_key(rank_exit: RankExit) -> tuple[int, float]:
         failure = rank_exit.failure
@@ -143,9 +144,9 @@ def failure_report(exits: Sequence[RankExit], world_size: int, *, stopped: bool)
 def describe_crash(
     exits: Sequence[RankExit], world_size: int, *, was_requested: bool
 ) -> str | None:
-    """How a rank died, in one line, where the ranks may live if they are started again: it left no
-    message, lost another, waited in vain, or its GPU failed; else None, and where a stop was asked
-    for."""
+    """Describe in one line a failure that another start may get past: the rank left no message,
+    lost another rank, waited in vain, or its GPU failed. None for other failures, and where a stop
+    was asked for."""
     root = root_exit(exits, stopped=was_requested)
     if was_requested or root.was_told_to_stop:
         return None
@@ -181,9 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging(COMMAND, stream=sys.stderr)
     StopSignals(_forward_to_ranks, _end_at_once).__enter__()  # as long as the process lives
     end_when_unresponsive(failures.exit_stopped)
-    torch_logger = logging.getLogger(
-        "torch.distributed.elastic"
-    )  # it would log every rank's end beside our report
+    # it would log every rank's end beside our report
+    torch_logger = logging.getLogger("torch.distributed.elastic")
     torch_logger.propagate = False
     torch_logger.addHandler(logging.NullHandler())
     os.environ[failures.AGENT_VARIABLE] = str(os.getpid())
@@ -232,8 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_exit(rank: int, failure: ProcessFailure, log_dir: Path) -> RankExit:
-    """How a rank ended, with what it has left in its folder of the launcher's logs. torch names no
-    error file of a rank that a signal has ended, so that the folder is looked for."""
+    """Read how a rank ended, with the files that it left in the launcher's log folder. The folder
+    is searched, because torch names no error file for a rank that a signal has ended."""
     step = stack = ""
     for path in log_dir.rglob(f"{failure.local_rank}/{failures.HEARTBEAT_NAME}"):
         last_note = read_note(path)

@@ -79,9 +79,8 @@ def shipped_deepspeed_config(layout: LayoutName) -> DeepspeedConfig:
         zero |= {
             "stage3_prefetch_bucket_size": AUTO,
             "stage3_param_persistence_threshold": AUTO,
-            "stage3_gather_16bit_weights_on_model_save": (
-                True
-            ),  # else a checkpoint holds shards only
+            # else a checkpoint holds shards only
+            "stage3_gather_16bit_weights_on_model_save": True,
         }
     return {
         "train_batch_size": AUTO,
@@ -91,9 +90,8 @@ def shipped_deepspeed_config(layout: LayoutName) -> DeepspeedConfig:
         "bf16": {"enabled": AUTO},
         "fp16": {"enabled": AUTO},
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": (
-            True
-        ),  # train.optim chooses; DeepSpeed knows its own and torch's Adam
+        # train.optim chooses; DeepSpeed knows its own and torch's Adam
+        "zero_allow_untested_optimizer": True,
         "wall_clock_breakdown": False,
     }
 
@@ -105,9 +103,8 @@ def read_deepspeed_file(path: Path, *, variable: str = "DEEPSPEED_CONFIG") -> De
     """
     text = yaml_io.read_text(path, variable=variable, expected=DEEPSPEED_FILE_DESCRIPTION)
     name = one_line(str(path))
-    json_text = _NOT_YAML.sub(
-        lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text
-    )  # lines and columns stay
+    # lines and columns stay
+    json_text = _NOT_YAML.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
     is_json = json_text.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (
         ".yaml",
         ".yml",
@@ -120,7 +117,7 @@ def read_deepspeed_file(path: Path, *, variable: str = "DEEPSPEED_CONFIG") -> De
     return data
 
 
-# What people write in JSON that YAML, of which JSON is a part, does not take: comments, and tabs.
+# What people write in JSON and a YAML parser, which reads plain JSON, refuses: comments, and tabs.
 # Strings are matched first, so that the // of a URL begins no comment.
 _NOT_YAML = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)|\t', re.DOTALL)
 
@@ -131,27 +128,23 @@ def deepspeed_layout(
     name: str = "the DeepSpeed configuration",
     default_layout: LayoutName = "zero2",
 ) -> LayoutName:
-    """The layout that a translated configuration asks for; where its stage is "auto" or absent,
-    that of `default_layout`. Raises ConfigError where it shards nothing (stage 0), or offloads
+    """The layout that a translated configuration asks for; a stage that is "auto" or absent is
+    taken from `default_layout`. Raises ConfigError where it shards nothing (stage 0), or offloads
     weights that it does not shard."""
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", AUTO)
     stage = ZERO_STAGES[default_layout][0] if stage in (AUTO, None) else int(stage)
-    offloads_states, offloads_weights = (
-        is_offloaded(zero, "offload_optimizer"),
-        is_offloaded(zero, "offload_param"),
-    )
     if stage == 0:
         raise ConfigError(
             f"{name}: zero_optimization.stage 0 shards nothing: every GPU would hold the whole"
             " model; set stage 1, 2 or 3, or ask for STRATEGY=ddp"
         )
-    if offloads_weights and stage < 3:
+    if stage < 3 and is_offloaded(zero, "offload_param"):
         raise ConfigError(
             f"{name}: offload_param needs stage 3 and the stage is {stage}; set stage 3 or"
             " remove it"
         )
-    return ZERO_LAYOUTS[stage, offloads_states]
+    return ZERO_LAYOUTS[stage, is_offloaded(zero, "offload_optimizer")]
 
 
 def keeps_params_on_gpu(config: DeepspeedConfig, layout: LayoutName) -> bool:
@@ -276,12 +269,10 @@ def translate_deepspeed_keys(
     for old, new in _KEY_TABLE["renamed"].items():
         for path in _paths_below(values, old):
             value, new_path = values.pop(path), new + path.removeprefix(old)
-            if (
-                path == old and "cpu_offload" in old and isinstance(value, bool)
-            ):  # a switch, now a section
-                if not value and _paths_below(
-                    values, new
-                ):  # guides keep it, switched off, beside its section
+            # a switch, now a section
+            if path == old and "cpu_offload" in old and isinstance(value, bool):
+                # guides keep it, switched off, beside its section
+                if not value and _paths_below(values, new):
                     continue
                 new_path, value = f"{new}.device", "cpu" if value else "none"
             logger.debug(
@@ -492,10 +483,10 @@ def _set_value(values: dict[str, Any], path: str, value: Any, reason: str) -> No
 
 
 def _fill_from_plan(values: dict[str, Any], plan: PlanValues) -> Iterator[str]:
-    """Fill what the file leaves open with the plan's, and compare the rest: DeepSpeed asserts that
-    the batch is the product of the others and the ranks, and its engine clips by its own number
-    only. Its default bucket, 5e8 elements, would take another GiB. Yields what contradicts the
-    plan."""
+    """Fill the values that the file leaves open with the plan's, and yield a problem for each
+    number that contradicts the plan. They have to agree: DeepSpeed asserts that its three numbers
+    of the batch multiply, and its engine clips by its own number only. Its default bucket, 5e8
+    elements, would take another GiB."""
     stage = ZERO_STAGES[plan.layout][0]
     effective_batch = plan.micro_batch * plan.grad_accum * plan.data_parallel_ranks
     product = (
@@ -540,7 +531,8 @@ def _fill_from_plan(values: dict[str, Any], plan: PlanValues) -> Iterator[str]:
 
 
 def _drop_optimizer(values: dict[str, Any], plan: PlanValues) -> Iterator[str]:
-    """The plan counted the run YAML's optimizer; a block may repeat it, but not change it."""
+    """Remove the optimizer's block, and yield a problem for each number in it that is not the run
+    YAML's: the plan counted that optimizer."""
     block = {path: values.pop(path) for path in _paths_below(values, "optimizer")}
     beta2_key, beta2 = plan.options["optimizer.params.betas.1"]
     # where no option sets them, the defaults of transformers' `TrainingArguments`
@@ -563,9 +555,8 @@ def _drop_optimizer(values: dict[str, Any], plan: PlanValues) -> Iterator[str]:
             or not path.startswith("optimizer.params.")
         ):
             continue
-        if value is True and path.endswith(
-            (".adam_w_mode", ".bias_correction")
-        ):  # as they are without a word
+        # as they are without a word
+        if value is True and path.endswith((".adam_w_mode", ".bias_correction")):
             continue
         source, planned = planned_options.get(path, ("the run YAML's optimizer, which has", None))
         if not are_numbers_equal(value, planned):
@@ -604,9 +595,8 @@ def cpu_adam_obstacles() -> tuple[str, ...]:
     Empty: nothing; the build may still fail.
     """
     missing = []
-    compiler = (os.environ.get("CXX") or "c++").split()[
-        0
-    ]  # CXX may hold flags, or a wrapper before the compiler
+    # CXX may hold flags, or a wrapper before the compiler
+    compiler = (os.environ.get("CXX") or "c++").split()[0]
     if shutil.which(compiler) is None and shutil.which("g++") is None:
         missing.append(f"no C++ compiler ({compiler})")
     if shutil.which("ninja") is None:

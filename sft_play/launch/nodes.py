@@ -63,8 +63,8 @@ NodeCard = Mapping[str, Any]
 def node_card(
     config: RunConfig, hardware: Hardware, *, strategy: str | None, uses_deepspeed: bool
 ) -> dict[str, Any]:
-    """A node's description, without paths, which may differ; the ranks compare the files'
-    content."""
+    """Describe a node by what all nodes must have in common. Paths are left out, as they may
+    differ; the ranks compare the content of the files."""
     packages = installed_versions()
     return {
         "host": socket.gethostname(),
@@ -96,21 +96,15 @@ def meet_nodes(
     differ; HardwareError: the port is taken, or node 0 does not answer.
     """
     addresses = resolve_addresses(str(nodes.address), nodes.port or 0)
-    own_card = {
-        **card,
-        "node": nodes.rank,
-        "nodes": nodes.count,
-        "start": uuid.uuid4().hex,  # tells two starts on one host apart
-        "sees node 0 at": addresses,
-    }
+    own_card = {**card, "node": nodes.rank, "nodes": nodes.count, "sees node 0 at": addresses}
+    own_card["start"] = uuid.uuid4().hex  # tells two starts on one host apart
     if nodes.rank == 0:
         if not any(map(can_bind, addresses)):
+            other_addresses = ", ".join(local_addresses()) or "none but the loopback"
             raise ConfigError(
                 f"NODE_RANK=0 is the machine at MASTER_ADDR={one_line(str(nodes.address))}, and"
-                " this one has another address"
-                f" ({', '.join(local_addresses()) or 'none but the loopback'}): give this machine"
-                f" another NODE_RANK= (1 to {nodes.count - 1}), or all nodes a MASTER_ADDR= of this"
-                " machine"
+                f" this one has another address ({other_addresses}): give this machine another"
+                f" NODE_RANK= (1 to {nodes.count - 1}), or all nodes a MASTER_ADDR= of this machine"
             )
         require_free_port(nodes.port)
         logger.info(
@@ -128,7 +122,10 @@ def meet_nodes(
         )
     with importing():
         importlib.import_module("torch.distributed")
-    outcomes: list[Mapping[str, Any] | Exception] = []
+    # what stays where the thread below never ends
+    outcomes: list[tuple[NodeCard, ...] | Exception] = [
+        _no_answer_error(nodes, own_card, timeout_s, "another program listens there")
+    ]
 
     def meet() -> None:
         try:
@@ -141,20 +138,9 @@ def meet_nodes(
     thread = threading.Thread(target=meet, daemon=True, name="sft_play nodes")
     thread.start()
     thread.join(2 * timeout_s + 3 * _LEAVE_TIMEOUT_S)
-    outcome = (
-        outcomes[0]
-        if outcomes
-        else _no_answer_error(nodes, own_card, timeout_s, "another program listens there")
-    )
-    if isinstance(outcome, Exception):
-        raise outcome
-    if "refused" in outcome:
-        raise ConfigError(outcome["refused"])
-    cards: tuple[NodeCard, ...] = tuple(outcome["cards"])
-    if nodes.rank >= len(cards):
-        raise ConfigError(
-            f"NNODES={nodes.count} here, and node 0 was given {len(cards)}: give all the same"
-        )
+    cards = outcomes[-1]
+    if isinstance(cards, Exception):
+        raise cards
     if nodes.rank == 0:  # its name may mean the loopback here: the others know where they reach it
         seen_addresses = [
             address for card in (*cards[1:], own_card) for address in card["sees node 0 at"]
@@ -191,9 +177,10 @@ def _no_answer_error(
     )
 
 
-def _exchange_cards(nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> Mapping[str, Any]:
-    """Put this node's card into the store; returns node 0's answer, the cards of all, or why one is
-    refused. Raises HardwareError where this node finds no node 0, or loses it."""
+def _exchange_cards(nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> tuple[NodeCard, ...]:
+    """Put this node's card into the store; returns the cards of all nodes, which node 0 hands out.
+    Raises ConfigError on every node where one is refused; HardwareError where this node finds no
+    node 0, or loses it."""
     from torch.distributed import DistError, TCPStore
 
     store, timeout = None, timedelta(seconds=timeout_s)
@@ -208,6 +195,7 @@ def _exchange_cards(nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> M
         )
         store.set_timeout(2 * timeout)  # node 0 may have begun to wait last
         store.add(_CAME_KEY, 1)
+        # the first card of this NODE_RANK: another node's, where both were given the same
         card = json.loads(store.compare_set(_CARD_KEY + str(nodes.rank), "", json.dumps(own_card)))
         if card["start"] != own_card["start"]:
             hosts = " and ".join(one_line(str(item.get("host"))) for item in (card, own_card))
@@ -223,7 +211,7 @@ def _exchange_cards(nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> M
                 f"what answers at {nodes.endpoint} is another program, or the ranks of a run that"
                 " began without this node: start it again on all nodes"
             )
-        answer: Mapping[str, Any] = json.loads(store.get(_ANSWER_KEY))
+        answer = json.loads(store.get(_ANSWER_KEY))
         store.add(_LEFT_KEY, 1)
         # Node 0 stays until the others have read its answer; these until its store has closed:
         # torchrun, next at the same port, would find this store and lose it.
@@ -239,7 +227,14 @@ def _exchange_cards(nodes: NodeSetup, own_card: NodeCard, timeout_s: float) -> M
         raise HardwareError(
             f"the nodes lost each other at {nodes.endpoint}: {reason}; start all of them again"
         ) from None
-    return answer
+    if "refused" in answer:
+        raise ConfigError(answer["refused"])
+    cards: list[NodeCard] = answer["cards"]
+    if nodes.rank >= len(cards):
+        raise ConfigError(
+            f"NNODES={nodes.count} here, and node 0 was given {len(cards)}: give all the same"
+        )
+    return tuple(cards)
 
 
 def _poll(holds: Callable[[], bool], limit_s: float) -> bool:

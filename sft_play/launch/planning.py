@@ -214,13 +214,11 @@ def _estimate_run_length(
         if size is None:
             return RunLength(steps, None) if steps else None
         rows = size.rows
-        if (
-            config.task_mode == "cpt" or config.data.packing != "none"
-        ):  # blocks and packs: every row is full
+        # blocks and packs: every row is full
+        if config.task_mode == "cpt" or config.data.packing != "none":
             rows = max(1, size.tokens // max_seq_len)
-        epoch_tokens = min(
-            size.tokens, rows * max_seq_len
-        )  # what longer rows have beyond that is cut
+        # what longer rows have beyond that is cut
+        epoch_tokens = min(size.tokens, rows * max_seq_len)
     steps_per_epoch = math.ceil(rows / effective_batch)
     steps = steps or max(1, math.ceil(steps_per_epoch * config.train.epochs))
     tokens = epoch_tokens * steps / steps_per_epoch
@@ -349,9 +347,8 @@ def plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> Lau
     rank_info = request.rank_info
     if rank_info is None:
         return _make_launch_plan(request, exit_stack)
-    if (
-        rank_info.run_folder is not None
-    ):  # `make train-distributed` on one node: the parent planned, every rank reads
+    # `make train-distributed` on one node: the parent planned, every rank reads
+    if rank_info.run_folder is not None:
         return LaunchPlan.from_json(
             (rank_info.run_folder / LAUNCH_FILE).read_text(encoding="utf-8")
         )
@@ -370,9 +367,8 @@ def plan_launch(request: LaunchRequest, exit_stack: contextlib.ExitStack) -> Lau
     except SftPlayError as error:
         broadcast_text(refusal_to_json(error))
         raise
-    broadcast_text(
-        launch_plan.to_json()
-    )  # the others wait; without a plan there is nothing left to do
+    # the others wait; without a plan there is nothing left to do
+    broadcast_text(launch_plan.to_json())
     return launch_plan
 
 
@@ -501,7 +497,7 @@ def build_stage_requests(
         and options.strategy is None
         and options.deepspeed is None
     ):
-        # all stages in one layout: that of the run, as long as it has as many ranks
+        # all stages in one layout: the run's, as long as it has as many ranks
         previous = read_previous_run(resume_from)
         options = dataclasses.replace(
             options, strategy=previous.kept_layout(hardware.ranks) if previous else None
@@ -662,8 +658,9 @@ def finish_stage_requests(stage_requests: Sequence[StageRequest]) -> list[StageR
 
 
 def common_layout(plan_requests: Sequence[PlanRequest]) -> LayoutName:
-    """Choose the fastest layout that fits every stage, of those that some stage would use by
-    itself; else that of the stage with the longest rows, whose plan says what does not fit."""
+    """Choose one layout for all stages, among the ones that they would use by themselves: the
+    fastest that fits every stage. Where none does, take the layout of the stage with the longest
+    rows, whose plan says what does not fit."""
     separate_plans = [plan_request(request, include_suggestions=False) for request in plan_requests]
     # the longest rows first: their stage's layout is the answer where none fits them all
     names = dict.fromkeys(

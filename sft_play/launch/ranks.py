@@ -54,23 +54,19 @@ def launch_ranks(
         sidecar: what runs beside the ranks.
         log_buffer: what was logged until now, for the run's log, which rank 0 continues.
     """
-    loaded, options, plan, folder = (
-        request.loaded,
-        request.options,
-        launch_plan.plan,
-        launch_plan.folder,
-    )
+    loaded, options = request.loaded, request.options
+    plan, folder = launch_plan.plan, launch_plan.folder
     launch = _ranks_command(loaded, options, plan)
     if request.should_resume and folder is not None:
-        environment = {**launch.environment, RESUMED_VARIABLE: str(folder.path)}
-        launch = dataclasses.replace(launch, environment=environment)
+        launch = dataclasses.replace(
+            launch, environment={**launch.environment, RESUMED_VARIABLE: str(folder.path)}
+        )
     if options.dry_run:
         logger.info("Launch: %s", launch.shell_line)
         return 0, launch
     logger.debug("Launch: %s", launch.shell_line)
-    if (
-        loaded.config.model.adapter is not None
-    ):  # refused here where it does not fit, before ranks are started
+    # refused here where it does not fit, before ranks are started
+    if loaded.config.model.adapter is not None:
         from sft_play.training.model.adapters import read_base_adapter
         from sft_play.training.prepare.model_spec import build_model_spec
         from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -95,9 +91,8 @@ def launch_ranks(
             options.nodes, card, timeout_s=rank_timeout_s(loaded.config, os.environ)
         )
         exit_code = run_ranks(dataclasses.replace(launch, environment=environment), None)
-        if (
-            exit_code not in (0, Interrupted.exit_code) and options.nodes.exported_note
-        ):  # the agent has told why
+        # the agent has told why
+        if exit_code not in (0, Interrupted.exit_code) and options.nodes.exported_note:
             logger.warning("Nodes: %s", options.nodes.exported_note)
         return exit_code, launch
     environment[failures.RUN_VARIABLE] = str(folder.path.absolute())
@@ -105,20 +100,17 @@ def launch_ranks(
         environment[failures.COMMAND_VARIABLE] = "train"
     with sidecar, _write_launch_files(folder, loaded, launch_plan):
         log_file = start_log_file(folder.log_path, buffer=log_buffer)
-        logging.getLogger().removeHandler(
-            log_file
-        )  # closed before the ranks write to it, or it is removed
+        # closed before the ranks write to it, or it is removed
+        logging.getLogger().removeHandler(log_file)
         log_file.close()
-        exit_code = (
-            Interrupted.exit_code
-        )  # by a request to stop before the ranks were started, or after they ended
+        # by a request to stop before the ranks were started, or after they ended
+        exit_code = Interrupted.exit_code
         try:
             exit_code = run_ranks(dataclasses.replace(launch, environment=environment), folder)
         finally:
             with contextlib.suppress(RunFolderError):  # an unused folder is removed again
-                if (
-                    exit_code and folder.read_manifest().get("status") == "running"
-                ):  # ranks could not write it
+                # ranks could not write it
+                if exit_code and folder.read_manifest().get("status") == "running":
                     status = "stopped" if exit_code == Interrupted.exit_code else "failed"
                     folder.update_manifest(status=status)
     return exit_code, launch
@@ -127,7 +119,7 @@ def launch_ranks(
 def _write_launch_files(
     folder: RunFolder, loaded: LoadedConfig, launch_plan: LaunchPlan
 ) -> contextlib.AbstractContextManager[object]:
-    """Create the run folder, or update that of a resumed run, with what its ranks read; returns the
+    """Create the run folder, or update the resumed run's, with what its ranks read; returns the
     run's lock."""
     run_lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     plan, deepspeed_config = launch_plan.stage_plans[0]
@@ -148,8 +140,8 @@ def _write_launch_files(
 
 
 def _ranks_command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> LaunchCommand:
-    """The command that starts the ranks of this node, each complete without a parent that hands it
-    a plan."""
+    """Build the command that starts the ranks of this node. Their words need no parent that hands
+    them a plan: started by hand, rank 0 makes it."""
     arguments = ["rank", "--config", str(loaded.path), *loaded.overrides]
     adapter = loaded.config.model.adapter
     if adapter is not None:  # every rank would look for `last` again
@@ -180,9 +172,9 @@ def _ranks_command(loaded: LoadedConfig, options: LaunchOptions, plan: Plan) -> 
 
 
 def run_ranks(launch: LaunchCommand, folder: RunFolder | None) -> int:
-    """Start the ranks under the agent, leave no process behind; returns sft-play's exit code. The
-    first signal is passed on to the agent, which waits until the ranks have saved; a second one
-    ends everything at once.
+    """Run the ranks under the agent to their end and leave no process behind; returns sft-play's
+    exit code. The first signal is passed on to the agent, which waits until the ranks have saved; a
+    second one ends everything at once.
     """
     require_free_port(launch.port)
     # without `PET_NNODES` and the like, which torchrun takes as defaults of its flags
@@ -221,7 +213,7 @@ def _command_exit_code(agent_code: int, folder: RunFolder | None, *, was_stopped
         logger.warning("%s; what was saved until then is kept", message)
         return Interrupted.exit_code
     if agent_code < 0:
-        crash = f"the ranks' agent was killed by {signal.Signals(-agent_code).name}"
+        crash = f"the ranks' agent was killed by {signals.signal_name(-agent_code)}"
         logger.error("%s; what the ranks saved until then is kept", crash)
         with contextlib.suppress(RunFolderError, OSError):
             if folder is not None:
@@ -235,9 +227,8 @@ def _command_exit_code(agent_code: int, folder: RunFolder | None, *, was_stopped
         is_unused = (
             not folder.metrics_path.exists() and launch_file.exists() and not restarts_after_oom
         )
-        if (
-            is_unused and json.loads(launch_file.read_text(encoding="utf-8"))["made"]
-        ):  # by this start, not resumed
+        # by this start, not resumed
+        if is_unused and json.loads(launch_file.read_text(encoding="utf-8"))["made"]:
             discard_run(folder)
             logger.info("The run folder %s is removed again: nothing was trained", folder.path)
     return agent_code

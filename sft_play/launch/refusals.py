@@ -48,8 +48,8 @@ def refusals(
     needs_rows: bool = True,
     plans: Sequence[Plan] | None = None,
 ) -> Iterator[SftPlayError]:
-    """Every error for which a run would be refused on a machine, the first one first; of a machine
-    that is only named, neither the disk nor the packages are known.
+    """Yield every error for which a run would be refused on a machine, in the order in which a
+    start would meet them. The disk and the packages of a machine that is only named are not known.
 
     Args:
         makes_folder: False where the run's folder exists, or another node makes it.

@@ -92,7 +92,7 @@ class DeepspeedRequest:
 @dataclass(frozen=True)
 class LaunchOptions:
     """How a run is launched: what the user gave, None where the plan or the machine decides.
-    `processes` are those of one node."""
+    `processes_per_node` counts one node's."""
 
     strategy: LayoutName | None = None
     processes_per_node: int | None = None
@@ -132,7 +132,7 @@ class LaunchRequest:
     should_resume: bool = False
     folder: RunFolder | None = None
     run_name: str | None = None
-    # The choices of `accelerate launch`, or of accelerate's file, over some of which the plan wins.
+    # The choices of `accelerate launch`, or of accelerate's file; the plan wins over some of them.
     accelerate_config: AccelerateConfig | None = None
 
     @property
@@ -156,7 +156,7 @@ class LaunchPlan:
     trains_in_process: bool = True
     # Whether the parent that launched this rank has created the folder, so that rank 0 must not.
     folder_exists: bool = False
-    # The folder's lock, where this process has that of the whole run.
+    # The folder's lock, where this process has locked the whole run.
     lock: RunLock | None = None
     # The day of the run's first start, for chat templates that write one.
     today: date = field(default_factory=date.today)
@@ -223,11 +223,13 @@ def parse_launch_options(
         deepspeed = DeepspeedRequest()
     try:
         gpus_text = values.get("GPUS", "")
-        if not re.fullmatch(r"\s*(\d{1,5}\s*(,\s*\d{1,5}\s*)*)?,?\s*", gpus_text, re.ASCII):
+        # an empty entry, as a variable without a value leaves it, counts for nothing
+        entries = [entry.strip() for entry in gpus_text.split(",")]
+        if not all(re.fullmatch(r"\d{0,5}", entry, re.ASCII) for entry in entries):
             raise ConfigError(
                 f"GPUS={one_line(gpus_text)} is not a list of GPU numbers, such as GPUS=0,1"
             )
-        gpus = tuple(int(number) for number in re.findall(r"\d+", gpus_text))
+        gpus = tuple(int(entry) for entry in entries if entry)
         if len(set(gpus)) != len(gpus):
             raise ConfigError(f"GPUS={one_line(gpus_text)} names a GPU twice")
         nodes = read_nodes(values)
@@ -304,9 +306,8 @@ def resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
             for name in RENDEZVOUS_VARIABLES:
                 os.environ.pop(name, None)
             options = replace(options, strategy="single")
-        elif (
-            accelerate_config is not None and rank_info.run_folder is None
-        ):  # a parent of ours has read them
+        # under a parent of ours, which has read them, they are left over
+        elif accelerate_config is not None and rank_info.run_folder is None:
             options = fill_from_accelerate(options, accelerate_config, mesh)
     if options.max_restarts and (rank_info is not None or options.nodes.count > 1):
         raise ConfigError(
@@ -329,16 +330,14 @@ def resolve_launch_request(request: LaunchRequest) -> LaunchRequest:
 def setup_rank_environment(config: RunConfig, rank_info: RankInfo) -> RankInfo:
     """Set the variables by which torch and gloo find the other ranks, whichever launcher set them;
     returns this rank."""
-    os.environ.update(
-        rank_variables(os.environ)
-    )  # other launchers' names as torchrun's, which torch reads
+    # other launchers' names as torchrun's, which torch reads
+    os.environ.update(rank_variables(os.environ))
     os.environ.update(rendezvous_variables(os.environ, node_count=rank_info.node_count))
     gpu_count = 0
     if rank_info.run_folder is None and rank_info.local_world_size > 1:
         gpu_count = len(restrict_to_device(config, detect_hardware()).gpus)
-    if (
-        gpu_count == 1
-    ):  # another launcher shows each rank its own GPU alone: device 0, whatever the rank's number
+    # another launcher shows each rank its own GPU alone: device 0, whatever the rank's number
+    if gpu_count == 1:
         os.environ["LOCAL_RANK"] = "0"  # which torch and accelerate read
         rank_info = replace(rank_info, local_rank=0)
     choose_interface(rank_info, os.environ)
@@ -439,8 +438,8 @@ def apply_mesh(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
 
 
 def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
-    """Resolve what exported RANK and WORLD_SIZE count: ranks, where RANK can be the first one of
-    this node, else nodes. Returns the options with those nodes."""
+    """Decide whether exported RANK and WORLD_SIZE count ranks or nodes: ranks only where RANK can
+    be the first rank of this node. Returns the options with the nodes that follow."""
     nodes = options.nodes
     ranks_here = options.select_hardware(
         restrict_to_device(config, detect_hardware()), is_one_node=True
@@ -456,8 +455,9 @@ def resolve_exported_nodes(options: LaunchOptions, config: RunConfig) -> LaunchO
         " on each node (NNODES= and NODE_RANK= say otherwise)"
     )
     logger.info("Nodes: %s", note)
-    node_count, node_rank = nodes.count // ranks_here, nodes.rank // ranks_here
-    nodes = replace(nodes, count=node_count, rank=node_rank, exported_note=note)
+    nodes = replace(
+        nodes, count=nodes.count // ranks_here, rank=nodes.rank // ranks_here, exported_note=note
+    )
     return replace(options, nodes=nodes)
 
 
@@ -547,8 +547,8 @@ def resume_request(
 
 
 def _keeps_mesh(config: RunConfig, options: LaunchOptions, previous: PreviousRun | None) -> bool:
-    """Whether a resumed run keeps its mesh: over as many processes, and in the layout that the mesh
-    is."""
+    """True if a resumed run can keep its mesh: it has as many processes as the mesh, and its layout
+    is the mesh's."""
     mesh = parse_mesh(config.model.mesh_shape)
     if mesh is None:
         return True
@@ -563,11 +563,8 @@ def read_previous_run(folder: RunFolder) -> PreviousRun | None:
     """Read a stopped run's layout, batch and number of ranks from its manifest, or from its plan if
     it failed before a rank wrote them; None if neither has them."""
     manifest, plan = folder.read_manifest(), read_json(folder.path / "plan.json")
-    batch, layout, processes = (
-        manifest.get("batch"),
-        manifest.get("layout", "single"),
-        manifest.get("processes", 0),
-    )
+    batch = manifest.get("batch")
+    layout, processes = manifest.get("layout", "single"), manifest.get("processes", 0)
     if not isinstance(batch, dict):
         batch = {**plan, "ranks": plan.get("data_parallel_ranks")}
         layout, processes = plan.get("layout"), plan.get("ranks", 0)
@@ -575,9 +572,8 @@ def read_previous_run(folder: RunFolder) -> PreviousRun | None:
     if min(numbers) < 1:
         return None
     updates = None
-    if (
-        layout in UNSHARDED_LAYOUTS
-    ):  # elsewhere they follow from it: FSDP and DeepSpeed keep copies in float32
+    # elsewhere they follow from it: FSDP and DeepSpeed keep copies in float32
+    if layout in UNSHARDED_LAYOUTS:
         updates = (plan.get("precision") or {}).get("updates")
     oom_micro_batches = [
         event.micro_batch for event in read_oom_events(folder) if event.again in ("step", "run")
@@ -591,11 +587,11 @@ def read_previous_run(folder: RunFolder) -> PreviousRun | None:
 def resume_constraints(
     config: RunConfig, previous: PreviousRun | None, processes: int
 ) -> tuple[BatchPlan | None, WeightUpdates | None]:
-    """What a resumed run keeps over so many processes: its batch, and how updates reach its
-    weights; None leaves it to the config and the plan. Free GPU memory may have changed; the rows
-    of a step must not. Over another number of data-parallel ranks the accumulation follows, and a
-    micro-batch that does not divide a rank's share, or ran out of memory, becomes the largest that
-    does. Raises RunFolderError where the effective batch does not split over them.
+    """Return what a run that is resumed over `processes` keeps: its batch, and how updates reach
+    its weights. None leaves either to the config and the plan. The rows of a step stay the same.
+    Over another number of data-parallel ranks the accumulation changes instead, and a micro-batch
+    that does not divide a rank's share, or ran out of memory, becomes the largest that does.
+    Raises RunFolderError where the effective batch does not split over them.
     """
     if previous is None or not (previous.has_trained or previous.oom_micro_batch):
         return None, None
@@ -642,8 +638,8 @@ class RestartBudget:
     used: int = 0
 
     def should_restart(self, folder: RunFolder, loaded: LoadedConfig) -> bool:
-        """Whether a run that has failed is to be started again; why is logged, and recorded in its
-        manifest."""
+        """True if a run that has failed is to be started again. Counts the restart, logs its reason
+        and records it in the manifest."""
         if event := pop_oom_note(folder):
             logger.warning("Starting again with micro-batch %d", event.now)
             return True

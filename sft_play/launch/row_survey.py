@@ -54,9 +54,9 @@ def cached_row_tokens(config: RunConfig) -> RowTokens | None:
 
 
 def count_row_tokens(runs: Iterable[LoadedConfig]) -> None:
-    """Count the rows of a run, or of each of its stages, where that was not done before; raises
-    SftPlayError where the tokenizer cannot be loaded, or the rows cannot be used, as training would
-    say."""
+    """Count the tokens of the rows of a run, or of each of its stages, unless the cache has them.
+    Raises the SftPlayError that training would raise: the tokenizer cannot be loaded, or the rows
+    cannot be used."""
     for stage_run in runs:
         if has_variable_lengths(stage_run.config) and cached_row_tokens(stage_run.config) is None:
             with stage_context(stage_run.stage_name):
@@ -77,9 +77,8 @@ def count_row_tokens_if_quick(
     missing_data_lines: list[str] = []
     for stage_run in loaded.runs:
         config = stage_run.config
-        with contextlib.suppress(
-            OSError, SftPlayError
-        ):  # what is wrong with the rows is said below
+        # what is wrong with the rows is said below
+        with contextlib.suppress(OSError, SftPlayError):
             for line in missed_column_lines(config.data, task_mode=config.task_mode):
                 logger.warning("%s", line)
         if not has_variable_lengths(config) or cached_row_tokens(config) is not None:
@@ -145,8 +144,8 @@ def _count_tokens(config: RunConfig) -> None:
 
 
 def _cache_path(config: RunConfig) -> Path:
-    """Where the lengths are kept, by everything that decides them: files by their sizes and times,
-    options, and the code, which has the templates, masks and cuts."""
+    """Name the cache file of a run's row lengths by everything that decides them: the sizes and
+    times of the files, the options, and the code, as it has the templates, masks and cuts."""
     folder = find_model_folder(config.model.name)
     tokenizer: list[Any] = [config.model.name, config.model.revision]
     if folder is not None:
@@ -164,10 +163,8 @@ def _cache_path(config: RunConfig) -> Path:
         "files": sorted(_data_file_states(config)),
         "code": sorted(map(_file_state, code.rglob("*.py"))),
     }
-    key = hashlib.sha256(json.dumps(key_parts, sort_keys=True, default=str).encode()).hexdigest()[
-        :32
-    ]
-    return cache_dir() / "row_tokens" / f"{key}.json"
+    key = json.dumps(key_parts, sort_keys=True, default=str)
+    return cache_dir() / "row_tokens" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def _data_file_states(config: RunConfig) -> Iterator[tuple[str, int, int]]:

@@ -24,7 +24,7 @@ from sft_play.process.environment import set_deepspeed_to_cpu
 
 logger = logging.getLogger(__name__)
 
-# What accelerate asks for on several RTX 40 with an older driver than `_WORKING_P2P_DRIVER`.
+# What accelerate asks for on several RTX 40 with a driver older than 550.40.07 (`has_broken_p2p`).
 P2P_OFF_VARIABLES = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
@@ -34,9 +34,9 @@ def restrict_to_device(config: RunConfig, hardware: Hardware) -> Hardware:
 
 
 def mesh_hardware(config: RunConfig, hardware: Hardware) -> Hardware:
-    """The machine as a run would use it for the mesh of its YAML: as many CPU processes, or of its
-    GPUs. GPUs that are only named are all used, and too few stay too few: the plan says what the
-    mesh would take."""
+    """Limit the machine to what the mesh of the run YAML takes: as many CPU processes, or as many
+    of its GPUs. GPUs that are only named are all kept, and too few stay too few: the plan then says
+    what the mesh would take."""
     mesh = parse_mesh(config.model.mesh_shape)
     if mesh is None:
         return hardware
@@ -83,9 +83,8 @@ def select_hardware(
             f"the GPUs differ, and a run takes GPUs of one kind ({kinds}); name GPUs that are"
             f" alike: {hardware.format_gpu_choices(processes=processes_per_node)}"
         )
-    if (
-        len(hardware.gpu_groups) > 1
-    ):  # CUDA's default order is fastest first, which are not the GPUs of the plan
+    # CUDA's default order is fastest first, which are not the GPUs of the plan
+    if len(hardware.gpu_groups) > 1:
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     machine = dataclasses.replace(hardware, gpus=tuple(chosen_gpus))
     return spread_hardware(machine, len(chosen_gpus) * node_count, node_count)
@@ -244,9 +243,8 @@ def hide_gpus(config: RunConfig, environment: MutableMapping[str, str]) -> None:
     """Hide all GPUs from libraries imported later and from ranks, where the CPU is asked for: with
     -1, because AMD's HIP reads an empty list as unset."""
     if config.train.device == "cpu":
-        if (
-            environment.get(VISIBILITY_VARIABLES[0]) != "-1"
-        ):  # for a rank, the parent has logged it already
+        # for a rank, the parent has logged it already
+        if environment.get(VISIBILITY_VARIABLES[0]) != "-1":
             logger.info("train.device=cpu: no GPU is used or looked for")
         environment.update(dict.fromkeys(VISIBILITY_VARIABLES, "-1"))
 

@@ -45,12 +45,11 @@ class LaunchResult:
 
 
 def start_run(request: LaunchRequest) -> LaunchResult:
-    """Start a run and wait for its end; ranks that ran out of memory are started again, with
-    smaller micro-batches, and with MAX_RESTARTS= a run of which a process died. Raises SftPlayError
-    for what the user can fix, where possible before a library is imported."""
-    signals.record_start_time(
-        anew=request.rank_info is None
-    )  # train.max_hours is the limit of all starts together
+    """Start a run and wait for its end. Ranks that ran out of memory are started again with smaller
+    micro-batches, and with MAX_RESTARTS= a run that lost a process. Raises SftPlayError for what
+    the user can fix, where possible before a library is imported."""
+    # train.max_hours is the limit of all starts together
+    signals.record_start_time(anew=request.rank_info is None)
     restarts = RestartBudget(request.options.max_restarts)
     if restarts.limit and request.rank_info is None and not request.launches_ranks:
         options = dataclasses.replace(request.options, processes_per_node=1)
@@ -139,9 +138,8 @@ def train_in_process(
         os.environ.update(visible_gpu_variables(",".join(str(gpu) for gpu in request.options.gpus)))
     prepare_libraries(loaded.config.model.name, plan.hardware)
     if rank_info is not None:
-        check_rank_gpu(
-            plan, rank_info
-        )  # asks the driver, so that nothing is loaded for a GPU that is refused
+        # asks the driver, so that nothing is loaded for a GPU that is refused
+        check_rank_gpu(plan, rank_info)
     with importing():
         from sft_play.training.job import build_run_job
         from sft_play.training.run import run_training

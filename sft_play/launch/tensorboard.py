@@ -91,10 +91,8 @@ class TensorBoardServer:
 def server_options(environment: Mapping[str, str]) -> dict[str, Any]:
     """Host and port that `TB_HOST` and `TB_PORT` ask for, as options of `start_server`; those not
     given are left out. Raises ConfigError where TB_PORT is not a port."""
-    host, port = (
-        environment.get("TB_HOST", "").strip(),
-        read_whole_number(environment, "TB_PORT", minimum=1),
-    )
+    host = environment.get("TB_HOST", "").strip()
+    port = read_whole_number(environment, "TB_PORT", minimum=1)
     if port is not None and port > 65_535:
         raise ConfigError(f"TB_PORT={port} is not a port; ports go from 1 to 65535")
     return {name: value for name, value in {"host": host, "port": port}.items() if value}
@@ -105,8 +103,8 @@ def sidecar(
     logdir: Path, *, environment: Mapping[str, str], **options: Any
 ) -> Iterator[TensorBoardServer | None]:
     """Run TensorBoard while the block runs; warn once if it cannot be started. It ends with the
-    block, or with this process, unless `TB_KEEP` is set or somebody else started it. `options` are
-    those of `start_server`, before the environment's."""
+    block, or with this process, unless `TB_KEEP` is set or somebody else started it. `options`:
+    keywords of `start_server`, which win over the environment."""
     should_keep = environment.get("TB_KEEP", "").strip().lower() not in (
         "",
         "0",
@@ -161,11 +159,11 @@ def start_server(
     python: str = sys.executable,
     timeout_s: float = START_TIMEOUT_S,
 ) -> tuple[TensorBoardServer | None, str]:
-    """Start a TensorBoard over `logdir`, which need not exist yet; returns it and a line on it, or
-    None and why not, as a run is worth more than its curves. One of ours for the same folder and
-    host is reused; else the first free port from `port` on is taken (0: any). `title`: of the
-    browser's window. `ends_with_caller`: whether it ends when this process does (on Linux: the
-    thread that called this)."""
+    """Start a TensorBoard over `logdir`, which need not exist yet, at the first free port from
+    `port` on (0: any), or reuse one of ours for the same folder and host. Returns it with a line on
+    it, or None with the reason: it never raises, as a run is worth more than its curves. `title`:
+    the title of the browser's window. `ends_with_caller`: whether it ends when this process does
+    (on Linux: the thread that called this)."""
     folder = str(logdir.absolute().resolve())
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
@@ -198,8 +196,9 @@ def start_server(
             environment = {
                 **independent_environment(os.environ),
                 OWNER_VARIABLE: str(cache_dir().absolute()),
+                "CUDA_VISIBLE_DEVICES": "",
+                "TF_CPP_MIN_LOG_LEVEL": "3",
             }
-            environment |= {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
             if ends_with_caller:
                 environment = child_environment(environment, signal_number=signal.SIGTERM)
             with tempfile.TemporaryFile() as output:
@@ -232,9 +231,9 @@ def _find_free_port(host: str, first: int) -> int:
     last, reason = min(65535, first + PORTS_TRIED - 1) if first else 0, "all are taken"
     for port in range(first, last + 1):
         try:
-            with socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-            ) as free:
+            # by the family that the name means: a host may have an address of IPv6 alone
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.create_server(address, family=family) as free:
                 return int(free.getsockname()[1])
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
@@ -257,9 +256,8 @@ def _wait_until_serving(
             is_answering = is_serving(server)
     finally:
         code = popen.returncode
-        popen.returncode = (
-            code or 0
-        )  # from here on psutil waits for it: no ResourceWarning from subprocess
+        # from here on psutil waits for it: no ResourceWarning from subprocess
+        popen.returncode = code or 0
         if not is_answering:
             _terminate(server.process)
     if not is_answering:
@@ -271,9 +269,8 @@ def _wait_until_serving(
 
 def is_serving(server: TensorBoardServer) -> bool:
     """Whether it answers at its address for its folder."""
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # this machine's own: no proxy is asked
+    # this machine's own: no proxy is asked
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{server.url}data/environment", timeout=5) as response:
             return str(json.loads(response.read(10**6)).get("data_location", "")) == server.logdir
@@ -288,9 +285,8 @@ def running_servers() -> list[TensorBoardServer]:
     """This user's TensorBoards of this project on this machine, whether they answer or not."""
     servers, owner = [], str(cache_dir().absolute())
     for process in psutil.process_iter():
-        with contextlib.suppress(
-            psutil.Error, KeyError
-        ):  # it has ended meanwhile, or is another user's
+        # it has ended meanwhile, or is another user's
+        with contextlib.suppress(psutil.Error, KeyError):
             argv, environment = process.cmdline(), process.environ()
             if _TENSORBOARD_MODULE in argv and environment.get(OWNER_VARIABLE) == owner:
                 options = dict(

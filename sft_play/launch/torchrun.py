@@ -80,8 +80,8 @@ def torchrun_command(
     nccl_timeout_s: float | None = None,
     present_environment: Mapping[str, str] | None = None,
 ) -> LaunchCommand:
-    """`torchrun` with as many processes as this node has ranks, running `sft-play` with
-    `program_arguments`.
+    """Build the `torchrun` command for the ranks of this node, each a process that runs `sft-play`
+    with `program_arguments`.
 
     Args:
         threads_per_rank: OMP_NUM_THREADS of CPU ranks, which would otherwise spin on the cores that
@@ -92,9 +92,8 @@ def torchrun_command(
     """
     argv = [python or sys.executable, "-m", TORCHRUN_MODULE]
     if nodes.count == 1:
-        argv.append(
-            "--standalone"
-        )  # the ranks meet at a free port: two runs on one machine do not disturb each other
+        # the ranks meet at a free port: two runs on one machine do not disturb each other
+        argv.append("--standalone")
     else:
         argv += ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank)]
         argv += ["--master-addr", str(nodes.address), "--master-port", str(nodes.port)]
@@ -198,9 +197,8 @@ def read_rank_info(environment: Mapping[str, str]) -> RankInfo | None:
         )
     if rank is None or world_size is None or local_rank is None:
         return None
-    if (
-        local_world_size is None
-    ):  # a launcher that does not say how many ranks are here has started all of them here
+    # a launcher that does not say how many ranks are here has started all of them here
+    if local_world_size is None:
         local_world_size = world_size
     if rank >= world_size or local_rank >= max(1, local_world_size):
         raise ConfigError(f"the environment says {variables_text}: a rank is 0 to WORLD_SIZE - 1")
@@ -276,14 +274,10 @@ def read_nodes(
     where there are several machines.
     """
     count_name, rank_name, address_name, port_name = names
-    count, rank = (
-        read_whole_number(values, count_name, minimum=1) or 1,
-        read_whole_number(values, rank_name, minimum=0),
-    )
-    address, port = (
-        values.get(address_name, "").strip() or None,
-        read_whole_number(values, port_name, minimum=1),
-    )
+    count = read_whole_number(values, count_name, minimum=1) or 1
+    rank = read_whole_number(values, rank_name, minimum=0)
+    address = values.get(address_name, "").strip() or None
+    port = read_whole_number(values, port_name, minimum=1)
     if port is not None and port > 65_535:
         raise ConfigError(f"{port_name}={port} is not a port; ports go from 1 to 65535")
     if (rank or 0) >= count:
@@ -310,9 +304,8 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
     """`NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `NPROC` where the environment names them
     differently, and log lines about them; as `EXPORTED` the one on RANK and WORLD_SIZE, which may
     count ranks. Raises ConfigError where the number of nodes is a range."""
-    if rank_variables(
-        environment
-    ):  # this process is a rank, for which a number of nodes means nothing
+    # this process is a rank, for which a number of nodes means nothing
+    if rank_variables(environment):
         return {}, ()
     exported = {name: text for name in environment if (text := environment[name].strip())}
     is_named = "NNODES" in exported or "NODE_RANK" in exported
@@ -354,8 +347,8 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
 
 
 def refuse_repeated_starts(environment: Mapping[str, str], *, node_count: int) -> None:
-    """Raises ConfigError where srun or mpirun started this command several times, each of which
-    would be a separate run."""
+    """Raises ConfigError where srun or mpirun started this command several times: each start would
+    be a separate run."""
     if node_count > 1 or rank_variables(environment):
         return
     # How often srun, or an mpirun, has started this command.

@@ -1,5 +1,5 @@
-"""Environment variables: those that an independent process must not inherit, OpenMP's, and those of
-PyTorch's CUDA allocator."""
+"""Environment variables: what an independent process must not inherit, and the settings of
+OpenMP's threads and of PyTorch's CUDA allocator."""
 
 import os
 import sys
@@ -32,7 +32,7 @@ def independent_environment(environment: Mapping[str, str]) -> dict[str, str]:
     excluded = {*MAKE_COMMAND_VARIABLES, *LAUNCHER_VARIABLES}
     if "WORLD_SIZE" in environment:
         excluded.add("OMP_NUM_THREADS")
-    # Prefixes of other launchers' names for the same.
+    # the prefixes begin other launchers' names for the same
     variables = {
         name: value
         for name, value in environment.items()
@@ -46,8 +46,8 @@ def independent_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def set_deepspeed_to_cpu() -> None:
-    """Before DeepSpeed is imported where there is no GPU: else it looks for one and warns that it
-    found none."""
+    """Tell DeepSpeed to use the CPU; call it before DeepSpeed is imported. Without this it looks
+    for a GPU and warns that it found none."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
@@ -63,7 +63,7 @@ _BUSY_CORES = 0.5
 
 
 def busy_cores(*, seconds: float = 0.1) -> float:
-    """How many cores the machine kept busy over this time, while this process slept."""
+    """Measure how many cores the machine keeps busy while this process sleeps for `seconds`."""
     share: float = psutil.cpu_percent(seconds) / 100
     return share * (psutil.cpu_count() or 1)
 
@@ -71,8 +71,8 @@ def busy_cores(*, seconds: float = 0.1) -> float:
 def openmp_wait_variables(
     environment: Mapping[str, str], *, measure_busy_cores: Callable[[], float] = busy_cores
 ) -> dict[str, str]:
-    """Variables to set before torch is loaded: how OpenMP's threads wait. Empty where the
-    environment sets it."""
+    """Variables that say how OpenMP's threads wait, to set before torch is loaded. Empty where the
+    environment says it already."""
     if {*SHORT_SPIN, *NO_SPIN, "KMP_BLOCKTIME"} & set(environment):
         return {}
     return dict(NO_SPIN if measure_busy_cores() > _BUSY_CORES else SHORT_SPIN)
@@ -99,16 +99,15 @@ def allocator_variables(
     # by the driver's devices: asking CUDA would load it before the variable is set
     devices = root / "dev"
     has_nvidia = (devices / "nvidiactl").exists() or any(devices.glob("nvidia[0-9]*"))
-    if (
-        sys.platform != "linux" or (devices / "dxg").exists() or not has_nvidia
-    ):  # dxg: the GPU as WSL has it
+    # dxg: the GPU as WSL has it
+    if sys.platform != "linux" or (devices / "dxg").exists() or not has_nvidia:
         return {}
     return {ALLOCATOR_VARIABLE: EXPANDABLE_SEGMENTS}
 
 
 def format_allocator_setting(environment: Mapping[str, str]) -> str:
-    """A line on this process's allocator setting, and on options that the plan's bound does not
-    cover."""
+    """Format a line on this process's allocator setting; it says where the plan's bound on memory
+    does not cover that setting."""
     for name in (ALLOCATOR_VARIABLE, *OLDER_ALLOCATOR_VARIABLES):
         setting = environment.get(name, "").strip()
         if setting == EXPANDABLE_SEGMENTS:

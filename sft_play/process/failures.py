@@ -50,17 +50,16 @@ FailureKind = Literal["user", "stopped", "fault", "peer", "hung"]
 
 # Texts of gloo, NCCL and torch's TCPStore: torch raises one RuntimeError for all of them.
 _PEER_GONE = re.compile(
-    r"gloo/transport\S*\] .*(clos|reset|refused|broken pipe|read error|write error|no"
-    r" route|unreachable)"
+    r"gloo/transport\S*\] .*"
+    r"(clos|reset|refused|broken pipe|read error|write error|no route|unreachable)"
     r"|Connection (closed|reset|refused) by (peer|remote)|Connection was likely closed|Broken pipe"
-    r"|NCCL .*(aborted|remote process exited)|ncclRemoteError|DistNetworkError|recvValue"
-    r" failed|sendBytes failed",
+    r"|NCCL .*(aborted|remote process exited)|ncclRemoteError|DistNetworkError"
+    r"|recvValue failed|sendBytes failed",
     re.IGNORECASE | re.DOTALL,
 )
 _TIMED_OUT = re.compile(
-    r"Timed out waiting \d+ ?ms|collective operation timeout|Socket Timeout|wait timeout"
-    r" after|store.* timed? ?out"
-    r"|Application timeout",
+    r"Timed out waiting \d+ ?ms|collective operation timeout|Socket Timeout|wait timeout after"
+    r"|store.* timed? ?out|Application timeout",
     re.IGNORECASE | re.DOTALL,
 )
 
@@ -91,9 +90,8 @@ def failure_kind(error: BaseException) -> FailureKind:
         return "stopped"
     if isinstance(error, SftPlayError):
         return "user"
-    if not isinstance(
-        error, (RuntimeError, ConnectionError)
-    ):  # torch.distributed raises RuntimeErrors
+    # torch.distributed raises RuntimeErrors
+    if not isinstance(error, (RuntimeError, ConnectionError)):
         return "fault"
     text = f"{type(error).__name__}: {error}"
     if _TIMED_OUT.search(text):
@@ -102,8 +100,8 @@ def failure_kind(error: BaseException) -> FailureKind:
 
 
 def report_to_agent(error: BaseException) -> bool:
-    """Record how this rank ends. True if its agent reports it, so that this process need not; never
-    where this is no rank."""
+    """Record how this rank ends. True if its agent will report it, so that this process does not
+    have to; False where this process is no rank."""
     record_failure(failure_kind(error), str(error), error=error)
     return is_under_agent()
 
@@ -203,17 +201,17 @@ def install_process_guards() -> None:
         if path is not None:
             with contextlib.suppress(OSError):
                 # open until the process ends
-                faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT), all_threads=False)
+                faulthandler.enable(
+                    os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), all_threads=False
+                )
         signals.die_with_parent(os.getppid(), signal.SIGTERM)
         threading.Thread(target=_exit_after_agent, daemon=True, name="sft_play agent watch").start()
     elif "RANK" in os.environ:
-        if agent_pid is not None and not psutil.pid_exists(
-            int(agent_pid)
-        ):  # it ended before this rank watched it
+        # it ended before this rank watched it
+        if agent_pid is not None and not psutil.pid_exists(int(agent_pid)):
             os.kill(os.getpid(), signal.SIGTERM)
-        if (
-            "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_SIZE" in os.environ
-        ):  # torch's launcher, or DeepSpeed's
+        # torch's launcher, or DeepSpeed's
+        if "TORCHELASTIC_RUN_ID" in os.environ or "CROSS_SIZE" in os.environ:
             signals.die_with_parent(os.getppid(), signal.SIGTERM)
 
 
@@ -265,8 +263,8 @@ def kill_process_tree(agent_pid: int) -> None:
 
 
 def kill_compilers() -> None:
-    """SIGKILL for what programs that this process runs have started in its session: ninja leaves
-    its compilers behind where it is killed, as Python does when a signal ends its wait for it."""
+    """Kill what this process's child programs have started in its session. ninja leaves its
+    compilers behind when it is killed, and Python kills it when a signal ends the wait for it."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if process.ppid() != os.getpid() and os.getsid(process.pid) == os.getsid(0):

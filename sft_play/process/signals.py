@@ -69,8 +69,8 @@ def child_environment(
 
 
 def watch_parent() -> None:
-    """End with the process that started this one as its helper, or with make; without their
-    variables do nothing. The children of this process do not inherit the variables."""
+    """Let this process end with the one that started it as its helper, or with make. Does nothing
+    without the variables that they set, and removes these, so that children do not inherit them."""
     parent_pid, _, signal_name = os.environ.pop(PARENT_VARIABLE, "").partition(":")
     make_pid, _, child_pid = os.environ.pop(MAKE_VARIABLE, "").partition(":")
     if parent_pid:
@@ -195,6 +195,12 @@ class StopSignals:
             or is_orphan
             or time.monotonic() - (_stop_requested_at or 0.0) < ECHO_S
         )
+
+
+def signal_name(signal_number: int) -> str:
+    """Name a signal, such as SIGKILL; one without a name, as of real time, by its number."""
+    names = {known.value: known.name for known in signal.Signals}
+    return names.get(signal_number, f"signal {signal_number}")
 
 
 def raise_interrupt(signal_number: int) -> None:

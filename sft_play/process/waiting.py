@@ -87,9 +87,8 @@ LONG_TEXT_CHARS = 1 << 18
 def release_free_memory() -> None:
     """Give all freed memory back; nothing where the C library is not glibc. Takes milliseconds for
     every GiB kept."""
-    with contextlib.suppress(
-        OSError, TypeError, AttributeError
-    ):  # Windows opens none, others have no malloc_trim
+    # Windows opens none, others have no malloc_trim
+    with contextlib.suppress(OSError, TypeError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 

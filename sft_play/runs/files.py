@@ -23,7 +23,7 @@ from sft_play.text import format_size
 
 # Errors that only writing meets, and that may come without the name of a file.
 _WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-# The number of an error in those of safetensors, which are no OSError, and in texts that quote one.
+# The number of an error in texts: safetensors' errors are no OSError, and others quote one.
 _ERRNO_IN_TEXT = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 # What torch.save raises where a write fails; it does not say why.
 _TORCH_WRITE_ERROR = re.compile(
@@ -59,8 +59,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def redact_values(value: Any, secrets: Sequence[str] | None = None) -> Any:
-    """The value with its texts redacted before JSON escapes them; `secrets` None: those of the
-    environment."""
+    """Return the value with its texts redacted, before JSON escapes them. `secrets` None: take the
+    environment's."""
     if secrets is None:
         secrets = secret_values(os.environ.items())
     if isinstance(value, str):
@@ -84,10 +84,8 @@ def sync_folder(folder: Path, *, is_recursive: bool = True) -> None:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if path.is_file() or error.errno not in (
-                errno.EINVAL,
-                errno.ENOTSUP,
-            ):  # some disks know it for files only
+            # some disks know it for files only
+            if path.is_file() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         finally:
             os.close(descriptor)
@@ -107,10 +105,10 @@ def truncate_metrics(path: Path, step: int, *, stage_name: str | None = None) ->
 
 
 def read_evaluations(path: Path, *, stage_name: str | None = None) -> list[dict[str, Any]]:
-    """The metrics of the validation rows by step, including before training: `step`, `loss`,
-    `exact_match`, and the `generated_rows` that it is of.
+    """Read the metrics of the validation rows by step, including before training: `step`, `loss`,
+    `exact_match`, and `generated_rows`, how many answers `exact_match` was computed on.
 
-    A resumed run has those of its earlier starts too.
+    A resumed run has its earlier starts' too.
     """
     by_step: dict[int, dict[str, Any]] = {}
     names = ("loss", "exact_match", "generated_rows")
@@ -145,9 +143,8 @@ def disk_refusal_reason(error: BaseException | None) -> str | None:
     while error is not None and error not in checked_errors:
         checked_errors.append(error)
         text = str(error)
-        if isinstance(
-            rank_errors := getattr(error, "failures", None), dict
-        ):  # of torch's distributed checkpoint
+        # of torch's distributed checkpoint
+        if isinstance(rank_errors := getattr(error, "failures", None), dict):
             text = "\n".join(map(str, [text, *rank_errors.values()]))
         error_numbers = {
             int(os_error or errno_text) for os_error, errno_text in _ERRNO_IN_TEXT.findall(text)
@@ -194,10 +191,8 @@ def require_disk_space(
     """
     message = (
         f"{subject} cannot be written into {one_line(str(folder))}: {{}}; about {needed_bytes:,}"
-        " bytes "
-    )
-    message += (
-        f"({format_size(needed_bytes)}) are needed, and {{}}. Free space there, then resume the run"
+        f" bytes ({format_size(needed_bytes)}) are needed, and {{}}. Free space there, then resume"
+        " the run"
     )
     if available_bytes is not None and available_bytes < needed_bytes:
         raise RunFolderError(message.format(os.strerror(errno.ENOSPC), format_free_space(folder)))

@@ -45,8 +45,8 @@ def trust_none(_: ModelConfig, __: str) -> bool:
 
 
 def remote_code_keys(model: ModelConfig) -> dict[str, str]:
-    """The keys of a model's settings by which code of others would run, each with what that code
-    is."""
+    """Return the keys of a model's settings that would run other people's code, each with a
+    description of that code."""
     keys = {}
     if model.trust_remote_code:
         keys["trust_remote_code"] = f"code that comes with {one_line(model.name)}"
@@ -86,8 +86,8 @@ END_ENTRIES = ("error", "ended", CRASH_ENTRY)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder and the names in it, or that of one of its stages (then `parent_run` is
-    set)."""
+    """The folder of a run, or of one of its stages (then `parent_run` is set), with the names in
+    it."""
 
     path: Path
     # The run that this is a stage of: log, metrics and curves are there.
@@ -208,7 +208,9 @@ class RunFolder:
         try:
             config = config_from_text(path.read_text(encoding="utf-8"), name=str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise RunFolderError(f"{path} cannot be read: {error}") from None
+            raise RunFolderError(
+                f"{path} cannot be read: {getattr(error, 'strerror', error)}"
+            ) from None
         check_remote_code(path, config.model, is_trusted=is_trusted)
         return config
 
@@ -349,9 +351,8 @@ def check_same_run(
             lines.append(
                 f"data {name}: the content of {facts.get('path')} has changed since the run started"
             )
-    recorded_backend = manifest.get(
-        "backend", "bnb"
-    )  # the only backend before the manifest named it
+    # the only backend before the manifest named it
+    recorded_backend = manifest.get("backend", "bnb")
     if recorded_backend != backend and "tuning.backend" not in differing:
         lines.append(
             f"tuning backend: the run was trained by {recorded_backend}, and {backend} would"
@@ -400,9 +401,9 @@ def load_resumed_config(
 def changed_settings(
     folder: RunFolder, config: RunConfig, *, effective_batch: int | None = None
 ) -> dict[str, str]:
-    """The settings that change a run's numbers and are not those it was started with, each in
-    words; raises RunFolderError where the run's own cannot be read. `effective_batch` None: before
-    there is a plan.
+    """Return the settings that change a run's numbers and differ from its first start's, by their
+    keys, each with a sentence. `effective_batch` None: there is no plan yet. Raises RunFolderError
+    where the run's own settings cannot be read.
     """
     try:
         recorded_settings = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
@@ -420,6 +421,8 @@ def changed_settings(
     current_settings = json.loads(
         json.dumps(redact_values(resolved_config(config, effective_batch=effective_batch)))
     )
+    # Left out: options that may change, or that the run's version did not have, and a default that
+    # follows from other keys where the run recorded it before it was resolved.
     return {
         key: f"{key}: the run has {json.dumps(recorded)}, now {json.dumps(current)}"
         for key, (recorded, current) in differing_options(
@@ -455,9 +458,9 @@ def _is_newer_option(recorded_settings: Mapping[str, Any], key: str, value: Any)
 
 
 def requested_deepspeed(folder: RunFolder) -> dict[str, Any] | None:
-    """DeepSpeed's config as the run was given it, its "auto" left open; None where another engine
-    runs it. The file in the folder, which has the plan's numbers, counts where an older version
-    wrote the plan."""
+    """Return DeepSpeed's config as the run was first given it, with its "auto"; None where another
+    engine runs it. An older version's plan lacks it: then the file in the folder counts, which has
+    the plan's numbers."""
     return (
         read_json(folder.path / "plan.json").get("deepspeed")
         or read_json(folder.path / DEEPSPEED_FILE)
@@ -468,9 +471,7 @@ def requested_deepspeed(folder: RunFolder) -> dict[str, Any] | None:
 def first_start_date(folder: RunFolder) -> date:
     """The day of the run's first start, for chat templates that write the date."""
     template_date = read_json(folder.manifest_path).get("template_date")
-    if template_date is None:
-        return date.today()
-    return date.fromisoformat(template_date)
+    return date.fromisoformat(template_date) if template_date else date.today()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -490,8 +491,8 @@ _REPEAT_DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class OomEvent:
-    """Where memory ran out, and what is done: `micro_batch` rows were too many, and `now` are
-    tried."""
+    """One time that memory ran out: `micro_batch` rows were too many, and `now` rows are tried
+    next. `again`: what is repeated; None where the run ends."""
 
     step: int
     doing: str
@@ -532,13 +533,14 @@ def record_oom_event(folder: RunFolder, event: OomEvent) -> None:
 
 
 def write_oom_note(folder: RunFolder, event: OomEvent) -> None:
-    """Leave a note: this rank does not write the manifest, and who does may wait for it in vain."""
+    """Leave a note for the next start: this rank does not write the manifest, and the rank that
+    does may wait for this one in vain."""
     write_json(folder.path / OOM_NOTE_FILE, asdict(event))
 
 
 def pop_oom_note(folder: RunFolder) -> OomEvent | None:
-    """Move the note of a run that ended so into its manifest, or that of its stage; None where
-    there is none."""
+    """Move the note of a run that ran out of memory into its manifest, or into its stage's; None
+    where there is no note."""
     for note_path in (
         *folder.path.glob(OOM_NOTE_FILE),
         *folder.path.glob(f"{STAGES_FOLDER}/*/{OOM_NOTE_FILE}"),

@@ -83,9 +83,8 @@ class RunLock:
         path = self.folder.path / LOCK_FILE
         with contextlib.suppress(OSError):
             if self._role is not None:
-                fcntl.lockf(
-                    descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
-                )  # fails while the other part is still locked
+                # fails while the other part is still locked
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same_file(descriptor, path):
                 path.unlink()
         os.close(descriptor)
@@ -95,7 +94,7 @@ def lock_run(folder: RunFolder, *, role: int | None = None) -> RunLock:
     """Mark a run folder as being written; called by whatever moves, resumes or writes one.
 
     Locks are fcntl's: the kernel releases them when the process ends, data loaders do not inherit
-    them, and those of other nodes are visible through NFS. On a file system without locks the note
+    them, and locks of other nodes are visible through NFS. On a file system without locks the note
     of who writes is trusted.
 
     `role`: None locks the whole run. LAUNCHER and WRITER, two processes of one run, lock a part
@@ -160,24 +159,23 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
 
 
 def _acquire(folder: RunFolder, descriptor: int, role: int | None) -> None:
-    length, start = (
-        (0, 0) if role is None else (1, role)
-    )  # one byte for each part; length 0 is the whole file
+    # one byte for each part; length 0 is the whole file
+    length, start = (0, 0) if role is None else (1, role)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
         return
     except OSError as error:
         lock_error = error
     note = read_json(folder.path / LOCK_FILE)
-    is_noted = isinstance(note.get("pid"), int) and role != WRITER
+    pid, is_of_this_machine = note.get("pid"), note.get("host") == socket.gethostname()
     advice = f"; if that process is gone, remove {folder.path / LOCK_FILE}"
-    if lock_error.errno in (
-        errno.EACCES,
-        errno.EAGAIN,
-    ):  # another process holds it: POSIX allows either
-        advice = ""
-    elif not is_noted or (
-        note["host"] == socket.gethostname() and not psutil.pid_exists(note["pid"])
+    if lock_error.errno in (errno.EACCES, errno.EAGAIN):  # POSIX allows either
+        advice = ""  # the kernel says that another process holds it
+    # without locks only the note can tell; a container gives each start the same pid
+    elif (
+        not isinstance(pid, int)
+        or role == WRITER
+        or (is_of_this_machine and (pid == os.getpid() or not psutil.pid_exists(pid)))
     ):
         logger.warning(
             "%s: the file system does not support locks (%s); a run in progress in this folder is"
@@ -191,8 +189,8 @@ def _acquire(folder: RunFolder, descriptor: int, role: int | None) -> None:
     holder, stop_advice = "", "stop it"
     if note:
         host = one_line(str(note.get("host")))
-        holder = f" (pid {note.get('pid')} on {host}, since {one_line(str(note.get('since')))})"
-        stop_advice = f"stop it (kill {note.get('pid')} on {host}, which saves its state)"
+        holder = f" (pid {pid} on {host}, since {one_line(str(note.get('since')))})"
+        stop_advice = f"stop it (kill {pid} on {host}, which saves its state)"
     raise RunFolderError(
         f"{folder.path} is being written by another process{holder}; wait until it ends,"
         f" {stop_advice}, or give another output.name{advice}"
@@ -207,15 +205,17 @@ _LOCK_LINUX, _LOCK_BSD = "hhqqi4x", "qqihh"
 
 
 def lock_holder_pid(folder: RunFolder) -> int | None:
-    """Return the pid of the process that writes a run, the rank's before its command's; 0 for a
-    process of another machine or container, None if nothing writes it."""
+    """Return the pid of the process that writes a run: the rank's if there is one, else the pid of
+    the command that started it. 0 for a process of another machine or container, None if nothing
+    writes it."""
     pid = next(iter(lock_holder_pids(folder)), None)
     return pid if pid is None or (pid > 0 and psutil.pid_exists(pid)) else 0
 
 
 def lock_holder_pids(folder: RunFolder) -> tuple[int, ...]:
-    """The processes that have a run locked, the writer first; -1 is one of another machine. The
-    lock is only asked about: a run that starts at this moment must not find it held."""
+    """Return the pids of the processes that have a run locked, the writer's first; -1 for a process
+    of another machine. The lock is not taken to find out: a run that starts at this moment must not
+    find it held."""
     try:
         with (folder.path / LOCK_FILE).open("rb") as file:
             # a run alone locks all of the file, and holds both parts
@@ -397,9 +397,10 @@ def _make_temporary_folder(folder: RunFolder, *, makes_parents: bool) -> Path:
         while not parent.exists():
             parent = parent.parent
         return Path(tempfile.mkdtemp(dir=parent, prefix=f".{folder.path.name}."))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no file system takes
+        reason = getattr(error, "strerror", error)
         raise RunFolderError(
-            f"output.dir={folder.path.parent} cannot be written: {error.strerror}"
+            f"output.dir={folder.path.parent} cannot be written: {reason}"
         ) from None
 
 
