@@ -511,7 +511,7 @@ def override_lines(
     return lines
 
 
-# --- a run that was stopped, or died, and goes on: what it keeps, and how often it is started again
+# --- a run that goes on after a stop or a death ----------------------------------------------------
 
 
 def resume_request(
