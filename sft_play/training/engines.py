@@ -59,17 +59,14 @@ def engine_arguments(
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": [layer_class],
             "reshard_after_forward": True,
-            "cpu_ram_efficient_loading": (
-                False
-            ),  # `model_loading` reads the weights, or every rank has them
-            "state_dict_type": (
-                "FULL_STATE_DICT"
-            ),  # with another, Trainer.save_model writes no weights at all
+            # `model_loading` reads the weights, or every rank has them
+            "cpu_ram_efficient_loading": (False),
+            # with another, Trainer.save_model writes no weights at all
+            "state_dict_type": ("FULL_STATE_DICT"),
         }
     layout = plan.choice.layout
-    ranks = (
-        layout.gradient_ranks
-    )  # context parallelism: to FSDP2 these are data-parallel ranks with shorter rows
+    # context parallelism: to FSDP2 these are data-parallel ranks with shorter rows
+    ranks = layout.gradient_ranks
     if layout.is_fsdp and (layout.tensor_parallel > 1 or ranks > layout.shard):
         config_class = _TensorParallelConfig if layout.tensor_parallel > 1 else ParallelismConfig
         arguments["parallelism_config"] = config_class(
@@ -250,9 +247,8 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
             f"the plan says {layout.name}, but the wrapped model is a {type(wrapped).__name__}, not"
             f" a {expected_class}; nothing was trained"
         )
-    if layout.is_zero and (stage := wrapped.zero_optimization_stage()) != int(
-        layout.name[4]
-    ):  # zeroN, zeroN_offload
+    # zeroN, zeroN_offload
+    if layout.is_zero and (stage := wrapped.zero_optimization_stage()) != int(layout.name[4]):
         raise TrainingError(
             f"the plan says {layout.name}, but DeepSpeed runs stage {stage}; nothing was trained"
         )

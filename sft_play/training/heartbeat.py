@@ -221,9 +221,8 @@ class Heartbeat:
         self._publish_count += 1
         idle_s = self._idle_s()
         location = ""
-        if (
-            idle_s >= 2 * self._interval_s
-        ):  # where the main thread is: its innermost frame outside torch
+        # where the main thread is: its innermost frame outside torch
+        if idle_s >= 2 * self._interval_s:
             outer = sys._current_frames()[threading.main_thread().ident or 0]
             while f"{os.sep}torch{os.sep}" in outer.f_code.co_filename and outer.f_back is not None:
                 outer = outer.f_back
@@ -281,9 +280,8 @@ class Heartbeat:
         for beat in laggards(beats, silent_ranks):
             if beat.pid == os.getpid() or beat.host != socket.gethostname():
                 continue
-            with contextlib.suppress(
-                psutil.Error
-            ):  # a rank that hangs would hold up the others until its agent acts
+            # a rank that hangs would hold up the others until its agent acts
+            with contextlib.suppress(psutil.Error):
                 process = psutil.Process(beat.pid)
                 if process.ppid() == os.getppid():
                     process.kill()

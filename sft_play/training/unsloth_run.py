@@ -114,9 +114,8 @@ def train_with_unsloth(
     try:
         _run_workers(python, work_folder / HANDOVER_FILE, job.plan)
     except Interrupted:
-        if (
-            job.folder.read_manifest().get("status") == "running"
-        ):  # stopped before it could record so
+        # stopped before it could record so
+        if job.folder.read_manifest().get("status") == "running":
             job.folder.update_manifest(status="stopped")
         raise
     finally:
@@ -208,9 +207,8 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
     if ranks > 1:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[
-                1
-            ]  # free again until rank 0 listens on it: nothing reserves a port
+            # free again until rank 0 listens on it: nothing reserves a port
+            port = probe.getsockname()[1]
         variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     error_files = [
@@ -242,9 +240,8 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
             and time.monotonic() < deadline
         ):
             if deadline == math.inf and set(codes) - {None, 0, Interrupted.exit_code}:
-                deadline = (
-                    time.monotonic() + 20.0
-                )  # the others wait for it in a collective, and would hang
+                # the others wait for it in a collective, and would hang
+                deadline = time.monotonic() + 20.0
             time.sleep(0.05)
     exits = [
         (process.returncode, failures.read_failure(file))
@@ -314,9 +311,8 @@ def train_handover(path: Path, train_stage: Callable[..., dict[str, Any]]) -> No
         timeout_s=handover["timeout_s"],
     )
     check_device(plan, config)
-    check_trackers(
-        config
-    )  # `prepare` has looked in the other environment, whose packages are not these
+    # `prepare` has looked in the other environment, whose packages are not these
+    check_trackers(config)
     check_gpu(plan, config)
     memory_peaks, prepared = start_memory_peaks(plan), _build_prepared(handover, config)
     with (

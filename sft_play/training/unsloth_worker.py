@@ -68,9 +68,8 @@ def probe() -> dict[str, Any]:
                 " has all)"
             )
         }
-    device = getattr(
-        unsloth, "DEVICE_TYPE", None
-    )  # cuda, hip, xpu, npu, mlx or cpu; unsloth_zoo's in some versions
+    # cuda, hip, xpu, npu, mlx or cpu; unsloth_zoo's in some versions
+    device = getattr(unsloth, "DEVICE_TYPE", None)
     if device is None:
         from unsloth_zoo.device_type import DEVICE_TYPE
 

@@ -189,9 +189,8 @@ def describe_base(config: RunConfig) -> CardBase:
 def _read_license(card: str) -> dict[str, str]:
     try:
         return _license_fields(ModelCard.load(card, ignore_metadata_errors=True).data.to_dict())
-    except (
-        Exception
-    ):  # no network, no card, not allowed, or other people's YAML: the licence is left out
+    # no network, no card, not allowed, or other people's YAML: the licence is left out
+    except Exception:
         return {}
 
 

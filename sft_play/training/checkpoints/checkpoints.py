@@ -75,9 +75,8 @@ def commit_checkpoint(
     sync_folder(staged)  # a rename can outlive a power cut that what it names does not
     final = folder / staged.name
     atomic.move_into_place(staged, final, backup=folder / f"{STAGING_NAME}-old")
-    with contextlib.suppress(
-        OSError
-    ):  # it is whole, and only a power cut could still take its name back
+    # it is whole, and only a power cut could still take its name back
+    with contextlib.suppress(OSError):
         sync_folder(folder, is_recursive=False)
     with contextlib.suppress(OSError):
         staged.parent.rmdir()
@@ -238,7 +237,6 @@ def rotate_checkpoints(folder: Path, *, limit: int | None, best_checkpoint: Path
         if best_checkpoint is None or path.name != best_checkpoint.name
     ]
     for path in candidates[:-limit]:
-        (
-            path / COMPLETE_FILE
-        ).unlink()  # first, so that a kill in between leaves nothing that looks complete
+        # first, so that a kill in between leaves nothing that looks complete
+        (path / COMPLETE_FILE).unlink()
         shutil.rmtree(path)

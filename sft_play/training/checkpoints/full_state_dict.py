@@ -238,9 +238,8 @@ def adapter_parameters(model: Any) -> list[tuple[str, Any]]:
         (name, parameter)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
-        or any(
-            part in name for part in (".lora_", ".modules_to_save.")
-        )  # saved even where it does not train
+        # saved even where it does not train
+        or any(part in name for part in (".lora_", ".modules_to_save."))
         or any(parameter is table for table in tables)
     ]
 
@@ -325,10 +324,8 @@ def full_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Names and whole tensors of an FSDP model, one at a time, on the first rank; all iterate to
     the end."""
     tied = tied_weight_names(model)
-    for (
-        name,
-        tensor,
-    ) in model.state_dict().items():  # its hooks reshard units that a forward pass left whole
+    # its hooks reshard units that a forward pass left whole
+    for name, tensor in model.state_dict().items():
         if name not in tied:
             full_tensor = _full_tensor(tensor)
             yield name, full_tensor.cpu() if is_first() else None

@@ -64,13 +64,11 @@ def open_tensors(folder: Path) -> dict[str, FileTensor]:
     without scales."""
     tensors: dict[str, FileTensor] = {}
     for file in weight_files(folder):
-        archive: Any = safe_open(
-            file, framework="pt"
-        )  # maps the file, as long as any of its tensors is held
+        # maps the file, as long as any of its tensors is held
+        archive: Any = safe_open(file, framework="pt")
         for name in archive.keys():  # noqa: SIM118  (safe_open is no mapping)
-            tensor_slice = archive.get_slice(
-                name
-            )  # reads the file's header, and none of the tensor
+            # reads the file's header, and none of the tensor
+            tensor_slice = archive.get_slice(name)
             tensors[name] = FileTensor(
                 file,
                 tuple(tensor_slice.get_shape()),
@@ -251,9 +249,8 @@ def save_model(
     empty, not finite, or not what the model holds."""
     with atomic.replace_path(path, temporary=path.with_name(f".{path.name}.building")) as staging:
         write_weights(model, staging, **write_options)
-        (staging / "README.md").unlink(
-            missing_ok=True
-        )  # PEFT's blank form, which names the base by its path
+        # PEFT's blank form, which names the base by its path
+        (staging / "README.md").unlink(missing_ok=True)
         tokenizer.save_pretrained(staging)
         size = check_saved_weights(
             staging, expected_shapes=saved_shapes(model), must_have_learned=steps > 1
@@ -357,11 +354,12 @@ def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:
         name = apply_key_mapping(key, text_tower.key_mapping)
         if name in trained:
             sources[key] = unmatched.pop(name, trained[name])
+        # a part for images or sound
         elif not (
             name in tied_names
             or tuple(name.split(".")[:2]) in trained_prefixes
             or apply_key_mapping(key, dict(text_tower.renamings)).startswith(full_prefixes)
-        ):  # a part for images or sound
+        ):
             sources[key] = file_tensor
     published = partial(
         _published_tensors,
@@ -417,9 +415,8 @@ def _published_tensors(
         blocks.setdefault(prefix, {})[name] = file_tensor
     for block in blocks.values():
         state = {name: read(file_tensor) for name, file_tensor in block.items()}
-        with contextlib.suppress(
-            Exception
-        ):  # there is no such class, or a conversion fails in its own way
+        # there is no such class, or a conversion fails in its own way
+        with contextlib.suppress(Exception):
             state = revert_weight_conversion(full_model, dict(state))
         yield from state.items()
 

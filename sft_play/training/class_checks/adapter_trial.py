@@ -177,9 +177,8 @@ def _trial_result(
 
 def _try_head(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     if getattr(config, "unpadded_vocab_size", None):
-        config.unpadded_vocab_size = (
-            VOCABULARY_SIZE - 8
-        )  # below the vocabulary, as in the model itself
+        # below the vocabulary, as in the model itself
+        config.unpadded_vocab_size = VOCABULARY_SIZE - 8
     model = small_model(config, "flash", trust_remote_code)
     ids = torch.randint(
         3, VOCABULARY_SIZE - 8, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(0)
@@ -376,9 +375,8 @@ def _try_adapters(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict
             }
             if not untrained:
                 return {}
-    except (
-        Exception
-    ) as error:  # PEFT's refusal, or whatever a class does with what the adapter returns
+    # PEFT's refusal, or whatever a class does with what the adapter returns
+    except Exception as error:
         return dict.fromkeys(groups, f"an adapter there fails: {one_line(str(error), limit=120)}")
     layers = [name.removeprefix("base_model.model.").partition(".lora_")[0] for name in untrained]
     return dict.fromkeys(sorted(map(wildcard_name, layers)), NO_GRADIENT)

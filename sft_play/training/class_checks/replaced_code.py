@@ -169,9 +169,8 @@ def _compare_on_small_models(
     # what `check` finds for the class and the precision of a run's model; a problem where it is
     # more than rounding
     attention = str(model.config._attn_implementation)
-    if (
-        attention == attention_functions.ULYSSES_ATTENTION
-    ):  # whole rows here, where no ranks share them
+    # whole rows here, where no ranks share them
+    if attention == attention_functions.ULYSSES_ATTENTION:
         attention = "sdpa"
     result = check(
         model.config,
@@ -281,10 +280,8 @@ def _kernel_cases(hf_config: Any, tensor_parallel: int) -> list[tuple[HeadShape,
     queries = hf_config.num_attention_heads
     width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // queries
     keys = getattr(hf_config, "num_key_value_heads", None) or queries
-    widths = {
-        width,
-        getattr(hf_config, "global_head_dim", None) or width,
-    }  # Gemma 4's layers without a window
+    # Gemma 4's layers without a window
+    widths = {width, getattr(hf_config, "global_head_dim", None) or width}
     key_counts = {keys, getattr(hf_config, "num_global_key_value_heads", None) or keys}
     windows: list[int | None] = [None]
     if window := getattr(hf_config, "sliding_window", None):
@@ -415,9 +412,8 @@ def _liger_kernels(models: Sequence[Any]) -> Iterator[tuple[str, ...]]:
     plain_names = dict(vars(module))
     try:
         replaced = [_apply_liger(model) for model in models]
-        del (
-            models
-        )  # open as long as a run lasts, it must not keep the model of a stage that has ended
+        # open as long as a run lasts, it must not keep the model of a stage that has ended
+        del models
         yield replaced[0]
     finally:
         for name, value in plain_names.items():
@@ -554,9 +550,8 @@ def _compiled_blocks(models: Sequence[Any]) -> Iterator[None]:
         compile_in_place(model)
     try:
         yield
-        if (
-            _dynamo_counts()[0] == initial_graphs
-        ):  # dynamo runs as plain code what it cannot compile, without an error
+        # dynamo runs as plain code what it cannot compile, without an error
+        if _dynamo_counts()[0] == initial_graphs:
             raise ValueError("none of its blocks compiles")
     finally:
         torch.compiler.reset()

@@ -81,9 +81,8 @@ def measure_small_model(
     class does with longer ones is not asked.
     """
     options["trust_remote_code"] = trust_remote_code
-    settings = json.dumps(
-        hf_config.to_dict(), default=repr
-    )  # code of a model's own may hold any object in its config
+    # code of a model's own may hold any object in its config
+    settings = json.dumps(hf_config.to_dict(), default=repr)
     key = (
         *(measure, type(hf_config), settings, max_parameters, needs_all_layers, max_row_tokens),
         *sorted(options.items()),
@@ -112,9 +111,8 @@ def measure_small_model(
                 )
             measurement, problem = measure(config, **options), ""
             break
-        except (
-            Exception
-        ) as error:  # each class checks its sizes in its own way, some only in the forward pass
+        # each class checks its sizes in its own way, some only in the forward pass
+        except Exception as error:
             problem = f"{problem}; {type(error).__name__}: {one_line(str(error), limit=200)}"
     _measurements[key] = measurement, problem
     return measurement, problem
@@ -281,16 +279,14 @@ def _cut_layers(config: Any, layer_count: int) -> None:
         for kind in set(kinds):
             first = kinds.index(kind) + 1
             if kind == "hybrid" and "linear_attention" in kinds and kind in kinds[first:]:
-                first += (
-                    kinds[first:].index(kind) + 1
-                )  # two of Zamba's hybrid ones, which share their weights
+                # two of Zamba's hybrid ones, which share their weights
+                first += kinds[first:].index(kind) + 1
             needed_layers.append(first)
     kept_layers = min(
         layer_count, max(2, min(_MAX_LAYERS, max(needed_layers, default=_MAX_LAYERS)))
     )
-    if config_field(
-        config, "num_kv_shared_layers"
-    ):  # the last layers, behind one of each kind with keys of its own
+    # the last layers, behind one of each kind with keys of its own
+    if config_field(config, "num_kv_shared_layers"):
         shared = max(
             (value.index(item) + 1 for value in layer_kinds for item in set(value)), default=1
         )
@@ -366,18 +362,15 @@ def _shrink_widths(config: Any) -> None:
         config.per_layer_config = overrides
     rotation = getattr(config, "rope_parameters", None)
     if isinstance(rotation, dict):
-        by_kind = [
-            parameters for parameters in rotation.values() if isinstance(parameters, dict)
-        ]  # of layers
+        # of layers
+        by_kind = [parameters for parameters in rotation.values() if isinstance(parameters, dict)]
         for parameters in by_kind or [rotation]:
             rotary_share = float(parameters.get("partial_rotary_factor", None) or 1.0)
             frequencies = (
                 _ROTARY_SIZE if rotary_size else int(sizes["head_dim"] * rotary_share)
             ) // 2
-            for name in (
-                "short_factor",
-                "long_factor",
-            ):  # longrope lists a factor per frequency of a head
+            # longrope lists a factor per frequency of a head
+            for name in ("short_factor", "long_factor"):
                 if isinstance(parameters.get(name), list):
                     parameters[name] = parameters[name][:frequencies]
             if "mrope_section" in {

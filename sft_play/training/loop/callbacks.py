@@ -162,9 +162,8 @@ class MetricsFile(TrainerCallback):
         }
         for key, value in logs.items():
             if isinstance(value, (int, float)) and key != "epoch":
-                entry[key] = (
-                    value if math.isfinite(value) else str(value)
-                )  # JSON has no NaN or infinity
+                # JSON has no NaN or infinity
+                entry[key] = value if math.isfinite(value) else str(value)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
         if args.fp16:  # in other dtypes `NonFiniteStepGuard` has seen it
@@ -263,9 +262,8 @@ def stop_signals(stop_controller: StopController) -> StopSignals:
             failures.kill_compilers()
             raise_interrupt(signal_number)
         stop_controller.signal = signal_number
-        if (
-            not failures.is_under_agent()
-        ):  # the agent says it once, and stops ranks for other reasons too
+        # the agent says it once, and stops ranks for other reasons too
+        if not failures.is_under_agent():
             logger.warning(
                 "%s: saving at the end of this step, then stopping",
                 signal.Signals(signal_number).name,
@@ -357,9 +355,8 @@ class RowsAndSeeds(TrainerCallback):
         """Seed this rank; a resumed run restores its states later. The first one of a new run keeps
         the numbers of one process; ranks of a tensor-parallel group drop alike."""
         rank = distributed.rank() // self._layout.tensor_parallel
-        if (
-            rank or state.global_step
-        ):  # 100,003: above any number of ranks, so that no two steps share a seed
+        # 100,003: above any number of ranks, so that no two steps share a seed
+        if rank or state.global_step:
             set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -407,9 +404,8 @@ class NonFiniteStepGuard(TrainerCallback):
         run is to stop for this step.
         """
         trainer = self._trainer
-        if isinstance(
-            norm, torch.Tensor
-        ):  # one wait for the device for both; DeepSpeed's norm is a number, or None
+        # one wait for the device for both; DeepSpeed's norm is a number, or None
+        if isinstance(norm, torch.Tensor):
             full_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             values = torch.stack(
                 [full_norm.to(trainer._tr_loss.device).float(), trainer._tr_loss.float()]

@@ -264,12 +264,10 @@ class PlannedLoop(EvaluatedLoop):
         return self.step_memory.run_with_retry(compute)
 
     def _train_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        inputs = send_to_device(
-            inputs, self.args.device
-        )  # a batch that was cut anew is on the host
-        self.current_gradient_accumulation_steps = (
-            self._micro_steps
-        )  # the Trainer's own number counts the empty ones
+        # a batch that was cut anew is on the host
+        inputs = send_to_device(inputs, self.args.device)
+        # the Trainer's own number counts the empty ones
+        self.current_gradient_accumulation_steps = self._micro_steps
         self._tokens_seen = self._tokens_seen + count_tokens(inputs)
         self._monitor.count_batch(inputs, ignored_label=IGNORED)
         self._micro_step += 1
@@ -292,9 +290,8 @@ class PlannedLoop(EvaluatedLoop):
 
     def compute_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Forward and backward pass of a micro-step, not counted."""
-        inputs = {
-            name: value for name, value in inputs.items() if name not in COUNT_KEYS
-        }  # no model takes them
+        # no model takes them
+        inputs = {name: value for name, value in inputs.items() if name not in COUNT_KEYS}
         return super().training_step(model, inputs, *args, **options)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:

@@ -106,9 +106,8 @@ class EvaluatedLoop(CheckpointedLoop):
             tokens = (scored_labels(inputs) != IGNORED).sum()
             counted_rows = rows / self._layout.context_parallel  # every rank of a group counts them
             loss = result[0] * tokens / (counted_rows * self._trained_tokens_per_eval_row)
-            loss = torch.where(
-                tokens > 0, loss, torch.zeros_like(loss)
-            )  # a batch may be masked whole: 0 / 0 is nan
+            # a batch may be masked whole: 0 / 0 is nan
+            loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))
             return loss, *result[1:]
         self._max_eval_rows = rows // 2
         return self.prediction_step(model, inputs, *args, **options)

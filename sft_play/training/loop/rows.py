@@ -326,9 +326,8 @@ class Collator:
             batch |= self._tensors({"attention_mask": 0}, mask_rows, flat=False)
         if self.adds_sources:
             source_rows = []
-            for (
-                row
-            ) in rows:  # by token, or one for the whole row; 0 (chat) where the data set has none
+            # by token, or one for the whole row; 0 (chat) where the data set has none
+            for row in rows:
                 sources = row.get("sources")
                 if sources is None:
                     sources = np.full(len(row["input_ids"]), int(row.get(SOURCE) or 0))

@@ -127,9 +127,8 @@ def training_arguments(
         load_best_model_at_end=loads_best,
         metric_for_best_model=f"eval_{train.metric_for_best_model}",
         greater_is_better=train.metric_for_best_model == "exact_match",
-        report_to=[
-            name for name in train.report_to if name != "tensorboard"
-        ],  # that is in plan_callbacks
+        # that is in plan_callbacks
+        report_to=[name for name in train.report_to if name != "tensorboard"],
         dataloader_num_workers=train.dataloader_num_workers,
         # WSL page-locks so little that data loaders have run out of it (microsoft/WSL#8447, #14078)
         dataloader_pin_memory=train.dataloader_pin_memory
@@ -215,9 +214,8 @@ def set_adapter_dtype(model: Any, config: RunConfig, plan: Plan) -> None:
         torch, plan.precision.compute if is_zero else adapter_dtype(config, plan.precision)
     )
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not hasattr(
-            parameter, "ds_id"
-        ):  # with it, ZeRO-3 has sharded it already
+        # with it, ZeRO-3 has sharded it already
+        if parameter.requires_grad and not hasattr(parameter, "ds_id"):
             is_magnitude = "lora_magnitude_vector" in name and not is_zero
             parameter.data = parameter.data.to(torch.float32 if is_magnitude else dtype)
 

@@ -144,10 +144,8 @@ def estimate_remaining(trainer: PlannedLoop, eval_set: EvalSet) -> tuple[float, 
         "test": int(eval_set.name == "test"),
         "checkpoint": checkpoints + 1,
     }
-    for name, stand_in in (
-        ("eval", "test"),
-        ("test", "eval"),
-    ):  # rows that were not evaluated yet, by those that were
+    # rows that were not evaluated yet, by those that were
+    for name, stand_in in (("eval", "test"), ("test", "eval")):
         if stand_in in last_seconds:
             last_seconds.setdefault(name, last_seconds[stand_in])
     # a resumed run, or one without eval.before_training, has timed none

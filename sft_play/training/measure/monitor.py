@@ -287,9 +287,8 @@ class Monitor(TrainerCallback):
         """The figures since the last log, `steps` optimizer steps ago, then start again; all ranks
         call it."""
         if self._on_gpu and self._spans:
-            self._spans[-1][
-                2
-            ].synchronize()  # all are recorded on one stream, so the others are over too
+            # all are recorded on one stream, so the others are over too
+            self._spans[-1][2].synchronize()
         seconds: dict[str, float] = {}
         for name, start, end in self._spans:
             span_s = start.elapsed_time(end) / 1000 if self._on_gpu else end - start
@@ -395,9 +394,8 @@ def head_sums(outputs: Any) -> torch.Tensor:
         part.detach().sum(dtype=_SUM_DTYPE)
         for part in (outputs.entropy, outputs.is_top1, outputs.label_mask)
     ]
-    none = torch.zeros_like(
-        sums[0]
-    )  # filled on the device: a number that is copied there would be waited for
+    # filled on the device: a number that is copied there would be waited for
+    none = torch.zeros_like(sums[0])
     balance = [none, none]
     if outputs.aux_loss is not None:
         balance = [outputs.aux_loss.detach().to(none), none + 1]
@@ -427,9 +425,8 @@ def source_sums(
     unless `scored`; `sources`: of all tokens, or of each next token [B, T]."""
     device = log_probs.device
     source_ids = torch.arange(count, device=device)[:, None, None]
-    is_source = (
-        sources[:, -log_probs.shape[1] :].to(device) == source_ids
-    ) & scored  # [sources, B, T - 1]
+    # [sources, B, T - 1]
+    is_source = (sources[:, -log_probs.shape[1] :].to(device) == source_ids) & scored
     losses = -torch.where(is_source, log_probs.detach().float(), 0.0).sum(
         dim=(1, 2), dtype=_SUM_DTYPE
     )

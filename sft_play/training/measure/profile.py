@@ -139,9 +139,8 @@ class ProfileWindow(TrainerCallback):
                     self._folder / TRACE_FILE,
                 )
                 control = self._trainer.control
-                is_due = (
-                    control.should_log
-                )  # logging resets it, and the step's own figures would not be logged
+                # logging resets it, and the step's own figures would not be logged
+                is_due = control.should_log
                 self._trainer.log(
                     {
                         "time_communication_s": busy_s / steps,

@@ -164,9 +164,8 @@ def format_peak(peak: Mapping[str, Any]) -> str:
 def _next_step_lines(job: RunJob) -> list[str]:
     if Path(job.loaded.path).name != Path(CONFIG).name:
         return []
-    model = (
-        "" if job.plan.hardware.gpus else "model.name=Qwen/Qwen2.5-0.5B-Instruct "
-    )  # at most CPU_PARAMS
+    # at most CPU_PARAMS
+    model = "" if job.plan.hardware.gpus else "model.name=Qwen/Qwen2.5-0.5B-Instruct "
     return [
         f'Try next: make train CONFIG=configs/run_bnb.yaml SET="{model}data.train_path=…" (your own'
         " data)"
@@ -282,8 +281,7 @@ def _save_trained_weights(
                 )
             record_digests(path)
         else:
-            for _ in (
-                tensors or ()
-            ):  # gathering is collective: every rank has to walk through all tensors
+            # gathering is collective: every rank has to walk through all tensors
+            for _ in tensors or ():
                 pass
     trainer.wait_for_disk()

@@ -167,9 +167,8 @@ def freeze_pissa_half(
         if not weight.requires_grad or not (is_lora_a or ".lora_B." in name):
             continue
         dim: Literal[0, 1] = 0 if is_lora_a else 1
-        if isinstance(
-            weight, DTensor
-        ):  # FSDP2 calls these with the reduced gradient, and no others
+        # FSDP2 calls these with the reduced gradient, and no others
+        if isinstance(weight, DTensor):
             is_frozen = (
                 torch.arange(weight.shape[dim], device=weight.device) >= weight.shape[dim] // 2
             )

@@ -170,9 +170,8 @@ def varlen_attention(
         cu_seq_lens_q = torch.arange(
             0, (rows + 1) * length, length, dtype=torch.int32, device=query.device
         )
-    if torch.is_autocast_enabled(
-        query.device.type
-    ):  # it casts sdpa, and not operators that it does not know
+    # it casts sdpa, and not operators that it does not know
+    if torch.is_autocast_enabled(query.device.type):
         autocast_dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (heads.to(autocast_dtype) for heads in (query, key, value))
     query, key, value = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))

@@ -71,9 +71,8 @@ def load_model(
         )
     is_on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
-        options["device_map"] = {
-            "": device
-        }  # straight to the GPU: no second copy in the host's memory
+        # straight to the GPU: no second copy in the host's memory
+        options["device_map"] = {"": device}
     attention_functions.set_kv_repetition(enabled=model_spec.attention.repeats_kv)
     model = read_model(config, precision, model_spec, options)
     keep_4bit_trainable(model)
@@ -108,16 +107,14 @@ def read_model(
         load_kwargs["key_mapping"] = model_spec.text_tower.key_mapping
     model_class: Any = AutoModelForCausalLM
     source: str | None = model_location(config)
-    if (
-        model_spec.is_dequantised
-    ):  # of a class of transformers' own, which alone takes tensors in place of a folder
+    # of a class of transformers' own, which alone takes tensors in place of a folder
+    if model_spec.is_dequantised:
         model_class, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_spec.hf_config)], None
         tensors: dict[str, Any] = dict(
             open_tensors(fetch_base_folder(config.model.name, revision=config.model.revision))
         )
-        if (
-            "device_map" not in load_kwargs and is_deepspeed_zero3_enabled()
-        ):  # which reads no tensors later
+        # which reads no tensors later
+        if "device_map" not in load_kwargs and is_deepspeed_zero3_enabled():
             tensors = {name: tensor.read() for name, tensor in tensors.items()}
         load_kwargs["state_dict"] = tensors
         del load_kwargs["trust_remote_code"]
@@ -444,9 +441,8 @@ class _ParameterFiller:
                 value = self._receive(holders[0][0], parameter, parameter.shape[::-1]).T
             else:
                 value = self._receive(holders[0][0], parameter, parameter.shape)
-            filled = type(parameter)(value, requires_grad=False, **vars(parameter)).to(
-                self._device
-            )  # quantises
+            # quantises
+            filled = type(parameter)(value, requires_grad=False, **vars(parameter)).to(self._device)
         else:
             value = self._receive(holders[0][0], parameter, parameter.shape)
             filled = nf4_experts.fill_packed(module, holders[0][2], value, self._quant_storage)

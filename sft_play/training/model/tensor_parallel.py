@@ -158,10 +158,8 @@ class _InputGradientSum:
         replicated = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False).to_local(
             grad_placements=[Partial()]
         )
-        self._last_input = (
-            weakref.ref(hidden),
-            replicated,
-        )  # weak: the input must not stay in memory for this
+        # weak: the input must not stay in memory for this
+        self._last_input = (weakref.ref(hidden), replicated)
         return replicated
 
 

@@ -80,9 +80,8 @@ def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list
     """
     coefficient, config_class = balance_coefficient(hf_config), type(hf_config)
     if not coefficient:
-        if getattr(
-            hf_config, "output_router_logits", False
-        ):  # TRL's head would compute one nevertheless
+        # TRL's head would compute one nevertheless
+        if getattr(hf_config, "output_router_logits", False):
             hf_config.output_router_logits = False
         return []
     for name, aliases in (

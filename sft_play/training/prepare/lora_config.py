@@ -90,9 +90,8 @@ def build_peft_config(
             ),
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
-            fan_in_fan_out=any(
-                isinstance(layer, Conv1D) for layer in layers.values()
-            ),  # GPT-2's weights are transposed
+            # GPT-2's weights are transposed
+            fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
         ),
         notes,
     )

@@ -186,9 +186,8 @@ def build_model_spec(
         peft_config,
         vocab_size,
         resize_to,
-        max(
-            layer_counts, key=lambda name: layer_counts[name], default=""
-        ),  # some models have others beside it
+        # some models have others beside it
+        max(layer_counts, key=lambda name: layer_counts[name], default=""),
         tuple(notes),
         uses_masks,
         tensor_parallel.tensor_parallel_plan(skeleton) if layout.tensor_parallel > 1 else {},
@@ -421,9 +420,8 @@ def choose_attention(
         if not getattr(model_class, "_supports_flash_attn", False):
             raise ModelError(f"{setting} has none; use sdpa")
         compatible = getattr(model_class, "_compatible_flash_implementations", None)
-        if (
-            compatible and kernel not in compatible
-        ):  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
+        # such as gpt-oss, whose attention sinks flash-attn 2 lacks
+        if compatible and kernel not in compatible:
             raise ModelError(
                 f"{setting} runs only with other kernels ({', '.join(compatible)}); use auto"
             )
