@@ -167,10 +167,16 @@ def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
 
 
 def fp32_partitions(engine: Any) -> list[torch.Tensor]:
-    """DeepSpeed's fp32 partitions of the trained weights."""
-    if engine.zero_optimization_stage() == 3:
-        return list(engine.optimizer.fp32_partitioned_groups_flat)
-    return list(engine.optimizer.single_partition_of_fp32_groups)
+    """DeepSpeed's fp32 partitions of the trained weights. Raises TrainingError: it keeps them under
+    other names, as with data_types.grad_accum_dtype=fp32 at stage 1."""
+    optimizer = engine.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    raise TrainingError(
+        f"DeepSpeed's {type(optimizer).__name__} keeps its partitions under unknown names; the"
+        " engine cannot be checked, and nothing was trained"
+    )
 
 
 def release_engine(trainer: Any) -> None:
@@ -261,9 +267,12 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     if layout.shards_states:
         _require_divided(wrapped, layout, "trained", whole_bytes, sizes)
     if layout.shards_params:
-        divided_sizes = [frozen_size - persistent_bytes for frozen_size in frozen_sizes]
         _require_divided(
-            wrapped, layout, "frozen", frozen_whole_bytes - persistent_bytes, divided_sizes
+            wrapped,
+            layout,
+            "frozen",
+            frozen_whole_bytes - persistent_bytes,
+            [frozen_size - persistent_bytes for frozen_size in frozen_sizes],
         )
     return EngineCheck(
         layout.name,
@@ -279,7 +288,7 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
 def _require_divided(
     wrapped: Any, layout: Layout, kind: str, whole_bytes: int, sizes: Sequence[int]
 ) -> None:
-    replicated = 0  # by tensor-parallel ranks, each of which has embedding, head and norms
+    replicated = 0  # embedding, head and norms, which every tensor-parallel rank has
     for parameter in wrapped.parameters():
         if parameter.requires_grad is (kind == "trained") and isinstance(parameter, DTensor):
             axes = parameter.device_mesh.mesh_dim_names or ()

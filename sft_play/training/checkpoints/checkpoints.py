@@ -155,26 +155,27 @@ def is_complete(checkpoint: Path) -> bool:
 def find_damage(
     checkpoint: Path, *, reads_contents: bool = True, editable: re.Pattern[str] | None = None
 ) -> str | None:
-    """How a checkpoint differs from what was written, in words; None where it does not.
-    `reads_contents`: all files are read, and their digests compared. With `editable`, files of such
-    names may have changed, and more of any name may be there."""
+    """Say in words how a checkpoint differs from what was written; None: it does not.
+    `reads_contents`: read all files and compare their digests; False compares sizes only.
+    `editable`: names of files that may change; other files may then be added too."""
     if not (checkpoint / COMPLETE_FILE).is_file():
         return f"it was never finished (no {COMPLETE_FILE})"
     expected, digests = _read_record(checkpoint)
     if not expected or set(digests) != set(expected):
         return f"{COMPLETE_FILE} is damaged"
-    sizes = _file_sizes(checkpoint)
     if editable is not None:
         expected = {name: size for name, size in expected.items() if not editable.fullmatch(name)}
-        sizes = {name: size for name, size in sizes.items() if name in expected}
-    wrong = [name for name, size in expected.items() if sizes.get(name) != size]
-    if wrong:
-        return ", ".join(
-            f"{name} has {sizes.get(name, 0)} of {expected[name]} bytes" for name in wrong[:4]
-        )
-    if len(sizes) > len(expected):
-        return "it holds files that it was not written with"
     try:
+        sizes = _file_sizes(checkpoint)
+        if editable is not None:
+            sizes = {name: size for name, size in sizes.items() if name in expected}
+        wrong = [name for name, size in expected.items() if sizes.get(name) != size]
+        if wrong:
+            return ", ".join(
+                f"{name} has {sizes.get(name, 0)} of {expected[name]} bytes" for name in wrong[:4]
+            )
+        if len(sizes) > len(expected):
+            return "it holds files that it was not written with"
         actual_digests = _file_digests(checkpoint, sizes) if reads_contents else digests
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"

@@ -145,6 +145,7 @@ def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
         checkpoints.staging_path(folder), checkpoints.checkpoint_step(checkpoint)
     )
     trainer.heartbeat.note(checkpoints.checkpoint_step(checkpoint), "converting the checkpoint")
+    trainer.heartbeat.stop_clock()  # it takes longer than a step, and so does reading the copy
     # every state as pieces and whole, the first rank's again, and the weights: what is frozen is in
     # no part
     state_sizes = [state_file.stat().st_size for state_file in state_files]

@@ -83,7 +83,7 @@ def find_adapter_placement(
     reasons, untried_reason = dict[str, str](), ""
     if model_type not in MODEL_FAMILIES:
         try:
-            reasons = _cached_trial(model.config, find_failing_layers, trust_remote_code)
+            reasons = dict(_cached_trial(model.config, find_failing_layers, trust_remote_code))
         except _TrialFailed as reason:
             reasons, untried_reason = direct_weight_reads(model), str(reason)
     if _EVERY_LAYER in reasons:
@@ -393,10 +393,9 @@ def _run_step(model: Any, draw: int, length: int = _LENGTH) -> None:
 
 
 def direct_weight_reads(model: nn.Module) -> dict[str, str]:
-    """The linear layers (* for numbers) whose weight their owner's code reads itself, which would
-    not see an adapter, nor can it read 4 bits. Slices are those of tensor-parallel pretraining
-    (BLOOM), which no run has.
-    """
+    """Find linear layers (* for numbers) whose owner's code reads `self.NAME.weight` itself: it
+    would pass an adapter by, and cannot read 4 bits. Slices do not count: only tensor-parallel
+    pretraining (BLOOM) takes them, and no run does."""
     owners = {
         name: type(model.get_submodule(name.rpartition(".")[0])) for name in linear_layers(model)
     }
