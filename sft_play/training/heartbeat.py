@@ -271,11 +271,10 @@ class Heartbeat:
             )
         failures.record_failure("hung", text)
         if not failures.is_under_agent():
-            is_first = True
             with contextlib.suppress(RuntimeError):
-                is_first = self._store is None or int(self._store.add("told", 1)) == 1
-            if is_first:
-                logger.error("%s", text)
+                if self._store is not None and int(self._store.add("told", 1)) > 1:
+                    return
+            logger.error("%s", text)
             return
         for beat in laggards(beats, silent_ranks):
             if beat.pid == os.getpid() or beat.host != socket.gethostname():

@@ -396,10 +396,8 @@ def _build_trainer(
     config, plan = job.loaded.config, job.plan
     arguments = _build_arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
     model = load_unsloth_model(handover, config, plan)
-    eos_token_ids: Any = configured_eos_token_ids(model)
-    if not isinstance(eos_token_ids, list):
-        eos_token_ids = [eos_token_ids]
-    stop_ids = {*handover["stop_ids"], *eos_token_ids} - {None}
+    eos_ids = configured_eos_token_ids(model)
+    stop_ids = {*handover["stop_ids"], *(eos_ids if isinstance(eos_ids, list) else [eos_ids])}
     return build_run_trainer(
         job,
         prepared,
@@ -409,7 +407,7 @@ def _build_trainer(
         model=model,
         peft_config=None,
         trainer_class=UnslothLoop,
-        stop_ids=sorted(stop_ids),
+        stop_ids=sorted(stop_ids - {None}),
     )
 
 
@@ -483,9 +481,9 @@ def load_unsloth_model(handover: Handover, config: RunConfig, plan: Plan) -> Any
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Unsloth checks models and options in many ways
-        reason = f"{type(error).__name__}: {one_line(str(error), limit=300)}"
         raise BackendError(
-            f"Unsloth cannot load {one_line(handover['model_path'])}: {reason}"
+            f"Unsloth cannot load {one_line(handover['model_path'])}:"
+            f" {type(error).__name__}: {one_line(str(error), limit=300)}"
         ) from error
     check_loaded_model(peft_model, handover["tensors"], is_4bit=is_4bit)
     keep_4bit_trainable(peft_model)

@@ -253,8 +253,8 @@ def embedding_layers(model: Any) -> list[Any]:
 
 
 def model_names_by_saved_name(model: Any) -> dict[str, str]:
-    """For each tensor's name in an adapter's file (of a language model that of its whole class),
-    the one in memory."""
+    """Map each tensor's name in an adapter's file to its name in memory. A language model's file
+    has the names of its whole class."""
     from peft import get_peft_model_state_dict
 
     tensors = model.state_dict()

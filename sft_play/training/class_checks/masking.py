@@ -94,9 +94,10 @@ def require_packable(
 def measure_packing_leak(
     config: Any, *, attention: str, trust_remote_code: bool = False
 ) -> tuple[float, float]:
-    """How far the second chat's logits in a row of two are, over their spread, from those of the
-    same chat alone or after another one, in one row or a padded batch; and what a leak looks like:
-    the same where both are one chat. In fp32 on the CPU; no random state is changed."""
+    """Measure, in fp32 on the CPU, how much a chat changes when it shares a row. Returns two
+    differences of logits over their spread: of the second chat in a row of two, compared with the
+    same chat alone, after another chat, or in a padded batch; and, to show what a leak looks like,
+    after another beginning of the same chat. No random state is changed."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = small_model(config, attention, trust_remote_code)
         generator = torch.Generator().manual_seed(1)

@@ -75,11 +75,10 @@ def measure_small_model(
     max_row_tokens: int | None = None,
     **options: Any,
 ) -> tuple[Measurement | None, str]:
-    """What `measure` finds with the config of a small model of the class: few narrow layers of
-    every kind, or full width where the class refuses; None where none of at most `max_parameters`
-    computes, and why. Once a process. `max_row_tokens`: tokens of the longest row, where what the
-    class does with longer ones is not asked.
-    """
+    """Call `measure` with the config of a small model of the class, once in a process, and return
+    its result. Tried are few narrow layers of every kind, then full widths; None and the reason if
+    none of at most `max_parameters` computes. `max_row_tokens`: tokens of the longest row; what the
+    class does with longer ones is not asked."""
     options["trust_remote_code"] = trust_remote_code
     # code of a model's own may hold any object in its config
     settings = json.dumps(hf_config.to_dict(), default=repr)
@@ -170,7 +169,7 @@ class ModelOutputs:
 
 
 def pack_row(chats: Sequence[Any]) -> dict[str, Any]:
-    """A row of training with these chats, each of whose tokens but the first is trained."""
+    """Join chats to a training row; all tokens are trained but the first of each chat."""
     ids, lengths = np.concatenate(chats), np.array([len(chat) for chat in chats])
     labels = ids.copy()
     labels[np.cumsum(lengths) - lengths] = IGNORED
@@ -186,9 +185,9 @@ def run_model(
     needs_gradients: bool = True,
     **extra_inputs: Any,
 ) -> ModelOutputs:
-    """A pass over rows as in training, backward too where it `needs_gradients`; `flat`: packs lie
-    one behind the other, told apart by boundaries; `uses_masks`: padded rows come with theirs;
-    `extra_inputs`: what else the model is given."""
+    """Run rows through a model as in training; `needs_gradients`: backward too; `flat`: join packs
+    to one row, with boundaries between chats; `uses_masks`: give padded rows a mask;
+    `extra_inputs`: other arguments of the model."""
     batch = Collator(pad_id=0, flat=flat, adds_masks=uses_masks, adds_chat_lengths=flat)(rows)
     inputs = {name: value for name, value in batch.items() if name not in COUNT_KEYS}
     if not needs_gradients:
@@ -249,8 +248,8 @@ def _shorten(
 
 
 def length_threshold(hf_config: Any) -> int | None:
-    """Tokens of the longest row of which a class computes as of short ones; None where it does so
-    of any."""
+    """Return the most tokens that a row may have for the class to compute as it does for short
+    rows; None: it computes alike for rows of any length."""
     sizes = [config_field(hf_config, name) for name in _LENGTH_THRESHOLDS] + list(
         _compress_rates(hf_config).values()
     )
@@ -420,7 +419,7 @@ def _state_space_sizes(config: Any) -> dict[str, int]:
     if config_field(config, "num_attention_heads") is None and isinstance(
         config_field(config, "state_size"), int
     ):
-        sizes["intermediate_size"] = inner_width  # of mamba itself, all of whose heads are states
+        sizes["intermediate_size"] = inner_width  # of mamba itself: all its heads are states
         if isinstance(config_field(config, "num_heads"), int):
             sizes |= {"num_heads": 8, "head_dim": inner_width // 8}
     return sizes

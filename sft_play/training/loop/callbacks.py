@@ -73,12 +73,12 @@ class GradientCheck(TrainerCallback):
             return
         parameters = dict(model.named_parameters())
         if is_fp16:
-            gradients = [
-                parameter.grad for parameter in parameters.values() if parameter.grad is not None
-            ]
-            if distributed.any_rank(
-                not all(is_finite(engines.local_shard(gradient)) for gradient in gradients)
-            ):
+            are_finite = all(
+                is_finite(engines.local_shard(parameter.grad))
+                for parameter in parameters.values()
+                if parameter.grad is not None
+            )
+            if distributed.any_rank(not are_finite):
                 return
         if self._unchecked is None:
             self._unchecked = {
@@ -375,11 +375,10 @@ MAX_SKIPPED_STEPS = 5
 
 
 class NonFiniteStepGuard(TrainerCallback):
-    """Looks at each step's gradient norm and loss before the update, on all ranks alike: where one
-    is NaN or infinite nothing changes, and the run stops or goes on (`train.on_nan`). DeepSpeed
-    leaves such a step out itself, and so does loss scaling, which is how fp16 finds its scale;
-    where it leaves out one after the other, there is none.
-    """
+    """Looks at each step's gradient norm and loss before the update, on all ranks alike. If one is
+    NaN or infinite, nothing changes, and the run stops or goes on (`train.on_nan`). DeepSpeed skips
+    such a step itself. So does fp16's loss scaling, which finds its scale that way; too many skips
+    in a row mean that no scale is low enough."""
 
     def __init__(self, trainer: Any, on_nan: Literal["stop", "skip"]) -> None:
         self._trainer, self._on_nan = trainer, on_nan

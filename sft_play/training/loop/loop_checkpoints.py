@@ -134,9 +134,8 @@ class CheckpointedLoop(Trainer):
     ) -> None:
         self._checkpoint_limit = checkpoint_limit
         self.saves_shards, self._saves_async = saves_shards, async_save
-        self._shard: sharded_checkpoints.CheckpointShard | None = (
-            None  # of the checkpoint that is about to be written
-        )
+        # Of the checkpoint that is about to be written.
+        self._shard: sharded_checkpoints.CheckpointShard | None = None
         self._checkpoint_writer: CheckpointWriter | None = None
         self.non_finite_guard = NonFiniteStepGuard(self, on_nan)
         self.heartbeat = heartbeat or Heartbeat(0.0)  # one that was never opened tells nobody
@@ -179,9 +178,13 @@ class CheckpointedLoop(Trainer):
         self, step: int, needed_bytes: int, *, free_space: int | None = None
     ) -> Iterator[None]:
         folder = Path(self.args.output_dir)
-        purpose = f"{checkpoints.resume_note(folder)}; that of step {step}"
         try:
-            with require_disk_space(folder, needed_bytes, purpose, available_bytes=free_space):
+            with require_disk_space(
+                folder,
+                needed_bytes,
+                f"{checkpoints.resume_note(folder)}; that of step {step}",
+                available_bytes=free_space,
+            ):
                 yield
         except SftPlayError:
             # it would keep the disk full

@@ -118,8 +118,8 @@ class MemoryPeaks:
         return dict(self._peaks)
 
     def summary_fields(self, plan: Plan) -> dict[str, Any]:
-        """`peak_bytes_by_moment` of the summary, predicted and measured, and `peak_bytes`: those of
-        the highest."""
+        """Build `peak_bytes_by_moment` of the summary, predicted and measured, and `peak_bytes`:
+        its highest entry."""
         by_moment: dict[str, dict[str, Any]] = {}
         peaks = self.by_phase()
         for phase, (allocated, reserved) in peaks.items():
@@ -146,7 +146,7 @@ class MemoryPeaks:
 
 
 def start_memory_peaks(plan: Plan) -> MemoryPeaks:
-    """The peaks of a run of which nothing is loaded yet."""
+    """Start the peaks of a run, before anything is loaded."""
     on_gpu = plan.hardware.device == "cuda"
     if not on_gpu:
         # What an earlier run in this process freed and the C library kept is resident already. This
@@ -166,7 +166,7 @@ class RunMonitors:
     start_time: float
 
 
-# --- what a run measures of itself between two logs: speed, where a step's time goes, memory, paddi
+# --- what a run measures of itself between two logs: speed, where a step's time goes, memory ------
 #
 # Everything is summed on the device and read once per log, so that no step waits for it. Times on a
 # GPU are those between two events of the device; on a CPU, of the clock.
@@ -301,16 +301,8 @@ class Monitor(TrainerCallback):
             )
         elapsed = max(1e-9, time.perf_counter() - self._window_start - self._paused_s)
         # the sums of every rank by name, each as a list: one vector and one collective, whatever is
-        # measured in GiB: allocated and reserved memory of this rank now (on a CPU resident), and
-        # the highest since loading
-        present = [max(0, _resident_bytes() - self.peaks.baseline_bytes)]
-        if self._on_gpu:
-            present = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
-        peaks = [
-            allocated for name, (allocated, _) in self.peaks.by_phase().items() if name != "loading"
-        ]
-        memory_sizes = [size / GIB for size in (*present, max([present[0], *peaks]))]
-        sums, sums_by_rank = self.sums | {"memory": memory_sizes}, []
+        # measured
+        sums, sums_by_rank = self.sums | {"memory": self._memory_gib()}, []
         parts = [
             torch.as_tensor(value, dtype=_SUM_DTYPE, device=device).flatten()
             for value in sums.values()
@@ -367,6 +359,17 @@ class Monitor(TrainerCallback):
             if self._plan.speed_known and self._plan.mfu is not None:
                 metrics["mfu"] = self._plan.mfu * speed / self._plan.speed.tokens_per_s
         return metrics
+
+    # In GiB: allocated and reserved memory of this rank now, on a CPU resident memory, and the
+    # highest since loading.
+    def _memory_gib(self) -> list[float]:
+        present = [max(0, _resident_bytes() - self.peaks.baseline_bytes)]
+        if self._on_gpu:
+            present = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
+        peaks = [
+            allocated for name, (allocated, _) in self.peaks.by_phase().items() if name != "loading"
+        ]
+        return [size / GIB for size in (*present, max([present[0], *peaks]))]
 
     def _now(self) -> Any:
         if not self._on_gpu:

@@ -128,9 +128,9 @@ def sample_answers(
     """Some questions, evenly spaced, with the answers of the untrained (if asked) and the trained
     model."""
     answers = metrics_after.answers if metrics_after else ()
-    answers_before = metrics_before.answers if metrics_before else ()
     before_by_prompt = {
-        answer.question.prompt_text: _truncate(answer.text) for answer in answers_before
+        answer.question.prompt_text: _truncate(answer.text)
+        for answer in (metrics_before.answers if metrics_before else ())
     }
     count = min(MAX_KEPT_SAMPLES, len(answers))
     return [

@@ -99,9 +99,9 @@ def initialize_adapters(
     device: torch.device,
     read_base_weights: Callable[[], Mapping[str, torch.Tensor] | None],
 ) -> None:
-    """Put a model's adapters where `tuning.lora.init` says; the same numbers on every rank.
-    `read_base_weights` returns the base's own, where the model holds none or only what NF4 makes of
-    them; None: the model's. Raises ModelError: the base's files hold no 16-bit weights."""
+    """Fill a model's new adapters by `tuning.lora.init`, with the same numbers on every rank.
+    `read_base_weights` returns the base's own weights if the model holds none, or only their NF4
+    copy; None: use the model's. Raises ModelError: the base's files hold no 16-bit weights."""
     if lora.init == "default":
         return
     base_weights = read_base_weights()

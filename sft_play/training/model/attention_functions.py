@@ -299,9 +299,10 @@ def join_context_parallel_group(layout: Layout, device: torch.device) -> None:
     """Create the context-parallel groups of a layout that has some; all ranks call it, once there
     is a group."""
     if layout.context_parallel > 1:
-        sizes = layout.ranks // layout.context_parallel, layout.context_parallel
         _groups[ULYSSES_ATTENTION] = init_device_mesh(
-            device.type, sizes, mesh_dim_names=("rows", "cp")
+            device.type,
+            (layout.ranks // layout.context_parallel, layout.context_parallel),
+            mesh_dim_names=("rows", "cp"),
         )["cp"]
 
 

@@ -115,8 +115,8 @@ def find_text_tower(model: Any) -> TextTower | None:
 
 
 def locate_text_tower(full_config: Any, language_model: Any) -> TextTower | None:
-    """Where a language model lies in the class of a config as published; None where that is its
-    own."""
+    """Find where a language model lies in the class of a published config; None: it is the whole
+    class."""
     if full_config.get_text_config() is full_config:
         return None
     full_model = TextTower(full_config, ()).build_full_model()

@@ -44,7 +44,7 @@ PAD_TOKENS = (
     "<unk>",
 )
 
-# Files of which a folder with a tokenizer has one.
+# A folder with a tokenizer has at least one of these files.
 _TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.json",
@@ -92,8 +92,9 @@ def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
             trust_remote_code=model.trust_remote_code,
         )
     except Exception as error:  # a damaged file raises almost anything
-        reason = one_line(str(error), limit=300)
-        raise TokenizerError(f"the tokenizer of {model.name} cannot be loaded: {reason}") from error
+        raise TokenizerError(
+            f"the tokenizer of {model.name} cannot be loaded: {one_line(str(error), limit=300)}"
+        ) from error
     new_rows = _add_tokens(tokenizer, config)
     original_template = (
         tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None
