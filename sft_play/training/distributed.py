@@ -200,9 +200,9 @@ def check_shared_disk(path: Path, plan: Plan) -> bool:
     if plan.choice.layout.is_zero:
         require_all(
             is_shared,
-            f"{path.parent} is not on a disk that all nodes share, and under {plan.layout} every"
-            " rank writes a part of each checkpoint there: set output.dir to a shared disk, or use"
-            " STRATEGY=ddp or fsdp",
+            f"{path.parent} is not on a disk that all nodes share, and under"
+            f" {plan.layout} every rank writes a part of each checkpoint there:"
+            " set output.dir to a shared disk, or use STRATEGY=ddp or fsdp",
         )
     if all(gather_values(is_shared)):
         return True

@@ -99,8 +99,8 @@ def stall_report(
         positions = " or ".join(sorted({beat.position for beat in waiting_beats}))
         verb = "waits" if len(waiting_beats) == 1 else "wait"
         parts.append(
-            f"{failures.format_ranks([beat.rank for beat in waiting_beats])} {verb} for it at"
-            f" {positions}"
+            f"{failures.format_ranks([beat.rank for beat in waiting_beats])}"
+            f" {verb} for it at {positions}"
         )
     return f"{head}: {'; '.join(parts)}"
 
@@ -266,8 +266,8 @@ class Heartbeat:
         else:  # the store is gone, and with it what the others published
             step, activity = self.last_note
             text = (
-                f"no progress for {waited_s:.0f} s: rank {self._rank} waits at step {step}"
-                f" ({activity})"
+                f"no progress for {waited_s:.0f} s: rank"
+                f" {self._rank} waits at step {step} ({activity})"
             )
         failures.record_failure("hung", text)
         if not failures.is_under_agent():

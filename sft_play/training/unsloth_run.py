@@ -142,8 +142,8 @@ def train_with_unsloth(
             saved = getattr(adapter_config, name)
             if saved != value:
                 raise ModelError(
-                    f"{path}: the adapter that Unsloth wrote is not the run's: {name}={saved!r} and"
-                    f" not {value!r}"
+                    f"{path}: the adapter that Unsloth wrote is not"
+                    f" the run's: {name}={saved!r} and not {value!r}"
                 )
         if tokenizer.original_template is not None:
             tokenizer.tokenizer.chat_template = tokenizer.original_template
@@ -269,8 +269,8 @@ def _raise_first_failure(
             else f"ended with exit code {code}"
         )
         raise BackendError(
-            f"Unsloth's process {ending} (out of memory? see dmesg); what was saved until then is"
-            " kept"
+            f"Unsloth's process {ending} (out of memory? see"
+            " dmesg); what was saved until then is kept"
         )
     failure = recorded[0]
     if failure.kind == "stopped":
@@ -498,8 +498,8 @@ def check_loaded_model(model: Any, expected_shapes: dict[str, list[int]], *, is_
     if has_4bit != is_4bit:
         loaded, requested = ("4-bit" if flag else "unquantised" for flag in (has_4bit, is_4bit))
         raise BackendError(
-            f"Unsloth loaded {loaded} weights, and the run asks for {requested} ones; nothing was"
-            " trained"
+            f"Unsloth loaded {loaded} weights, and the run"
+            f" asks for {requested} ones; nothing was trained"
         )
     shapes = {name: list(shape) for name, shape in saved_shapes(model).items()}
     differing = [

@@ -62,8 +62,8 @@ def probe() -> dict[str, Any]:
     if missing:
         return {
             "error": (
-                f"it has no {', '.join(missing)}, which the training loop needs (make setup-unsloth"
-                " has all)"
+                f"it has no {', '.join(missing)}, which the"
+                " training loop needs (make setup-unsloth has all)"
             )
         }
     # cuda, hip, xpu, npu, mlx or cpu; unsloth_zoo's in some versions

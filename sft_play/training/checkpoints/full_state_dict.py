@@ -127,8 +127,8 @@ def require_same_names(model: Any, missing: Iterable[str], unexpected: Iterable[
     or has another."""
     if names := [*sorted(set(missing) - tied_weight_names(model)), *unexpected]:
         raise TrainingError(
-            f"the checkpoint does not match the model: {', '.join(names[:4])}; it was written by"
-            " another version"
+            "the checkpoint does not match the model:"
+            f" {', '.join(names[:4])}; it was written by another version"
         )
 
 
@@ -164,8 +164,8 @@ def load_adapter(model: Any, folder: Path) -> Any:
     config = PeftConfig.from_pretrained(str(folder))
     if config.peft_type != "LORA":  # of other kinds PEFT would fetch parts that the file names
         raise ModelError(
-            f"{folder} holds an adapter of another kind than LORA (peft_type in its"
-            " adapter_config.json)"
+            f"{folder} holds an adapter of another kind than"
+            " LORA (peft_type in its adapter_config.json)"
         )
     if text_tower is None and not names_lost_by_peft(model, names):
         return PeftModel.from_pretrained(model, str(folder)).eval()

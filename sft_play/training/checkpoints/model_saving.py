@@ -132,8 +132,8 @@ def describe_broken_connection(error: BaseException) -> str | None:
         return None
     message = one_line(str(cause) or type(cause).__name__, limit=200)
     return (
-        f"did not come whole ({message}); files that did are kept, and the next start fetches the"
-        " others"
+        f"did not come whole ({message}); files that did"
+        " are kept, and the next start fetches the others"
     )
 
 

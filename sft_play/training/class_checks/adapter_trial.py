@@ -88,8 +88,8 @@ def find_adapter_placement(
             reasons, untried_reason = direct_weight_reads(model), str(reason)
     if _EVERY_LAYER in reasons:
         raise ModelError(
-            f"model_type {one_line(model_type)}: {reasons[_EVERY_LAYER]}; take a causal language"
-            " model"
+            f"model_type {one_line(model_type)}:"
+            f" {reasons[_EVERY_LAYER]}; take a causal language model"
         )
     for layer in layers:
         if recorded_reason := no_adapter_reason(model_type, layer.rpartition(".")[2]):

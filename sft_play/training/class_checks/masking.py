@@ -86,8 +86,8 @@ def require_packable(
             f" {leak_words}; use {_WITHOUT_PACKING}"
         )
     return (
-        f"Packing: {model_type} keeps the chats of a row apart ({leak_words}, alone, packed, or"
-        " after another chat)"
+        f"Packing: {model_type} keeps the chats of a row apart"
+        f" ({leak_words}, alone, packed, or after another chat)"
     )
 
 

@@ -497,8 +497,8 @@ class NonFiniteStepGuard(TrainerCallback):
                 else ""
             )
             raise TrainingError(
-                f"all {self._consecutive_skips} steps had values that are not finite: nothing was"
-                f" learned{reason}"
+                f"all {self._consecutive_skips} steps had values"
+                f" that are not finite: nothing was learned{reason}"
             )
 
     def correct_mean_loss(self, logs: dict[str, float]) -> dict[str, float]:

@@ -91,8 +91,8 @@ class StageSequence:
                     f"{train.max_steps:,} steps" if train.max_steps else f"{train.epochs:g} epochs"
                 )
                 logger.info(
-                    "Stage %d of %d, %s: %s, learning rate %g, rows of at most %d tokens, micro %d"
-                    " x accum %d",
+                    "Stage %d of %d, %s: %s, learning rate %g, rows"
+                    " of at most %d tokens, micro %d x accum %d",
                     stage_number,
                     stage_count,
                     name,

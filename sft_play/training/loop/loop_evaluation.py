@@ -166,8 +166,8 @@ class EvaluatedLoop(CheckpointedLoop):
             figures = f"loss {metrics['eval_loss']:.4f}"
             if "eval_exact_match" in metrics:
                 figures += (
-                    f", exact match {metrics['eval_exact_match']:.1%} of {len(active_questions):,}"
-                    " rows"
+                    f", exact match {metrics['eval_exact_match']:.1%}"
+                    f" of {len(active_questions):,} rows"
                 )
             logger.info("Validation at step %d: %s", self.state.global_step, figures)
         return metrics

@@ -184,8 +184,8 @@ class ProfileWindow(TrainerCallback):
                         "agree" if report["agrees"] else f"are not within {report['tolerance']:.0%}"
                     )
                     logger.info(
-                        "Communication: a rank sends %s bytes a step, %s predicted: they %s; by"
-                        " kind and rank: %s",
+                        "Communication: a rank sends %s bytes a step,"
+                        " %s predicted: they %s; by kind and rank: %s",
                         f"{report['sent_bytes']:,}",
                         f"{report['planned_sent_bytes']:,}",
                         verdict,

@@ -120,8 +120,8 @@ def initialize_adapters(
                 )
                 if not weight.is_floating_point():
                     raise ModelError(
-                        f"tuning.lora.init={lora.init}: {name} is stored as {weight.dtype}, and 16"
-                        " bits are needed"
+                        f"tuning.lora.init={lora.init}: {name} is stored"
+                        f" as {weight.dtype}, and 16 bits are needed"
                     )
                 if getattr(layer, "fan_in_fan_out", False):  # GPT-2's are transposed
                     weight = weight.T
@@ -244,9 +244,8 @@ def read_base_adapter(config: RunConfig, model_spec: ModelSpec) -> BaseAdapter |
             )
     elif adapter_base and _short_name(adapter_base) != _short_name(name):
         raise ModelError(
-            f"{ADAPTER_KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is "
-            f"{one_line(name)}: give the adapter's own base, or correct its "
-            f"{ADAPTER_CONFIG_FILE}"
+            f"{ADAPTER_KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is"
+            f" {one_line(name)}: give the adapter's own base, or correct its {ADAPTER_CONFIG_FILE}"
         )
     require_unchanged(folder)
     file = folder / ADAPTER_WEIGHTS_FILE

@@ -280,8 +280,8 @@ def load_for_sharding(
     for path, module in model.named_modules():
         if any(tensor.is_meta for _, tensor in _non_parameter_tensors(module)):
             raise ModelError(
-                f"{path} keeps a tensor that its weights do not have; use STRATEGY=ddp or zero3"
-                " for it"
+                f"{path} keeps a tensor that its weights do"
+                " not have; use STRATEGY=ddp or zero3 for it"
             )
     model.generation_config = generation_config
     model.config.use_cache = False

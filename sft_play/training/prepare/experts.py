@@ -109,8 +109,8 @@ def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list
         return []
     hf_config.router_aux_loss_coef, hf_config.output_router_logits = 0.0, False
     return [
-        f"Balance loss: left out, though config.json has router_aux_loss_coef={coefficient:g}:"
-        f" {reason}"
+        "Balance loss: left out, though config.json has"
+        f" router_aux_loss_coef={coefficient:g}: {reason}"
     ]
 
 

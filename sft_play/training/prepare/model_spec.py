@@ -208,8 +208,8 @@ def _build_skeleton(hf_config: Any, config: RunConfig) -> Any:
     except Exception as error:  # each model class checks its config in its own way
         class_name, message = type(hf_config).__name__, one_line(str(error), limit=300)
         raise ModelError(
-            f"{config.model.name}: transformers cannot build a {class_name} from its config.json:"
-            f" {message}"
+            f"{config.model.name}: transformers cannot build"
+            f" a {class_name} from its config.json: {message}"
         ) from error
 
 
@@ -310,9 +310,9 @@ def peft_loading_warning(model_spec: ModelSpec, *, trust_remote_code: bool) -> s
     if not lost_names:
         return ""
     return (
-        f"PEFT alone would load it without {len(lost_names)} of {len(names)} tensors, as it renames"
-        " those of this class wrongly: give others the model of make merge; the commands here load"
-        " them all"
+        f"PEFT alone would load it without {len(lost_names)} of {len(names)}"
+        " tensors, as it renames those of this class wrongly: give others"
+        " the model of make merge; the commands here load them all"
     )
 
 
@@ -353,8 +353,8 @@ def _find_model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool
     for name in hf_config.architectures or ():
         if name.endswith(("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")):
             raise ModelError(
-                f"{config.model.name} is a {name}, not a causal language model; take the language"
-                " model"
+                f"{config.model.name} is a {name}, not a causal"
+                " language model; take the language model"
             )
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]

@@ -166,8 +166,8 @@ def _warn_of_other_attention(job: RunJob, model_spec: ModelSpec) -> None:
         )
     if attention in ("sdpa", "eager") and attention != step.attention:
         logger.warning(
-            "Attention: the model's class runs %s, but the plan assumed %s: memory and speed will"
-            " differ from the plan",
+            "Attention: the model's class runs %s, but the plan"
+            " assumed %s: memory and speed will differ from the plan",
             attention,
             step.attention,
         )
@@ -186,8 +186,8 @@ def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec
     )
     if config.train.load_best_model_at_end and splits.val is None:
         raise ConfigError(
-            "train.load_best_model_at_end=true needs validation rows: give data.val_path or"
-            " val_fraction"
+            "train.load_best_model_at_end=true needs validation"
+            " rows: give data.val_path or val_fraction"
         )
     for name, split in splits.named.items():
         stats = replace(split.stats, split=name)
@@ -224,8 +224,8 @@ def log_rows(job: RunJob, prepared: Prepared) -> None:
     row_count, effective_batch = len(splits.train.rows), plan.batch.effective_batch
     if row_count < effective_batch:
         logger.warning(
-            "Data train: %d rows are fewer than one effective batch of %d: each step sees all of"
-            " them",
+            "Data train: %d rows are fewer than one effective"
+            " batch of %d: each step sees all of them",
             row_count,
             effective_batch,
         )
