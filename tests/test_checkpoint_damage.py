@@ -83,15 +83,16 @@ def test_any_damage_of_any_file_is_noticed(of_all_kinds, tmp_path, monkeypatch, 
     assert "files that it was not written with" in checkpoints.find_damage(one)
 
 
-def test_what_cannot_be_read_counts_as_damaged(of_all_kinds, monkeypatch):
-    real = Path.open
+@pytest.mark.parametrize("method", ["open", "stat"])
+def test_what_cannot_be_read_counts_as_damaged(of_all_kinds, monkeypatch, method):
+    real = getattr(Path, method)
 
     def refuse(path, *arguments, **options):
         if path.name == "scheduler.pt":
             raise OSError(5, "Input/output error", str(path))
         return real(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, method, refuse)
     assert "scheduler.pt cannot be read: Input/output error" in checkpoints.find_damage(of_all_kinds)
 
 

@@ -227,6 +227,17 @@ def test_an_engine_that_was_left_out_is_found_out(world, tiny_llama):
         check_engine(Trainer(), plan)
 
 
+def test_an_engine_whose_partitions_have_other_names_is_refused():
+    """DeepSpeed's `BF16_Optimizer`, which it takes at stage 1 where the user's file accumulates in fp32."""
+    from sft_play.training.engines import fp32_partitions
+
+    class Engine:
+        optimizer = object()
+
+    with pytest.raises(TrainingError, match="DeepSpeed's object keeps its partitions under unknown names"):
+        fp32_partitions(Engine())
+
+
 def test_a_rank_that_nobody_launched_is_refused_and_help_names_none(command, refuse, world, capfd):
     assert "to train here: train" in refuse("rank", "--config", f"{world}/run.yaml")
     with pytest.raises(SystemExit):

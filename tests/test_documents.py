@@ -169,7 +169,7 @@ def test_text_that_repeats_stays_where_it_is_wanted_and_validation_never_takes_a
     words = "# A heading of more than forty bytes, as few of them are"
     (folder / "a.txt").write_text(words.replace("of more", "of\nmore"))
     (folder / "b.txt").write_text(f"{words}\n\nSecond.")
-    convert_documents(config(folder, tmp_path / "headings"))
+    documents.convert_documents(config(folder, tmp_path / "headings"))
     assert rows(tmp_path / "headings")[1]["text"] == f"{words}\n\nSecond."
     (folder / "a.txt").write_text(f"First.\n\n{LONG}")
     (folder / "b.txt").unlink()

@@ -334,6 +334,9 @@ def test_the_heads_that_are_tried_are_the_models():
     assert _kernel_cases(grouped, 4) == [((2, 1, 8), None)]  # a quarter of 2 key heads is one
     short = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=9)
     assert _kernel_cases(short, 1) == list(itertools.product([(4, 2, 32)], [None, 9]))
+    for none in (0, -1):  # as configs of some models say that there is none
+        short.sliding_window = none
+        assert _kernel_cases(short, 1) == [((4, 2, 32), None)]
     wide = LlamaConfig(head_dim=32, num_attention_heads=8, num_key_value_heads=4)
     wide.global_head_dim, wide.num_global_key_value_heads = 64, 1  # Gemma 4's names
     assert [heads for heads, _ in _kernel_cases(wide, 1)] == [

@@ -136,6 +136,14 @@ def test_a_machine_that_does_a_constant_share_is_predicted_from_its_second_run_o
     assert all(run.memory_ratio == pytest.approx(1.2) for run in calibration.load_measured_runs())
 
 
+def test_a_stage_whose_summary_is_damaged_is_no_record(cache):
+    """Its figures are those that a curriculum puts in their place."""
+    config = usual()
+    plan = make_plan(PlanRequest(config, load_model_shape(config.model.name), found_machine()))
+    record_measurements([(config, plan)], {"stages": [{"name": "a", "peak_bytes": {}, "tokens_per_s": 0.0}]})
+    assert not calibration.load_measured_runs()
+
+
 def measured(**changes: Any) -> calibration.MeasuredRun:
     usual = {
         "device": "GPU", "mode": "lora", "layout": "single", "model": "m", "micro_batch": 1, "seq_len": 8,

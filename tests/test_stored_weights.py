@@ -180,6 +180,15 @@ def test_any_grid_of_scales_is_undone(tmp_path, seed):
     assert torch.equal(found[name].read(), expected)
 
 
+@pytest.mark.parametrize("size", [None, [0, None], [2, 2]])
+def test_blocks_are_as_large_as_their_number_says_where_the_config_names_no_size(tmp_path, size):
+    stored, scales = torch.ones(4, 4).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    save_file({"a.weight": stored, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": size}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert open_tensors(tmp_path)["a.weight"].read().tolist() == [[1, 1, 2, 2]] * 2 + [[3, 3, 4, 4]] * 2
+
+
 def test_quantised_values_without_scales_are_refused(tmp_path):
     save_file({"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))

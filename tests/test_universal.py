@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from sft_play.errors import RunFolderError
 from sft_play.training.checkpoints import checkpoints, last_checkpoint
 from sft_play.training.checkpoints.last_checkpoint import forbid_pickled_code
+from sft_play.training.heartbeat import Heartbeat
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
@@ -42,10 +44,10 @@ def written(folder: Path, ranks: int) -> Path:
 
 
 def trainer(*, is_deepspeed: bool = True) -> Any:
-    plugin = SimpleNamespace(deepspeed_config={})
+    plugin, heartbeat = SimpleNamespace(deepspeed_config={}), Heartbeat(60.0)
+    heartbeat._thread = threading.current_thread()  # as of a run of several ranks
     return SimpleNamespace(
-        is_deepspeed_enabled=is_deepspeed, heartbeat=SimpleNamespace(note=lambda *_: None), model_wrapped=None,
-        wait_for_disk=lambda: None,
+        is_deepspeed_enabled=is_deepspeed, heartbeat=heartbeat, model_wrapped=None, wait_for_disk=lambda: None,
         accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)),
     )  # fmt: skip
 
@@ -66,8 +68,11 @@ def test_a_conversion_that_finds_no_room_says_what_it_takes_and_leaves_nothing(t
     monkeypatch.setattr(last_checkpoint, "free_disk_bytes", lambda _: free)
     monkeypatch.setattr(last_checkpoint, "_convert_to_universal", lambda _, path, __: made.append(path) or path.mkdir())
     if fits:
-        with last_checkpoint.readable_checkpoint(trainer(), checkpoint) as path:
+        one = trainer()
+        with last_checkpoint.readable_checkpoint(one, checkpoint) as path:
             assert path == made[0] == checkpoints.checkpoint_path(tmp_path / checkpoints.STAGING_NAME, 3)
+            assert one.heartbeat.last_note == (3, "converting the checkpoint")
+            assert one.heartbeat._last_progress is None  # it may take longer than distributed.timeout_s
     else:
         with pytest.raises(RunFolderError, match=r"checkpoint-3 for another number of ranks .* about 5,300 bytes"):
             last_checkpoint.readable_checkpoint(trainer(), checkpoint).__enter__()

@@ -255,9 +255,13 @@ def test_the_types_with_transposed_layers_are_those_whose_code_has_them():
     assert transposed == set(backend.TRANSPOSED_MODEL_TYPES)
 
 
-def test_an_environment_without_what_the_loop_imports_is_refused_by_the_packages_names(monkeypatch):
+def test_an_environment_without_what_the_loop_imports_is_refused_by_the_packages_names(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "unsloth_standin"))
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    (tmp_path / "torn-1.0.dist-info").mkdir()  # what an interrupted pip leaves behind
+    monkeypatch.syspath_prepend(str(tmp_path))
+    versions = unsloth_worker.package_versions()
+    assert (versions["torch"], versions["xformers"]) == (torch.__version__, None)
     assert unsloth_worker.probe()["device"] == "cpu"
     monkeypatch.setattr(unsloth_worker, "NEEDED_PACKAGES", ("json", "no_such_package"))
     assert "it has no no_such_package, which" in unsloth_worker.probe()["error"]

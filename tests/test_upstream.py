@@ -1,4 +1,4 @@
-"""The private names of transformers and TRL that the training loop builds on: all listed, each with its guard."""
+"""The private names of libraries that the training loop builds on: all listed, each with its guard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer, TrainerState
 from trl import SFTTrainer
 
@@ -25,7 +26,8 @@ from sft_play.training.unsloth_run import UnslothLoop
 pytestmark = pytest.mark.build
 LOOPS = (CheckpointedLoop, EvaluatedLoop, PlannedLoop, PlannedTrainer, UnslothLoop)
 OF_A_TRAINER = ("self", "super()", "trainer", "_trainer")
-KNOWN = {**upstream.OVERRIDDEN_METHODS, **upstream.USED_MEMBERS, **upstream.TRL_MEMBERS}
+TABLES = ("OVERRIDDEN_METHODS", "USED_MEMBERS", "TRL_MEMBERS", "ACCELERATE_MEMBERS")
+KNOWN = {name: users for table in TABLES for name, users in vars(upstream)[table].items()}
 
 
 def test_every_private_override_is_listed_and_nothing_else_is():
@@ -111,12 +113,13 @@ def test_a_name_that_the_library_uses_no_more_is_named(monkeypatch, known):
 
     def moved(self, *args, **options): ...
 
-    owner = SFTTrainer if known in upstream.TRL_MEMBERS else Trainer
+    owners = {"TRL_MEMBERS": SFTTrainer, "ACCELERATE_MEMBERS": AcceleratedOptimizer}
+    owner = next((owners[table] for table in owners if known in vars(upstream)[table]), Trainer)
     for user in KNOWN[known]:
         for module, is_theirs in ((owner.__module__, True), ("unsloth.models", False)):
             moved.__module__ = module
             with monkeypatch.context() as patch:
-                for names in ("OVERRIDDEN_METHODS", "USED_MEMBERS", "TRL_MEMBERS"):
+                for names in TABLES:
                     kept = {name: users for name, users in vars(upstream)[names].items() if name == known}
                     patch.setattr(upstream, names, kept)
                 patch.setattr(owner, user, moved)

@@ -511,7 +511,7 @@ def override_lines(
     return lines
 
 
-# --- a run that goes on after a stop or a death ----------------------------------------------------
+# --- a run that goes on after a stop or a death ---------------------------------------------------
 
 
 def resume_request(

@@ -132,9 +132,8 @@ def _all_reduce(value: int, operation: Any) -> int:
     if world_size() == 1:
         return value
     tensor = torch.tensor(value, dtype=torch.int64)
-    if (
-        dist.get_backend() == "nccl"
-    ):  # a group that was there before, and has no backend for the host
+    # a group that was there before, and has no backend for the host
+    if dist.get_backend() == "nccl":
         tensor = tensor.cuda()
     dist.all_reduce(tensor, op=operation)
     return int(tensor.item())
@@ -201,9 +200,9 @@ def check_shared_disk(path: Path, plan: Plan) -> bool:
     if plan.choice.layout.is_zero:
         require_all(
             is_shared,
-            f"{path.parent} is not on a disk that all nodes share, and under {plan.layout} every"
-            " rank writes a part of each checkpoint there: set output.dir to a shared disk, or use"
-            " STRATEGY=ddp or fsdp",
+            f"{path.parent} is not on a disk that all nodes share, and under"
+            f" {plan.layout} every rank writes a part of each checkpoint there:"
+            " set output.dir to a shared disk, or use STRATEGY=ddp or fsdp",
         )
     if all(gather_values(is_shared)):
         return True
@@ -229,9 +228,8 @@ def init_deepspeed(*, on_cpu: bool) -> None:
     set_deepspeed_to_cpu()
     from deepspeed import comm
 
-    backend: Any = importlib.import_module(
-        "deepspeed.comm.torch"
-    )  # the attribute of this name is torch itself
+    # the attribute of this name is torch itself
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
     build = backend.build_shm_op
     backend.build_shm_op = lambda: None
     try:
@@ -299,9 +297,8 @@ def broadcast_text(text: str | None) -> str:
     store, reader_count = open_store("sft_play"), int(os.environ["WORLD_SIZE"]) - 1
     if text is None:
         try:
-            while not store.check(
-                ["handed"]
-            ):  # a wait of the store itself would hear no request to stop
+            # a wait of the store itself would hear no request to stop
+            while not store.check(["handed"]):
                 time.sleep(_POLL_S)
             text = str(store.get("handed"), "utf-8")
             store.add("read", 1)

@@ -59,17 +59,14 @@ def engine_arguments(
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": [layer_class],
             "reshard_after_forward": True,
-            "cpu_ram_efficient_loading": (
-                False
-            ),  # `model_loading` reads the weights, or every rank has them
-            "state_dict_type": (
-                "FULL_STATE_DICT"
-            ),  # with another, Trainer.save_model writes no weights at all
+            # `model_loading` reads the weights, or every rank has them
+            "cpu_ram_efficient_loading": (False),
+            # with another, Trainer.save_model writes no weights at all
+            "state_dict_type": ("FULL_STATE_DICT"),
         }
     layout = plan.choice.layout
-    ranks = (
-        layout.gradient_ranks
-    )  # context parallelism: to FSDP2 these are data-parallel ranks with shorter rows
+    # context parallelism: to FSDP2 these are data-parallel ranks with shorter rows
+    ranks = layout.gradient_ranks
     if layout.is_fsdp and (layout.tensor_parallel > 1 or ranks > layout.shard):
         config_class = _TensorParallelConfig if layout.tensor_parallel > 1 else ParallelismConfig
         arguments["parallelism_config"] = config_class(
@@ -170,10 +167,16 @@ def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
 
 
 def fp32_partitions(engine: Any) -> list[torch.Tensor]:
-    """DeepSpeed's fp32 partitions of the trained weights."""
-    if engine.zero_optimization_stage() == 3:
-        return list(engine.optimizer.fp32_partitioned_groups_flat)
-    return list(engine.optimizer.single_partition_of_fp32_groups)
+    """DeepSpeed's fp32 partitions of the trained weights. Raises TrainingError: it keeps them under
+    other names, as with data_types.grad_accum_dtype=fp32 at stage 1."""
+    optimizer = engine.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    raise TrainingError(
+        f"DeepSpeed's {type(optimizer).__name__} keeps its partitions under unknown names; the"
+        " engine cannot be checked, and nothing was trained"
+    )
 
 
 def release_engine(trainer: Any) -> None:
@@ -250,9 +253,8 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
             f"the plan says {layout.name}, but the wrapped model is a {type(wrapped).__name__}, not"
             f" a {expected_class}; nothing was trained"
         )
-    if layout.is_zero and (stage := wrapped.zero_optimization_stage()) != int(
-        layout.name[4]
-    ):  # zeroN, zeroN_offload
+    # zeroN, zeroN_offload
+    if layout.is_zero and (stage := wrapped.zero_optimization_stage()) != int(layout.name[4]):
         raise TrainingError(
             f"the plan says {layout.name}, but DeepSpeed runs stage {stage}; nothing was trained"
         )
@@ -265,9 +267,12 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     if layout.shards_states:
         _require_divided(wrapped, layout, "trained", whole_bytes, sizes)
     if layout.shards_params:
-        divided_sizes = [frozen_size - persistent_bytes for frozen_size in frozen_sizes]
         _require_divided(
-            wrapped, layout, "frozen", frozen_whole_bytes - persistent_bytes, divided_sizes
+            wrapped,
+            layout,
+            "frozen",
+            frozen_whole_bytes - persistent_bytes,
+            [frozen_size - persistent_bytes for frozen_size in frozen_sizes],
         )
     return EngineCheck(
         layout.name,
@@ -283,7 +288,7 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
 def _require_divided(
     wrapped: Any, layout: Layout, kind: str, whole_bytes: int, sizes: Sequence[int]
 ) -> None:
-    replicated = 0  # by tensor-parallel ranks, each of which has embedding, head and norms
+    replicated = 0  # embedding, head and norms, which every tensor-parallel rank has
     for parameter in wrapped.parameters():
         if parameter.requires_grad is (kind == "trained") and isinstance(parameter, DTensor):
             axes = parameter.device_mesh.mesh_dim_names or ()

@@ -99,8 +99,8 @@ def stall_report(
         positions = " or ".join(sorted({beat.position for beat in waiting_beats}))
         verb = "waits" if len(waiting_beats) == 1 else "wait"
         parts.append(
-            f"{failures.format_ranks([beat.rank for beat in waiting_beats])} {verb} for it at"
-            f" {positions}"
+            f"{failures.format_ranks([beat.rank for beat in waiting_beats])}"
+            f" {verb} for it at {positions}"
         )
     return f"{head}: {'; '.join(parts)}"
 
@@ -221,9 +221,8 @@ class Heartbeat:
         self._publish_count += 1
         idle_s = self._idle_s()
         location = ""
-        if (
-            idle_s >= 2 * self._interval_s
-        ):  # where the main thread is: its innermost frame outside torch
+        # where the main thread is: its innermost frame outside torch
+        if idle_s >= 2 * self._interval_s:
             outer = sys._current_frames()[threading.main_thread().ident or 0]
             while f"{os.sep}torch{os.sep}" in outer.f_code.co_filename and outer.f_back is not None:
                 outer = outer.f_back
@@ -267,23 +266,21 @@ class Heartbeat:
         else:  # the store is gone, and with it what the others published
             step, activity = self.last_note
             text = (
-                f"no progress for {waited_s:.0f} s: rank {self._rank} waits at step {step}"
-                f" ({activity})"
+                f"no progress for {waited_s:.0f} s: rank"
+                f" {self._rank} waits at step {step} ({activity})"
             )
         failures.record_failure("hung", text)
         if not failures.is_under_agent():
-            is_first = True
             with contextlib.suppress(RuntimeError):
-                is_first = self._store is None or int(self._store.add("told", 1)) == 1
-            if is_first:
-                logger.error("%s", text)
+                if self._store is not None and int(self._store.add("told", 1)) > 1:
+                    return
+            logger.error("%s", text)
             return
         for beat in laggards(beats, silent_ranks):
             if beat.pid == os.getpid() or beat.host != socket.gethostname():
                 continue
-            with contextlib.suppress(
-                psutil.Error
-            ):  # a rank that hangs would hold up the others until its agent acts
+            # a rank that hangs would hold up the others until its agent acts
+            with contextlib.suppress(psutil.Error):
                 process = psutil.Process(beat.pid)
                 if process.ppid() == os.getppid():
                     process.kill()

@@ -103,11 +103,8 @@ def resume_command(job: RunJob) -> str:
 def measured_run(config: RunConfig, plan: Plan, **measurements: Any) -> calibration.MeasuredRun:
     """Build the record of a run, or of a step that ran out of memory; `measurements`: other fields
     of `MeasuredRun`."""
-    device = "cpu"
-    if plan.hardware.gpus:
-        device = plan.hardware.gpus[0].name
     return calibration.MeasuredRun(
-        device=device,
+        device=plan.hardware.gpus[0].name if plan.hardware.gpus else "cpu",
         mode=config.tuning.mode,
         layout=plan.layout,
         model=config.model.name,
@@ -142,13 +139,15 @@ def record_measurements(
     ):
         # plans predict the other backend, and the speed of compiled blocks where these are asked
         # for
-        is_predicted = figures.get("backend") != "unsloth"
-        is_predicted = is_predicted and (figures.get("compile") is not None) == config.train.compile
+        is_predicted = (
+            figures.get("backend") != "unsloth"
+            and (figures.get("compile") is not None) == config.train.compile
+        )
         if not is_predicted or not (plan.hardware.gpus or not stage_summaries):
             continue
         # The highest peak, predicted and measured, over the phases whose batch the plan chooses: a
         # plan compares this one. The peaks of loading and saving say nothing about a batch.
-        peaks = figures["peak_bytes_by_moment"]
+        peaks = figures.get("peak_bytes_by_moment") or {}  # none in a stage's damaged summary
         phases = [name for name in peaks if name in ("training", "evaluation")]
         predicted_peaks = [
             plan.memory.by_moment[name] for name in phases if name in plan.memory.by_moment

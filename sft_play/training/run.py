@@ -103,9 +103,9 @@ def train_stage(
         is_disk_shared = distributed.check_shared_disk(job.folder.manifest_path, job.plan)
         distributed.require_all(
             is_disk_shared or not job.loaded.config.train.async_save,
-            f"train.async_save: every rank writes a part of each checkpoint, and {job.folder.path}"
-            " is not on a disk that all nodes share: set output.dir to one, or leave"
-            " train.async_save out",
+            "train.async_save: every rank writes a part of each checkpoint,"
+            f" and {job.folder.path} is not on a disk that all nodes share:"
+            " set output.dir to one, or leave train.async_save out",
         )
         log_start(job, prepared, checkpoint)
         eval_set = build_eval_set(job, prepared)

@@ -114,9 +114,8 @@ def train_with_unsloth(
     try:
         _run_workers(python, work_folder / HANDOVER_FILE, job.plan)
     except Interrupted:
-        if (
-            job.folder.read_manifest().get("status") == "running"
-        ):  # stopped before it could record so
+        # stopped before it could record so
+        if job.folder.read_manifest().get("status") == "running":
             job.folder.update_manifest(status="stopped")
         raise
     finally:
@@ -143,8 +142,8 @@ def train_with_unsloth(
             saved = getattr(adapter_config, name)
             if saved != value:
                 raise ModelError(
-                    f"{path}: the adapter that Unsloth wrote is not the run's: {name}={saved!r} and"
-                    f" not {value!r}"
+                    f"{path}: the adapter that Unsloth wrote is not"
+                    f" the run's: {name}={saved!r} and not {value!r}"
                 )
         if tokenizer.original_template is not None:
             tokenizer.tokenizer.chat_template = tokenizer.original_template
@@ -208,9 +207,8 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
     if ranks > 1:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[
-                1
-            ]  # free again until rank 0 listens on it: nothing reserves a port
+            # free again until rank 0 listens on it: nothing reserves a port
+            port = probe.getsockname()[1]
         variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     error_files = [
@@ -242,9 +240,8 @@ def _run_workers(python: Path, handover_path: Path, plan: Plan) -> None:
             and time.monotonic() < deadline
         ):
             if deadline == math.inf and set(codes) - {None, 0, Interrupted.exit_code}:
-                deadline = (
-                    time.monotonic() + 20.0
-                )  # the others wait for it in a collective, and would hang
+                # the others wait for it in a collective, and would hang
+                deadline = time.monotonic() + 20.0
             time.sleep(0.05)
     exits = [
         (process.returncode, failures.read_failure(file))
@@ -272,8 +269,8 @@ def _raise_first_failure(
             else f"ended with exit code {code}"
         )
         raise BackendError(
-            f"Unsloth's process {ending} (out of memory? see dmesg); what was saved until then is"
-            " kept"
+            f"Unsloth's process {ending} (out of memory? see"
+            " dmesg); what was saved until then is kept"
         )
     failure = recorded[0]
     if failure.kind == "stopped":
@@ -314,9 +311,8 @@ def train_handover(path: Path, train_stage: Callable[..., dict[str, Any]]) -> No
         timeout_s=handover["timeout_s"],
     )
     check_device(plan, config)
-    check_trackers(
-        config
-    )  # `prepare` has looked in the other environment, whose packages are not these
+    # `prepare` has looked in the other environment, whose packages are not these
+    check_trackers(config)
     check_gpu(plan, config)
     memory_peaks, prepared = start_memory_peaks(plan), _build_prepared(handover, config)
     with (
@@ -400,10 +396,8 @@ def _build_trainer(
     config, plan = job.loaded.config, job.plan
     arguments = _build_arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
     model = load_unsloth_model(handover, config, plan)
-    eos_token_ids: Any = configured_eos_token_ids(model)
-    if not isinstance(eos_token_ids, list):
-        eos_token_ids = [eos_token_ids]
-    stop_ids = {*handover["stop_ids"], *eos_token_ids} - {None}
+    eos_ids = configured_eos_token_ids(model)
+    stop_ids = {*handover["stop_ids"], *(eos_ids if isinstance(eos_ids, list) else [eos_ids])}
     return build_run_trainer(
         job,
         prepared,
@@ -413,7 +407,7 @@ def _build_trainer(
         model=model,
         peft_config=None,
         trainer_class=UnslothLoop,
-        stop_ids=sorted(stop_ids),
+        stop_ids=sorted(stop_ids - {None}),
     )
 
 
@@ -487,9 +481,9 @@ def load_unsloth_model(handover: Handover, config: RunConfig, plan: Plan) -> Any
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Unsloth checks models and options in many ways
-        reason = f"{type(error).__name__}: {one_line(str(error), limit=300)}"
         raise BackendError(
-            f"Unsloth cannot load {one_line(handover['model_path'])}: {reason}"
+            f"Unsloth cannot load {one_line(handover['model_path'])}:"
+            f" {type(error).__name__}: {one_line(str(error), limit=300)}"
         ) from error
     check_loaded_model(peft_model, handover["tensors"], is_4bit=is_4bit)
     keep_4bit_trainable(peft_model)
@@ -504,8 +498,8 @@ def check_loaded_model(model: Any, expected_shapes: dict[str, list[int]], *, is_
     if has_4bit != is_4bit:
         loaded, requested = ("4-bit" if flag else "unquantised" for flag in (has_4bit, is_4bit))
         raise BackendError(
-            f"Unsloth loaded {loaded} weights, and the run asks for {requested} ones; nothing was"
-            " trained"
+            f"Unsloth loaded {loaded} weights, and the run"
+            f" asks for {requested} ones; nothing was trained"
         )
     shapes = {name: list(shape) for name, shape in saved_shapes(model).items()}
     differing = [

@@ -2,6 +2,7 @@
 to report on it. It imports this package from its own folder, and Unsloth first, which patches
 transformers."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -44,14 +45,11 @@ RECORDED_PACKAGES = (
 
 def package_versions() -> dict[str, str | None]:
     """Versions of Python and RECORDED_PACKAGES; None for a package that is not installed."""
-    installed = {
-        package.name.lower().replace("-", "_"): package.version
-        for package in metadata.distributions()
-    }
-    return {
-        "python": sys.version.split()[0],
-        **{name: installed.get(name) for name in RECORDED_PACKAGES},
-    }
+    versions: dict[str, str | None] = dict.fromkeys(RECORDED_PACKAGES)
+    for name in RECORDED_PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {"python": sys.version.split()[0], **versions}
 
 
 def probe() -> dict[str, Any]:
@@ -64,13 +62,12 @@ def probe() -> dict[str, Any]:
     if missing:
         return {
             "error": (
-                f"it has no {', '.join(missing)}, which the training loop needs (make setup-unsloth"
-                " has all)"
+                f"it has no {', '.join(missing)}, which the"
+                " training loop needs (make setup-unsloth has all)"
             )
         }
-    device = getattr(
-        unsloth, "DEVICE_TYPE", None
-    )  # cuda, hip, xpu, npu, mlx or cpu; unsloth_zoo's in some versions
+    # cuda, hip, xpu, npu, mlx or cpu; unsloth_zoo's in some versions
+    device = getattr(unsloth, "DEVICE_TYPE", None)
     if device is None:
         from unsloth_zoo.device_type import DEVICE_TYPE
 
@@ -110,8 +107,10 @@ def run_handover(path: Path) -> int:
             try:
                 import unsloth  # noqa: F401
             except Exception as error:
-                reason = one_line(f"{type(error).__name__}: {error}", limit=400)
-                raise BackendError(f"Unsloth cannot be imported: {reason}") from error
+                raise BackendError(
+                    "Unsloth cannot be imported:"
+                    f" {one_line(f'{type(error).__name__}: {error}', limit=400)}"
+                ) from error
             from sft_play.training.run import train_stage
             from sft_play.training.unsloth_run import train_handover
 

@@ -64,8 +64,8 @@ def write_card(folder: Path, facts: CardFacts) -> None:
 
 
 def answer_stop_ids(config: RunConfig, tokenizer: Any, renderer: Renderer) -> list[int]:
-    """Tokens that end an answer: the tokenizer's, those of the base's generation config, and the
-    template's."""
+    """Collect the tokens that end an answer, from the tokenizer, the base's generation config and
+    the template."""
     from transformers import GenerationConfig
 
     try:
@@ -96,30 +96,6 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
     template_options = ""
     if kwargs := select_template_kwargs(config.data.chat_template_kwargs):
         template_options = f", **{kwargs!r}"
-    paths = [
-        config.data.train_path,
-        config.data.text_path,
-        *(source.path for source in config.data.sources),
-    ]
-    datasets = sorted(
-        {
-            path.removeprefix("hub:").partition(":")[0]
-            for path in paths
-            if path and path.startswith("hub:")
-        }
-    )
-    front_matter = ModelCardData(
-        library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="text-generation",
-        datasets=datasets or None,
-        tags=[
-            "sft_play",
-            "sft" if config.task_mode == "sft" else "continued-pretraining",
-            *{"full": [], "lora": ["lora"], "qlora": ["lora", "qlora"]}[config.tuning.mode],
-        ],
-        **base.license,
-        **({"base_model": base.name} if base.is_on_hub else {}),
-    )
     figures = facts.summary.get("after") or facts.summary.get("before") or {"rows": 0}
     result_rows = (
         f"{figures['rows']:,} {str(facts.summary.get('split')).replace('val', 'validation')}"
@@ -130,7 +106,7 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
         if name.split()[-1] in ("train", "val", "test") and entry.get("report")
     }
     text = environment.get_template("card.md.jinja").render(
-        front_matter=front_matter.to_yaml(),
+        front_matter=_front_matter(facts, base).to_yaml(),
         name=facts.name,
         what={
             "adapter": f"A {method} adapter for `{base.name}`, which it needs.",
@@ -165,9 +141,32 @@ def render_card(facts: CardFacts, base: CardBase) -> str:
     return str(ModelCard(text))
 
 
+# What the hub lists and links: library, tags, data sets of the hub, licence, and a base on the hub.
+def _front_matter(facts: CardFacts, base: CardBase) -> ModelCardData:
+    data, mode = facts.config.data, facts.config.tuning.mode
+    paths = [data.train_path, data.text_path, *(source.path for source in data.sources)]
+    datasets = {
+        path.removeprefix("hub:").partition(":")[0]
+        for path in paths
+        if path and path.startswith("hub:")
+    }
+    return ModelCardData(
+        library_name="peft" if facts.kind == "adapter" else "transformers",
+        pipeline_tag="text-generation",
+        datasets=sorted(datasets) or None,
+        tags=[
+            "sft_play",
+            "sft" if facts.config.task_mode == "sft" else "continued-pretraining",
+            *{"full": [], "lora": ["lora"], "qlora": ["lora", "qlora"]}[mode],
+        ],
+        **base.license,
+        **({"base_model": base.name} if base.is_on_hub else {}),
+    )
+
+
 def describe_base(config: RunConfig) -> CardBase:
-    """What the base is called where others can find it, and its licence where its own card or
-    config tells it."""
+    """Return the name by which others can find the base, and the licence that its own card or
+    config tells."""
     name = config.model.name
     if name == BASE_NAME:
         return CardBase(name, False, {})
@@ -189,9 +188,8 @@ def describe_base(config: RunConfig) -> CardBase:
 def _read_license(card: str) -> dict[str, str]:
     try:
         return _license_fields(ModelCard.load(card, ignore_metadata_errors=True).data.to_dict())
-    except (
-        Exception
-    ):  # no network, no card, not allowed, or other people's YAML: the licence is left out
+    # no network, no card, not allowed, or other people's YAML: the licence is left out
+    except Exception:
         return {}
 
 
@@ -224,8 +222,8 @@ def _loading_code(
 
 
 def result_figures(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Name and values, in words, of each figure that was measured before training or after; exact
-    match with how many answers it is of, where they are fewer than the rows."""
+    """Yield name, value before and value after training, in words, of each figure that was
+    measured. Exact match says how many answers it counts, if these are fewer than the rows."""
     measured, match_name = (
         [summary.get(moment) or {} for moment in ("before", "after")],
         "exact match",

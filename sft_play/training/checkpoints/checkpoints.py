@@ -75,9 +75,8 @@ def commit_checkpoint(
     sync_folder(staged)  # a rename can outlive a power cut that what it names does not
     final = folder / staged.name
     atomic.move_into_place(staged, final, backup=folder / f"{STAGING_NAME}-old")
-    with contextlib.suppress(
-        OSError
-    ):  # it is whole, and only a power cut could still take its name back
+    # it is whole, and only a power cut could still take its name back
+    with contextlib.suppress(OSError):
         sync_folder(folder, is_recursive=False)
     with contextlib.suppress(OSError):
         staged.parent.rmdir()
@@ -156,26 +155,27 @@ def is_complete(checkpoint: Path) -> bool:
 def find_damage(
     checkpoint: Path, *, reads_contents: bool = True, editable: re.Pattern[str] | None = None
 ) -> str | None:
-    """How a checkpoint differs from what was written, in words; None where it does not.
-    `reads_contents`: all files are read, and their digests compared. With `editable`, files of such
-    names may have changed, and more of any name may be there."""
+    """Say in words how a checkpoint differs from what was written; None: it does not.
+    `reads_contents`: read all files and compare their digests; False compares sizes only.
+    `editable`: names of files that may change; other files may then be added too."""
     if not (checkpoint / COMPLETE_FILE).is_file():
         return f"it was never finished (no {COMPLETE_FILE})"
     expected, digests = _read_record(checkpoint)
     if not expected or set(digests) != set(expected):
         return f"{COMPLETE_FILE} is damaged"
-    sizes = _file_sizes(checkpoint)
     if editable is not None:
         expected = {name: size for name, size in expected.items() if not editable.fullmatch(name)}
-        sizes = {name: size for name, size in sizes.items() if name in expected}
-    wrong = [name for name, size in expected.items() if sizes.get(name) != size]
-    if wrong:
-        return ", ".join(
-            f"{name} has {sizes.get(name, 0)} of {expected[name]} bytes" for name in wrong[:4]
-        )
-    if len(sizes) > len(expected):
-        return "it holds files that it was not written with"
     try:
+        sizes = _file_sizes(checkpoint)
+        if editable is not None:
+            sizes = {name: size for name, size in sizes.items() if name in expected}
+        wrong = [name for name, size in expected.items() if sizes.get(name) != size]
+        if wrong:
+            return ", ".join(
+                f"{name} has {sizes.get(name, 0)} of {expected[name]} bytes" for name in wrong[:4]
+            )
+        if len(sizes) > len(expected):
+            return "it holds files that it was not written with"
         actual_digests = _file_digests(checkpoint, sizes) if reads_contents else digests
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
@@ -238,7 +238,6 @@ def rotate_checkpoints(folder: Path, *, limit: int | None, best_checkpoint: Path
         if best_checkpoint is None or path.name != best_checkpoint.name
     ]
     for path in candidates[:-limit]:
-        (
-            path / COMPLETE_FILE
-        ).unlink()  # first, so that a kill in between leaves nothing that looks complete
+        # first, so that a kill in between leaves nothing that looks complete
+        (path / COMPLETE_FILE).unlink()
         shutil.rmtree(path)

@@ -127,8 +127,8 @@ def require_same_names(model: Any, missing: Iterable[str], unexpected: Iterable[
     or has another."""
     if names := [*sorted(set(missing) - tied_weight_names(model)), *unexpected]:
         raise TrainingError(
-            f"the checkpoint does not match the model: {', '.join(names[:4])}; it was written by"
-            " another version"
+            "the checkpoint does not match the model:"
+            f" {', '.join(names[:4])}; it was written by another version"
         )
 
 
@@ -164,8 +164,8 @@ def load_adapter(model: Any, folder: Path) -> Any:
     config = PeftConfig.from_pretrained(str(folder))
     if config.peft_type != "LORA":  # of other kinds PEFT would fetch parts that the file names
         raise ModelError(
-            f"{folder} holds an adapter of another kind than LORA (peft_type in its"
-            " adapter_config.json)"
+            f"{folder} holds an adapter of another kind than"
+            " LORA (peft_type in its adapter_config.json)"
         )
     if text_tower is None and not names_lost_by_peft(model, names):
         return PeftModel.from_pretrained(model, str(folder)).eval()
@@ -238,9 +238,8 @@ def adapter_parameters(model: Any) -> list[tuple[str, Any]]:
         (name, parameter)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
-        or any(
-            part in name for part in (".lora_", ".modules_to_save.")
-        )  # saved even where it does not train
+        # saved even where it does not train
+        or any(part in name for part in (".lora_", ".modules_to_save."))
         or any(parameter is table for table in tables)
     ]
 
@@ -254,8 +253,8 @@ def embedding_layers(model: Any) -> list[Any]:
 
 
 def model_names_by_saved_name(model: Any) -> dict[str, str]:
-    """For each tensor's name in an adapter's file (of a language model that of its whole class),
-    the one in memory."""
+    """Map each tensor's name in an adapter's file to its name in memory. A language model's file
+    has the names of its whole class."""
     from peft import get_peft_model_state_dict
 
     tensors = model.state_dict()
@@ -325,10 +324,8 @@ def full_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Names and whole tensors of an FSDP model, one at a time, on the first rank; all iterate to
     the end."""
     tied = tied_weight_names(model)
-    for (
-        name,
-        tensor,
-    ) in model.state_dict().items():  # its hooks reshard units that a forward pass left whole
+    # its hooks reshard units that a forward pass left whole
+    for name, tensor in model.state_dict().items():
         if name not in tied:
             full_tensor = _full_tensor(tensor)
             yield name, full_tensor.cpu() if is_first() else None

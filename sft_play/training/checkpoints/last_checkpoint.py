@@ -39,9 +39,8 @@ def find_last_checkpoint(folder: Path) -> Path | None:
     """
     name_and_damaged: tuple[str | None, dict[Path, str]] = None, {}
     if distributed.is_first():
-        shutil.rmtree(
-            checkpoints.staging_path(folder), ignore_errors=True
-        )  # of a save that was killed
+        # of a save that was killed
+        shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)
         last, damaged = checkpoints.last_undamaged(folder)
         name_and_damaged = last.name if last else None, damaged
     distributed.barrier(distributed.long_timeout_group())  # as long as reading takes
@@ -102,9 +101,8 @@ def forbid_pickled_code(checkpoint: Path) -> Iterator[None]:
             ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
             ("deepspeed.utils.tensor_fragment", "fragment_address"),
         ):
-            with contextlib.suppress(
-                ImportError, AttributeError
-            ):  # another version has others, which it names
+            # another version has others, which it names
+            with contextlib.suppress(ImportError, AttributeError):
                 classes.append(getattr(importlib.import_module(module), name))
     try:
         with torch.serialization.safe_globals(classes):
@@ -147,6 +145,7 @@ def readable_checkpoint(trainer: Any, checkpoint: Path) -> Iterator[Path]:
         checkpoints.staging_path(folder), checkpoints.checkpoint_step(checkpoint)
     )
     trainer.heartbeat.note(checkpoints.checkpoint_step(checkpoint), "converting the checkpoint")
+    trainer.heartbeat.stop_clock()  # it takes longer than a step, and so does reading the copy
     # every state as pieces and whole, the first rank's again, and the weights: what is frozen is in
     # no part
     state_sizes = [state_file.stat().st_size for state_file in state_files]

@@ -64,13 +64,11 @@ def open_tensors(folder: Path) -> dict[str, FileTensor]:
     without scales."""
     tensors: dict[str, FileTensor] = {}
     for file in weight_files(folder):
-        archive: Any = safe_open(
-            file, framework="pt"
-        )  # maps the file, as long as any of its tensors is held
+        # maps the file, as long as any of its tensors is held
+        archive: Any = safe_open(file, framework="pt")
         for name in archive.keys():  # noqa: SIM118  (safe_open is no mapping)
-            tensor_slice = archive.get_slice(
-                name
-            )  # reads the file's header, and none of the tensor
+            # reads the file's header, and none of the tensor
+            tensor_slice = archive.get_slice(name)
             tensors[name] = FileTensor(
                 file,
                 tuple(tensor_slice.get_shape()),
@@ -86,8 +84,8 @@ def open_tensors(folder: Path) -> dict[str, FileTensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read: those of the index where there is one, else all of
-    them. A hub repository may hold the same weights twice (`consolidated.safetensors` beside
+    """List the files that transformers would read: the index's files, or all of them without an
+    index. A hub repository may hold the same weights twice (`consolidated.safetensors` beside
     `model-*.safetensors`)."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -134,8 +132,8 @@ def describe_broken_connection(error: BaseException) -> str | None:
         return None
     message = one_line(str(cause) or type(cause).__name__, limit=200)
     return (
-        f"did not come whole ({message}); files that did are kept, and the next start fetches the"
-        " others"
+        f"did not come whole ({message}); files that did"
+        " are kept, and the next start fetches the others"
     )
 
 
@@ -230,7 +228,7 @@ def _read_blocks(tensor: FileTensor, scales: FileTensor, block_size: Any) -> tor
 # Elements of a block on a side of `length` with `count` blocks; the config's size where it gives
 # this count.
 def _block_length(length: int, count: int, configured: int) -> int:
-    if math.ceil(length / configured) == count:
+    if configured and math.ceil(length / configured) == count:
         return configured
     return math.ceil(length / count)
 
@@ -244,16 +242,15 @@ def save_model(
     steps: int = 0,
     **write_options: Any,
 ) -> int:
-    """Save the adapter, or the whole model, with its tokenizer: written aside, read back and
-    checked, then renamed; returns the bytes of its tensors. `base_folder`: the base's folder, with
-    the rest of a whole class; `steps`: optimizer steps taken, after more than one of which a lora_B
-    is not zero; `write_options`: those of `write_weights`. Raises ModelError: what was written is
+    """Save the adapter, or the whole model, with its tokenizer: written aside, read back, checked,
+    then renamed. Returns the bytes of its tensors. `base_folder`: the base's folder, which has the
+    other parts of a whole class; `steps`: optimizer steps taken (after two, a lora_B of zeros is an
+    error); `write_options`: passed to `write_weights`. Raises ModelError: what was written is
     empty, not finite, or not what the model holds."""
     with atomic.replace_path(path, temporary=path.with_name(f".{path.name}.building")) as staging:
         write_weights(model, staging, **write_options)
-        (staging / "README.md").unlink(
-            missing_ok=True
-        )  # PEFT's blank form, which names the base by its path
+        # PEFT's blank form, which names the base by its path
+        (staging / "README.md").unlink(missing_ok=True)
         tokenizer.save_pretrained(staging)
         size = check_saved_weights(
             staging, expected_shapes=saved_shapes(model), must_have_learned=steps > 1
@@ -271,10 +268,10 @@ def write_weights(
     tensors: NamedTensors | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a model's config and weights into a folder. `state_dict`: the weights, where the model
-    holds only a part of them; `tensors`: the same, one after the other, at most one file's worth in
-    memory where `keeps_tensor_names`; `dtype`: of whole weights in the files (None: unchanged), and
-    of the model from then on."""
+    """Write a model's config and weights into a folder. `state_dict`: the weights, if the model
+    holds only a part of them; `tensors`: the same one after the other (with `keeps_tensor_names` at
+    most one file's worth is in memory); `dtype`: whole weights get it, in the files and in the
+    model (None: unchanged)."""
     text_tower, options = find_text_tower(model), dict[str, Any]()
     if has_adapter(model):
         options["save_embedding_layers"] = embeddings_to_save(model)
@@ -357,11 +354,12 @@ def expand_to_full_class(model: Any, folder: Path, base_folder: Path) -> None:
         name = apply_key_mapping(key, text_tower.key_mapping)
         if name in trained:
             sources[key] = unmatched.pop(name, trained[name])
+        # a part for images or sound
         elif not (
             name in tied_names
             or tuple(name.split(".")[:2]) in trained_prefixes
             or apply_key_mapping(key, dict(text_tower.renamings)).startswith(full_prefixes)
-        ):  # a part for images or sound
+        ):
             sources[key] = file_tensor
     published = partial(
         _published_tensors,
@@ -417,9 +415,8 @@ def _published_tensors(
         blocks.setdefault(prefix, {})[name] = file_tensor
     for block in blocks.values():
         state = {name: read(file_tensor) for name, file_tensor in block.items()}
-        with contextlib.suppress(
-            Exception
-        ):  # there is no such class, or a conversion fails in its own way
+        # there is no such class, or a conversion fails in its own way
+        with contextlib.suppress(Exception):
             state = revert_weight_conversion(full_model, dict(state))
         yield from state.items()
 
@@ -443,8 +440,8 @@ def apply_key_mapping(name: str, key_mapping: Mapping[str, str]) -> str:
 def set_stop_tokens(
     folder: Path, stop_ids: Sequence[int], pad_id: int | None, *, source_folder: Path | None = None
 ) -> None:
-    """Write the tokens that end an answer into a model's generation config, whose other settings
-    are those of the model in `source_folder`, or its own."""
+    """Write the tokens that end an answer into a model's generation config. Its other settings come
+    from the model in `source_folder`, by default from the folder's own."""
     path = folder / "generation_config.json"
     generation_config = read_json((source_folder or folder) / path.name) | {"pad_token_id": pad_id}
     generation_config["eos_token_id"] = list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]
@@ -543,14 +540,13 @@ def check_saved_weights(
         )
         if wrong and (not missing or saved_values != expected_values):
             problem = (
-                f"{wrong[0]} has the shape {shapes.get(wrong[0])} and not"
-                f" {expected_shapes[wrong[0]]}"
+                f"{wrong[0]} has the shape {shapes.get(wrong[0])}"
+                f" and not {expected_shapes[wrong[0]]}"
             )
             if missing:
-                names = ", ".join(missing[:3])
                 problem = (
                     f"it holds {saved_values:,} of {expected_values:,} values; missing by name:"
-                    f" {names}"
+                    f" {', '.join(missing[:3])}"
                 )
             raise ModelError(
                 f"{folder}: what was saved is not the model: {problem}. The last checkpoint is"
@@ -558,8 +554,8 @@ def check_saved_weights(
             )
     if not has_learned and any("lora_B" in name for name in shapes):
         raise ModelError(
-            f"{folder}: every lora_B of the adapter is zero: what was trained did not reach the"
-            " file"
+            f"{folder}: every lora_B of the adapter is zero:"
+            " what was trained did not reach the file"
         )
     return size
 

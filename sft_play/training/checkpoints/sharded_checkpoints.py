@@ -66,8 +66,8 @@ class CheckpointShard:
     groups_and_values: dict[str, Any]
 
     def copy_to_host(self) -> CheckpointShard:
-        """A copy of it on the host, also where it is there already, which training does not
-        change."""
+        """Copy the shard to the host, even if it is there already: training changes the original,
+        not the copy."""
         stager = DefaultStager(StagingOptions(False, False, False, False))
         try:
             return CheckpointShard(stager.stage(self.tensors), deepcopy(self.groups_and_values))
@@ -142,10 +142,10 @@ def load_sharded_optimizer(
 def stored_weight_specs(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name, shape and dtype of every weight in a checkpoint; raises TrainingError for a table that
     is not read."""
-    entries = _PartReader(checkpoint / SHARDS_FOLDER).read_metadata().state_dict_metadata
+    metadata = _PartReader(checkpoint / SHARDS_FOLDER).read_metadata()
     return {
         name.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
-        for name, entry in entries.items()
+        for name, entry in metadata.state_dict_metadata.items()
         if name.startswith("model.")
     }
 

@@ -83,13 +83,13 @@ def find_adapter_placement(
     reasons, untried_reason = dict[str, str](), ""
     if model_type not in MODEL_FAMILIES:
         try:
-            reasons = _cached_trial(model.config, find_failing_layers, trust_remote_code)
+            reasons = dict(_cached_trial(model.config, find_failing_layers, trust_remote_code))
         except _TrialFailed as reason:
             reasons, untried_reason = direct_weight_reads(model), str(reason)
     if _EVERY_LAYER in reasons:
         raise ModelError(
-            f"model_type {one_line(model_type)}: {reasons[_EVERY_LAYER]}; take a causal language"
-            " model"
+            f"model_type {one_line(model_type)}:"
+            f" {reasons[_EVERY_LAYER]}; take a causal language model"
         )
     for layer in layers:
         if recorded_reason := no_adapter_reason(model_type, layer.rpartition(".")[2]):
@@ -177,9 +177,8 @@ def _trial_result(
 
 def _try_head(config: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     if getattr(config, "unpadded_vocab_size", None):
-        config.unpadded_vocab_size = (
-            VOCABULARY_SIZE - 8
-        )  # below the vocabulary, as in the model itself
+        # below the vocabulary, as in the model itself
+        config.unpadded_vocab_size = VOCABULARY_SIZE - 8
     model = small_model(config, "flash", trust_remote_code)
     ids = torch.randint(
         3, VOCABULARY_SIZE - 8, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(0)
@@ -376,9 +375,8 @@ def _try_adapters(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict
             }
             if not untrained:
                 return {}
-    except (
-        Exception
-    ) as error:  # PEFT's refusal, or whatever a class does with what the adapter returns
+    # PEFT's refusal, or whatever a class does with what the adapter returns
+    except Exception as error:
         return dict.fromkeys(groups, f"an adapter there fails: {one_line(str(error), limit=120)}")
     layers = [name.removeprefix("base_model.model.").partition(".lora_")[0] for name in untrained]
     return dict.fromkeys(sorted(map(wildcard_name, layers)), NO_GRADIENT)
@@ -395,10 +393,9 @@ def _run_step(model: Any, draw: int, length: int = _LENGTH) -> None:
 
 
 def direct_weight_reads(model: nn.Module) -> dict[str, str]:
-    """The linear layers (* for numbers) whose weight their owner's code reads itself, which would
-    not see an adapter, nor can it read 4 bits. Slices are those of tensor-parallel pretraining
-    (BLOOM), which no run has.
-    """
+    """Find linear layers (* for numbers) whose owner's code reads `self.NAME.weight` itself: it
+    would pass an adapter by, and cannot read 4 bits. Slices do not count: only tensor-parallel
+    pretraining (BLOOM) takes them, and no run does."""
     owners = {
         name: type(model.get_submodule(name.rpartition(".")[0])) for name in linear_layers(model)
     }

@@ -86,24 +86,23 @@ def require_packable(
             f" {leak_words}; use {_WITHOUT_PACKING}"
         )
     return (
-        f"Packing: {model_type} keeps the chats of a row apart ({leak_words}, alone, packed, or"
-        " after another chat)"
+        f"Packing: {model_type} keeps the chats of a row apart"
+        f" ({leak_words}, alone, packed, or after another chat)"
     )
 
 
 def measure_packing_leak(
     config: Any, *, attention: str, trust_remote_code: bool = False
 ) -> tuple[float, float]:
-    """How far the second chat's logits in a row of two are, over their spread, from those of the
-    same chat alone or after another one, in one row or a padded batch; and what a leak looks like:
-    the same where both are one chat. In fp32 on the CPU; no random state is changed."""
+    """Measure, in fp32 on the CPU, how much a chat changes when it shares a row. Returns two
+    differences of logits over their spread: of the second chat in a row of two, compared with the
+    same chat alone, after another chat, or in a padded batch; and, to show what a leak looks like,
+    after another beginning of the same chat. No random state is changed."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = small_model(config, attention, trust_remote_code)
         generator = torch.Generator().manual_seed(1)
-        start, length = (
-            19,
-            23,
-        )  # longer than the small windows, so that windows and chunks cross the border
+        # longer than the small windows, so that windows and chunks cross the border
+        start, length = 19, 23
         first, other_first, second = (
             torch.randint(3, VOCABULARY_SIZE, (size,), generator=generator).numpy()
             for size in (start, start, length)
@@ -119,9 +118,8 @@ def measure_packing_leak(
         joined, other_joined = (
             logits([np.concatenate([chat, second])])[start:] for chat in (first, other_first)
         )
-        batch = logits([first, second], [second])[
-            start:
-        ]  # the second chat, behind the first and alone
+        # the second chat, behind the first and alone
+        batch = logits([first, second], [second])[start:]
     spread = float(alone.std()) or 1.0
     gaps = torch.cat([packed - other_packed, packed - alone, batch - torch.cat([alone, alone])])
     return float(gaps.abs().max()) / spread, float((joined - other_joined).abs().max()) / spread
@@ -211,9 +209,8 @@ def _mask_requirement(
         f"on a small model of {model_type}'s class logits differ by {difference.logits:.1g} of"
         f" their spread, gradients by {difference.gradients:.1g} of their length"
     )
-    if (
-        difference.logits <= difference.tolerance and difference.gradients <= difference.tolerance
-    ):  # nan is more
+    # nan is more
+    if difference.logits <= difference.tolerance and difference.gradients <= difference.tolerance:
         return MaskRequirement(False, f"{freed_reason} ({figures})")
     return MaskRequirement(True, f"{kept_reason}: without one, {figures}")
 
@@ -249,9 +246,8 @@ def measure_padding(
             run_model(model, rows, uses_masks=masks, **balance_inputs) for masks in (True, False)
         )
         changed_outputs = run_model(model, changed_rows, **balance_inputs)
-    last_positions = torch.tensor(
-        [_PADDED_LENGTHS[0] - 1, sum(_PADDED_LENGTHS) - 1]
-    )  # of each row, without padding
+    # of each row, without padding
+    last_positions = torch.tensor([_PADDED_LENGTHS[0] - 1, sum(_PADDED_LENGTHS) - 1])
     spread = float(masked.logits.std()) or 1.0
     return MaskDifference(
         logits=float((masked.logits - unmasked.logits).abs().max()) / spread,
@@ -273,11 +269,8 @@ def measure_boundaries(config: Any, *, trust_remote_code: bool = False) -> MaskD
         generator = np.random.default_rng(2)
         chats = [
             [generator.integers(3, VOCABULARY_SIZE, size=length) for length in lengths]
-            for lengths in (
-                (19, 23),
-                (30,),
-                (11, 9, 5),
-            )  # some longer than the small windows: these begin inside them
+            # some longer than the small windows: these begin inside them
+            for lengths in ((19, 23), (30,), (11, 9, 5))
         ]
         packs = [pack_row(row_chats) for row_chats in chats]
         masked, separated = run_model(sdpa_model, packs), run_model(varlen_model, packs, flat=True)

@@ -83,18 +83,15 @@ class ClassCheck:
     @property
     def figures_text(self) -> str:
         """The measured differences in words."""
-        return (
-            f"{self.fp32_difference:.0e} in fp32, {self.half_precision_ratio:.2f} of the plain"
-            " error in 16 bits"
-        )
+        half = f", {self.half_precision_ratio:.2f} of the plain error in 16 bits"
+        return f"{self.fp32_difference:.0e} in fp32{half if self.half_precision_ratio else ''}"
 
 
 def all_ranks_agree(
     check: Callable[[], tuple[CheckResult, str | None]],
 ) -> tuple[CheckResult | None, str | None]:
-    """What `check` returns where it has no problem on any rank; else None and the problem. All
-    ranks call it. What `check` raises is a problem too: a class can break at anything that is put
-    into it."""
+    """Call `check` on all ranks and return its result, or None and the problem if any rank has one.
+    What `check` raises is a problem too: a class can break at anything that is put into it."""
     result, problem = None, None
     try:
         result, problem = check()
@@ -169,9 +166,8 @@ def _compare_on_small_models(
     # what `check` finds for the class and the precision of a run's model; a problem where it is
     # more than rounding
     attention = str(model.config._attn_implementation)
-    if (
-        attention == attention_functions.ULYSSES_ATTENTION
-    ):  # whole rows here, where no ranks share them
+    # whole rows here, where no ranks share them
+    if attention == attention_functions.ULYSSES_ATTENTION:
         attention = "sdpa"
     result = check(
         model.config,
@@ -243,8 +239,8 @@ def kernel_error(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """How far a kernel's outputs and gradients are from those of a call for each chat in fp32 on
-    the CPU (`relative_difference`)."""
+    """Compare a kernel's outputs and gradients with one call for each chat, in fp32 on the CPU;
+    returns the `relative_difference`."""
     generator, (queries, keys, width) = torch.Generator().manual_seed(1), heads
     shapes = [(sum(KERNEL_CHAT_LENGTHS), count, width) for count in (queries, keys, keys, queries)]
     *values, weight = (
@@ -281,13 +277,11 @@ def _kernel_cases(hf_config: Any, tensor_parallel: int) -> list[tuple[HeadShape,
     queries = hf_config.num_attention_heads
     width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // queries
     keys = getattr(hf_config, "num_key_value_heads", None) or queries
-    widths = {
-        width,
-        getattr(hf_config, "global_head_dim", None) or width,
-    }  # Gemma 4's layers without a window
+    # Gemma 4's layers without a window
+    widths = {width, getattr(hf_config, "global_head_dim", None) or width}
     key_counts = {keys, getattr(hf_config, "num_global_key_value_heads", None) or keys}
     windows: list[int | None] = [None]
-    if window := getattr(hf_config, "sliding_window", None):
+    if isinstance(window := getattr(hf_config, "sliding_window", None), int) and window > 0:
         # shorter than most of the chats
         windows.append(min(window, 48))
     heads = [
@@ -333,9 +327,9 @@ def check_kernels(config: RunConfig, plan: Plan) -> None:
 def activate_kernels(
     model: Any, config: RunConfig, plan: Plan, *, device: torch.device
 ) -> ActiveKernels:
-    """Replace what Liger has kernels for, if the config wants it and they are proven, in a model
-    without adapters yet; all ranks do the same. Raises ConfigError where they were asked for by
-    name, and differ."""
+    """Replace what Liger has kernels for, if the config wants it and they are proven; all ranks do
+    the same. The model has no adapters yet. Raises ConfigError: kernels were asked for by name, and
+    compute something else."""
     _kernels_of_run.close()
     if config.train.kernels == "none":
         return ActiveKernels()
@@ -415,9 +409,8 @@ def _liger_kernels(models: Sequence[Any]) -> Iterator[tuple[str, ...]]:
     plain_names = dict(vars(module))
     try:
         replaced = [_apply_liger(model) for model in models]
-        del (
-            models
-        )  # open as long as a run lasts, it must not keep the model of a stage that has ended
+        # open as long as a run lasts, it must not keep the model of a stage that has ended
+        del models
         yield replaced[0]
     finally:
         for name, value in plain_names.items():
@@ -512,11 +505,13 @@ def compile_blocks(
     if not config.train.compile:
         return None
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-
-    problem = "a small model of this class computes something else compiled"
     class_check, reason = all_ranks_agree(
         lambda: _compare_on_small_models(
-            check_compiled_blocks, base, plan, device=device, problem=problem
+            check_compiled_blocks,
+            base,
+            plan,
+            device=device,
+            problem="a small model of this class computes something else compiled",
         )
     )
     if class_check is None:
@@ -554,9 +549,8 @@ def _compiled_blocks(models: Sequence[Any]) -> Iterator[None]:
         compile_in_place(model)
     try:
         yield
-        if (
-            _dynamo_counts()[0] == initial_graphs
-        ):  # dynamo runs as plain code what it cannot compile, without an error
+        # dynamo runs as plain code what it cannot compile, without an error
+        if _dynamo_counts()[0] == initial_graphs:
             raise ValueError("none of its blocks compiles")
     finally:
         torch.compiler.reset()

@@ -75,15 +75,13 @@ def measure_small_model(
     max_row_tokens: int | None = None,
     **options: Any,
 ) -> tuple[Measurement | None, str]:
-    """What `measure` finds with the config of a small model of the class: few narrow layers of
-    every kind, or full width where the class refuses; None where none of at most `max_parameters`
-    computes, and why. Once a process. `max_row_tokens`: tokens of the longest row, where what the
-    class does with longer ones is not asked.
-    """
+    """Call `measure` with the config of a small model of the class, once in a process, and return
+    its result. Tried are few narrow layers of every kind, then full widths; None and the reason if
+    none of at most `max_parameters` computes. `max_row_tokens`: tokens of the longest row; what the
+    class does with longer ones is not asked."""
     options["trust_remote_code"] = trust_remote_code
-    settings = json.dumps(
-        hf_config.to_dict(), default=repr
-    )  # code of a model's own may hold any object in its config
+    # code of a model's own may hold any object in its config
+    settings = json.dumps(hf_config.to_dict(), default=repr)
     key = (
         *(measure, type(hf_config), settings, max_parameters, needs_all_layers, max_row_tokens),
         *sorted(options.items()),
@@ -112,9 +110,8 @@ def measure_small_model(
                 )
             measurement, problem = measure(config, **options), ""
             break
-        except (
-            Exception
-        ) as error:  # each class checks its sizes in its own way, some only in the forward pass
+        # each class checks its sizes in its own way, some only in the forward pass
+        except Exception as error:
             problem = f"{problem}; {type(error).__name__}: {one_line(str(error), limit=200)}"
     _measurements[key] = measurement, problem
     return measurement, problem
@@ -172,7 +169,7 @@ class ModelOutputs:
 
 
 def pack_row(chats: Sequence[Any]) -> dict[str, Any]:
-    """A row of training with these chats, each of whose tokens but the first is trained."""
+    """Join chats to a training row; all tokens are trained but the first of each chat."""
     ids, lengths = np.concatenate(chats), np.array([len(chat) for chat in chats])
     labels = ids.copy()
     labels[np.cumsum(lengths) - lengths] = IGNORED
@@ -188,9 +185,9 @@ def run_model(
     needs_gradients: bool = True,
     **extra_inputs: Any,
 ) -> ModelOutputs:
-    """A pass over rows as in training, backward too where it `needs_gradients`; `flat`: packs lie
-    one behind the other, told apart by boundaries; `uses_masks`: padded rows come with theirs;
-    `extra_inputs`: what else the model is given."""
+    """Run rows through a model as in training; `needs_gradients`: backward too; `flat`: join packs
+    to one row, with boundaries between chats; `uses_masks`: give padded rows a mask;
+    `extra_inputs`: other arguments of the model."""
     batch = Collator(pad_id=0, flat=flat, adds_masks=uses_masks, adds_chat_lengths=flat)(rows)
     inputs = {name: value for name, value in batch.items() if name not in COUNT_KEYS}
     if not needs_gradients:
@@ -251,8 +248,8 @@ def _shorten(
 
 
 def length_threshold(hf_config: Any) -> int | None:
-    """Tokens of the longest row of which a class computes as of short ones; None where it does so
-    of any."""
+    """Return the most tokens that a row may have for the class to compute as it does for short
+    rows; None: it computes alike for rows of any length."""
     sizes = [config_field(hf_config, name) for name in _LENGTH_THRESHOLDS] + list(
         _compress_rates(hf_config).values()
     )
@@ -281,16 +278,14 @@ def _cut_layers(config: Any, layer_count: int) -> None:
         for kind in set(kinds):
             first = kinds.index(kind) + 1
             if kind == "hybrid" and "linear_attention" in kinds and kind in kinds[first:]:
-                first += (
-                    kinds[first:].index(kind) + 1
-                )  # two of Zamba's hybrid ones, which share their weights
+                # two of Zamba's hybrid ones, which share their weights
+                first += kinds[first:].index(kind) + 1
             needed_layers.append(first)
     kept_layers = min(
         layer_count, max(2, min(_MAX_LAYERS, max(needed_layers, default=_MAX_LAYERS)))
     )
-    if config_field(
-        config, "num_kv_shared_layers"
-    ):  # the last layers, behind one of each kind with keys of its own
+    # the last layers, behind one of each kind with keys of its own
+    if config_field(config, "num_kv_shared_layers"):
         shared = max(
             (value.index(item) + 1 for value in layer_kinds for item in set(value)), default=1
         )
@@ -366,18 +361,15 @@ def _shrink_widths(config: Any) -> None:
         config.per_layer_config = overrides
     rotation = getattr(config, "rope_parameters", None)
     if isinstance(rotation, dict):
-        by_kind = [
-            parameters for parameters in rotation.values() if isinstance(parameters, dict)
-        ]  # of layers
+        # of layers
+        by_kind = [parameters for parameters in rotation.values() if isinstance(parameters, dict)]
         for parameters in by_kind or [rotation]:
             rotary_share = float(parameters.get("partial_rotary_factor", None) or 1.0)
             frequencies = (
                 _ROTARY_SIZE if rotary_size else int(sizes["head_dim"] * rotary_share)
             ) // 2
-            for name in (
-                "short_factor",
-                "long_factor",
-            ):  # longrope lists a factor per frequency of a head
+            # longrope lists a factor per frequency of a head
+            for name in ("short_factor", "long_factor"):
                 if isinstance(parameters.get(name), list):
                     parameters[name] = parameters[name][:frequencies]
             if "mrope_section" in {
@@ -427,7 +419,7 @@ def _state_space_sizes(config: Any) -> dict[str, int]:
     if config_field(config, "num_attention_heads") is None and isinstance(
         config_field(config, "state_size"), int
     ):
-        sizes["intermediate_size"] = inner_width  # of mamba itself, all of whose heads are states
+        sizes["intermediate_size"] = inner_width  # of mamba itself: all its heads are states
         if isinstance(config_field(config, "num_heads"), int):
             sizes |= {"num_heads": 8, "head_dim": inner_width // 8}
     return sizes

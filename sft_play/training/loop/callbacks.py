@@ -73,12 +73,12 @@ class GradientCheck(TrainerCallback):
             return
         parameters = dict(model.named_parameters())
         if is_fp16:
-            gradients = [
-                parameter.grad for parameter in parameters.values() if parameter.grad is not None
-            ]
-            if distributed.any_rank(
-                not all(is_finite(engines.local_shard(gradient)) for gradient in gradients)
-            ):
+            are_finite = all(
+                is_finite(engines.local_shard(parameter.grad))
+                for parameter in parameters.values()
+                if parameter.grad is not None
+            )
+            if distributed.any_rank(not are_finite):
                 return
         if self._unchecked is None:
             self._unchecked = {
@@ -162,9 +162,8 @@ class MetricsFile(TrainerCallback):
         }
         for key, value in logs.items():
             if isinstance(value, (int, float)) and key != "epoch":
-                entry[key] = (
-                    value if math.isfinite(value) else str(value)
-                )  # JSON has no NaN or infinity
+                # JSON has no NaN or infinity
+                entry[key] = value if math.isfinite(value) else str(value)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
         if args.fp16:  # in other dtypes `NonFiniteStepGuard` has seen it
@@ -263,9 +262,8 @@ def stop_signals(stop_controller: StopController) -> StopSignals:
             failures.kill_compilers()
             raise_interrupt(signal_number)
         stop_controller.signal = signal_number
-        if (
-            not failures.is_under_agent()
-        ):  # the agent says it once, and stops ranks for other reasons too
+        # the agent says it once, and stops ranks for other reasons too
+        if not failures.is_under_agent():
             logger.warning(
                 "%s: saving at the end of this step, then stopping",
                 signal.Signals(signal_number).name,
@@ -357,9 +355,8 @@ class RowsAndSeeds(TrainerCallback):
         """Seed this rank; a resumed run restores its states later. The first one of a new run keeps
         the numbers of one process; ranks of a tensor-parallel group drop alike."""
         rank = distributed.rank() // self._layout.tensor_parallel
-        if (
-            rank or state.global_step
-        ):  # 100,003: above any number of ranks, so that no two steps share a seed
+        # 100,003: above any number of ranks, so that no two steps share a seed
+        if rank or state.global_step:
             set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -378,11 +375,10 @@ MAX_SKIPPED_STEPS = 5
 
 
 class NonFiniteStepGuard(TrainerCallback):
-    """Looks at each step's gradient norm and loss before the update, on all ranks alike: where one
-    is NaN or infinite nothing changes, and the run stops or goes on (`train.on_nan`). DeepSpeed
-    leaves such a step out itself, and so does loss scaling, which is how fp16 finds its scale;
-    where it leaves out one after the other, there is none.
-    """
+    """Looks at each step's gradient norm and loss before the update, on all ranks alike. If one is
+    NaN or infinite, nothing changes, and the run stops or goes on (`train.on_nan`). DeepSpeed skips
+    such a step itself. So does fp16's loss scaling, which finds its scale that way; too many skips
+    in a row mean that no scale is low enough."""
 
     def __init__(self, trainer: Any, on_nan: Literal["stop", "skip"]) -> None:
         self._trainer, self._on_nan = trainer, on_nan
@@ -407,9 +403,8 @@ class NonFiniteStepGuard(TrainerCallback):
         run is to stop for this step.
         """
         trainer = self._trainer
-        if isinstance(
-            norm, torch.Tensor
-        ):  # one wait for the device for both; DeepSpeed's norm is a number, or None
+        # one wait for the device for both; DeepSpeed's norm is a number, or None
+        if isinstance(norm, torch.Tensor):
             full_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             values = torch.stack(
                 [full_norm.to(trainer._tr_loss.device).float(), trainer._tr_loss.float()]
@@ -502,8 +497,8 @@ class NonFiniteStepGuard(TrainerCallback):
                 else ""
             )
             raise TrainingError(
-                f"all {self._consecutive_skips} steps had values that are not finite: nothing was"
-                f" learned{reason}"
+                f"all {self._consecutive_skips} steps had values"
+                f" that are not finite: nothing was learned{reason}"
             )
 
     def correct_mean_loss(self, logs: dict[str, float]) -> dict[str, float]:

@@ -52,10 +52,8 @@ class StageSequence:
         RunFolderError: a node would not see the weights of the stage before; Interrupted: the user
         stopped the run.
         """
-        is_adapter, manifest = (
-            self._prepared_stages[0].trains_adapter,
-            self._job.folder.manifest_path,
-        )
+        manifest = self._job.folder.manifest_path
+        is_adapter = self._prepared_stages[0].trains_adapter
         distributed.require_all(
             manifest.is_file(),
             f"{manifest} does not exist, and every rank reads the weights of the stage before: set"
@@ -68,7 +66,9 @@ class StageSequence:
         ):
             name, stage_count = stage.folder.stage_name, len(self._job.stages)
             # rank 0 decides for all: another node may not see the files yet
-            if distributed.broadcast_value(stage.folder.has_finished(is_adapter=is_adapter)):
+            if distributed.broadcast_value(
+                distributed.is_first() and stage.folder.has_finished(is_adapter=is_adapter)
+            ):
                 logger.info("Stage %d of %d, %s, is finished", stage_number, stage_count, name)
                 summary = distributed.broadcast_value(read_summary(stage.folder.path))
                 self._summaries.append(
@@ -91,8 +91,8 @@ class StageSequence:
                     f"{train.max_steps:,} steps" if train.max_steps else f"{train.epochs:g} epochs"
                 )
                 logger.info(
-                    "Stage %d of %d, %s: %s, learning rate %g, rows of at most %d tokens, micro %d"
-                    " x accum %d",
+                    "Stage %d of %d, %s: %s, learning rate %g, rows"
+                    " of at most %d tokens, micro %d x accum %d",
                     stage_number,
                     stage_count,
                     name,
@@ -138,10 +138,9 @@ class StageSequence:
         config = stage.loaded.config
         train_config = config.train.model_copy(update={"stop_after_steps": self._remaining_steps()})
         loaded = replace(stage.loaded, config=config.model_copy(update={"train": train_config}))
-        stage_job = replace(stage, resume=bool(has_begun), loaded=loaded)
         try:
             summary = self._train_stage(
-                stage_job,
+                replace(stage, resume=bool(has_begun), loaded=loaded),
                 prepared,
                 replace(self._monitors, start_time=time.time()),
                 begins_from=begins_from,
@@ -178,9 +177,9 @@ def _merge_summaries(
     last_stage = stages[-1] if stages else {}
     result = last_stage if len(stages) == len(configs) else {}
     is_same_split = _eval_data(configs[0]) == _eval_data(configs[-1])
-    peaks = [stage["peak_bytes"] for stage in stages]
     peak_sizes = [
-        max(peak.get("measured_reserved") or 0, peak.get("measured_rss") or 0) for peak in peaks
+        stage["peak_bytes"].get("measured_reserved") or stage["peak_bytes"].get("measured_rss") or 0
+        for stage in stages
     ]
     highest = stages[peak_sizes.index(max(peak_sizes))] if stages else {}
     wall_s = sum(stage["wall_s"] for stage in stages)

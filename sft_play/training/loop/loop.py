@@ -43,10 +43,10 @@ from sft_play.training.model import attention_functions
 
 class PlannedLoop(EvaluatedLoop):
     """A Trainer that trains on every row once, on a mean over tokens, whatever the number of ranks.
-    `packs`: chats that share a training row; `sorts_by_length`: the rows of a step are sorted by
-    length; `adds_sources`: report the loss of each of the monitor's sources; `adds_masks`: padded
-    rows get a mask; `mix`: what an epoch has of each; `loraplus_lr_ratio`: lora_B's learning rate
-    over the others'. The other options are those of `EvaluatedLoop` and the Trainer."""
+    `packs`: chats that share a training row; `sorts_by_length`: sort the rows of a step by length;
+    `adds_sources`: report the loss of each of the monitor's sources; `adds_masks`: give padded rows
+    a mask; `mix`: what an epoch takes from each source; `loraplus_lr_ratio`: lora_B's learning rate
+    divided by the others'. Other options go to `EvaluatedLoop` and the Trainer."""
 
     # The library's class that the loop refines.
     upstream: type[Trainer] = Trainer
@@ -185,8 +185,9 @@ class PlannedLoop(EvaluatedLoop):
         callbacks: list[TrainerCallback] = [
             RowsAndSeeds(self.epoch_order, self._layout),
             self.step_memory,
+            self._monitor,
+            self.non_finite_guard,
         ]
-        callbacks += [self._monitor, self.non_finite_guard]
         checkpoint = options.get("resume_from_checkpoint")
         if self._early_stopping is not None:
             callbacks.append(self._early_stopping)
@@ -241,9 +242,9 @@ class PlannedLoop(EvaluatedLoop):
             super()._run_epoch(*args, **options)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """One micro-step, or those of a list of batches; the sum of their losses. An empty batch
-        takes none. Where memory runs out, all micro-steps of the step are repeated with smaller
-        ones."""
+        """Train one micro-batch, or a list of them, and return the sum of their losses; an empty
+        batch trains nothing. If memory runs out, the whole optimizer step is repeated with smaller
+        micro-batches."""
         self.heartbeat.note(self.state.global_step + 1, TRAINING)
         if not inputs:
             # on all ranks at once, and never in a step's last micro-step, which reduces the
@@ -264,12 +265,10 @@ class PlannedLoop(EvaluatedLoop):
         return self.step_memory.run_with_retry(compute)
 
     def _train_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        inputs = send_to_device(
-            inputs, self.args.device
-        )  # a batch that was cut anew is on the host
-        self.current_gradient_accumulation_steps = (
-            self._micro_steps
-        )  # the Trainer's own number counts the empty ones
+        # a batch that was cut anew is on the host
+        inputs = send_to_device(inputs, self.args.device)
+        # the Trainer's own number counts the empty ones
+        self.current_gradient_accumulation_steps = self._micro_steps
         self._tokens_seen = self._tokens_seen + count_tokens(inputs)
         self._monitor.count_batch(inputs, ignored_label=IGNORED)
         self._micro_step += 1
@@ -292,9 +291,8 @@ class PlannedLoop(EvaluatedLoop):
 
     def compute_micro_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Forward and backward pass of a micro-step, not counted."""
-        inputs = {
-            name: value for name, value in inputs.items() if name not in COUNT_KEYS
-        }  # no model takes them
+        # no model takes them
+        inputs = {name: value for name, value in inputs.items() if name not in COUNT_KEYS}
         return super().training_step(model, inputs, *args, **options)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:

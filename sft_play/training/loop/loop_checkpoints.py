@@ -97,9 +97,8 @@ class CheckpointWriter:
     def _run(self) -> None:
         try:
             self._write()
-        except (
-            BaseException
-        ) as error:  # torch's distributed checkpoint raises one that is no Exception
+        # torch's distributed checkpoint raises one that is no Exception
+        except BaseException as error:
             self._error = error
         self._duration_s = time.monotonic() - self._start_time
 
@@ -135,9 +134,8 @@ class CheckpointedLoop(Trainer):
     ) -> None:
         self._checkpoint_limit = checkpoint_limit
         self.saves_shards, self._saves_async = saves_shards, async_save
-        self._shard: sharded_checkpoints.CheckpointShard | None = (
-            None  # of the checkpoint that is about to be written
-        )
+        # Of the checkpoint that is about to be written.
+        self._shard: sharded_checkpoints.CheckpointShard | None = None
         self._checkpoint_writer: CheckpointWriter | None = None
         self.non_finite_guard = NonFiniteStepGuard(self, on_nan)
         self.heartbeat = heartbeat or Heartbeat(0.0)  # one that was never opened tells nobody
@@ -180,14 +178,17 @@ class CheckpointedLoop(Trainer):
         self, step: int, needed_bytes: int, *, free_space: int | None = None
     ) -> Iterator[None]:
         folder = Path(self.args.output_dir)
-        purpose = f"{checkpoints.resume_note(folder)}; that of step {step}"
         try:
-            with require_disk_space(folder, needed_bytes, purpose, available_bytes=free_space):
+            with require_disk_space(
+                folder,
+                needed_bytes,
+                f"{checkpoints.resume_note(folder)}; that of step {step}",
+                available_bytes=free_space,
+            ):
                 yield
         except SftPlayError:
-            shutil.rmtree(
-                checkpoints.staging_path(folder), ignore_errors=True
-            )  # it would keep the disk full
+            # it would keep the disk full
+            shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)
             raise
 
     def finish_saving(self) -> None:
@@ -217,9 +218,8 @@ class CheckpointedLoop(Trainer):
         super()._save_checkpoint(model, trial)
         self.wait_for_disk()  # every rank's files have to be there before the first one checks them
         if distributed.is_first_of_node() and not distributed.is_first():
-            sync_folder(
-                staging
-            )  # only the node that wrote a file can bring it to a disk that nodes share
+            # only the node that wrote a file can bring it to a disk that nodes share
+            sync_folder(staging)
         self.wait_for_disk()
         checkpoint_path = checkpoints.checkpoint_path(staging, step)
         if distributed.is_first():
@@ -231,9 +231,8 @@ class CheckpointedLoop(Trainer):
                 "seen": seen_counts,
             }
             (checkpoint_path / LOGGING_STATE).write_text(json.dumps(state), encoding="utf-8")
-            if (
-                self.state.best_global_step
-            ):  # the Trainer looked for the best one in the staging folder
+            # the Trainer looked for the best one in the staging folder
+            if self.state.best_global_step:
                 best = checkpoints.checkpoint_path(folder, self.state.best_global_step)
                 is_kept = best.exists() or self.state.best_global_step == step
                 self.state.best_model_checkpoint = str(best) if is_kept else None
@@ -418,9 +417,8 @@ class CheckpointedLoop(Trainer):
         ):
             self._load_from_checkpoint(best)
             return
-        with last_checkpoint.readable_checkpoint(
-            self, Path(best)
-        ) as path:  # it may have been written over other ranks
+        # it may have been written over other ranks
+        with last_checkpoint.readable_checkpoint(self, Path(best)) as path:
             self.state.best_model_checkpoint = str(path)
             super()._load_best_model()
             last_checkpoint.finish_loading(self, path)

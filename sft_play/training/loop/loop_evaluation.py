@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 class EvaluatedLoop(CheckpointedLoop):
     """A Trainer that evaluates every row once, as a mean over trained tokens, whatever the number
-    of ranks. `questions`: those that are asked while training; `evaluates_blocks`: held-out rows
-    have one length. The other options are those of `CheckpointedLoop` and the Trainer."""
+    of ranks. `questions`: asked while training; `evaluates_blocks`: held-out rows have one length.
+    Other options go to `CheckpointedLoop` and the Trainer."""
 
     # Of compiled blocks; None for plain ones.
     compile_monitor: CompileMonitor | None = None
@@ -56,9 +56,8 @@ class EvaluatedLoop(CheckpointedLoop):
         )
         self._evaluates_blocks = evaluates_blocks
         self._trained_tokens_per_eval_row = 1.0
-        self._tokens_seen: torch.Tensor | int = (
-            0  # becomes a tensor of the device, which nothing waits for
-        )
+        # Becomes a tensor of the device, which nothing waits for.
+        self._tokens_seen: torch.Tensor | int = 0
         self._eval_head_sums: torch.Tensor | None = None
         self._eval_source_sums: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
@@ -106,9 +105,8 @@ class EvaluatedLoop(CheckpointedLoop):
             tokens = (scored_labels(inputs) != IGNORED).sum()
             counted_rows = rows / self._layout.context_parallel  # every rank of a group counts them
             loss = result[0] * tokens / (counted_rows * self._trained_tokens_per_eval_row)
-            loss = torch.where(
-                tokens > 0, loss, torch.zeros_like(loss)
-            )  # a batch may be masked whole: 0 / 0 is nan
+            # a batch may be masked whole: 0 / 0 is nan
+            loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))
             return loss, *result[1:]
         self._max_eval_rows = rows // 2
         return self.prediction_step(model, inputs, *args, **options)
@@ -120,8 +118,8 @@ class EvaluatedLoop(CheckpointedLoop):
         questions: Sequence[Question] | None = None,
         **options: Any,
     ) -> dict[str, float]:
-        """Loss over trained tokens and, where there are questions (None: those asked while
-        training), exact match of generated answers; every row counts once. The random state is
+        """Return the loss over trained tokens and, if there are questions (None: those asked while
+        training), the exact match of generated answers. Every row counts once. The random state is
         restored, so that evaluating changes no number of the training."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         configured_batch_size = self.args.per_device_eval_batch_size
@@ -168,8 +166,8 @@ class EvaluatedLoop(CheckpointedLoop):
             figures = f"loss {metrics['eval_loss']:.4f}"
             if "eval_exact_match" in metrics:
                 figures += (
-                    f", exact match {metrics['eval_exact_match']:.1%} of {len(active_questions):,}"
-                    " rows"
+                    f", exact match {metrics['eval_exact_match']:.1%}"
+                    f" of {len(active_questions):,} rows"
                 )
             logger.info("Validation at step %d: %s", self.state.global_step, figures)
         return metrics

@@ -25,8 +25,7 @@ _NOISE_STRIDE = 1_000_003
 
 
 def muon_matrices(model: Any) -> frozenset[nn.Parameter]:
-    """The parameters that Muon steps: matrices, but for those of embeddings and of the output
-    head."""
+    """Select the parameters that Muon steps: all matrices except embeddings and the output head."""
     embedding_weights = {
         module.weight for module in model.modules() if isinstance(module, nn.Embedding)
     }

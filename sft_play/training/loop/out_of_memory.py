@@ -58,10 +58,10 @@ class StepMemory(TrainerCallback):
     def is_single_process(self) -> bool:
         """Whether no engine wraps the model, and no other rank waits for this one."""
         trainer = self._trainer
-        has_engine = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         return (
             distributed.world_size() == 1
-            and not has_engine
+            and not trainer.is_fsdp_enabled
+            and not trainer.is_deepspeed_enabled
             and trainer.model_wrapped is trainer.model
         )
 

@@ -150,10 +150,9 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class EpochOrder(torch.utils.data.Sampler[int]):
-    """Indices of an epoch: `count` rows, or those of `mix`, in accelerate's seedable order for seed
-    and epoch. With `lengths`, each `effective_batch` of rows (an optimizer step's) is sorted by
-    them, the longest first.
-    """
+    """Yields the row indices of an epoch, of `count` rows or of `mix`, in accelerate's seedable
+    order for seed and epoch. With `lengths`, the rows of each optimizer step (`effective_batch`)
+    are sorted, the longest first."""
 
     def __init__(
         self,
@@ -191,10 +190,11 @@ class EpochOrder(torch.utils.data.Sampler[int]):
 
 
 class StepBatches(torch.utils.data.Sampler[list[int]]):
-    """The rows of this rank's micro-batches: `slots` to an optimizer step, of which the first are
-    empty where it needs fewer. The Trainer counts a fixed number, and synchronises gradients in the
-    last. `epoch_order`: of rows, the longest of each `effective_batch` (a step's) first where
-    `micro_batches` is by tokens; `lengths`: tokens of each row."""
+    """Yields the rows of this rank's micro-batches. An optimizer step has `slots` of them, because
+    the Trainer counts a fixed number and synchronises gradients in the last: a step that needs
+    fewer begins with empty ones. `epoch_order`: the rows; `effective_batch`: rows of a step;
+    `micro_batches`: how a step is cut (by tokens it needs the longest rows first); `lengths`:
+    tokens of each row."""
 
     # accelerate divides the number of rows by it to find rows that it has repeated; there are none.
     batch_size = 1
@@ -264,8 +264,8 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
 #
 # Rows of one chat are padded to the longest, with an attention mask where one changes anything
 # (`class_checks.masking`), else with positions. Packs get position ids that restart with every
-# chat, of which transformers makes a mask between them; flash attention finds such borders only in
-# a batch of one row, so packs are joined to one for it.
+# chat, from which transformers makes a mask between them; flash attention finds such borders only
+# in a batch of one row, so packs are joined to one for it.
 #
 # Shape letters: B rows, T tokens of the longest, N tokens of all rows.
 
@@ -315,9 +315,9 @@ class Collator:
             # one row of them, as a model makes its own: rotations are then computed once
             batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
             trained_rows = sum(bool((np.asarray(row["labels"]) != IGNORED).any()) for row in rows)
-            counts = (sum(len(row["input_ids"]) for row in rows), trained_rows)
             batch |= {
-                name: torch.tensor(count) for name, count in zip(COUNT_KEYS, counts, strict=True)
+                "token_count": torch.tensor(sum(len(row["input_ids"]) for row in rows)),
+                "sample_count": torch.tensor(trained_rows),
             }
         else:
             mask_rows = [
@@ -326,9 +326,8 @@ class Collator:
             batch |= self._tensors({"attention_mask": 0}, mask_rows, flat=False)
         if self.adds_sources:
             source_rows = []
-            for (
-                row
-            ) in rows:  # by token, or one for the whole row; 0 (chat) where the data set has none
+            # by token, or one for the whole row; 0 (chat) where the data set has none
+            for row in rows:
                 sources = row.get("sources")
                 if sources is None:
                     sources = np.full(len(row["input_ids"]), int(row.get(SOURCE) or 0))
@@ -363,8 +362,8 @@ class Collator:
         trained_rows = (batch["shift_labels"] != IGNORED).any(1).sum()
         if self.context_parallel_rank > 0:  # a row is counted by the rank of its first part
             trained_rows = torch.tensor(0)
-        counts = (tensors.pop("attention_mask").sum(), trained_rows)
-        return tensors | dict(zip(COUNT_KEYS, counts, strict=True))
+        token_count = tensors.pop("attention_mask").sum()
+        return tensors | {"token_count": token_count, "sample_count": trained_rows}
 
     def _pack_tensors(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         # where chats begin, for the model, and the counts of `COUNT_KEYS`, for the figures

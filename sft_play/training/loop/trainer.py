@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 
 from sft_play.config.options import optimizer_options
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.packing import concatenate_packs, is_packing_enabled, pack_best_fit
+from sft_play.data.build.packing import Packs, concatenate_packs, is_packing_enabled, pack_best_fit
 from sft_play.data.build.splits import DataSplit, MixedSources
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.plan import Plan
@@ -86,9 +86,8 @@ def training_arguments(
         save_strategy, save_steps = eval_strategy, eval_steps
     optimizer_arguments: dict[str, Any] = {}
     if train.optim == "muon":
-        optimizer_arguments["optim"] = (
-            "adamw_torch_fused"  # `build_trainer` makes it, transformers knows no such name
-        )
+        # `build_trainer` makes it, transformers knows no such name
+        optimizer_arguments["optim"] = "adamw_torch_fused"
     elif train.optim.startswith("lion_"):
         optimizer_arguments["adam_beta2"] = 0.99  # Lion's own, under the name of AdamW's
     # rows are tokenised and cut already, so TRL must not do either
@@ -127,9 +126,8 @@ def training_arguments(
         load_best_model_at_end=loads_best,
         metric_for_best_model=f"eval_{train.metric_for_best_model}",
         greater_is_better=train.metric_for_best_model == "exact_match",
-        report_to=[
-            name for name in train.report_to if name != "tensorboard"
-        ],  # that is in plan_callbacks
+        # that is in plan_callbacks
+        report_to=[name for name in train.report_to if name != "tensorboard"],
         dataloader_num_workers=train.dataloader_num_workers,
         # WSL page-locks so little that data loaders have run out of it (microsoft/WSL#8447, #14078)
         dataloader_pin_memory=train.dataloader_pin_memory
@@ -215,9 +213,8 @@ def set_adapter_dtype(model: Any, config: RunConfig, plan: Plan) -> None:
         torch, plan.precision.compute if is_zero else adapter_dtype(config, plan.precision)
     )
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not hasattr(
-            parameter, "ds_id"
-        ):  # with it, ZeRO-3 has sharded it already
+        # with it, ZeRO-3 has sharded it already
+        if parameter.requires_grad and not hasattr(parameter, "ds_id"):
             is_magnitude = "lora_magnitude_vector" in name and not is_zero
             parameter.data = parameter.data.to(torch.float32 if is_magnitude else dtype)
 
@@ -248,40 +245,17 @@ def build_trainer(
     rows = train_split.rows
     packs, sizes = None, tuple(sources.sizes) if sources else (len(rows),)
     if is_packing_enabled(config):
-        lengths = np.split(row_lengths(rows), np.cumsum(sizes)[:-1])
-        packs_by_source = [
-            pack_best_fit(source_lengths, plan.max_seq_len) for source_lengths in lengths
-        ]
-        packs, sizes = concatenate_packs(packs_by_source), tuple(map(len, packs_by_source))
-        logger.debug(
-            "Packing: %d chats in %d rows, %.1f a row",
-            len(rows),
-            len(packs),
-            len(rows) / len(packs),
-        )
-        if len(packs) < plan.batch.effective_batch and distributed.is_first():
-            logger.warning(
-                "Packing: %d rows are fewer than one effective batch of %d, so each step sees every"
-                " chat; set a smaller %s",
-                len(packs),
-                plan.batch.effective_batch,
-                config.train.effective_batch_options,
-            )
+        packs, sizes = _pack_by_source(rows, sizes, config, plan)
     mix = sources.mix(seed=config.train.seed, sizes=sizes) if sources else None
-    is_muon, rounds_stochastically = (
-        config.train.optim == "muon",
-        plan.precision.updates == "stochastic",
-    )
-    if is_muon or rounds_stochastically:
+    # optimizers that transformers knows by no name
+    if config.train.optim == "muon" or plan.precision.updates == "stochastic":
         optimizer, optimizer_kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-        if is_muon:
-            optimizer, optimizer_kwargs = (
-                MuonWithAdamW,
-                optimizer_kwargs | {"matrices": muon_matrices(model)},
-            )
-        if rounds_stochastically:
+        if config.train.optim == "muon":
+            optimizer = MuonWithAdamW
+            optimizer_kwargs["matrices"] = muon_matrices(model)
+        if plan.precision.updates == "stochastic":
             optimizer = stochastic_rounding_class(optimizer)
-            optimizer_kwargs = optimizer_kwargs | {"rounding_seed": arguments.seed}
+            optimizer_kwargs["rounding_seed"] = arguments.seed
         options["optimizer_cls_and_kwargs"] = optimizer, optimizer_kwargs
     trainer = (trainer_class or PlannedTrainer)(
         model=model,
@@ -315,6 +289,27 @@ def build_trainer(
     engines.set_gradient_reduction(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
+
+
+# Packs of chats of one source each, and their number by source.
+def _pack_by_source(
+    rows: Any, sizes: Sequence[int], config: RunConfig, plan: Plan
+) -> tuple[Packs, tuple[int, ...]]:
+    lengths_by_source = np.split(row_lengths(rows), np.cumsum(sizes)[:-1])
+    packs_by_source = [pack_best_fit(lengths, plan.max_seq_len) for lengths in lengths_by_source]
+    packs = concatenate_packs(packs_by_source)
+    logger.debug(
+        "Packing: %d chats in %d rows, %.1f a row", len(rows), len(packs), len(rows) / len(packs)
+    )
+    if len(packs) < plan.batch.effective_batch and distributed.is_first():
+        logger.warning(
+            "Packing: %d rows are fewer than one effective batch of %d, so each step sees every"
+            " chat; set a smaller %s",
+            len(packs),
+            plan.batch.effective_batch,
+            config.train.effective_batch_options,
+        )
+    return packs, tuple(map(len, packs_by_source))
 
 
 def build_plan_callbacks(
@@ -408,20 +403,42 @@ def load_trainer(
         saves_shards=saves_shards,
     )
     trainer.kernels = active_kernels
-    if begins_from is not None and prepared.trains_adapter:
+    if prepared.trains_adapter:
+        _fill_adapter(trainer, job, model_spec, source, begins_from)
+    freeze_unmatched(trainer.model, config.tuning.trainable)
+    freeze_parameters(trainer.model, model_spec.untrained_parameters)
+    trainer.compile_monitor = compile_blocks(trainer.model, config, plan, device=arguments.device)
+    # comes last: only whole tensors can be filled
+    _divide_weights(trainer, job, model_spec, source)
+    if prepared.trains_adapter:
+        adapters.freeze_pissa_half(
+            trainer.model,
+            config.tuning.lora,
+            is_sharded_later=plan.choice.layout.is_fsdp and source is None,
+        )
+    return trainer
+
+
+# An adapter that is continued has its weights. A new one begins as `tuning.lora.init` says, with a
+# source on the first rank alone, whose weights are sent to the others.
+def _fill_adapter(
+    trainer: PlannedLoop,
+    job: RunJob,
+    model_spec: ModelSpec,
+    source: SourceWeights | None,
+    begins_from: Path | None,
+) -> None:
+    config = job.loaded.config
+
+    def read_weights() -> Mapping[str, torch.Tensor] | None:
+        if source is not None or config.tuning.lora.init != "loftq":
+            return source
+        model = read_model(config, job.plan.precision, model_spec)
+        return dict(model.named_parameters(remove_duplicate=False))
+
+    if begins_from is not None:
         load_adapter_weights(trainer.model, begins_from)
-    # with a source the first rank's are sent
-    elif prepared.trains_adapter and (source is None or distributed.is_first()):
-
-        def read_weights() -> Mapping[str, torch.Tensor] | None:
-            if source is not None or config.tuning.lora.init != "loftq":
-                return source
-            return dict(
-                read_model(config, plan.precision, model_spec).named_parameters(
-                    remove_duplicate=False
-                )
-            )
-
+    elif source is None or distributed.is_first():
         adapters.initialize_adapters(
             trainer.model,
             config.tuning.lora,
@@ -429,11 +446,13 @@ def load_trainer(
             device=trainer.args.device,
             read_base_weights=read_weights,
         )
-    freeze_unmatched(trainer.model, config.tuning.trainable)
-    freeze_parameters(trainer.model, model_spec.untrained_parameters)
-    trainer.compile_monitor = compile_blocks(trainer.model, config, plan, device=arguments.device)
-    # sharding comes last: only whole tensors can be filled
-    needs_fp32_masters = plan.precision.compute != "float32"
+
+
+# Along a tensor-parallel axis, then by FSDP where a source fills units one after the other.
+def _divide_weights(
+    trainer: PlannedLoop, job: RunJob, model_spec: ModelSpec, source: SourceWeights | None
+) -> None:
+    needs_fp32_masters = job.plan.precision.compute != "float32"
     if model_spec.tensor_parallel_plan:
         tensor_parallel.divide_model(
             trainer.model,
@@ -443,16 +462,12 @@ def load_trainer(
             fp32_master_weights=needs_fp32_masters,
         )
     if source is not None:
-        in_fp32 = needs_fp32_masters and config.tuning.mode != "qlora"
         shard_model(
-            trainer, source, layer_class=model_spec.layer_class, fp32_master_weights=in_fp32
+            trainer,
+            source,
+            layer_class=model_spec.layer_class,
+            fp32_master_weights=needs_fp32_masters and job.loaded.config.tuning.mode != "qlora",
         )
-    if prepared.trains_adapter:
-        is_sharded_later = plan.choice.layout.is_fsdp and source is None
-        adapters.freeze_pissa_half(
-            trainer.model, config.tuning.lora, is_sharded_later=is_sharded_later
-        )
-    return trainer
 
 
 def build_run_trainer(

@@ -1,5 +1,5 @@
-"""Lists the private names of transformers' and TRL's trainers that the training loop uses, and
-checks that the libraries' own methods still use each: otherwise overriding or reading it would have
+"""Lists the private names of transformers, TRL and accelerate that the training loop uses, and
+checks that the libraries' own methods still use each: otherwise overriding or setting it would have
 no effect."""
 
 import importlib.metadata
@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer
 
 from sft_play.errors import BackendError
@@ -33,6 +34,8 @@ USED_MEMBERS: MethodsByName = {
     "_total_loss_scalar": ("_finalize_training",),
     "_globalstep_last_logged": ("_inner_training_loop", "_maybe_log_save_evaluate"),
 }
+# What says that a step was left out, so that the learning rate stays.
+ACCELERATE_MEMBERS: MethodsByName = {"_is_overflow": ("step",)}
 # What TRL's loss computes with, and ours in its place.
 TRL_MEMBERS: MethodsByName = dict.fromkeys(
     (
@@ -54,7 +57,8 @@ def require_upstream_names(upstream: type) -> None:
     `Trainer`, or TRL's `SFTTrainer`. Raises BackendError: naming the library, its version, and what
     changed."""
     checks: list[tuple[Any, str, MethodsByName]] = [
-        (Trainer, "transformers", {**OVERRIDDEN_METHODS, **USED_MEMBERS})
+        (Trainer, "transformers", {**OVERRIDDEN_METHODS, **USED_MEMBERS}),
+        (AcceleratedOptimizer, "accelerate", ACCELERATE_MEMBERS),
     ]
     checks += [(upstream, "trl", TRL_MEMBERS)] if upstream is not Trainer else []
     for trainer_class, library, names in checks:
@@ -64,7 +68,7 @@ def require_upstream_names(upstream: type) -> None:
             function: Any = getattr(trainer_class, method, None)
             # Unsloth replaces some, and what those use is not checked
             is_library = str(getattr(function, "__module__", "")).startswith(
-                ("transformers.", "trl.")
+                ("transformers.", "trl.", "accelerate.")
             )
             # `co_names` has the attributes that a function's own code reads or calls, not those of
             # functions inside it

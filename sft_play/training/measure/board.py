@@ -103,14 +103,11 @@ class TensorBoardWriter(TrainerCallback):
         if resume_step is not None:
             self._purge_step = resume_step + 1
         else:
-            for path in folder.tensorboard_path.rglob(
-                "events.out.tfevents.*"
-            ):  # of a start that trained nothing
+            # of a start that trained nothing
+            for path in folder.tensorboard_path.rglob("events.out.tfevents.*"):
                 path.unlink()
-        for tag in (
-            "train/",
-            *self._metric_tags,
-        ):  # TensorBoard gives out its colours in this order
+        # TensorBoard gives out its colours in this order
+        for tag in ("train/", *self._metric_tags):
             self._get_writer(tag)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -125,9 +122,8 @@ class TensorBoardWriter(TrainerCallback):
             if path.is_file():
                 text = redact(path.read_text(encoding="utf-8", errors="replace"))
                 writer.add_text(path.stem, f"```{language}\n{text}\n```", state.global_step)
-        for event in read_oom_events(
-            self._folder
-        ):  # ranks that started again for it could not write it before
+        # ranks that started again for it could not write it before
+        for event in read_oom_events(self._folder):
             self.write_oom(event)
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard.summary import hparams as build_table

@@ -3,7 +3,7 @@ questions."""
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState
@@ -97,8 +97,8 @@ def _held_out_questions(job: RunJob, prepared: Prepared, split: DataSplit | None
 
 
 def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> EvalMetrics | None:
-    """Loss and exact match of the held-out rows with the present weights; None where there are no
-    such rows."""
+    """Evaluate the held-out rows with the present weights: loss, and exact match if there are
+    questions. None: there are no such rows."""
     split, eval_questions, prefix = eval_set.split, eval_set.questions, eval_set.prefix
     if split is None:
         return None
@@ -112,13 +112,13 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> EvalMetrics | None:
             text += f", with {len(eval_questions):,} answers generated"
         logger.info("Evaluation on %s: %s", eval_set.name, text)
         metrics = trainer.evaluate(split.rows, metric_key_prefix=prefix, questions=eval_questions)
-    figures = EvalMetrics(
-        metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows)
+    return EvalMetrics(
+        loss=metrics[f"{prefix}_loss"],
+        exact_match=metrics.get(f"{prefix}_exact_match"),
+        rows=len(split.rows),
+        answers=tuple(trainer.last_answers) if eval_questions else (),
+        generated_rows=len(trainer.last_answers) if eval_questions else 0,
     )
-    if eval_questions:
-        answers = tuple(trainer.last_answers)
-        figures = replace(figures, answers=answers, generated_rows=len(answers))
-    return figures
 
 
 def estimate_remaining(trainer: PlannedLoop, eval_set: EvalSet) -> tuple[float, str]:
@@ -144,10 +144,8 @@ def estimate_remaining(trainer: PlannedLoop, eval_set: EvalSet) -> tuple[float, 
         "test": int(eval_set.name == "test"),
         "checkpoint": checkpoints + 1,
     }
-    for name, stand_in in (
-        ("eval", "test"),
-        ("test", "eval"),
-    ):  # rows that were not evaluated yet, by those that were
+    # rows that were not evaluated yet, by those that were
+    for name, stand_in in (("eval", "test"), ("test", "eval")):
         if stand_in in last_seconds:
             last_seconds.setdefault(name, last_seconds[stand_in])
     # a resumed run, or one without eval.before_training, has timed none
@@ -160,7 +158,7 @@ def estimate_remaining(trainer: PlannedLoop, eval_set: EvalSet) -> tuple[float, 
 def remaining_events(strategy: str, interval_steps: float | None, state: TrainerState) -> int:
     """Count the coming evaluations or saves of a run that does them every `interval_steps` and
     after the last step, or once an epoch; one that is due after the present step counts."""
-    # `epoch` counts micro-batches, of which the last step of an epoch may have fewer
+    # `epoch` counts micro-batches, and the last step of an epoch may have fewer
     steps_per_epoch = math.ceil(state.global_step / state.epoch - 1e-6) if state.epoch else math.inf
     steps: float = {"steps": interval_steps, "no": math.inf}.get(strategy) or steps_per_epoch
     return int(math.ceil(state.max_steps / steps) - math.floor((state.global_step - 1) / steps))

@@ -140,9 +140,13 @@ def generate_answers(
         tokens = [len(question.prompt_ids) + max_new_tokens for question in questions]
         while batch := next(batch_by_tokens(order[len(generated_ids) :], tokens, max_tokens), None):
             on_batch_start()
-            prompts = [questions[index].prompt_ids for index in batch]
             generate = functools.partial(
-                _generate, model, tokenizer, prompts, stop_ids, max_new_tokens
+                _generate,
+                model,
+                tokenizer,
+                [questions[index].prompt_ids for index in batch],
+                stop_ids,
+                max_new_tokens,
             )
             generated = try_batch(generate, len(batch)) or []
             generated_ids |= dict(zip(batch, generated, strict=False))

@@ -118,8 +118,8 @@ class MemoryPeaks:
         return dict(self._peaks)
 
     def summary_fields(self, plan: Plan) -> dict[str, Any]:
-        """`peak_bytes_by_moment` of the summary, predicted and measured, and `peak_bytes`: those of
-        the highest."""
+        """Build `peak_bytes_by_moment` of the summary, predicted and measured, and `peak_bytes`:
+        its highest entry."""
         by_moment: dict[str, dict[str, Any]] = {}
         peaks = self.by_phase()
         for phase, (allocated, reserved) in peaks.items():
@@ -146,7 +146,7 @@ class MemoryPeaks:
 
 
 def start_memory_peaks(plan: Plan) -> MemoryPeaks:
-    """The peaks of a run of which nothing is loaded yet."""
+    """Start the peaks of a run, before anything is loaded."""
     on_gpu = plan.hardware.device == "cuda"
     if not on_gpu:
         # What an earlier run in this process freed and the C library kept is resident already. This
@@ -166,7 +166,7 @@ class RunMonitors:
     start_time: float
 
 
-# --- what a run measures of itself between two logs: speed, where a step's time goes, memory, paddi
+# --- what a run measures of itself between two logs: speed, where a step's time goes, memory ------
 #
 # Everything is summed on the device and read once per log, so that no step waits for it. Times on a
 # GPU are those between two events of the device; on a CPU, of the clock.
@@ -287,9 +287,8 @@ class Monitor(TrainerCallback):
         """The figures since the last log, `steps` optimizer steps ago, then start again; all ranks
         call it."""
         if self._on_gpu and self._spans:
-            self._spans[-1][
-                2
-            ].synchronize()  # all are recorded on one stream, so the others are over too
+            # all are recorded on one stream, so the others are over too
+            self._spans[-1][2].synchronize()
         seconds: dict[str, float] = {}
         for name, start, end in self._spans:
             span_s = start.elapsed_time(end) / 1000 if self._on_gpu else end - start
@@ -302,16 +301,8 @@ class Monitor(TrainerCallback):
             )
         elapsed = max(1e-9, time.perf_counter() - self._window_start - self._paused_s)
         # the sums of every rank by name, each as a list: one vector and one collective, whatever is
-        # measured in GiB: allocated and reserved memory of this rank now (on a CPU resident), and
-        # the highest since loading
-        present = [max(0, _resident_bytes() - self.peaks.baseline_bytes)]
-        if self._on_gpu:
-            present = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
-        peaks = [
-            allocated for name, (allocated, _) in self.peaks.by_phase().items() if name != "loading"
-        ]
-        memory_sizes = [size / GIB for size in (*present, max([present[0], *peaks]))]
-        sums, sums_by_rank = self.sums | {"memory": memory_sizes}, []
+        # measured
+        sums, sums_by_rank = self.sums | {"memory": self._memory_gib()}, []
         parts = [
             torch.as_tensor(value, dtype=_SUM_DTYPE, device=device).flatten()
             for value in sums.values()
@@ -369,6 +360,17 @@ class Monitor(TrainerCallback):
                 metrics["mfu"] = self._plan.mfu * speed / self._plan.speed.tokens_per_s
         return metrics
 
+    # In GiB: allocated and reserved memory of this rank now, on a CPU resident memory, and the
+    # highest since loading.
+    def _memory_gib(self) -> list[float]:
+        present = [max(0, _resident_bytes() - self.peaks.baseline_bytes)]
+        if self._on_gpu:
+            present = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
+        peaks = [
+            allocated for name, (allocated, _) in self.peaks.by_phase().items() if name != "loading"
+        ]
+        return [size / GIB for size in (*present, max([present[0], *peaks]))]
+
     def _now(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
@@ -395,9 +397,8 @@ def head_sums(outputs: Any) -> torch.Tensor:
         part.detach().sum(dtype=_SUM_DTYPE)
         for part in (outputs.entropy, outputs.is_top1, outputs.label_mask)
     ]
-    none = torch.zeros_like(
-        sums[0]
-    )  # filled on the device: a number that is copied there would be waited for
+    # filled on the device: a number that is copied there would be waited for
+    none = torch.zeros_like(sums[0])
     balance = [none, none]
     if outputs.aux_loss is not None:
         balance = [outputs.aux_loss.detach().to(none), none + 1]
@@ -427,9 +428,8 @@ def source_sums(
     unless `scored`; `sources`: of all tokens, or of each next token [B, T]."""
     device = log_probs.device
     source_ids = torch.arange(count, device=device)[:, None, None]
-    is_source = (
-        sources[:, -log_probs.shape[1] :].to(device) == source_ids
-    ) & scored  # [sources, B, T - 1]
+    # [sources, B, T - 1]
+    is_source = (sources[:, -log_probs.shape[1] :].to(device) == source_ids) & scored
     losses = -torch.where(is_source, log_probs.detach().float(), 0.0).sum(
         dim=(1, 2), dtype=_SUM_DTYPE
     )

@@ -139,9 +139,8 @@ class ProfileWindow(TrainerCallback):
                     self._folder / TRACE_FILE,
                 )
                 control = self._trainer.control
-                is_due = (
-                    control.should_log
-                )  # logging resets it, and the step's own figures would not be logged
+                # logging resets it, and the step's own figures would not be logged
+                is_due = control.should_log
                 self._trainer.log(
                     {
                         "time_communication_s": busy_s / steps,
@@ -185,8 +184,8 @@ class ProfileWindow(TrainerCallback):
                         "agree" if report["agrees"] else f"are not within {report['tolerance']:.0%}"
                     )
                     logger.info(
-                        "Communication: a rank sends %s bytes a step, %s predicted: they %s; by"
-                        " kind and rank: %s",
+                        "Communication: a rank sends %s bytes a step,"
+                        " %s predicted: they %s; by kind and rank: %s",
                         f"{report['sent_bytes']:,}",
                         f"{report['planned_sent_bytes']:,}",
                         verdict,

@@ -128,9 +128,9 @@ def sample_answers(
     """Some questions, evenly spaced, with the answers of the untrained (if asked) and the trained
     model."""
     answers = metrics_after.answers if metrics_after else ()
-    answers_before = metrics_before.answers if metrics_before else ()
     before_by_prompt = {
-        answer.question.prompt_text: _truncate(answer.text) for answer in answers_before
+        answer.question.prompt_text: _truncate(answer.text)
+        for answer in (metrics_before.answers if metrics_before else ())
     }
     count = min(MAX_KEPT_SAMPLES, len(answers))
     return [
@@ -164,9 +164,8 @@ def format_peak(peak: Mapping[str, Any]) -> str:
 def _next_step_lines(job: RunJob) -> list[str]:
     if Path(job.loaded.path).name != Path(CONFIG).name:
         return []
-    model = (
-        "" if job.plan.hardware.gpus else "model.name=Qwen/Qwen2.5-0.5B-Instruct "
-    )  # at most CPU_PARAMS
+    # at most CPU_PARAMS
+    model = "" if job.plan.hardware.gpus else "model.name=Qwen/Qwen2.5-0.5B-Instruct "
     return [
         f'Try next: make train CONFIG=configs/run_bnb.yaml SET="{model}data.train_path=…" (your own'
         " data)"
@@ -282,8 +281,7 @@ def _save_trained_weights(
                 )
             record_digests(path)
         else:
-            for _ in (
-                tensors or ()
-            ):  # gathering is collective: every rank has to walk through all tensors
+            # gathering is collective: every rank has to walk through all tensors
+            for _ in tensors or ():
                 pass
     trainer.wait_for_disk()

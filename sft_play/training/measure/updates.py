@@ -81,8 +81,9 @@ class UpdateCheck(TrainerCallback):
     def on_step_begin(self, *_: Any, lr_scheduler: Any = None, **__: Any) -> None:
         """Take samples if this is a step to compare."""
         self._steps += 1
-        is_moving = lr_scheduler is None or max(lr_scheduler.get_last_lr()) > 0
-        if self._steps in COMPARED_STEPS and is_moving:
+        if self._steps in COMPARED_STEPS and (
+            lr_scheduler is None or max(lr_scheduler.get_last_lr()) > 0
+        ):
             self._samples_before = [
                 _sample_elements(tensor).clone() for tensor in stepped_tensors(self._trainer)
             ]
@@ -121,9 +122,10 @@ class UpdateCheck(TrainerCallback):
 
     def _report_facts(self) -> None:
         moved, compared = map(distributed.sum_over_ranks, (self._moved_count, self._compared_count))
-        moved_share = round(moved / compared, 4) if compared else None
         self.facts = UpdateFacts(
-            **training_dtypes(self._trainer), moved_share=moved_share, rounding=self._rounding
+            **training_dtypes(self._trainer),
+            moved_share=round(moved / compared, 4) if compared else None,
+            rounding=self._rounding,
         )
         if self.facts.is_lost:
             logger.warning("%s", self.facts.warning)

@@ -99,9 +99,9 @@ def initialize_adapters(
     device: torch.device,
     read_base_weights: Callable[[], Mapping[str, torch.Tensor] | None],
 ) -> None:
-    """Put a model's adapters where `tuning.lora.init` says; the same numbers on every rank.
-    `read_base_weights` returns the base's own, where the model holds none or only what NF4 makes of
-    them; None: the model's. Raises ModelError: the base's files hold no 16-bit weights."""
+    """Fill a model's new adapters by `tuning.lora.init`, with the same numbers on every rank.
+    `read_base_weights` returns the base's own weights if the model holds none, or only their NF4
+    copy; None: use the model's. Raises ModelError: the base's files hold no 16-bit weights."""
     if lora.init == "default":
         return
     base_weights = read_base_weights()
@@ -120,8 +120,8 @@ def initialize_adapters(
                 )
                 if not weight.is_floating_point():
                     raise ModelError(
-                        f"tuning.lora.init={lora.init}: {name} is stored as {weight.dtype}, and 16"
-                        " bits are needed"
+                        f"tuning.lora.init={lora.init}: {name} is stored"
+                        f" as {weight.dtype}, and 16 bits are needed"
                     )
                 if getattr(layer, "fan_in_fan_out", False):  # GPT-2's are transposed
                     weight = weight.T
@@ -167,9 +167,8 @@ def freeze_pissa_half(
         if not weight.requires_grad or not (is_lora_a or ".lora_B." in name):
             continue
         dim: Literal[0, 1] = 0 if is_lora_a else 1
-        if isinstance(
-            weight, DTensor
-        ):  # FSDP2 calls these with the reduced gradient, and no others
+        # FSDP2 calls these with the reduced gradient, and no others
+        if isinstance(weight, DTensor):
             is_frozen = (
                 torch.arange(weight.shape[dim], device=weight.device) >= weight.shape[dim] // 2
             )
@@ -245,9 +244,8 @@ def read_base_adapter(config: RunConfig, model_spec: ModelSpec) -> BaseAdapter |
             )
     elif adapter_base and _short_name(adapter_base) != _short_name(name):
         raise ModelError(
-            f"{ADAPTER_KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is "
-            f"{one_line(name)}: give the adapter's own base, or correct its "
-            f"{ADAPTER_CONFIG_FILE}"
+            f"{ADAPTER_KEY}: {folder} was trained on {one_line(adapter_base)}, and model.name is"
+            f" {one_line(name)}: give the adapter's own base, or correct its {ADAPTER_CONFIG_FILE}"
         )
     require_unchanged(folder)
     file = folder / ADAPTER_WEIGHTS_FILE

@@ -170,9 +170,8 @@ def varlen_attention(
         cu_seq_lens_q = torch.arange(
             0, (rows + 1) * length, length, dtype=torch.int32, device=query.device
         )
-    if torch.is_autocast_enabled(
-        query.device.type
-    ):  # it casts sdpa, and not operators that it does not know
+    # it casts sdpa, and not operators that it does not know
+    if torch.is_autocast_enabled(query.device.type):
         autocast_dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (heads.to(autocast_dtype) for heads in (query, key, value))
     query, key, value = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
@@ -300,9 +299,10 @@ def join_context_parallel_group(layout: Layout, device: torch.device) -> None:
     """Create the context-parallel groups of a layout that has some; all ranks call it, once there
     is a group."""
     if layout.context_parallel > 1:
-        sizes = layout.ranks // layout.context_parallel, layout.context_parallel
         _groups[ULYSSES_ATTENTION] = init_device_mesh(
-            device.type, sizes, mesh_dim_names=("rows", "cp")
+            device.type,
+            (layout.ranks // layout.context_parallel, layout.context_parallel),
+            mesh_dim_names=("rows", "cp"),
         )["cp"]
 
 

@@ -72,16 +72,14 @@ def fused_head(model: Any, *, from_class_logits: bool = False) -> Iterator[None]
     `from_class_logits`: of its class's own logits."""
     if not torch.cuda.is_available():
         set_deepspeed_to_cpu()
-    from trl.trainer.utils import (
-        add_fused_lm_head,
-    )  # imports the whole of TRL's utilities, DeepSpeed among them
+    # imports the whole of TRL's utilities, DeepSpeed among them
+    from trl.trainer.utils import add_fused_lm_head
 
     base = model.get_base_model() if is_peft_model(model) else model
     set_backbone_prefix(base)
     fit_balance_loss(base.config.get_text_config())
-    previous_forward = base.__dict__.get(
-        "forward"
-    )  # TRL sets its own on the instance, over the class's
+    # TRL sets its own on the instance, over the class's
+    previous_forward = base.__dict__.get("forward")
     if from_class_logits:
         use_class_logits(base)
     else:

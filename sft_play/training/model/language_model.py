@@ -115,8 +115,8 @@ def find_text_tower(model: Any) -> TextTower | None:
 
 
 def locate_text_tower(full_config: Any, language_model: Any) -> TextTower | None:
-    """Where a language model lies in the class of a config as published; None where that is its
-    own."""
+    """Find where a language model lies in the class of a published config; None: it is the whole
+    class."""
     if full_config.get_text_config() is full_config:
         return None
     full_model = TextTower(full_config, ()).build_full_model()
@@ -228,9 +228,8 @@ def fit_tied_embeddings(
 def _causal_lm_class(text_config: Any) -> type | None:
     config_class = type(text_config)
     full_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(config_class, None)
-    if (
-        full_class is not None
-    ):  # the config of a whole class, which may be a text model all the same (Mistral 4)
+    # the config of a whole class, which may be a text model all the same (Mistral 4)
+    if full_class is not None:
         return full_class if full_class.__name__.endswith("ForCausalLM") else None
     causal_classes = _sibling_classes(config_class, "ForCausalLM")
     if causal_classes:

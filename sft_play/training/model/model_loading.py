@@ -71,9 +71,8 @@ def load_model(
         )
     is_on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
-        options["device_map"] = {
-            "": device
-        }  # straight to the GPU: no second copy in the host's memory
+        # straight to the GPU: no second copy in the host's memory
+        options["device_map"] = {"": device}
     attention_functions.set_kv_repetition(enabled=model_spec.attention.repeats_kv)
     model = read_model(config, precision, model_spec, options)
     keep_4bit_trainable(model)
@@ -108,16 +107,14 @@ def read_model(
         load_kwargs["key_mapping"] = model_spec.text_tower.key_mapping
     model_class: Any = AutoModelForCausalLM
     source: str | None = model_location(config)
-    if (
-        model_spec.is_dequantised
-    ):  # of a class of transformers' own, which alone takes tensors in place of a folder
+    if model_spec.is_dequantised:
+        # a class of transformers' own, which alone takes tensors in place of a folder
         model_class, source = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_spec.hf_config)], None
         tensors: dict[str, Any] = dict(
             open_tensors(fetch_base_folder(config.model.name, revision=config.model.revision))
         )
-        if (
-            "device_map" not in load_kwargs and is_deepspeed_zero3_enabled()
-        ):  # which reads no tensors later
+        if "device_map" not in load_kwargs and is_deepspeed_zero3_enabled():
+            # ZeRO-3 reads no tensors later
             tensors = {name: tensor.read() for name, tensor in tensors.items()}
         load_kwargs["state_dict"] = tensors
         del load_kwargs["trust_remote_code"]
@@ -130,16 +127,7 @@ def read_model(
     except torch.OutOfMemoryError:  # a RuntimeError that `explain_out_of_memory` words
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        local_folder = find_model_folder(config.model.name)
-        problem = (
-            describe_broken_connection(error)
-            or f"cannot be loaded: {one_line(str(error), limit=300)}"
-        )
-        if local_folder is not None and not any(local_folder.glob("*.safetensors")):
-            problem = (
-                f"are no safetensors ({local_folder}); pickled weights can run code and are not"
-                " read: convert them where that is safe (save_pretrained of transformers)"
-            )
+        problem = _loading_problem(config.model.name, error)
         raise ModelError(f"the weights of {config.model.name} {problem}") from error
     model.sft_tower = model_spec.text_tower
     if model_spec.is_dequantised:  # which transformers reads beside a folder's weights only
@@ -169,6 +157,18 @@ def read_model(
             for row, piece_ids in model_spec.new_rows.items() if table.numel() else ():
                 table[row] = table[list(piece_ids)].float().mean(dim=0)
     return model
+
+
+def _loading_problem(name: str, error: Exception) -> str:
+    local_folder = find_model_folder(name)
+    if local_folder is not None and not any(local_folder.glob("*.safetensors")):
+        return (
+            f"are no safetensors ({local_folder}); pickled weights can run code and are not read:"
+            " convert them where that is safe (save_pretrained of transformers)"
+        )
+    return (
+        describe_broken_connection(error) or f"cannot be loaded: {one_line(str(error), limit=300)}"
+    )
 
 
 @contextlib.contextmanager
@@ -280,8 +280,8 @@ def load_for_sharding(
     for path, module in model.named_modules():
         if any(tensor.is_meta for _, tensor in _non_parameter_tensors(module)):
             raise ModelError(
-                f"{path} keeps a tensor that its weights do not have; use STRATEGY=ddp or zero3"
-                " for it"
+                f"{path} keeps a tensor that its weights do"
+                " not have; use STRATEGY=ddp or zero3 for it"
             )
     model.generation_config = generation_config
     model.config.use_cache = False
@@ -336,10 +336,9 @@ def _put_placeholders(
             if id(parameter) not in placeholders:  # tied ones stay one
                 dtype = dtypes.get(f"{path}.{name}" if path else name, load_dtype)
                 data = torch.empty((), dtype=dtype).expand(parameter.shape)
+                placeholder = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 if _is_4bit(parameter):
                     placeholder = type(parameter)(data, requires_grad=False, **vars(parameter))
-                else:
-                    placeholder = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 placeholders[id(parameter)] = placeholder
             module._parameters[name] = placeholders[id(parameter)]
 
@@ -372,9 +371,8 @@ def shard_model(
         for module in modules:
             filler.fill(module)
         fully_shard(modules if len(modules) > 1 else modules[0], **{**options, **overrides})
-    plugin.auto_wrap_policy = (
-        None  # accelerate would look for layers by a class name that FSDP2 has changed
-    )
+    # accelerate would look for layers by a class name that FSDP2 has changed
+    plugin.auto_wrap_policy = None
     for parameter in model.parameters():
         # accelerate matches the optimizer's parameters by the addresses of their parts, and those
         # of all empty parts (a dimension shorter than the ranks) are 0
@@ -444,9 +442,8 @@ class _ParameterFiller:
                 value = self._receive(holders[0][0], parameter, parameter.shape[::-1]).T
             else:
                 value = self._receive(holders[0][0], parameter, parameter.shape)
-            filled = type(parameter)(value, requires_grad=False, **vars(parameter)).to(
-                self._device
-            )  # quantises
+            # quantises
+            filled = type(parameter)(value, requires_grad=False, **vars(parameter)).to(self._device)
         else:
             value = self._receive(holders[0][0], parameter, parameter.shape)
             filled = nf4_experts.fill_packed(module, holders[0][2], value, self._quant_storage)

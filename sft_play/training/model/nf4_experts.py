@@ -79,8 +79,11 @@ def install_packed_weight(module: nn.Module, name: str, weight: PackedWeight) ->
         return cache[name]
 
     # under the class's own name: others look for experts by it
-    members = {name: property(read), "__module__": module_class.__module__}
-    module.__class__ = type(module_class.__name__, (module_class,), members)
+    module.__class__ = type(
+        module_class.__name__,
+        (module_class,),
+        {name: property(read), "__module__": module_class.__module__},
+    )
 
 
 def _open_cache(module: nn.Module, inputs: Any) -> None:
@@ -120,8 +123,9 @@ def pack_nf4(
         for part in weight.split(max(1, MAX_PACKED_ELEMENTS // weight[0].numel()))
     ]
     data = parts[0][0] if len(parts) == 1 else torch.cat([packed for packed, _ in parts])
-    nf4_state = NF4State(tuple(state for _, state in parts), weight.shape, weight.dtype)
-    return nn.Parameter(data, requires_grad=False), nf4_state
+    return nn.Parameter(data, requires_grad=False), NF4State(
+        tuple(state for _, state in parts), weight.shape, weight.dtype
+    )
 
 
 def unpack_nf4(packed: torch.Tensor, nf4_state: NF4State) -> Any:
@@ -226,8 +230,8 @@ def prepare_packed_experts(model: nn.Module) -> None:
 def fill_packed(
     module: nn.Module, name: str, weight: torch.Tensor, quant_storage: torch.dtype
 ) -> nn.Parameter | None:
-    """Pack a weight that arrived for a module of `prepare_packed_experts`; None where it is none of
-    those."""
+    """Pack a weight that arrived for a module of `prepare_packed_experts`; None: the module is no
+    such one."""
     packed_weight = vars(module).get(PACKED_ATTRIBUTE, {}).get(name)
     if packed_weight is None:
         return None

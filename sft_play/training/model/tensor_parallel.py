@@ -69,9 +69,9 @@ def tensor_parallel_plan(model: Any) -> dict[str, ParallelStyle]:
         problem = f"it leaves {omitted[0]} out"
     if problem:
         raise ModelError(
-            f"{type(model).__name__} cannot be divided over tensor-parallel ranks: of transformers'"
-            f" plan for it: {problem}; use a layout without tp (model.mesh_shape=null lets the plan"
-            " choose)"
+            f"{type(model).__name__} cannot be divided over tensor-parallel"
+            f" ranks: of transformers' plan for it: {problem}; use a layout"
+            " without tp (model.mesh_shape=null lets the plan choose)"
         )
     return {name: _TRANSFORMERS_STYLES[style] for name, style in plan.items()}
 
@@ -108,8 +108,8 @@ def divide_model(
                         size = local_tensor.shape[placement.dim]
                         if size % mesh.size():
                             raise ModelError(
-                                f"{name}.{attribute} has {size} features, which do not split over"
-                                f" {mesh.size()} ranks"
+                                f"{name}.{attribute} has {size} features,"
+                                f" which do not split over {mesh.size()} ranks"
                             )
                         local_tensor = local_tensor.chunk(mesh.size(), placement.dim)[
                             mesh.get_local_rank()
@@ -158,10 +158,8 @@ class _InputGradientSum:
         replicated = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False).to_local(
             grad_placements=[Partial()]
         )
-        self._last_input = (
-            weakref.ref(hidden),
-            replicated,
-        )  # weak: the input must not stay in memory for this
+        # weak: the input must not stay in memory for this
+        self._last_input = (weakref.ref(hidden), replicated)
         return replicated
 
 

@@ -54,21 +54,19 @@ def check_gpu(plan: Plan, config: RunConfig) -> None:
         torch.zeros(1, device="cuda").add_(1).item()  # creates the CUDA context too
     except torch.OutOfMemoryError:
         pass  # what is free says it
-    except (
-        RuntimeError
-    ) as error:  # torch.AcceleratorError: no kernel image is available for execution on the device
+    # torch.AcceleratorError: no kernel image is available for execution on the device
+    except RuntimeError as error:
         raise HardwareError(
             f"torch {torch.__version__} cannot compute on {plan.hardware.gpus[0].name}:"
             f" {one_line(str(error), limit=200)} It was built for"
-            f" {' '.join(torch.cuda.get_arch_list()) or 'no GPU'}; install a build for this GPU"
-            " (make doctor)"
+            f" {' '.join(torch.cuda.get_arch_list()) or 'no GPU'}; install a build for"
+            " this GPU (make doctor)"
         ) from error
     if config.uses_bitsandbytes:
         from bitsandbytes import cextension
 
-        if isinstance(
-            cextension.lib, cextension.ErrorHandlerMockBNBNativeLibrary
-        ):  # every call of it would raise
+        # every call of it would raise
+        if isinstance(cextension.lib, cextension.ErrorHandlerMockBNBNativeLibrary):
             raise HardwareError(
                 f"bitsandbytes has no library that works with torch for CUDA {torch.version.cuda}:"
                 " install another version of it (make doctor), or use tuning.mode=lora with"
@@ -100,9 +98,9 @@ def check_gpu(plan: Plan, config: RunConfig) -> None:
     if needed_bytes <= free_bytes:
         return
     message = (
-        f"{needed_bytes / GIB:.1f} GiB are planned, but only {free_bytes / GIB:.1f} are free on the"
-        " GPU now: another process took memory since the plan was made; end it (nvidia-smi lists"
-        " them) and start again"
+        f"{needed_bytes / GIB:.1f} GiB are planned, but only {free_bytes / GIB:.1f}"
+        " are free on the GPU now: another process took memory since the plan was"
+        " made; end it (nvidia-smi lists them) and start again"
     )
     if config.train.batch_size == "auto" and config.train.grad_accum == "auto":
         raise DoesNotFit(message)

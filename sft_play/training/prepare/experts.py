@@ -22,7 +22,7 @@ from sft_play.training.class_checks.small_model import measure_small_model, smal
 # The name under which `grouped_mm_in_autocast` is registered in transformers.
 CASTING_GROUPED_MM = "sft_play_grouped_mm"
 
-# The attribute of a module with those of its weights that are kept in 4 bits, by name.
+# The attribute of a module with its weights in 4 bits, by name.
 PACKED_ATTRIBUTE = "sft_packed"
 
 
@@ -74,15 +74,13 @@ def choose_experts(
 
 
 def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list[str]:
-    """Make TRL's balance loss that of the class: its names for the numbers of experts (TRL 1.16
-    reads two), and none where the config has a weight for one that this model does not compute.
-    Returns the line that says so, if any.
-    """
+    """Let TRL add the balance loss that the class itself computes: map the class's names for its
+    numbers of experts (TRL 1.16 reads two), and set the weight to 0 for a model that computes no
+    such loss. Returns the line that says so, if any."""
     coefficient, config_class = balance_coefficient(hf_config), type(hf_config)
     if not coefficient:
-        if getattr(
-            hf_config, "output_router_logits", False
-        ):  # TRL's head would compute one nevertheless
+        # TRL's head would compute one nevertheless
+        if getattr(hf_config, "output_router_logits", False):
             hf_config.output_router_logits = False
         return []
     for name, aliases in (
@@ -111,8 +109,8 @@ def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> list
         return []
     hf_config.router_aux_loss_coef, hf_config.output_router_logits = 0.0, False
     return [
-        f"Balance loss: left out, though config.json has router_aux_loss_coef={coefficient:g}:"
-        f" {reason}"
+        "Balance loss: left out, though config.json has"
+        f" router_aux_loss_coef={coefficient:g}: {reason}"
     ]
 
 
@@ -168,8 +166,9 @@ def select_stacked_experts(model: nn.Module, targets: Literal["auto"] | Sequence
 
 def holds_routed_experts(path: str, module: nn.Module) -> bool:
     """Whether a module at this path holds weights of routed experts, not of shared ones."""
-    has_expert_name = "expert" in type(module).__name__.lower() or "experts" in path.split(".")
-    return has_expert_name and "shared" not in path
+    return "shared" not in path and (
+        "expert" in type(module).__name__.lower() or "experts" in path.split(".")
+    )
 
 
 def has_custom_experts(skeleton: nn.Module) -> bool:

@@ -90,9 +90,8 @@ def build_peft_config(
             ),
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
-            fan_in_fan_out=any(
-                isinstance(layer, Conv1D) for layer in layers.values()
-            ),  # GPT-2's weights are transposed
+            # GPT-2's weights are transposed
+            fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
         ),
         notes,
     )
@@ -185,8 +184,8 @@ def trainable_note(config: RunConfig, model: nn.Module) -> str:
             raise ModelError(
                 f"tuning.trainable: {one_line(pattern)} names no weight that"
                 f" tuning.mode={config.tuning.mode}"
-                f" trains{_suggestion(pattern.rpartition('.')[2], parts)}; one of them is"
-                f" {next(iter(sizes))}"
+                f" trains{_suggestion(pattern.rpartition('.')[2], parts)}; one"
+                f" of them is {next(iter(sizes))}"
             )
     selected = select_names(patterns, sizes)
     share = sum(sizes[name] for name in selected) / sum(sizes.values())

@@ -134,23 +134,14 @@ def build_model_spec(
         shares_rows=layout.context_parallel > 1,
     )
     if repeats_kv and attention.name in ("sdpa", attention_functions.ULYSSES_ATTENTION):
-        reason = (
-            "keys and values are repeated to all heads, since no kernel for grouped heads runs on"
-            " this GPU"
+        attention = replace(
+            attention,
+            reason=f"{attention.reason}; keys and values are repeated to all heads, since no kernel"
+            " for grouped heads runs on this GPU",
+            repeats_kv=True,
         )
-        attention = replace(attention, reason=f"{attention.reason}; {reason}", repeats_kv=True)
     notes += experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
-    try:
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(
-                hf_config, trust_remote_code=config.model.trust_remote_code
-            )
-    except Exception as error:  # each model class checks its config in its own way
-        class_name, message = type(hf_config).__name__, one_line(str(error), limit=300)
-        raise ModelError(
-            f"{config.model.name}: transformers cannot build a {class_name} from its config.json:"
-            f" {message}"
-        ) from error
+    skeleton = _build_skeleton(hf_config, config)
     chosen_experts = experts.choose_experts(config, skeleton, precision)
     if chosen_experts is not None:  # the config says it to whatever builds or loads the model
         hf_config._experts_implementation = (
@@ -160,17 +151,8 @@ def build_model_spec(
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     new_rows = new_rows or {}
     resize_to = _resized_vocab_size(config, vocab_size, tokenizer_size, added_rows=set(new_rows))
-    peft_config, untrained_parameters = None, frozenset[str]()
-    if config.tuning.mode != "full":
-        peft_config, adapter_notes = build_peft_config(config, skeleton, new_rows=list(new_rows))
-        notes += adapter_notes
-    else:
-        untrained_parameters = parameters_without_gradient(
-            skeleton, trust_remote_code=config.model.trust_remote_code
-        )
-        if untrained_parameters:
-            names = one_line(", ".join(sorted(untrained_parameters)), limit=200)
-            notes.append(f"Trainable: all but {names}, which get no gradient by their class")
+    peft_config, untrained_parameters, training_notes = _choose_trained(config, skeleton, new_rows)
+    notes += training_notes
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
@@ -186,9 +168,8 @@ def build_model_spec(
         peft_config,
         vocab_size,
         resize_to,
-        max(
-            layer_counts, key=lambda name: layer_counts[name], default=""
-        ),  # some models have others beside it
+        # some models have others beside it
+        max(layer_counts, key=lambda name: layer_counts[name], default=""),
         tuple(notes),
         uses_masks,
         tensor_parallel.tensor_parallel_plan(skeleton) if layout.tensor_parallel > 1 else {},
@@ -215,6 +196,38 @@ def _drop_quantization_config(full_config: Any, config: RunConfig) -> list[str]:
     for config_part in (full_config, full_config.get_text_config()):
         vars(config_part).pop("quantization_config", None)
     return [f"Model: {quantised_storage_note(fields, config.tuning.mode)}"]
+
+
+# The class with its adapters still to come, on the meta device.
+def _build_skeleton(hf_config: Any, config: RunConfig) -> Any:
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                hf_config, trust_remote_code=config.model.trust_remote_code
+            )
+    except Exception as error:  # each model class checks its config in its own way
+        class_name, message = type(hf_config).__name__, one_line(str(error), limit=300)
+        raise ModelError(
+            f"{config.model.name}: transformers cannot build"
+            f" a {class_name} from its config.json: {message}"
+        ) from error
+
+
+# What trains: the adapters, or all weights but those without a gradient; and the notes about it.
+def _choose_trained(
+    config: RunConfig, skeleton: Any, new_rows: Mapping[int, Any]
+) -> tuple[PeftLoraConfig | None, frozenset[str], list[str]]:
+    if config.tuning.mode != "full":
+        peft_config, notes = build_peft_config(config, skeleton, new_rows=list(new_rows))
+        return peft_config, frozenset(), notes
+    untrained_parameters = parameters_without_gradient(
+        skeleton, trust_remote_code=config.model.trust_remote_code
+    )
+    if not untrained_parameters:
+        return None, untrained_parameters, []
+    names = one_line(", ".join(sorted(untrained_parameters)), limit=200)
+    note = f"Trainable: all but {names}, which get no gradient by their class"
+    return None, untrained_parameters, [note]
 
 
 def _measure_attention(
@@ -297,9 +310,9 @@ def peft_loading_warning(model_spec: ModelSpec, *, trust_remote_code: bool) -> s
     if not lost_names:
         return ""
     return (
-        f"PEFT alone would load it without {len(lost_names)} of {len(names)} tensors, as it renames"
-        " those of this class wrongly: give others the model of make merge; the commands here load"
-        " them all"
+        f"PEFT alone would load it without {len(lost_names)} of {len(names)}"
+        " tensors, as it renames those of this class wrongly: give others"
+        " the model of make merge; the commands here load them all"
     )
 
 
@@ -340,8 +353,8 @@ def _find_model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool
     for name in hf_config.architectures or ():
         if name.endswith(("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")):
             raise ModelError(
-                f"{config.model.name} is a {name}, not a causal language model; take the language"
-                " model"
+                f"{config.model.name} is a {name}, not a causal"
+                " language model; take the language model"
             )
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
@@ -421,9 +434,8 @@ def choose_attention(
         if not getattr(model_class, "_supports_flash_attn", False):
             raise ModelError(f"{setting} has none; use sdpa")
         compatible = getattr(model_class, "_compatible_flash_implementations", None)
-        if (
-            compatible and kernel not in compatible
-        ):  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
+        # such as gpt-oss, whose attention sinks flash-attn 2 lacks
+        if compatible and kernel not in compatible:
             raise ModelError(
                 f"{setting} runs only with other kernels ({', '.join(compatible)}); use auto"
             )

@@ -96,7 +96,7 @@ def prepare(job: RunJob) -> Prepared:
         require_available_model(config.model.name, revision=config.model.revision)
         # before the rows: tokenizing may take long, and each of these may refuse the run in seconds
         tokenizer = load_tokenizer(config)
-        step, plan = job.plan.choice.step, job.plan
+        plan, step = job.plan, job.plan.choice.step
         model_spec = build_model_spec(
             config,
             plan.precision,
@@ -107,25 +107,7 @@ def prepare(job: RunJob) -> Prepared:
             uses_masks=step.masks,
             uses_boundaries=step.varlen,
         )
-        attention = model_spec.attention.name
-        needs_masks = (step.varlen and attention == "sdpa") or (
-            model_spec.uses_masks and not step.masks
-        )
-        if needs_masks and plan.masked_bytes is not None:
-            logger.warning(
-                "Attention: the plan left out masks that a small model of the class needs; with"
-                " them this run needs %.2f GiB, where %.2f were planned and %.2f are there",
-                plan.masked_bytes / GIB,
-                plan.memory.required / GIB,
-                plan.budget_bytes / GIB,
-            )
-        if attention in ("sdpa", "eager") and attention != step.attention:
-            logger.warning(
-                "Attention: the model's class runs %s, but the plan assumed %s: memory and speed"
-                " will differ from the plan",
-                attention,
-                step.attention,
-            )
+        _warn_of_other_attention(job, model_spec)
         if backend.name == "unsloth":
             # the plan has judged the class by its shapes, which code of a model's own may belie
             problem = unsloth_model_problem(
@@ -168,6 +150,29 @@ def prepare(job: RunJob) -> Prepared:
         return prepared
 
 
+# Where the class needs more memory than was planned, or computes attention in another way.
+def _warn_of_other_attention(job: RunJob, model_spec: ModelSpec) -> None:
+    plan, step, attention = job.plan, job.plan.choice.step, model_spec.attention.name
+    needs_masks = (step.varlen and attention == "sdpa") or (
+        model_spec.uses_masks and not step.masks
+    )
+    if needs_masks and plan.masked_bytes is not None:
+        logger.warning(
+            "Attention: the plan left out masks that a small model of the class needs; with them"
+            " this run needs %.2f GiB, where %.2f were planned and %.2f are there",
+            plan.masked_bytes / GIB,
+            plan.memory.required / GIB,
+            plan.budget_bytes / GIB,
+        )
+    if attention in ("sdpa", "eager") and attention != step.attention:
+        logger.warning(
+            "Attention: the model's class runs %s, but the plan"
+            " assumed %s: memory and speed will differ from the plan",
+            attention,
+            step.attention,
+        )
+
+
 def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> DataSplits:
     config, plan = job.loaded.config, job.plan
     positions = getattr(model_spec.hf_config.get_text_config(), "max_position_embeddings", None)
@@ -181,8 +186,8 @@ def _build_splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec
     )
     if config.train.load_best_model_at_end and splits.val is None:
         raise ConfigError(
-            "train.load_best_model_at_end=true needs validation rows: give data.val_path or"
-            " val_fraction"
+            "train.load_best_model_at_end=true needs validation"
+            " rows: give data.val_path or val_fraction"
         )
     for name, split in splits.named.items():
         stats = replace(split.stats, split=name)
@@ -219,8 +224,8 @@ def log_rows(job: RunJob, prepared: Prepared) -> None:
     row_count, effective_batch = len(splits.train.rows), plan.batch.effective_batch
     if row_count < effective_batch:
         logger.warning(
-            "Data train: %d rows are fewer than one effective batch of %d: each step sees all of"
-            " them",
+            "Data train: %d rows are fewer than one effective"
+            " batch of %d: each step sees all of them",
             row_count,
             effective_batch,
         )

@@ -71,8 +71,9 @@ def open_run_folder(
                     discard_run(job.folder)
                 else:
                     status = "stopped" if isinstance(failure, KeyboardInterrupt) else "failed"
-                    message = escape_control(f"{type(failure).__name__}: {failure}")
-                    job.folder.update_manifest(status=status, error=message)
+                    job.folder.update_manifest(
+                        status=status, error=escape_control(f"{type(failure).__name__}: {failure}")
+                    )
             except OSError as write_error:  # it must not hide what went wrong
                 logger.warning(
                     "The manifest could not be written: %s", write_error.strerror or write_error

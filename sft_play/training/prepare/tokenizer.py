@@ -44,7 +44,7 @@ PAD_TOKENS = (
     "<unk>",
 )
 
-# Files of which a folder with a tokenizer has one.
+# A folder with a tokenizer has at least one of these files.
 _TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.json",
@@ -92,8 +92,9 @@ def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
             trust_remote_code=model.trust_remote_code,
         )
     except Exception as error:  # a damaged file raises almost anything
-        reason = one_line(str(error), limit=300)
-        raise TokenizerError(f"the tokenizer of {model.name} cannot be loaded: {reason}") from error
+        raise TokenizerError(
+            f"the tokenizer of {model.name} cannot be loaded: {one_line(str(error), limit=300)}"
+        ) from error
     new_rows = _add_tokens(tokenizer, config)
     original_template = (
         tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None
@@ -142,8 +143,8 @@ def _add_tokens(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]
     for token, token_id in zip(tokens, new_ids, strict=True):
         if tokenizer.decode([token_id]) != token:
             raise TokenizerError(
-                f"model.add_tokens: the tokenizer of {config.model.name} cannot take"
-                f" {one_line(token)}"
+                "model.add_tokens: the tokenizer of"
+                f" {config.model.name} cannot take {one_line(token)}"
             )
     return dict(zip(new_ids, pieces, strict=True))
 
@@ -159,8 +160,8 @@ def _set_pad_token(tokenizer: Any) -> list[str]:
     if tokenizer.pad_token is not None:
         if tokenizer.pad_token_id == tokenizer.eos_token_id:
             return [
-                f"Pad token: {tokenizer.pad_token}, which is also the end token; padding is masked"
-                " by length"
+                f"Pad token: {tokenizer.pad_token}, which is also"
+                " the end token; padding is masked by length"
             ]
         return []
     vocabulary = tokenizer.get_vocab()
@@ -171,8 +172,8 @@ def _set_pad_token(tokenizer: Any) -> list[str]:
         )
     tokenizer.pad_token = pad_token
     return [
-        f"Pad token: the tokenizer has none; {pad_token} pads (masked by length, so it is still"
-        " learned elsewhere)"
+        f"Pad token: the tokenizer has none; {pad_token} pads"
+        " (masked by length, so it is still learned elsewhere)"
     ]
 
 
@@ -214,8 +215,8 @@ def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
             return ["Chat template: the tokenizer's own, which needs no training variant"]
         tokenizer.chat_template = str(variant)
         return [
-            "Chat template: TRL's training variant of the tokenizer's own, which is saved with the"
-            " weights"
+            "Chat template: TRL's training variant of the"
+            " tokenizer's own, which is saved with the weights"
         ]
     path = Path(template).expanduser()
     if path.is_file():
