@@ -1,7 +1,4 @@
-"""Every causal class that transformers ships is planned: its shapes are counted on its own modules, none ends a plan in
-an error."""
-
-from __future__ import annotations
+"""Every causal class that transformers ships is planned: its shapes are counted on its own modules."""
 
 import dataclasses
 
@@ -35,8 +32,8 @@ def classes() -> list[str]:
 
 
 def small_on_meta(kind: str):
-    """A small model of the class on the meta device, or one of its default sizes where it refuses small ones, with its
-    config; None where neither can be built."""
+    """A small model of the class on the meta device, or one of its default sizes, with its config; None where neither
+    can be built."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -135,8 +132,7 @@ HALVED = {"local_attention"}
 
 
 def test_small_models_do_in_short_rows_what_their_class_does_in_long_ones():
-    """A size of a config that is longer than the rows of proofs is a width, or the longest row that there may be: what
-    begins at a number of tokens (windows, chosen tokens, groups) is short in a small model."""
+    """A size that is longer than the rows of proofs is a width or the longest row: windows are short."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     def sizes(fields):
