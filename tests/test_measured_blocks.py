@@ -1,14 +1,15 @@
 """Classes outside the table of families: their own blocks are run, and a plan's activations are those."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from benchmarks.registry import wide_config
@@ -64,9 +65,8 @@ def _own_cache(tmp_path, monkeypatch):
 
 def run(mode="lora", text="", length=256):
     rank = "" if mode == "full" else ", lora: {r: 8}"
-    return config_from_text(
-        f"model: {{name: m, max_seq_len: {length}}}\ntuning: {{mode: {mode}{rank}}}\n{text}", name="x"
-    )
+    text = f"model: {{name: m, max_seq_len: {length}}}\ntuning: {{mode: {mode}{rank}}}\n{text}"
+    return config_from_text(text, name="x")
 
 
 def wide(kind, **more):
@@ -83,9 +83,8 @@ def wide(kind, **more):
 
 
 def measured_shape(fields, kind=""):
-    return dataclasses.replace(
-        measure_shape_on_meta(fields, name=kind or "m"), block_meter=BlockMeter(json.dumps(fields))
-    )
+    shape = measure_shape_on_meta(fields, name=kind or "m")
+    return dataclasses.replace(shape, block_meter=BlockMeter(json.dumps(fields)))
 
 
 def step_of(shape, **changes):
@@ -108,10 +107,8 @@ def test_measured_blocks_are_those_of_the_closed_form_where_it_knows_them(mode):
         )  # fmt: skip
         known, found = (estimate_memory(run(mode), shape, BF16, step) for shape in (closed, measured))
         for moment, size in known.moments.items():
-            assert found.moments[moment] == pytest.approx(size, rel=0.01 if moment != "evaluation" else 0.002), (
-                moment,
-                step,
-            )
+            rel = 0.01 if moment != "evaluation" else 0.002
+            assert found.moments[moment] == pytest.approx(size, rel=rel), (moment, step)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +148,7 @@ def test_every_class_outside_the_table_is_measured_or_refused_by_name():
     assert measured > 70
 
 
-REFUSED = {
-    "blt", "longcat_flash", "xlm", "rwkv", "trocr", "xlstm",
-    "dots3_note", "dots3_note_text",
-}  # fmt: skip
+REFUSED = {"blt", "longcat_flash", "xlm", "rwkv", "trocr", "xlstm", "dots3_note", "dots3_note_text"}
 """Types, by transformers 5.23, whose small models can be made and whose blocks cannot be measured."""
 
 
@@ -269,17 +263,10 @@ def test_a_class_runs_its_own_code_where_a_package_would_replace_it(monkeypatch)
 
 def test_all_functions_that_packages_replace_are_found():
     """By the text of transformers' files: as many as there are decorators."""
-    import re
-    from pathlib import Path
-
-    import transformers
-
-    from sft_play.trace.build import _REPLACEABLE_FUNCTION
-
     files = list(Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
     texts = [file.read_text(encoding="utf-8") for file in files]
     uses = sum(len(re.findall(r"^@use_kernel_func_from_hub_with_fallback\(", text, re.MULTILINE)) for text in texts)
-    assert uses == sum(len(_REPLACEABLE_FUNCTION.findall(text)) for text in texts) > 50
+    assert uses == sum(len(build._REPLACEABLE_FUNCTION.findall(text)) for text in texts) > 50
 
 
 def test_between_two_passes_bytes_lie_on_their_line():
@@ -292,11 +279,8 @@ def test_between_two_passes_bytes_lie_on_their_line():
 
 
 def test_as_many_blocks_run_as_show_every_kind_behind_another():
-    assert leading_blocks((0, 0, 0, 1, 0)) == (0, 0, 0, 1, 0)
-    assert leading_blocks((0, 1, 1, 1)) == (0, 1, 1)
-    assert leading_blocks((0,)) == (0,)
-    assert leading_blocks((0, 0, 0)) == (0, 0)
-    assert leading_blocks((0, 1, 0, 2)) == (0, 1, 0, 2)
+    for given, size in (((0, 0, 0, 1, 0), 5), ((0, 1, 1, 1), 3), ((0,), 1), ((0, 0, 0), 2), ((0, 1, 0, 2), 4)):
+        assert leading_blocks(given) == given[:size]
     draw = random.Random(3)
     for _ in range(200):
         order = tuple(draw.choices(range(3), k=draw.randrange(1, 12)))
@@ -317,9 +301,8 @@ def test_real_buffers_hold_what_their_class_computes(kind):
     with trace_context(settings, uses_real_tensors=True) as (loop, skeleton):
         found = dict(build.base_model(loop.load_model(skeleton)).named_buffers())
     torch.manual_seed(0)
-    meant = dict(
-        AutoModelForCausalLM.from_config(build.language_model_config(settings), dtype=torch.bfloat16).named_buffers()
-    )
+    model = AutoModelForCausalLM.from_config(build.language_model_config(settings), dtype=torch.bfloat16)
+    meant = dict(model.named_buffers())
     assert found.keys() == meant.keys() != set()
     assert all(torch.equal(found[name], one) for name, one in meant.items())
 
