@@ -23,10 +23,6 @@ def name_of(node: ast.expr | None) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def names_of(node: ast.expr | None) -> set[str]:
-    return {name_of(one) for one in node.elts} if isinstance(node, ast.Tuple) else {name_of(node)}
-
-
 def calls_in(nodes: list[ast.stmt]) -> set[str]:
     called = [one.func for node in nodes for one in ast.walk(node) if isinstance(one, ast.Call)]
     return {name_of(one) for one in called if not (isinstance(one, ast.Attribute) and one.attr in OF_FILES)} - {""}
@@ -74,7 +70,8 @@ def handlers(tree: ast.Module) -> Iterator[tuple[int, str, list[ast.stmt], set[s
             if isinstance(node, ast.Try):
                 before: set[str] = set()
                 for handler in node.handlers:
-                    here = names_of(handler.type)
+                    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+                    here = {name_of(kind) for kind in kinds}
                     if not any(isinstance(one, ast.Raise) and one.exc is None for one in ast.walk(handler)):
                         yield handler.lineno, function.name, node.body, here, set(before)
                     before |= here

@@ -41,13 +41,6 @@ def mean_loss(scores: list[RowScore]) -> float:
     return sum(score.nll for score in scores) / sum(score.tokens for score in scores)
 
 
-def mixtral() -> Any:
-    torch.manual_seed(0)
-    return MixtralForCausalLM(
-        MixtralConfig(**SMALL, vocab_size=400, num_local_experts=4, router_aux_loss_coef=0.5, output_router_logits=True)
-    )
-
-
 RUNS = {
     "lora, packed": ("lora", False, "data.packing=best_fit"),
     "lora, bf16": ("lora", True, ""),
@@ -87,7 +80,10 @@ def test_the_figures_are_those_of_the_run_s_own_evaluations(tmp_path, tiny_llama
 
 
 def test_the_loss_of_experts_is_without_their_balance_loss(tmp_path, command):
-    base = make_base(tmp_path / "base", mixtral())
+    torch.manual_seed(0)
+    balanced = {"num_local_experts": 4, "router_aux_loss_coef": 0.5, "output_router_logits": True}
+    model = MixtralForCausalLM(MixtralConfig(**SMALL, vocab_size=400, **balanced))
+    base = make_base(tmp_path / "base", model)
     run, summary = trained(tmp_path, base, command, "tuning.mode=lora", "train.bf16=false")
     scores = score_rows_of_run(run, load_trained_model(run), load_held_out_rows(run).split.rows)
     assert mean_loss(scores) < summary["after"]["loss"] - 0.1

@@ -4,7 +4,6 @@ notebook has left: who is waited for, how long, and how to go on without them.""
 import functools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -146,19 +145,6 @@ def test_what_would_be_started_is_shown_without_waiting_for_anybody(config, comm
 LEFT = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
-def until_said(process: subprocess.Popen[str], pattern: str, *, within_s: float = 60) -> str:
-    """What a process prints until a line has the pattern; the match."""
-    timer = threading.Timer(within_s, process.kill)
-    timer.start()
-    said = ""
-    for line in process.stdout:
-        said += line
-        if found := re.search(pattern, line):
-            timer.cancel()
-            return found[0]
-    pytest.fail(said)
-
-
 @pytest.mark.parametrize("left", [LEFT, {**LEFT, "RANK": "1"}], ids=["rank 0", "rank 1"])
 def test_leftover_variables_are_said_with_the_command_that_leaves_them_out(config, left, tmp_path):
     port = str(free_port())
@@ -168,11 +154,14 @@ def test_leftover_variables_are_said_with_the_command_that_leaves_them_out(confi
     other = "rank 1" if left["RANK"] == "0" else "rank 0"
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(words, cwd=ROOT, env=environ, text=True, start_new_session=True, **streams) as process:
-        line = until_said(process, rf"it waits at 127\.0\.0\.1:{port} for {other}, 600 s at most.*")
+        timer = threading.Timer(60, process.kill)
+        timer.start()
+        line = next(line for line in process.stdout if f"it waits at 127.0.0.1:{port} for {other}, 600 s" in line)
+        timer.cancel()
         os.killpg(process.pid, signal.SIGINT)  # Ctrl-C, while torch waits
     assert process.returncode != 0
     assert not list(tmp_path.iterdir())
-    alone = line.partition("alone: ")[2]
+    alone = line.partition("alone: ")[2].rstrip()
     assert alone.startswith("env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT make train CONFIG=")
     # the printed command, in the environment that has the variables
     answer = subprocess.run(

@@ -45,8 +45,8 @@ def test_a_case_is_made_from_its_numbers_alone():
     ]
     assert json.dumps(made[0]) == json.dumps(made[1])
     assert len({json.dumps(one) for one in made[0]}) > 25
-    some, every = (list(run.run_cases("yaml", numbers, seed=0)) for numbers in (range(20, 40), range(40)))
-    assert [(one.number, one.verdict) for one in some] == [(one.number, one.verdict) for one in every[20:]]
+    some, every = (list(run.run_cases("yaml", numbers, seed=0)) for numbers in (range(10, 20), range(20)))
+    assert [(one.number, one.verdict) for one in some] == [(one.number, one.verdict) for one in every[10:]]
 
 
 def test_what_is_let_through_is_found(monkeypatch):
