@@ -4,6 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.registry import REGISTRY_FILE, REQUIRED_FIELDS
 from sft_play.config.load import config_from_text
@@ -26,17 +29,12 @@ NOT_BUILT = {"emu3", "mllama"}
 
 def classes() -> list[str]:
     """Model types of transformers' causal language models that are decoders of text."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     return [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in NON_DECODER_TYPES]
 
 
 def small_on_meta(kind: str):
     """A small model of the class on the meta device, or one of its default sizes, with its config; None where neither
     can be built."""
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     for make in (small_config, lambda config: config):
         try:
             config = make(CONFIG_MAPPING[kind](**REQUIRED_FIELDS.get(kind, {})).get_text_config())
@@ -97,8 +95,6 @@ def test_experts_are_counted_from_the_tensors_that_the_class_has(kind, matrices)
 @pytest.mark.parametrize("kinds", [("glm5_next", "dots3_note_text", "deepseek_v3"), None])
 def test_a_small_config_is_one_that_its_class_reads(kinds):
     """What a class checks of its sizes when it reads a file holds for the small ones, too."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     seen = 0
     for kind in kinds or classes():
         try:
@@ -133,7 +129,6 @@ OTHERS = {
 
 def test_small_models_do_in_short_rows_what_their_class_does_in_long_ones():
     """A size that is longer than the rows of proofs is a width or the longest row: windows are short."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     def sizes(fields):
         for name, value in fields.items():

@@ -143,8 +143,7 @@ def with_fused_head(model: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
 def test_grouped_products_give_what_eager_experts_give(tmp_path, kind, mode):
-    """bf16: eager adds the experts' outputs in bf16, the grouped ones in fp32, which may differ by a rounding (2**-8)
-    each; in one block, since a rounding may change the next one's routing."""
+    """In bf16 outputs are added in bf16 or fp32: a rounding (2**-8) each, which may change the next block's routing."""
     two, one = saved(tmp_path / "two", kind, 0), saved(tmp_path / "one", kind, 1, **ONE_BLOCK)
     for folder, precision, tolerance in ((two, FP32, 1e-5), (one, BF16, 2**-6)):
         loss, gradients, model = step(folder, "eager", precision, mode)
@@ -295,8 +294,7 @@ def test_eager_experts_cost_what_was_published():
 
 
 def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
-    """transformers#48718: Qwen3.5-9B in full over 8 B200, 8 x 1,024 tokens a card, takes 0.52 s a step more without
-    flash-linear-attention."""
+    """transformers#48718: Qwen3.5-9B in full over 8 B200, 8 x 1,024 tokens a card, takes 0.52 s a step more without."""
     fields = CONFIG_MAPPING["qwen3_5_text"]().to_dict()
     shape = dataclasses.replace(measure_shape_on_meta(fields, name="Qwen3.5-9B"), block_meter=some_bytes)
     assert shape.params == 8_953_803_264  # as published there

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaTokenizer
 
 from benchmarks.starter_base import make_model
@@ -88,9 +90,6 @@ def test_the_exported_model_is_the_trained_one(tmp_path, kind):
 
 
 # --- fewer than 8 bits ------------------------------------------------------------------------------------------------
-WIDE = {"hidden_size": 256, "intermediate_size": 352, "head_dim": 64}
-
-
 @pytest.mark.parametrize(
     ("quant", "dtype", "types"),
     [("q4_k_m", torch.bfloat16, {"F32", "Q4_K", "Q6_K"}), ("q5_0", torch.float32, {"F32", "Q5_0", "Q6_K"})],
@@ -98,7 +97,8 @@ WIDE = {"hidden_size": 256, "intermediate_size": 352, "head_dim": 64}
 def test_fewer_bits_are_those_of_llama_cpp_and_measured(tmp_path, quant, dtype, types):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (it compiles for minutes)")
     converter()
-    run = run_of(tmp_path, model("Llama", tie_word_embeddings=False, vocab_size=TOKENS, **WIDE), dtype=dtype)
+    wide = {"hidden_size": 256, "intermediate_size": 352, "head_dim": 64}
+    run = run_of(tmp_path, model("Llama", tie_word_embeddings=False, vocab_size=TOKENS, **wide), dtype=dtype)
     exported = export_run(run, "gguf", quant=quant)
     (file,) = exported.path.glob("*.gguf")
     assert file == exported.file
@@ -276,8 +276,6 @@ def test_a_prompt_whose_texts_spell_special_tokens_is_not_compared_with_an_engin
 
 
 def test_a_pre_tokenizer_is_proven_and_not_assumed(tmp_path):
-    from tokenizers import pre_tokenizers
-
     make_tokenizer(tmp_path)
     backend = AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer
     assert checks.find_pre_tokenizer(backend) == "gpt-2"
@@ -291,15 +289,11 @@ def test_a_pre_tokenizer_is_proven_and_not_assumed(tmp_path):
 
 
 def cut_elsewhere(tokenizer) -> None:
-    from tokenizers import pre_tokenizers
-
     pieces = [pre_tokenizers.Split("a", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
 
 
 def lowercase(tokenizer) -> None:
-    from tokenizers import normalizers
-
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
 
 
@@ -320,7 +314,6 @@ WITH_BOS = "{{ bos_token }}" + CHATML
 
 @pytest.mark.parametrize("template", [WITH_BOS, CHATML])
 def test_a_prompt_begins_with_bos_once_where_training_had_it_and_never_elsewhere(tmp_path, template):
-    from tokenizers.processors import TemplateProcessing
 
     def put_bos_first(tokenizer) -> None:
         tokenizer.bos_token, tokenizer.chat_template = "<|endoftext|>", template
@@ -459,10 +452,8 @@ def test_the_commands_answer_in_words_and_json(exported, command):
     assert code == 0, printed
     assert json.loads(next(line for line in printed.splitlines() if line.startswith('{"ok"')))["prompts"] == 2
     for words, message in (
-        ([], "needs FORMAT="),
         (["--format", "gguf"], "FORCE=1"),
         (["--format", "onnx"], "gguf, ollama, vllm"),
-        (["--format", "gguf", "--quant", "q9_k"], "f32, f16, bf16, q8_0, q6_k"),
         (["--format", "vllm", "--quant", "q8_0"], "QUANT= is for GGUFs"),
     ):
         code, printed = command("export", "--run", folder, *words)

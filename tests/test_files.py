@@ -14,6 +14,9 @@ import tracemalloc
 from pathlib import Path
 from typing import Any, get_args
 
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -268,17 +271,11 @@ class TestTables:
             assert (second.data["answer"], second.missing) == (f"x {word}", ())
 
     def table(self, count: int):
-        import pyarrow as pa
-
         messages = [chat(f"q{n}", f"a{n}")["messages"] for n in range(count)]
         return pa.table({"messages": messages, "n": list(range(count)), "note": [None, "x"] * (count // 2)})
 
     @pytest.mark.parametrize("kind", ["parquet", "arrow", "stream", "feather"])
     def test_parquet_and_arrow_are_read_row_by_row_by_their_content(self, tmp_path, kind):
-        import pyarrow as pa
-        import pyarrow.feather
-        import pyarrow.parquet
-
         table, path = self.table(2_500), tmp_path / "a.jsonl"
         if kind == "parquet":
             pyarrow.parquet.write_table(table, path, row_group_size=700)
@@ -297,8 +294,6 @@ class TestTables:
     @pytest.mark.parametrize("kind", ["arrow", "stream"])
     def test_a_damaged_offset_of_arrow_is_an_error_of_the_data(self, tmp_path, kind):
         """Read as it stands it lies far behind the file, and ends the process by SIGBUS."""
-        import pyarrow as pa
-
         draw = random.Random(1)
         texts = ["x" * draw.randint(1, 9) for _ in range(40)]
         offsets = [sum(map(len, texts[:n])) for n in range(len(texts) + 1)]
@@ -312,9 +307,6 @@ class TestTables:
         assert "is Arrow that cannot be read" in refusal(tmp_path / "a.arrow")
 
     def test_values_that_json_has_not_become_values_that_it_has(self, tmp_path):
-        import pyarrow as pa
-        import pyarrow.parquet
-
         table = pa.table(
             {
                 "text": pa.array([b"caf\xc3\xa9", b"\xff"], pa.binary()),
@@ -364,8 +356,6 @@ class TestParts:
         assert len(self.same(tmp_path, part_bytes=1 << 30)) == 3
 
     def test_parquet_is_split_by_row_groups(self, tmp_path):
-        import pyarrow.parquet
-
         pyarrow.parquet.write_table(TestTables().table(100), tmp_path / "a.parquet", row_group_size=30)
         parts = [(part.start, part.first_number) for part in self.same(tmp_path / "a.parquet")]
         assert parts == [(0, 1), (1, 31), (2, 61), (3, 91)]

@@ -183,8 +183,6 @@ def test_the_commands_list_and_ask_before_they_remove(tmp_path, command):
 
     code, printed = said("runs")
     assert (code, "first" in printed) == (0, True)
-    code, printed = said("prune")
-    assert (code, "RUNS=" in printed) == (2, True)
     code, printed = said("prune", "--runs", "first")
     assert (code, "YES=1" in printed) == (2, True)
     assert (tmp_path / "outputs" / "first").is_dir()

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.render import LOST_TO_LENGTH, TOO_LONG, Renderer, drop_text_beside_calls
@@ -59,8 +61,6 @@ TOOLS = ({"type": "function", "function": {"name": "look", "description": "Look.
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """A small byte-level tokenizer with ChatML's tokens; tests give it templates."""
-    from transformers import AutoTokenizer
-
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(folder)
     return AutoTokenizer.from_pretrained(folder)
@@ -907,8 +907,6 @@ ENDS_OF_TOKENIZERS = {
 
 @pytest.mark.parametrize("name", there(ENDS_OF_TOKENIZERS))
 def test_real_tokenizers_train_each_answer_through_its_end_marker(name):
-    from transformers import AutoTokenizer
-
     real = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     marker = ENDS_OF_TOKENIZERS[name]
     renderer = Renderer(real, max_seq_len=1000)
@@ -923,8 +921,6 @@ def test_real_tokenizers_train_each_answer_through_its_end_marker(name):
 @pytest.mark.parametrize("name", there(["bundled/chatml", "Qwen2.5-Instruct"]))
 def test_an_answer_that_begins_inside_its_prompts_last_token_is_split_there_and_counted(name):
     """A newline that ends the prompt and those that begin the answer are one token; generation never sees that one."""
-    from transformers import AutoTokenizer
-
     real = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     renderer = Renderer(real, max_seq_len=1000)
     rows = [renderer(Chat("f:1", (user("hello"), answer(text)))) for text in ("lead", "\n\nlead")]
@@ -1030,9 +1026,6 @@ def test_random_conversations_have_an_exact_mask_or_a_reason(tokenizer, make, na
 @pytest.mark.parametrize("as_text", [True, False])
 def test_a_special_token_that_an_ordinary_merge_spells_is_plain_text_all_the_same(byte_level, as_text):
     """`<s>` as the merge of `<s` and `>`: typed in a text it is characters, with the ids that they have without it."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     pieces = [*"<>s/abhi o", "\u0120", "\n", "\u010a", "<s", "<s>", "</", "</s", "</s>", "hi"]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     merges = [("<", "s"), ("<s", ">"), ("<", "/"), ("</", "s"), ("</s", ">"), ("h", "i")]

@@ -11,6 +11,8 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
@@ -28,6 +30,7 @@ from sft_play.trace import step as blocks
 from sft_play.trace.confirm import BlockMeter, leading_blocks, load_planned_shape, step_settings
 from sft_play.trace.meta_shape import measure_shape_on_meta
 from sft_play.trace.step import record_step, trace_context
+from sft_play.training.class_checks.small_model import small_config
 from tests.test_every_class import classes, small_on_meta
 from tests.test_memory import BF16
 from tests.test_meta_shape import SMALL
@@ -71,11 +74,7 @@ def run(mode="lora", text="", length=256):
 
 def wide(kind, **more):
     """A config of moderate width, as transformers would write it."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     if kind in ("deepseek_v4", "flint"):  # sizes that depend on one another
-        from sft_play.training.class_checks.small_model import small_config
-
         config = small_config(CONFIG_MAPPING[kind]().get_text_config())
     else:
         config = CONFIG_MAPPING[kind](**{**WIDE, **CLASSES.get(kind, {}), **more}).get_text_config()
@@ -245,8 +244,6 @@ def test_passes_are_measured_once(tmp_path, monkeypatch):
 
 def test_a_class_runs_its_own_code_where_a_package_would_replace_it(monkeypatch):
     """Kernels of a package do not run on tensors without bytes."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5
-
     own = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     @functools.wraps(own)
@@ -310,7 +307,7 @@ def test_real_buffers_hold_what_their_class_computes(kind):
 @pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_class_that_keeps_its_states_graphs_is_planned_without_checkpointing(mode):
     """RecurrentGemma has them on its modules: blocks that were computed again stay, 60% more than a plan could say."""
-    fields = {**wide_config("recurrent_gemma"), "num_hidden_layers": 4}
+    fields = {**wide_config("recurrent_gemma"), "num_hidden_layers": 3}
     shape, config = load_planned_shape(fields, name="m"), run(mode, length=64)
     assert not shape.can_checkpoint
     step = step_of(shape, seq_len=64, checkpointed_layers=0)
