@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -91,38 +90,21 @@ def test_a_node_that_comes_after_the_ranks_have_begun_is_told_so(config, monkeyp
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
-def launch(
-    config: Path, name: str, *ranks: int, world: int, later_s: dict[int, float] | None = None, python: str = "",
-    words: Sequence[str] = ("distributed.timeout_s=60",), **environ: str
-) -> list[tuple[int, str]]:  # fmt: skip
-    """`MASTER_ADDR=… MASTER_PORT=… RANK=… WORLD_SIZE=… make train-distributed` on each node, two ranks on each."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world), "NPROC": "2"}
-    shared |= {"STRATEGY": "ddp", "DS_ACCELERATOR": "cpu", **environ}
-    command = [python or warm.python(), "-m", "sft_play", "train-distributed", "--config", str(config)]
-    running: dict[int, subprocess.Popen[str]] = {}
-
-    def start(rank: int) -> None:
-        time.sleep((later_s or {}).get(rank, 0))
-        running[rank] = subprocess.Popen(
-            [*command, f"output.name={name}", *words], cwd=ROOT, env=clean_environment(**shared, RANK=str(rank)),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-
-    starts = [threading.Thread(target=start, args=(rank,)) for rank in ranks]
-    for one in starts:
-        one.start()
-    for one in starts:
-        one.join()
-    printed = {rank: running[rank].communicate(timeout=280)[0] for rank in ranks}
-    return [(running[rank].returncode, printed[rank]) for rank in ranks]
-
-
 @pytest.mark.slow
 def test_two_machines_train_by_the_variables_that_guides_export(config):
-    ended = launch(config, "ranks", 0, 2, world=4)
-    printed = [text for _, text in ended]
+    """`MASTER_ADDR=… MASTER_PORT=… RANK=… WORLD_SIZE=… make train-distributed` on each node, two ranks on each."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4", "NPROC": "2"}
+    shared |= {"STRATEGY": "ddp", "DS_ACCELERATOR": "cpu"}
+    words = [warm.python(), "-m", "sft_play", "train-distributed", "--config", str(config), "output.name=ranks"]
+    words.append("distributed.timeout_s=60")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    running = [
+        subprocess.Popen(words, cwd=ROOT, env=clean_environment(**shared, RANK=rank), text=True, **streams)
+        for rank in ("0", "2")
+    ]
+    printed = [process.communicate(timeout=280)[0] for process in running]
     said = "\n---\n".join(printed)
-    assert [code for code, _ in ended] == [0, 0], said
+    assert [process.returncode for process in running] == [0, 0], said
     run = config.parent / "outputs" / "ranks"
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["ranks"], plan["hardware"]["nodes"]) == (4, 2)

@@ -147,10 +147,10 @@ def probe(start, tmp_path) -> Callable[..., Started]:
     return begin
 
 
-def until_step(started: Started, folder: Path, step: int = 3) -> None:
+def until_step(started: Started, folder: Path) -> None:
     def are_there() -> bool:
         texts = [path.read_text().split() for path in (folder / "rank0", folder / "rank1") if path.exists()]
-        return len(texts) == 2 and all(len(text) == 2 and int(text[1]) >= step for text in texts)
+        return len(texts) == 2 and all(len(text) == 2 and int(text[1]) >= 3 for text in texts)
 
     wait_for(are_there, said=lambda: started.printed)
     started.agent_process()

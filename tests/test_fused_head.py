@@ -27,9 +27,9 @@ head has no more rows than words since."""
 FEW = ("gemma3_text", "cohere2", "falcon_h1", "hyperclovax", *sorted(OTHERS))
 
 
-def labelled(seed: int, *, words: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
+def labelled(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, words, (2, 16), generator=draw)
+    ids = torch.randint(3, 100, (2, 16), generator=draw)
     return ids, ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.4, -100)
 
 

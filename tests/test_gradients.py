@@ -153,8 +153,8 @@ def test_what_a_named_layout_cannot_do_stops_before_anything_loads(tmp_path, com
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
-def step_of(layout: str, *, ranks: int = 4, accum: int = 4, rows: int = 1) -> Step:
-    return Step(micro_batch=rows, grad_accum=accum, seq_len=512, layout=layout_of(layout, ranks))
+def step_of(layout: str, *, ranks: int = 4, accum: int = 4) -> Step:
+    return Step(micro_batch=1, grad_accum=accum, seq_len=512, layout=layout_of(layout, ranks))
 
 
 @pytest.mark.parametrize("precision", [BF16, FP32])

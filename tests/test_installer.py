@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import stat
 import sys
 import threading
 import time
@@ -19,17 +18,13 @@ UV = Installer("uv", ("/bin/uv", "pip", "install", "--python", "/v/bin/python"),
 MIRROR = "global.index-url='https://mirror.example/simple'\n"
 
 
-def program(path, text="exit 0"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
-
-
 @pytest.fixture
 def environ(tmp_path):
     """Variables of a person who has uv on PATH and told it nothing."""
-    program(tmp_path / "bin/uv")
+    uv = tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text("#!/bin/sh\n")
+    uv.chmod(0o755)
     return {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path / "home")}
 
 

@@ -51,9 +51,9 @@ def refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> st
     return str(error.value)
 
 
-def machine(gpus: int, *, nodes: int = 1) -> Hardware:
+def machine(gpus: int) -> Hardware:
     cards = tuple(Gpu(index, "Test GPU", 80 * 2**30, None, (9, 0)) for index in range(gpus))
-    return Hardware(cards, "cpu", 8, 2**35, 2**35, nodes=nodes)
+    return Hardware(cards, "cpu", 8, 2**35, 2**35)
 
 
 OPTIONS = deepspeed_options(config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml"))

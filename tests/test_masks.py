@@ -223,10 +223,10 @@ OTHER_ROLE = EACH + TURN + DONE + "{% if add_generation_prompt %}<|im_start|>mod
 """Its prompt has another header than its turns."""
 
 
-def prompting(condition: str, *, before: str = "") -> str:
+def prompting(condition: str) -> str:
     """ChatML whose prompt goes on with `<x>` where a condition on the texts holds: the answers never do."""
     return (
-        before + EACH + TURN + DONE + "{% if add_generation_prompt %}<|im_start|>assistant\n{% if "
+        EACH + TURN + DONE + "{% if add_generation_prompt %}<|im_start|>assistant\n{% if "
         f"messages and ({condition})"
         " %}<x>{% endif %}{% endif %}"
     )
