@@ -1,8 +1,6 @@
 """Where turns end: two end tokens, ends that the next turn opens, no end at all, headers before a first answer; and the
 judge of `make mask-score`, held against masks that are wrong on purpose."""
 
-from __future__ import annotations
-
 import ast
 import json
 from datetime import date
@@ -10,21 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from transformers import AutoTokenizer
 
 from benchmarks.mask_score import exact
 from benchmarks.mask_score.score import CASES, score
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.render import NO_END_TOKEN, Renderer
-from sft_play.data.masks.token_row import TokenRow
+from sft_play.data.masks.template import ChatTemplate
 from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from tests.conftest import chat
 from tests.models import CHATML, make_tokenizer
-from tests.test_masks import TOOLS, answer, call, tool, user
+from tests.test_masks import DONE, EACH, TOOLS, answer, call, tool, trained_texts, user
 
-EACH, DONE = "{% for m in messages %}", "{% endfor %}"
 TOKENS = ["<|user|>", "<|assistant|>", "<|observation|>", "<|end_text|>", "<|end_turn|>", "<|end|>", "<|return|>"]
 
 
@@ -69,8 +66,6 @@ FIRST_READ = "{{ messages[0].role[:0] }}" + CHATML
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    from transformers import AutoTokenizer
-
     made = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(made, template=None)
     tokenizer = AutoTokenizer.from_pretrained(made)
@@ -81,14 +76,11 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(folder):
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def make(tokenizer):
-    """Renderers of one tokenizer with other templates and options."""
     parts = TokenizerParts.from_tokenizer(tokenizer)
 
     def made(template: str, **data: Any) -> Renderer:
@@ -101,38 +93,27 @@ RESULT = tool("rain")
 TWO = (user("one"), answer("two"), user("three"), answer("four"))
 
 
-def trained(row: TokenRow | BadRow) -> list[str]:
-    assert isinstance(row, TokenRow), row
-    return [row.text[start:end] for start, end in row.spans]
-
-
 # The end is what stands behind a turn whatever follows.
-
-
 @pytest.mark.parametrize(("template", "ends", "added"), [
     (TWO_ENDS, ["<|end_text|><|end_turn|>"] * 2, ""), (RETURNS, ["<|end|>", "<|return|>"], ""),
     (BETWEEN, ["<|end|>"] * 2, "<|end|>"),  # written between turns only, it is added behind the last
 ])  # fmt: skip
 def test_an_answer_is_trained_through_its_own_end(make, template, ends, added):
     row = make(template).render(Chat("f:1", TWO))
-    assert (trained(row), row.added_end) == ([f"two{ends[0]}", f"four{ends[1]}"], added)
+    assert (trained_texts(row), row.added_end) == ([f"two{ends[0]}", f"four{ends[1]}"], added)
 
 
 def test_an_end_that_questions_have_too_does_not_hide_the_one_behind_it(make):
     thought = (user("one"), answer("two", reasoning_content="hm"), user("three"), answer("four"))
     for messages in (TWO, thought):
-        texts = trained(make(REASONS).render(Chat("f:1", messages)))
-        assert [text.split("</think>")[-1] for text in texts] == [
-            f"{word}<|end_text|><|end_turn|>" for word in ("two", "four")
-        ]
+        texts = [text.split("</think>")[-1] for text in trained_texts(make(REASONS).render(Chat("f:1", messages)))]
+        assert texts == ["two<|end_text|><|end_turn|>", "four<|end_text|><|end_turn|>"]
 
 
 # Where no turn is closed, the token that opens the next one ends it.
-
-
 def test_the_token_that_opens_the_next_turn_ends_one_that_is_not_closed(make, tokenizer):
     row = make(OPENED).render(Chat("f:1", TWO))
-    assert trained(row) == ["\ntwo<|user|>", "\nfour<|user|>"]
+    assert trained_texts(row) == ["\ntwo<|user|>", "\nfour<|user|>"]
     assert (row.method, row.added_end) == ("next_turn", "<|user|>")
     own = tokenizer.apply_chat_template(list(TWO), chat_template=OPENED, tokenize=False)
     assert row.text == own + "<|user|>"
@@ -143,26 +124,24 @@ def test_behind_calls_it_is_the_token_that_opens_the_result(make):
     calls = answer("", tool_calls=[call(place="here")])
     row = make(OPENED).render(Chat("f:1", (user("one"), calls, RESULT, answer("wet")), TOOLS))
     called = "\n<tool_call>look<arg>here</arg></tool_call><|observation|>"
-    assert trained(row) == [called, "\nwet<|user|>"]
+    assert trained_texts(row) == [called, "\nwet<|user|>"]
     row = make(OPENED).render(Chat("f:2", (user("one"), calls), TOOLS))
-    assert (trained(row), row.added_end) == ([called], "<|observation|>")
+    assert (trained_texts(row), row.added_end) == ([called], "<|observation|>")
     # nothing is added behind a question, and no answer is ended by the header of another one
     row = make(OPENED).render(Chat("f:3", TWO[:3]))
-    assert (trained(row), row.added_end) == (["\ntwo<|user|>"], "")
+    assert (trained_texts(row), row.added_end) == (["\ntwo<|user|>"], "")
     row = make(OPENED).render(Chat("f:4", (user("one"), answer("two"), answer("three"))))
-    assert (trained(row), row.untrained_turns) == (["\nthree<|user|>"], 1)
+    assert (trained_texts(row), row.untrained_turns) == (["\nthree<|user|>"], 1)
 
 
 def test_special_tokens_in_texts_stay_text_beside_an_added_end(make):
     row = make(OPENED).render(Chat("f:1", (user("<|user|>"), answer("say <|user|>"))))
-    assert isinstance(row, TokenRow)
     ids = [token for token, label in zip(row.input_ids, row.labels, strict=True) if label != -100]
-    assert trained(row) == ["\nsay <|user|><|user|>"]
+    assert trained_texts(row) == ["\nsay <|user|><|user|>"]
     assert ids.count(ids[-1]) == 1
 
 
 def test_glm_is_trained_as_trls_training_template_trains_it(make, tokenizer):
-    """Text and trained characters of both templates are the same."""
     import trl
 
     templates = Path(trl.__file__).parent / "chat_templates"
@@ -175,46 +154,34 @@ def test_glm_is_trained_as_trls_training_template_trains_it(make, tokenizer):
     ):
         rows = [make(text, on_missing_end="train").render(Chat("f:1", messages, tools)) for text in (own, theirs)]
         assert rows[0].text == rows[1].text.rstrip("\n")
-        assert trained(rows[0]) == trained(rows[1])
+        assert trained_texts(rows[0]) == trained_texts(rows[1])
 
 
 # No end at all.
-
-
 def test_answers_that_would_never_end_are_bad_rows_until_told(make):
     row = make(NOTHING).render(Chat("f:1", TWO))
-    assert isinstance(row, BadRow)
     assert row.reason == NO_END_TOKEN
     assert "data.on_missing_end=train" in row.detail
-    assert trained(make(NOTHING, on_missing_end="train").render(Chat("f:1", TWO))) == ["two\n", "four\n"]
+    assert trained_texts(make(NOTHING, on_missing_end="train").render(Chat("f:1", TWO))) == ["two\n", "four\n"]
 
 
 def test_an_end_that_is_no_token_of_the_tokenizer_ends_nothing(make):
     words = EACH + "<|{{ m.role }}|>{{ m.content }}<|fin|>\n" + DONE + asks("<|assistant|>")
-    row = make(words).render(Chat("f:1", TWO))
-    assert isinstance(row, BadRow)
-    assert "<|fin|>" in row.detail
-    assert trained(make(words, on_missing_end="train").render(Chat("f:1", TWO))) == ["two<|fin|>", "four<|fin|>"]
+    assert "<|fin|>" in make(words).render(Chat("f:1", TWO)).detail
+    assert trained_texts(make(words, on_missing_end="train").render(Chat("f:1", TWO))) == ["two<|fin|>", "four<|fin|>"]
     assert isinstance(make(words, loss_on="all").render(Chat("f:1", TWO)), BadRow)
 
 
-def config_of(folder: Path, model: Path, template: str, **data: Any) -> Path:
-    (folder / "t.jinja").write_text(template)
-    rows = "".join(json.dumps(chat(f"what is {n}?", f"it is {n}")) + "\n" for n in range(8))
-    (folder / "train.jsonl").write_text(rows)
-    files = {"train_path": f"{folder}/train.jsonl", "val_path": None, "test_path": None}
-    config = {
-        "model": {"name": str(model), "max_seq_len": 128},
-        "data": {**files, "chat_template": f"{folder}/t.jinja", **data},
-        "train": {"max_steps": 1, "effective_batch_size": 2, "report_to": []},
-        "output": {"dir": f"{folder}/outputs"},
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    return folder / "run.yaml"
-
-
 def test_check_and_train_agree_that_such_a_run_stops(tiny_llama, tmp_path, command):
-    config = config_of(tmp_path, tiny_llama, NOTHING)
+    (tmp_path / "t.jinja").write_text(NOTHING)
+    rows = "".join(json.dumps(chat(f"what is {n}?", f"it is {n}")) + "\n" for n in range(8))
+    (tmp_path / "train.jsonl").write_text(rows)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 128}}\n"
+        f"data: {{train_path: {tmp_path}/train.jsonl, chat_template: {tmp_path}/t.jinja}}\n"
+        f"train: {{max_steps: 1, effective_batch_size: 2, report_to: []}}\noutput: {{dir: {tmp_path}/outputs}}\n"
+    )
     for name in ("check", "train"):
         code, text = command(name, "--config", str(config))
         assert (code, NO_END_TOKEN in text, "data.on_missing_end=train" in text) == (2, True, True)
@@ -223,19 +190,16 @@ def test_check_and_train_agree_that_such_a_run_stops(tiny_llama, tmp_path, comma
 
 
 # A turn that nobody asked for begins where it would behind a question.
-
-
 @pytest.mark.parametrize("template", [ASKED_ONLY, FIRST_READ, CHATML])
 def test_the_header_of_a_leading_answer_is_not_trained(make, template):
     first = (answer("hello"), *TWO)
     row = make(template).render(Chat("f:1", first))
-    assert [text.split("<")[0] for text in trained(row)] == ["hello", "two", "four"]
+    assert [text.split("<")[0] for text in trained_texts(row)] == ["hello", "two", "four"]
     row = make(template).render(Chat("f:2", (user("one"), answer("two"), answer("three"))))
-    assert [text.split("<")[0] for text in trained(row)] == ["two", "three"]
+    assert [text.split("<")[0] for text in trained_texts(row)] == ["two", "three"]
 
 
 # Think text.
-
 QWEN = (
     EACH + "<|im_start|>{{ m.role }}\n{% set c = m.content %}{% if m.role == 'assistant' and '</think>' in c %}"
     "{% set thought = c.split('</think>')[0].split('<think>')[-1] %}{% set c = c.split('</think>')[-1].lstrip('\n') %}"
@@ -249,21 +213,17 @@ QWEN = (
 )
 def test_text_outside_of_think_marks_is_never_counted_as_thought(make, text):
     for messages in ((user("q"), answer(text)), (user("q"), answer(text), user("r"), answer("s"))):
-        row = make(QWEN).render(Chat("f:1", messages))
-        assert isinstance(row, BadRow)
-        assert row.reason == "the chat template drops an assistant's text"
+        reason = make(QWEN).render(Chat("f:1", messages)).reason
+        assert reason == "the chat template drops an assistant's text"
 
 
 def test_think_text_of_the_history_may_be_left_out_and_is_counted(make):
     for text in ("<think>a</think>b", "a</think>b", "<think>\na\n</think>\n\nb"):
         row = make(QWEN).render(Chat("f:1", (user("q"), answer(text), user("r"), answer("s"))))
-        assert isinstance(row, TokenRow)
         assert row.stripped_think_pieces == 1
 
 
 # The judge.
-
-
 def test_the_judge_knows_nothing_of_how_masks_are_found():
     tree = ast.parse(Path(exact.__file__).read_text(encoding="utf-8"))
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -286,8 +246,6 @@ JUDGED = {
 
 def judged(tokenizer, name: str, change: Any) -> str:
     """The judge's word on a template's right spans after a change: (answer's start, its end, its number) -> span."""
-    from sft_play.data.masks.template import ChatTemplate
-
     template, header, ends, _ = JUDGED[name]
     tokenizer.chat_template = template
     limited = ChatTemplate(template, variables={}, today=date(2026, 1, 1))
@@ -308,7 +266,6 @@ def judged(tokenizer, name: str, change: Any) -> str:
 
 
 def bend(kind: str, name: str, which: int) -> Any:
-    """A change that makes one answer's span wrong in one way."""
     _, header, ends, behind = JUDGED[name]
     last = "<" + ends[which].rsplit("<", 1)[1]
 
@@ -328,24 +285,18 @@ def bend(kind: str, name: str, which: int) -> Any:
 
 
 @pytest.mark.parametrize("name", JUDGED)
-def test_the_judge_takes_the_right_mask(tokenizer, name):
+def test_the_judge_takes_the_right_mask_and_finds_every_kind_of_wrong_one(tokenizer, name):
     assert judged(tokenizer, name, lambda start, end, number: (start, end)) == ""
-
-
-@pytest.mark.parametrize("name", JUDGED)
-@pytest.mark.parametrize(
-    "kind",
-    ["earlier end", "no end", "through the next header", "with its header", "without its first letters",
-     "without its last words"],
-)  # fmt: skip
-def test_the_judge_finds_every_kind_of_wrong_mask(tokenizer, name, kind):
-    for which in (0, 1) if kind == "through the next header" else (0, 1, 2):
-        assert judged(tokenizer, name, bend(kind, name, which)), which
+    kinds = ("earlier end", "no end", "with its header", "without its first letters", "without its last words")
+    wrong = [(kind, which) for kind in kinds for which in range(3)]
+    for kind, which in (*wrong, ("through the next header", 0), ("through the next header", 1)):
+        assert judged(tokenizer, name, bend(kind, name, which)), (kind, which)
 
 
 def test_the_judge_misses_no_turn_and_takes_no_other_text(tokenizer):
     assert "2 of 3 turns" in judged(tokenizer, "chatml", lambda start, end, n: (start, start if n == 1 else end))
     assert judged(tokenizer, "chatml", lambda start, end, n: (0, end))
+    assert judged(tokenizer, "chatml", lambda start, end, n: (start, end + 1))
     assert judged(tokenizer, "chatml", lambda start, end, n: (start - 60, end))
 
 

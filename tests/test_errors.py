@@ -1,11 +1,8 @@
 """Refusals reach the user: no handler of a library's errors takes one of the project's own for it.
 
-Each class of the error tree is also the standard library's type that it refines: a `RunFolderError` is an `OSError`, a
-`ConfigError` a `ValueError`. A handler of the wide type around a call that refuses would hide the refusal, unless
-one of the project's classes is handled before it.
+Each error is also the standard library's type that it refines, so a handler of the wide type around a call that
+refuses would hide the refusal, unless one of the project's classes is handled before it.
 """
-
-from __future__ import annotations
 
 import ast
 import builtins
@@ -26,12 +23,7 @@ def name_of(node: ast.expr | None) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def names_of(node: ast.expr | None) -> set[str]:
-    return {name_of(one) for one in node.elts} if isinstance(node, ast.Tuple) else {name_of(node)}
-
-
 def calls_in(nodes: list[ast.stmt]) -> set[str]:
-    """The names of the functions and methods that are called."""
     called = [one.func for node in nodes for one in ast.walk(node) if isinstance(one, ast.Call)]
     return {name_of(one) for one in called if not (isinstance(one, ast.Attribute) and one.attr in OF_FILES)} - {""}
 
@@ -47,8 +39,7 @@ def imported_in(tree: ast.Module) -> dict[str, Path]:
 
 
 def refusals(trees: dict[Path, ast.Module]) -> dict[tuple[Path | None, str], set[str]]:
-    """The project's errors that each function raises, itself or through others: by (module, name) for plain functions,
-    by (None, name) for methods."""
+    """The errors that each function raises, itself or through others: by (module, name), methods by (None, name)."""
     found: dict[tuple[Path | None, str], set[str]] = {}
     calls: dict[tuple[Path | None, str], set[tuple[Path, str]]] = {}
     for path, tree in trees.items():
@@ -79,7 +70,8 @@ def handlers(tree: ast.Module) -> Iterator[tuple[int, str, list[ast.stmt], set[s
             if isinstance(node, ast.Try):
                 before: set[str] = set()
                 for handler in node.handlers:
-                    here = names_of(handler.type)
+                    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+                    here = {name_of(kind) for kind in kinds}
                     if not any(isinstance(one, ast.Raise) and one.exc is None for one in ast.walk(handler)):
                         yield handler.lineno, function.name, node.body, here, set(before)
                     before |= here
@@ -133,8 +125,9 @@ def deeper(text):
 @pytest.mark.parametrize(
     ("handled", "is_hidden"),
     [
-        *[("ValueError", True), ("(TypeError, Exception)", True), ("TypeError", False), ("OSError", False)],
-        *[("ConfigError", False), ("SftPlayError:\n        raise\n    except ValueError", False)],
+        *((name, True) for name in ("ValueError", "(TypeError, Exception)")),
+        *((name, False) for name in ("TypeError", "OSError", "ConfigError")),
+        ("SftPlayError:\n        raise\n    except ValueError", False),
     ],
 )
 def test_a_handler_that_hides_a_refusal_is_found(handled, is_hidden):

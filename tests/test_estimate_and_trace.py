@@ -1,7 +1,5 @@
 """The estimate and a trace of the whole step count the same bytes, whatever trains and whichever optimizer steps it."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any
@@ -16,8 +14,9 @@ from sft_play.planner.memory.estimate import estimate_memory
 from sft_play.planner.memory.model_states import resident_bytes
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import element_bytes
-from sft_play.planner.precision import DtypeName, Precision
-from sft_play.trace.confirm import load_planned_shape
+from sft_play.planner.precision import Precision
+from sft_play.trace.confirm import load_planned_shape, step_settings
+from sft_play.trace.step import record_step
 
 pytestmark = pytest.mark.build
 
@@ -53,9 +52,6 @@ def tuning(draw: random.Random) -> str:
 
 def apart(model: dict[str, object], words: str, optim: str, precision: Precision, step: Step) -> float:
     """The estimate's peak over the trace's, less one."""
-    from sft_play.trace.confirm import step_settings
-    from sft_play.trace.step import record_step
-
     config = config_from_text(f"model: {{name: m}}\ntuning: {words}\ntrain: {{optim: {optim}}}\n", name="x")
     shape = load_planned_shape(model, name="m")
     predicted = estimate_memory(config, shape, precision, step).allocated
@@ -84,13 +80,8 @@ def test_an_embedding_that_trains_beside_4_bit_layers_hands_its_dtype_on(kind: s
     assert abs(apart(fields(kind, tied=True), words, "lion_8bit", PRECISIONS[0], step)) < TOLERANCE
 
 
-MIXTURES = ("qwen3_moe", "gpt_oss", "mixtral")
-KERNELS: tuple[tuple[DtypeName, tuple[int, int]], ...] = (
-    ("float32", (9, 0)), ("float16", (7, 5)), ("bfloat16", (8, 0)),
-)  # fmt: skip
-
-
-MODES = ("lora", "qlora")
+MIXTURES, MODES = ("qwen3_moe", "gpt_oss", "mixtral"), ("lora", "qlora")
+KERNELS = (("float32", (9, 0)), ("float16", (7, 5)), ("bfloat16", (8, 0)))
 
 
 @pytest.mark.parametrize(
@@ -104,8 +95,7 @@ MODES = ("lora", "qlora")
     ids=str,
 )
 def test_grouped_experts_take_what_their_kernel_takes(kind: str, mode: str, kernel: Any) -> None:
-    """GPUs before Ampere run transformers' own loop, which makes the gradients of frozen experts too: a sixth of this
-    peak."""
+    """GPUs before Ampere run transformers' own loop, which makes the gradients of frozen experts too."""
     dtype, capability = kernel
     model = fields(kind, tied=True) | {
         "vocab_size": 512, "num_local_experts": 32, "num_experts": 32, "num_experts_per_tok": 4,

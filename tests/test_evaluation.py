@@ -1,7 +1,6 @@
 """Evaluation: a micro-batch of its own, rows of like length together, the same figures whatever the batches."""
 
-from __future__ import annotations
-
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ MODELS = ("Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "
 LAYOUTS = (SINGLE, Layout("ddp", 2), Layout("fsdp", 4, 4), Layout("zero3", 4, 4))
 
 
-# --- the plan ---------------------------------------------------------------------------------------------------------
 def walk(model: str, mode: str, layout: Layout, *words: str, **step: Any) -> StepMemorySimulation:
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=[f"tuning.mode={mode}", *words])
     step.setdefault("padded", is_padded(config, layout, rows=step["micro_batch"]))
@@ -48,8 +46,7 @@ def walk(model: str, mode: str, layout: Layout, *words: str, **step: Any) -> Ste
     }),
 )  # fmt: skip
 def test_the_evaluation_batch_is_the_largest_that_stays_within_the_step(model, mode, layout, on_gpu, step):
-    """What is reserved for it, on a CPU its tensors, is within the step's tensors; one row more is beyond, or 64 were
-    enough."""
+    """What is reserved for it, on a CPU its tensors, is within the step's; one row more is beyond, or 64 are enough."""
     made = walk(model, mode, layout, on_gpu=on_gpu, **step)
 
     def beyond(terms: Any) -> int:
@@ -80,10 +77,8 @@ def test_evaluation_never_raises_what_a_plan_needs(model, machine):
     assert (judged.memory.allocated, judged.memory.required) == (plain.memory.allocated, plain.memory.required)
     assert judged.as_json()["eval_batch"] == judged.eval_batch
     assert [sum(line.startswith("evaluation: ") for line in plan.reasons) for plan in (judged, plain)] == [1, 0]
-    overrides = ["tuning.mode=qlora", "eval.batch_size=3"]
-    three = config_from_text(f"model: {{name: {model}}}", name="x", overrides=overrides)
-    given = make_plan(PlanRequest(three, load_model_shape(model), parse_hardware(machine)))
-    assert given.eval_batch == 3
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"batch_size": 3})})
+    assert make_plan(PlanRequest(config, load_model_shape(model), parse_hardware(machine))).eval_batch == 3
 
 
 def test_a_micro_batch_of_one_row_has_no_mask_and_its_evaluation_has_one():
@@ -170,7 +165,6 @@ def together(tmp_path_factory, tiny_llama):
 
 
 def by_hand(model: Any, dtype: Any) -> tuple[float, float]:
-    """Loss and accuracy over trained tokens, one row after the other."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -230,8 +224,6 @@ def test_batches_of_the_evaluation_hold_rows_of_like_length(tmp_path, tiny_llama
 @pytest.mark.build
 def test_a_traced_evaluation_has_a_mask_of_its_own():
     """Rows that are padded get the memory-efficient kernel with its mask, also where training has none."""
-    import dataclasses
-
     from sft_play.trace.step import trace_step
     from tests.test_trace import SMALL
 

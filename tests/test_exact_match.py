@@ -4,20 +4,23 @@ The second rule is transformers' own: the conversation as `apply_chat_template` 
 with the prompt, through the first token that ends an answer. A model is pretended that writes exactly that.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.fitted_template import control_tokens
 from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import TokenizerError
+from sft_play.finished.evaluation import evaluate_run
+from sft_play.finished.report import compare_results, read_record
+from sft_play.finished.run import find_finished_run
+from sft_play.runs.folder import RunFolder
 from sft_play.training.measure import exact_match
 from sft_play.training.measure.exact_match import build_questions, collect_stop_ids, generate_answers
 from tests.bundled import template_of
@@ -28,24 +31,30 @@ from tests.test_recorded_data import TOOLS
 
 pytestmark = pytest.mark.build
 
-NO_LIMIT = 1 << 30
 CALL = {"type": "function", "id": "Ab3dE6gH9", "function": {"name": "look", "arguments": {"place": "Rottmoor"}}}
 QUESTION = {"role": "user", "content": "Where is it?"}
+
+
+def asked_and(content: str, **more: Any) -> list[dict[str, Any]]:
+    return [QUESTION, {"role": "assistant", "content": content, **more}]
+
+
+PLAIN = asked_and("There.")
+THOUGHT = asked_and("There.", reasoning_content="They ask me.")
+OWN_THOUGHT = asked_and("<think>\nThey ask me.\n</think>\n\nThere.")
 CASES: dict[str, tuple[list[dict[str, Any]], tuple[Any, ...]]] = {
-    "plain": ([QUESTION, {"role": "assistant", "content": "In the kitchen."}], ()),
-    "spaced": ([QUESTION, {"role": "assistant", "content": " In the\n\nkitchen. "}], ()),
-    "system": ([{"role": "system", "content": "Be terse."}, QUESTION, {"role": "assistant", "content": "There."}], ()),
-    "reasoning": ([QUESTION, {"role": "assistant", "content": "There.", "reasoning_content": "They ask me."}], ()),
-    "think": ([QUESTION, {"role": "assistant", "content": "<think>\nThey ask me.\n</think>\n\nThere."}], ()),
-    "call": ([QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}], TOOLS),
+    "plain": (asked_and("In the kitchen."), ()),
+    "spaced": (asked_and(" In the\n\nkitchen. "), ()),
+    "system": ([{"role": "system", "content": "Be terse."}, *PLAIN], ()),
+    "reasoning": (THOUGHT, ()),
+    "think": (OWN_THOUGHT, ()),
+    "call": (asked_and("", tool_calls=[CALL]), TOOLS),
 }
 
 
 @pytest.fixture(scope="module")
 def tokenizer_of(tmp_path_factory):
     """Tokenizers that know the tokens which end the answers of a template."""
-    from transformers import AutoTokenizer
-
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(folder)
 
@@ -62,7 +71,7 @@ def tokenizer_of(tmp_path_factory):
 
 
 def renderer_of(tokenizer: Any, **data: Any) -> Renderer:
-    return Renderer(tokenizer, DataConfig(**data), max_seq_len=NO_LIMIT)
+    return Renderer(tokenizer, DataConfig(**data), max_seq_len=1 << 30)
 
 
 def conversation(messages: Any, tools: Any = ()) -> Chat:
@@ -70,8 +79,8 @@ def conversation(messages: Any, tools: Any = ()) -> Chat:
 
 
 def behind_the_prompt(tokenizer: Any, one: Chat) -> Iterator[str]:
-    """What transformers renders of the last turn behind what the prompt and the whole conversation have in common, no
-    token cut in two; of the row in each form (arguments as text, content in parts) that the template takes."""
+    """What transformers renders of the last turn behind what prompt and whole conversation share, no token cut in two;
+    in each form (arguments as text, content in parts) that the template takes."""
     for messages in forms(one.messages):
         options = {"tools": list(one.tools) or None, "tokenize": False}
         try:
@@ -131,14 +140,7 @@ def check(template: str, tokenizer_of: Any, monkeypatch: Any) -> int:
 
 
 FAMILIES = (
-    "deepseek_r1_distill",
-    "deepseekv3",
-    "gemma4",
-    "glm4moe",
-    "gptoss",
-    "llama3_1",
-    "qwen3",
-    "qwen3_5_think",
+    *("deepseek_r1_distill", "deepseekv3", "gemma4", "glm4moe", "gptoss", "llama3_1", "qwen3", "qwen3_5_think"),
     "lfm2",
 )
 
@@ -156,11 +158,6 @@ def test_so_it_is_for_every_shared_template(tokenizer_of, monkeypatch):
     assert sum(checked) > 3 * len(files)
 
 
-THOUGHT = [QUESTION, {"role": "assistant", "content": "There.", "reasoning_content": "They ask me."}]
-PLAIN = [QUESTION, {"role": "assistant", "content": "There."}]
-OWN_THOUGHT = [QUESTION, {"role": "assistant", "content": "<think>\nThey ask me.\n</think>\n\nThere."}]
-
-
 @pytest.mark.parametrize(
     ("template", "messages", "reference"),
     [
@@ -175,7 +172,7 @@ OWN_THOUGHT = [QUESTION, {"role": "assistant", "content": "<think>\nThey ask me.
         # no block is written, and none is expected
         ("trl/qwen3_instruct_2507", PLAIN, "There."),
         # the template strips white space
-        ("trl/gemma3", [QUESTION, {"role": "assistant", "content": "  There. \n"}], "There."),
+        ("trl/gemma3", asked_and("  There. \n"), "There."),
         ("trl/gptoss", PLAIN, "<|channel|>final<|message|>There."),
     ],
 )
@@ -209,7 +206,7 @@ def test_options_that_change_what_is_trained_change_what_is_compared(tokenizer_o
     # a prompt that closes the block
     closed = renderer_of(tokenizer, chat_template_kwargs={"enable_thinking": False})
     assert build_questions([conversation(PLAIN)], closed, tokenizer)[0].reference == "There."
-    turns = [*THOUGHT, {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Gone."}]
+    turns = [*THOUGHT, *asked_and("Gone.")]
     for options in ({"loss_on": "completion"}, {"loss_on": "all"}, {"multi_turn": "split"}):
         renderer = renderer_of(tokenizer, **options)
         asked = build_questions(renderer.split_turns(conversation(turns)), renderer, tokenizer)
@@ -219,36 +216,23 @@ def test_options_that_change_what_is_trained_change_what_is_compared(tokenizer_o
 
 def test_what_is_not_trained_is_not_asked_for(tokenizer_of):
     tokenizer = tokenizer_of(CHATML)
-    renderer = renderer_of(tokenizer)
-    untrained = [QUESTION, {"role": "assistant", "content": "There.", "train": False}]
-    turns = [*PLAIN, *untrained]
-    empty = [QUESTION, {"role": "assistant", "content": ""}]
-    asked = [conversation(messages) for messages in (turns, empty, [*PLAIN, QUESTION])]
-    assert build_questions(asked, renderer, tokenizer) == [None] * 3
+    asked = ([*PLAIN, *asked_and("There.", train=False)], asked_and(""), [*PLAIN, QUESTION])
+    assert build_questions(map(conversation, asked), renderer_of(tokenizer), tokenizer) == [None] * 3
 
 
 def test_a_cut_row_is_compared_with_its_whole_answer(tokenizer_of):
     tokenizer = tokenizer_of(CHATML)
     renderer = Renderer(tokenizer, DataConfig(), max_seq_len=60)
-    long = conversation([QUESTION, {"role": "assistant", "content": "the light in the kitchen is on " * 9}])
+    long = conversation(asked_and("the light in the kitchen is on " * 9))
     assert renderer(long).cut_tokens > 0
     assert build_questions([long], renderer, tokenizer)[0].reference.strip() == long.messages[-1]["content"].strip()
     short = Renderer(tokenizer, DataConfig(), max_seq_len=10)
     assert build_questions([long], short, tokenizer) == [None]  # no room behind the prompt
 
 
-# --- a whole run ------------------------------------------------------------------------------------------------------
-
-
+# A whole run.
 def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monkeypatch):
-    """A model that writes the template's empty think block and then the answer, as it was trained, is right everywhere;
-    so is every figure's count of generated answers."""
-    from transformers import AutoTokenizer
-
-    from sft_play.finished.evaluation import evaluate_run
-    from sft_play.finished.report import compare_results, read_record
-    from sft_play.finished.run import find_finished_run
-    from sft_play.runs.folder import RunFolder
+    """A model that writes the template's empty think block and then the answer, as trained, is right everywhere."""
 
     base = make_llama(tmp_path / "base", template=template_of("trl/qwen3"), max_position_embeddings=256)
     rows = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(48)]
@@ -275,12 +259,11 @@ def test_figures_of_a_run_are_those_of_what_was_trained(tmp_path, command, monke
     assert held_out > 3
     for when in ("before", "after"):
         assert (summary[when]["exact_match"], summary[when]["generated_rows"]) == (1.0, 3)
-    assert f"Held-out exact match of 3 answers (val, {held_out} rows): 100.0% before, 100.0% after" in printed
+    assert f"exact match of 3 answers (val, {held_out} rows): 100.0% before, 100.0% after" in printed
     assert [one["generated_rows"] for one in summary["evaluations"]] == [3] * len(summary["evaluations"])
     assert summary["samples"][0]["right"]
     assert summary["samples"][0]["expected"].startswith("<think>\n\n</think>\n\nit is ")
     assert "| exact match of 3 answers | 100.0% | 100.0% |" in (folder / "adapter" / "README.md").read_text()
-    assert "100.0% → 100.0% of 3 rows" in (folder / "report.html").read_text()
     compared = compare_results([read_record(RunFolder(folder))])
     assert compared["generated_rows_after"] == compared["val_generated_rows"] == (3,)
     evaluated = evaluate_run(find_finished_run(tmp_path / "outputs", "one"), metrics=["exact_match", "chrf"])

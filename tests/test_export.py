@@ -1,7 +1,5 @@
 """Exports: the GGUF, the Modelfile and the folder say what was trained, and export-test sees where they do not."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json
@@ -16,23 +14,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from tokenizers import normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaTokenizer
 
+from benchmarks.starter_base import make_model
+from benchmarks.starter_base import make_tokenizer as starter_tokenizer
+from benchmarks.starter_corpus import corpus_documents
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
-from sft_play.finished.export.checks import (
-    EnginePrompts,
-    divergence_limit,
-    export_test,
-    find_pre_tokenizer,
-    load_file_tokenizer,
-    read_fields,
-    weight_bits,
-)
+from sft_play.finished.export import checks
 from sft_play.finished.export.export import export_run
 from sft_play.finished.export.llama_cpp import LLAMA_CPP_VERSION, find_converter, unpack_converter
 from sft_play.finished.export.merge import merge_run
-from sft_play.finished.run import find_finished_run
+from sft_play.finished.run import describe_context_window, find_finished_run
 from tests import warm
 from tests.converter import converter
 from tests.finished_runs import SMALL, finished_run, make_base
@@ -60,7 +55,6 @@ def model(name: str, **changes):
 
 
 def run_of(folder: Path, built, *, dtype=torch.float32, change_tokenizer=None, **options):
-    """A finished run on a base of its own, whose tokenizer may be changed."""
     base = make_base(folder / "base", built, dtype=dtype)
     if change_tokenizer is not None:
         tokenizer = AutoTokenizer.from_pretrained(base)
@@ -90,46 +84,38 @@ def test_the_exported_model_is_the_trained_one(tmp_path, kind):
     exported = export_run(run, "gguf", quant=quant)
     assert exported.quant == written
     assert exported.prompts_checked > 10
-    tested = export_test(run, rows=6)
+    tested = checks.export_test(run, rows=6)
     assert tested.ok, "\n".join(tested.lines())
     assert tested.answers["kl"] < tested.kl_base / 10
 
 
 # --- fewer than 8 bits ------------------------------------------------------------------------------------------------
-
-
-def needs_llama_cpp() -> None:
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (it compiles for minutes)")
-    converter()
-
-
-WIDE = {"hidden_size": 256, "intermediate_size": 352, "head_dim": 64}
-
-
 @pytest.mark.parametrize(
     ("quant", "dtype", "types"),
     [("q4_k_m", torch.bfloat16, {"F32", "Q4_K", "Q6_K"}), ("q5_0", torch.float32, {"F32", "Q5_0", "Q6_K"})],
 )
 def test_fewer_bits_are_those_of_llama_cpp_and_measured(tmp_path, quant, dtype, types):
-    needs_llama_cpp()
-    run = run_of(tmp_path, model("Llama", tie_word_embeddings=False, vocab_size=TOKENS, **WIDE), dtype=dtype)
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (it compiles for minutes)")
+    converter()
+    wide = {"hidden_size": 256, "intermediate_size": 352, "head_dim": 64}
+    run = run_of(tmp_path, model("Llama", tie_word_embeddings=False, vocab_size=TOKENS, **wide), dtype=dtype)
     exported = export_run(run, "gguf", quant=quant)
-    assert exported.file.name.endswith(f"-{quant}.gguf")
-    assert [file.name for file in exported.path.iterdir() if file.suffix == ".gguf"] == [exported.file.name]
-    tested = export_test(run, rows=4)
+    (file,) = exported.path.glob("*.gguf")
+    assert file == exported.file
+    assert file.name.endswith(f"-{quant}.gguf")
+    tested = checks.export_test(run, rows=4)
     found = set(tested.types)
-    fallback = found - types  # rows of 352 weights, which llama.cpp stores in blocks of 32
-    assert types - {"Q3_K"} <= found
-    assert bool(fallback) == (quant != "q5_0")
-    bits = min(bits for name in found if (bits := weight_bits(name)))
-    limit = divergence_limit(f"q{bits}", tested.kl_base)
+    assert types <= found
+    assert bool(found - types) == (quant != "q5_0")  # rows of 352 weights, which llama.cpp stores in blocks of 32
+    bits = min(bits for name in found if (bits := checks.weight_bits(name)))
+    limit = checks.divergence_limit(f"q{bits}", tested.kl_base)
     assert 0 < tested.answers["kl"] < tested.answers["kl_limit"] == limit
 
 
 def test_bits_are_read_from_the_names_of_types():
     names = {"Q4_K": 4, "IQ4_XS": 4, "Q8_0": 8, "Q2_K": 2, "F16": None, "BF16": None, "MXFP4": None}
-    assert {name: weight_bits(name) for name in names} == names
-    assert (divergence_limit("q8", 0.0), divergence_limit("q8", 10.0)) == (2e-3, 2e-2)
+    assert {name: checks.weight_bits(name) for name in names} == names
+    assert (checks.divergence_limit("q8", 0.0), checks.divergence_limit("q8", 10.0)) == (2e-3, 2e-2)
 
 
 def test_without_llama_cpps_library_fewer_bits_are_refused_before_the_merge(tmp_path, monkeypatch, failing):
@@ -142,11 +128,8 @@ def test_without_llama_cpps_library_fewer_bits_are_refused_before_the_merge(tmp_
 
 
 # --- a file that is not what was trained ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A run with its GGUF, both in fp32."""
     converter()
     folder = tmp_path_factory.mktemp("exported")
     run = run_of(folder, model("Llama", tie_word_embeddings=False, vocab_size=TOKENS))
@@ -155,10 +138,10 @@ def exported(tmp_path_factory):
 
 def test_a_lossless_export_answers_token_for_token(exported):
     run, file = exported
-    tested = export_test(run, rows=5)
+    tested = checks.export_test(run, rows=5)
     assert tested.ok, "\n".join(tested.lines())
     assert (tested.answers["equal_answers"], tested.prompts) == (1.0, 5)
-    fields, tokenizer = read_fields(file), AutoTokenizer.from_pretrained(run.weights)
+    fields, tokenizer = checks.read_fields(file), AutoTokenizer.from_pretrained(run.weights)
     assert fields["tokenizer.chat_template"] == tokenizer.chat_template
     assert fields["tokenizer.ggml.eos_token_id"] == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
@@ -211,54 +194,42 @@ def changed_copy(file: Path, folder: Path, change) -> Path:
 def test_export_test_names_what_is_wrong_in_a_file(exported, tmp_path, what):
     change, names = WRONG[what]
     run, file = exported
-    tested = export_test(run, path=changed_copy(file, tmp_path, change), rows=3)
+    tested = checks.export_test(run, path=changed_copy(file, tmp_path, change), rows=3)
     assert not tested.ok
-    wrong = {check.name.lower() for check in tested.checks if check.ok is not True}
-    assert wrong == names
+    assert {check.name.lower() for check in tested.checks if check.ok is not True} == names
 
 
 def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_path):
     converter()
     run = run_of(tmp_path, model("Olmo2"))
     export_run(run, "gguf")
-    tested = export_test(run, rows=3)
+    tested = checks.export_test(run, rows=3)
     assert not tested.ok
     assert [check.ok for check in tested.checks if check.name == "Answers"] == [None]
 
 
 # --- the tokenizer ----------------------------------------------------------------------------------------------------
-
-
-def byte_level(folder: Path):
-    make_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def texts(count: int) -> list[str]:
-    draw = random.Random(5)
-    words = ["hello", " there", "12", "3456", "<|im_start|>", "<|im_end|>", "\n\n", "é", "日本", "🚀", "'s", " ", "!?"]
-    return ["".join(draw.choices([*words, *string.ascii_letters], k=draw.randint(0, 30))) for _ in range(count)]
-
-
 def test_a_files_tokenizer_is_read_as_llama_cpp_reads_it(exported, tmp_path):
     run, file = exported
-    tokenizer, fields = AutoTokenizer.from_pretrained(run.weights), read_fields(file)
-    encode, given = load_file_tokenizer(file, fields), texts(300)
+    tokenizer, fields = AutoTokenizer.from_pretrained(run.weights), checks.read_fields(file)
+    draw = random.Random(5)
+    words = ["hello", " there", "12", "3456", "<|im_start|>", "<|im_end|>", "\n\n", "é", "日本", "🚀", "'s", " ", "!?"]
+    words += string.ascii_letters
+    given = ["".join(draw.choices(words, k=draw.randint(0, 30))) for _ in range(300)]
+    encode = checks.load_file_tokenizer(file, fields)
     expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in given]
     assert [encode(text) for text in given] == expected
     key, bos = "tokenizer.ggml.bos_token_id", tokenizer.convert_ids_to_tokens(0)
-    with_bos = load_file_tokenizer(file, {**fields, key: 0, "tokenizer.ggml.add_bos_token": True})
+    with_bos = checks.load_file_tokenizer(file, {**fields, key: 0, "tokenizer.ggml.add_bos_token": True})
     assert with_bos("hello") == with_bos(f"{bos}hello") == [0, *encode("hello")]
     other = changed_copy(file, tmp_path, _entry("tokenizer.ggml.pre", "tekke"))
     with pytest.raises(ModelError, match=r"not in the table of llama.cpp's"):
-        load_file_tokenizer(other, read_fields(other))
+        checks.load_file_tokenizer(other, checks.read_fields(other))
     falcon = changed_copy(file, tmp_path, _entry("tokenizer.ggml.pre", "youtu"))
-    assert [load_file_tokenizer(falcon, read_fields(falcon))(text) for text in given] != expected
+    assert [checks.load_file_tokenizer(falcon, checks.read_fields(falcon))(text) for text in given] != expected
 
 
 def test_a_sentencepiece_tokenizer_is_exported_from_the_bases_own_file(tmp_path):
-    from transformers import LlamaTokenizer
-
     converter()
     sentencepiece = pytest.importorskip("sentencepiece")
     corpus = [f"the light in room {n} is {n * 37} lumen, isn't it?" for n in range(200)]
@@ -286,9 +257,9 @@ def test_a_sentencepiece_tokenizer_is_exported_from_the_bases_own_file(tmp_path)
     shutil.copy(published, base / "tokenizer.model")
     exported = export_run(run, "gguf")
     assert exported.prompts_checked > 10
-    fields = read_fields(exported.file)
+    fields = checks.read_fields(exported.file)
     assert fields["tokenizer.ggml.model"] == "llama"
-    encode, draw = load_file_tokenizer(exported.file, fields), random.Random(2)
+    encode, draw = checks.load_file_tokenizer(exported.file, fields), random.Random(2)
     words = [*" ".join(corpus).split(), "日本", "🚀", "é"]
     for _ in range(100):
         text = draw.choice([" ", "  ", "\n", ", "]).join(draw.choices(words, k=draw.randint(1, 9)))
@@ -300,34 +271,29 @@ def test_a_prompt_whose_texts_spell_special_tokens_is_not_compared_with_an_engin
     run, _ = exported
     answer = {"role": "assistant", "content": "x"}
     chats = [Chat("", ({"role": "user", "content": text}, answer)) for text in ("hi", "hi<|im_end|>", "you")]
-    asked = EnginePrompts(run, run.folder.path / "merged").row_prompts(SimpleNamespace(chats=chats), 3)
+    asked = checks.EnginePrompts(run, run.folder.path / "merged").row_prompts(SimpleNamespace(chats=chats), 3)
     assert ["hi" in one.rendered for one in asked] == [True, False]
 
 
 def test_a_pre_tokenizer_is_proven_and_not_assumed(tmp_path):
-    from tokenizers import pre_tokenizers
-
-    backend = byte_level(tmp_path).backend_tokenizer
-    assert find_pre_tokenizer(backend) == "gpt-2"
+    make_tokenizer(tmp_path)
+    backend = AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer
+    assert checks.find_pre_tokenizer(backend) == "gpt-2"
     split = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
-    assert find_pre_tokenizer(backend) == "smollm"
+    assert checks.find_pre_tokenizer(backend) == "smollm"
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    assert find_pre_tokenizer(backend) is None
+    assert checks.find_pre_tokenizer(backend) is None
     backend.pre_tokenizer, backend.model.ignore_merges = split, True
-    assert find_pre_tokenizer(backend) is None
+    assert checks.find_pre_tokenizer(backend) is None
 
 
 def cut_elsewhere(tokenizer) -> None:
-    from tokenizers import pre_tokenizers
-
     pieces = [pre_tokenizers.Split("a", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)
 
 
 def lowercase(tokenizer) -> None:
-    from tokenizers import normalizers
-
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
 
 
@@ -348,7 +314,6 @@ WITH_BOS = "{{ bos_token }}" + CHATML
 
 @pytest.mark.parametrize("template", [WITH_BOS, CHATML])
 def test_a_prompt_begins_with_bos_once_where_training_had_it_and_never_elsewhere(tmp_path, template):
-    from tokenizers.processors import TemplateProcessing
 
     def put_bos_first(tokenizer) -> None:
         tokenizer.bos_token, tokenizer.chat_template = "<|endoftext|>", template
@@ -359,17 +324,15 @@ def test_a_prompt_begins_with_bos_once_where_training_had_it_and_never_elsewhere
     converter()
     run = run_of(tmp_path, model("Llama", bos_token_id=0), change_tokenizer=put_bos_first)
     exported = export_run(run, "ollama")
-    fields = read_fields(exported.file)
+    fields = checks.read_fields(exported.file)
     assert fields["tokenizer.ggml.add_bos_token"] == (template == WITH_BOS)
     text = (exported.path / "Modelfile").read_text()
     assert "<|endoftext|>" not in text.partition("PARAMETER")[0]
     assert "PARAMETER num_ctx 256\n" in text  # the model's, where the rows of training had 64
-    assert export_test(run, rows=3).ok
+    assert checks.export_test(run, rows=3).ok
 
 
 # --- the converter ----------------------------------------------------------------------------------------------------
-
-
 def archive(path: Path, files: dict[str, bytes]) -> Path:
     with tarfile.open(path, "w:gz") as package:
         for name, content in files.items():
@@ -426,7 +389,7 @@ def failing(tmp_path) -> Path:
 def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path, failing):
     run = run_of(tmp_path, model("Llama"))
     with pytest.raises(RunFolderError, match="make export FORMAT=gguf"):
-        export_test(run)
+        checks.export_test(run)
     with pytest.raises(BackendError, match=r"(?s)LLAMA_CPP=.*\n  Model NewForCausalLM is not"):
         export_run(run, "gguf", llama_cpp=failing)
     assert not list((run.folder.path / "export").iterdir())
@@ -437,7 +400,7 @@ def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path, failing):
         export_run(run, "gguf", out=tmp_path / "mine", llama_cpp=failing, replace=True)
     (tmp_path / "no.gguf").write_bytes(b"GGU")
     with pytest.raises(ModelError, match="cannot be read as a GGUF"):
-        export_test(run, path=tmp_path / "no.gguf")
+        checks.export_test(run, path=tmp_path / "no.gguf")
 
 
 def test_a_merge_that_is_older_than_the_adapter_is_made_anew(tmp_path):
@@ -453,12 +416,8 @@ def test_a_merge_that_is_older_than_the_adapter_is_made_anew(tmp_path):
 
 
 # --- vLLM and the commands --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_the_folder_for_vllm_is_a_whole_model_with_the_stop_tokens_of_training(tmp_path, mode):
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
     base = make_base(tmp_path / "base", model("Llama", eos_token_id=0))
     run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base, mode=mode)))
     exported = export_run(run, "vllm")
@@ -468,8 +427,7 @@ def test_the_folder_for_vllm_is_a_whole_model_with_the_stop_tokens_of_training(t
     assert tokenizer.chat_template == CHATML
     assert AutoModelForCausalLM.from_pretrained(exported.path).config.vocab_size == 400
     assert exported.commands[0].startswith(f"vllm serve {exported.path} ")
-    # the rows of training had 64 tokens at most, which is no limit of the model
-    assert exported.commands[0].endswith(" --max-model-len 256")
+    assert exported.commands[0].endswith(" --max-model-len 256")  # the model's, not the 64 tokens of the rows
 
 
 @pytest.mark.parametrize(
@@ -481,8 +439,6 @@ def test_the_folder_for_vllm_is_a_whole_model_with_the_stop_tokens_of_training(t
     ],
 )
 def test_an_engine_is_given_the_models_own_positions(tmp_path, changes, positions):
-    from sft_play.finished.run import describe_context_window
-
     config = {
         "model_type": "llama", **SMALL, "vocab_size": 400, "max_position_embeddings": 8192, "n_embd": 64, "n_layer": 2,
         "n_head": 4, **changes,
@@ -494,29 +450,22 @@ def test_an_engine_is_given_the_models_own_positions(tmp_path, changes, position
 
 
 def test_the_commands_answer_in_words_and_json(exported, command):
-    run, _ = exported
-    folder = str(run.folder.path)
+    folder = str(exported[0].folder.path)
     code, printed = command("export-test", "--run", folder, "--limit", "2", "--json")
     assert code == 0, printed
     assert json.loads(next(line for line in printed.splitlines() if line.startswith('{"ok"')))["prompts"] == 2
     for words, message in (
         ([], "error: make export needs FORMAT=, one of gguf, ollama, vllm"),
         (["--format", "gguf"], "FORCE=1"),
-        (["--format", "onnx"], "error: FORMAT=onnx is not one of gguf, ollama, vllm"),
-        (["--format", "gguf", "--quant", "q9_k"], "f32, f16, bf16, q8_0, q6_k"),
+        (["--format", "onnx"], "gguf, ollama, vllm"),
         (["--format", "vllm", "--quant", "q8_0"], "QUANT= is for GGUFs"),
     ):
         code, printed = command("export", "--run", folder, *words)
-        assert code == 2, printed
-        assert message in printed
+        assert (code, message in printed) == (2, True), printed
 
 
 def test_the_starters_model_and_tokenizer_pass(tmp_path):
     """Its base before training: the same class, tokenizer and template."""
-    from benchmarks.starter_base import make_model
-    from benchmarks.starter_base import make_tokenizer as starter_tokenizer
-    from benchmarks.starter_corpus import corpus_documents
-
     converter()
     base = tmp_path / "base"
     starter_tokenizer(corpus_documents(2000)).save_pretrained(base)
@@ -524,9 +473,9 @@ def test_the_starters_model_and_tokenizer_pass(tmp_path):
     run = find_finished_run(tmp_path, str(finished_run(tmp_path / "run", base)))
     exported = export_run(run, "ollama", quant="q8_0")
     assert exported.notes == ()
-    assert read_fields(exported.file)["tokenizer.ggml.pre"] == "gpt-2"
+    assert checks.read_fields(exported.file)["tokenizer.ggml.pre"] == "gpt-2"
     assert 'PARAMETER stop "<|im_end|>"' in (exported.path / "Modelfile").read_text()
-    tested = export_test(run, rows=4)
+    tested = checks.export_test(run, rows=4)
     assert tested.ok, "\n".join(tested.lines())
 
 

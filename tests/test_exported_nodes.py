@@ -1,19 +1,14 @@
 """`RANK` and `WORLD_SIZE` that are exported once on each machine count ranks, or number nodes. And those that a
 notebook has left: who is waited for, how long, and how to go on without them."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -41,7 +36,6 @@ GIB = 2**30
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, tiny_llama, sums) -> Path:
-    """A run YAML of two steps of eight rows."""
     folder = tmp_path_factory.mktemp("exported")
     path = folder / "run.yaml"
     path.write_text(
@@ -54,8 +48,6 @@ def config(tmp_path_factory, tiny_llama, sums) -> Path:
 
 
 # --- how exported variables are read ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("machine", "world", "rank", "address", "nodes"),
     [
@@ -81,13 +73,11 @@ def test_nodes_that_read_the_variables_differently_all_say_so(config):
     card = node_card(load_config(config).config, machine, strategy="ddp", uses_deepspeed=False)
     setups = [NodeSetup(2, 0, "127.0.0.1", port), NodeSetup(4, 1, "127.0.0.1", port)]
     answers = together(*(functools.partial(meet_nodes, setup, card, timeout_s=20) for setup in setups))
-    for answer in answers:
-        assert isinstance(answer, ConfigError)
-        assert "NNODES is 2 on node 0 and 4 on node 1" in str(answer)
+    assert [type(answer) for answer in answers] == [ConfigError] * 2
+    assert all("NNODES is 2 on node 0 and 4 on node 1" in str(answer) for answer in answers)
 
 
 def test_a_node_that_comes_after_the_ranks_have_begun_is_told_so(config, monkeypatch):
-    """torchrun serves a store of its own at the port then."""
     monkeypatch.setattr(launch_nodes, "_LEAVE_TIMEOUT_S", 0.5)
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -100,61 +90,28 @@ def test_a_node_that_comes_after_the_ranks_have_begun_is_told_so(config, monkeyp
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Ended:
-    """How a command ended."""
-
-    code: int
-    printed: str
-
-
-def launch(
-    config: Path, name: str, *ranks: int, world: int, later_s: dict[int, float] | None = None, python: str = "",
-    words: Sequence[str] = ("distributed.timeout_s=60",), **environ: str
-) -> list[Ended]:  # fmt: skip
-    """`MASTER_ADDR=… MASTER_PORT=… RANK=… WORLD_SIZE=… make train-distributed` on each node, two ranks on each."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world), "NPROC": "2"}
-    shared |= {"STRATEGY": "ddp", "DS_ACCELERATOR": "cpu", **environ}
-    command = [python or warm.python(), "-m", "sft_play", "train-distributed", "--config", str(config)]
-    running: dict[int, subprocess.Popen[str]] = {}
-
-    def start(rank: int) -> None:
-        time.sleep((later_s or {}).get(rank, 0))
-        running[rank] = subprocess.Popen(
-            [*command, f"output.name={name}", *words], cwd=ROOT, env=clean_environment(**shared, RANK=str(rank)),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-
-    starts = [threading.Thread(target=start, args=(rank,)) for rank in ranks]
-    for one in starts:
-        one.start()
-    for one in starts:
-        one.join()
-    printed = {rank: running[rank].communicate(timeout=280)[0] for rank in ranks}
-    return [Ended(running[rank].returncode, printed[rank]) for rank in ranks]
-
-
-def assert_trained(config: Path, name: str, ended: Sequence[Ended], *, nodes: int, ranks: int) -> None:
-    """One run of all ranks on all nodes."""
-    said = "\n---\n".join(one.printed for one in ended)
-    assert [one.code for one in ended] == [0] * len(ended), said
-    run = config.parent / "outputs" / name
-    plan = json.loads((run / "plan.json").read_text())
-    assert (plan["ranks"], plan["hardware"]["nodes"]) == (ranks, nodes)
-    assert len([line for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]) == 2
-    assert said.count(f"ddp proved: the model is a DistributedDataParallel over {ranks} ranks") == 1, said
-
-
 @pytest.mark.slow
 def test_two_machines_train_by_the_variables_that_guides_export(config):
-    """RANK=0 and RANK=2 of WORLD_SIZE=4, two ranks on each."""
-    ended = launch(config, "ranks", 0, 2, world=4)
-    assert_trained(config, "ranks", ended, nodes=2, ranks=4)
-    for one in ended:
-        assert "count ranks, 4 in all and 2 on each node" in one.printed
-    assert "this is node 1, at 127.0.0.1" in ended[1].printed
+    """`MASTER_ADDR=… MASTER_PORT=… RANK=… WORLD_SIZE=… make train-distributed` on each node, two ranks on each."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4", "NPROC": "2"}
+    shared |= {"STRATEGY": "ddp", "DS_ACCELERATOR": "cpu"}
+    words = [warm.python(), "-m", "sft_play", "train-distributed", "--config", str(config), "output.name=ranks"]
+    words.append("distributed.timeout_s=60")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    running = [
+        subprocess.Popen(words, cwd=ROOT, env=clean_environment(**shared, RANK=rank), text=True, **streams)
+        for rank in ("0", "2")
+    ]
+    printed = [process.communicate(timeout=280)[0] for process in running]
+    said = "\n---\n".join(printed)
+    assert [process.returncode for process in running] == [0, 0], said
+    run = config.parent / "outputs" / "ranks"
+    plan = json.loads((run / "plan.json").read_text())
+    assert (plan["ranks"], plan["hardware"]["nodes"]) == (4, 2)
+    assert len([line for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]) == 2
+    assert said.count("ddp proved: the model is a DistributedDataParallel over 4 ranks") == 1, said
+    assert all("count ranks, 4 in all and 2 on each node" in text for text in printed)
+    assert "this is node 1, at 127.0.0.1" in printed[1]
 
 
 def test_what_would_be_started_is_shown_without_waiting_for_anybody(config, command, monkeypatch):
@@ -167,23 +124,7 @@ def test_what_would_be_started_is_shown_without_waiting_for_anybody(config, comm
 
 
 # --- variables that were left -----------------------------------------------------------------------------------------
-
-
 LEFT = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-
-
-def until_said(process: subprocess.Popen[str], pattern: str, *, within_s: float = 60) -> str:
-    """What a process prints until a line has the pattern; the match."""
-    assert process.stdout is not None
-    timer = threading.Timer(within_s, process.kill)
-    timer.start()
-    said = ""
-    for line in process.stdout:
-        said += line
-        if found := re.search(pattern, line):
-            timer.cancel()
-            return found[0]
-    pytest.fail(said)
 
 
 @pytest.mark.parametrize("left", [LEFT, {**LEFT, "RANK": "1"}], ids=["rank 0", "rank 1"])
@@ -193,20 +134,16 @@ def test_leftover_variables_are_said_with_the_command_that_leaves_them_out(confi
     words.append("SET=train.max_steps=1 output.dir=" + str(tmp_path))
     environ = clean_environment(**left, MASTER_PORT=port)
     other = "rank 1" if left["RANK"] == "0" else "rank 0"
-    with subprocess.Popen(
-        words,
-        cwd=ROOT,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        line = until_said(process, rf"it waits at 127\.0\.0\.1:{port} for {other}, 600 s at most.*")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(words, cwd=ROOT, env=environ, text=True, start_new_session=True, **streams) as process:
+        timer = threading.Timer(60, process.kill)
+        timer.start()
+        line = next(line for line in process.stdout if f"it waits at 127.0.0.1:{port} for {other}, 600 s" in line)
+        timer.cancel()
         os.killpg(process.pid, signal.SIGINT)  # Ctrl-C, while torch waits
     assert process.returncode != 0
     assert not list(tmp_path.iterdir())
-    alone = line.partition("alone: ")[2]
+    alone = line.partition("alone: ")[2].rstrip()
     assert alone.startswith("env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT make train CONFIG=")
     # the printed command, in the environment that has the variables
     answer = subprocess.run(
@@ -239,17 +176,13 @@ def test_leftovers_of_one_process_wait_for_nobody(config, left, tmp_path, comman
 
 def test_ranks_that_do_not_come_are_one_message(monkeypatch):
     monkeypatch.setattr(distributed, "RENDEZVOUS_TIMEOUT_S", 1.0)
-    left = {**LEFT, "RANK": "1", "MASTER_PORT": str(free_port())}
-    for name, text in left.items():
+    for name, text in {**LEFT, "RANK": "1", "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, text)
-    said = r"rank 1 waited 1 s at 127.0.0.1:\d+ for the other ranks .*leave RANK"
-    with pytest.raises(HardwareError, match=said):
+    with pytest.raises(HardwareError, match=r"rank 1 waited 1 s at 127.0.0.1:\d+ for the other ranks .*leave RANK"):
         distributed.publish_gpu("", 1)
 
 
 # --- what rank 0 decides ----------------------------------------------------------------------------------------------
-
-
 SERVES = """
 import sys
 from torch.distributed import TCPStore
@@ -313,7 +246,6 @@ def test_a_rank_0_that_is_gone_is_named(monkeypatch):
     with subprocess.Popen(
         [sys.executable, "-c", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as first:
-        assert first.stdout is not None
         store = dist.TCPStore("127.0.0.1", int(first.stdout.readline()))
         monkeypatch.setattr(distributed, "open_store", lambda name: dist.PrefixStore(name, store))
         monkeypatch.setenv("WORLD_SIZE", "2")

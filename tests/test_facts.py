@@ -1,7 +1,5 @@
 """Facts: what a config.json means."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -15,23 +13,19 @@ import pytest
 
 from sft_play.errors import ModelError
 from sft_play.models import config_json
-from sft_play.models.config_json import (
-    find_model_folder,
-    is_hub_reachable,
-    load_config_json,
-    load_model_shape,
-    refuse_remote_code,
-)
 from sft_play.trace.confirm import load_planned_shape
 from tests.bundled import ORIGINS, OWN_CODE, PUBLISHED, model_config
 from tests.conftest import shared
+
+# gemma-3-27b-it is published with its image tower: 27,009,346,304 of it are the language model (262208*5376 embedding +
+# 62 blocks + last norm); every other row is the language model whole.
+TOWERS = {"gemma-3-27b-it": 27_009_346_304}
 
 
 @pytest.mark.parametrize("full", PUBLISHED)
 def test_published_sizes_give_the_published_counts(full):
     name = full.rpartition("/")[2]
-    expected = 27_009_346_304 if name == "gemma-3-27b-it" else PUBLISHED[full]  # as below
-    assert load_planned_shape(model_config(name), name=name).params == expected
+    assert load_planned_shape(model_config(name), name=name).params == TOWERS.get(name, PUBLISHED[full])
 
 
 def test_published_sizes_are_those_of_the_published_configs():
@@ -44,38 +38,28 @@ def test_published_sizes_are_those_of_the_published_configs():
 
 
 def test_parameter_counts_are_exact_for_the_published_configs():
-    checked = 0
-    for row in csv.DictReader(shared("model_configs/params.csv").read_text().splitlines()):
+    rows = list(csv.DictReader(shared("model_configs/params.csv").read_text().splitlines()))
+    rows = [row for row in rows if row["name"] != "phi-2-remote-code"]
+    for row in rows:
         config = json.loads(shared(f"model_configs/{row['name']}/config.json").read_text())
-        if row["name"] == "phi-2-remote-code":
-            continue
         shape = load_planned_shape(config, name=row["name"])
-        # gemma-3-27b-it is published with its image tower: 27,009,346,304 of it are the language model
-        # (262208*5376 embedding + 62 blocks + last norm); every other row is the language model whole.
-        expected = 27_009_346_304 if row["name"] == "gemma-3-27b-it" else int(row["params"])
-        assert shape.params == expected, row["name"]
-        checked += 1
-    assert checked == 19
+        assert shape.params == TOWERS.get(row["name"], int(row["params"])), row["name"]
+    assert len(rows) == 19
 
 
-@pytest.mark.parametrize("name", ["/no/such/model", "./nothing", "~/no-such-model-folder"])
-def test_what_looks_like_a_path_is_never_a_hub_id(name):
-    with pytest.raises(ModelError, match="does not exist"):
-        find_model_folder(name)
-
-
-def test_a_path_whose_first_part_exists_is_a_path(tmp_path, monkeypatch):
+def test_what_looks_like_a_path_or_whose_first_part_exists_is_never_a_hub_id(tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match="model path models/llama does not exist"):
-        find_model_folder("models/llama")
-    assert find_model_folder("other/llama") is None
+    for name in ("/no/such/model", "./nothing", "~/no-such-model-folder", "models/llama"):
+        with pytest.raises(ModelError, match="does not exist"):
+            config_json.find_model_folder(name)
+    assert config_json.find_model_folder("other/llama") is None
 
 
 def test_a_hub_model_without_network_says_that_it_is_neither_here_nor_cached(monkeypatch):
     monkeypatch.setattr("sft_play.models.config_json.is_hub_reachable", lambda: False)
     with pytest.raises(ModelError, match=r"not a folder here .* not in the local cache, .* cannot be reached"):
-        load_config_json("nobody/no-such-model")
+        config_json.load_config_json("nobody/no-such-model")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +78,7 @@ def test_the_hub_is_offline_where_huggingface_hub_is(monkeypatch, environment, a
     monkeypatch.setattr(config_json, "_can_connect", lambda host, port: True)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert is_hub_reachable() == answers
+    assert config_json.is_hub_reachable() == answers
 
 
 def test_of_a_proxy_it_is_asked_whether_it_answers(monkeypatch):
@@ -113,7 +97,7 @@ def test_of_a_proxy_it_is_asked_whether_it_answers(monkeypatch):
             patch.setenv(variable, f"{scheme}{proxy}:{port}")
             if is_bypassed:
                 patch.setenv("no_proxy", ".example")
-            assert is_hub_reachable() == answers
+            assert config_json.is_hub_reachable() == answers
         assert asked[-1] == ((f"hub{number}.example", 443) if is_bypassed else (proxy, port))
 
 
@@ -128,14 +112,9 @@ def test_a_name_that_is_looked_up_for_long_is_no_answer(monkeypatch):
 def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path):
     """`{"__float__": "Infinity"}`; an object that is no such tag stays as it is."""
     tags = {"limit": [0.0, {"__float__": "Infinity"}], "low": {"__float__": "-Infinity"}, "gap": {"__float__": "NaN"}}
-    others = {
-        "a": {"__float__": "x"},
-        "b": {"__float__": 1.0},
-        "c": {"__float__": "NaN", "d": 1},
-        "e": {"__float__": []},
-    }
+    others = {"a": {"__float__": "x"}, "b": {"__float__": []}, "c": {"__float__": "NaN", "d": 1}}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bamba", **tags, "others": others}))
-    found = load_config_json(str(tmp_path))
+    found = config_json.load_config_json(str(tmp_path))
     assert (found["limit"], found["low"], found["others"]) == ([0.0, math.inf], -math.inf, others)
     assert math.isnan(found["gap"])
 
@@ -145,8 +124,10 @@ def test_custom_code_is_refused_with_the_options_name(origin, tmp_path):
     folder = tmp_path if origin == "bundled" else shared("model_configs/phi-2-remote-code")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi-msft", "auto_map": OWN_CODE, "n_embd": 64}))
     with pytest.raises(ModelError, match=r"model\.trust_remote_code=true"):
-        load_model_shape(str(folder))
-    refuse_remote_code({"model_type": "phi-msft", "auto_map": {"AutoConfig": "x.Y"}}, name="x", allowed=True)
+        config_json.load_model_shape(str(folder))
+    config_json.refuse_remote_code(
+        {"model_type": "phi-msft", "auto_map": {"AutoConfig": "x.Y"}}, name="x", allowed=True
+    )
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed here")
@@ -156,4 +137,4 @@ def test_custom_code_that_transformers_does_not_need_is_no_obstacle(origin, tmp_
     config = {**model_config("Phi-3.5-mini-instruct"), "auto_map": OWN_CODE}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert json.loads((folder / "config.json").read_text())["auto_map"]
-    assert load_model_shape(str(folder)).num_layers == 32
+    assert config_json.load_model_shape(str(folder)).num_layers == 32

@@ -1,7 +1,5 @@
 """A rank that breaks ends the run: it is named once, nothing stays behind, and the exit code says what to do."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -17,12 +15,14 @@ import psutil
 import pytest
 
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
+from sft_play.launch.agent import RankExit, failure_report, root_exit
 from sft_play.launch.torchrun import torchrun_command
 from sft_play.machine.network import NodeSetup, require_free_port
 from sft_play.process import failures
 from sft_play.process.failures import Failure
+from sft_play.training.heartbeat import Beat, laggards, stall_report
 from tests.conftest import ROOT, chat, clean_environment
-from tests.processes import is_alive, wait_for
+from tests.processes import free_port, is_alive, wait_for
 
 pytestmark = pytest.mark.build
 NOISE = ("ChildFailedError", "torch/distributed/elastic", "torch/distributed/run.py", "Root Cause", "error_file:")
@@ -72,8 +72,6 @@ sys.exit(cli.main(["train"]))
 
 @dataclass
 class Started:
-    """A command that runs, with what it prints in a file."""
-
     process: subprocess.Popen[bytes]
     printed_to: Path
     agent: int | None = None
@@ -98,7 +96,6 @@ class Started:
         pytest.fail(f"no agent; printed:\n{self.printed}")
 
     def rank(self, number: int) -> psutil.Process:
-        """The process of a rank."""
         for process in self.agent_process().children():
             if process.environ().get("RANK") == str(number):
                 return process
@@ -136,14 +133,12 @@ def start(tmp_path) -> Iterator[Callable[..., Started]]:
 
 
 def two_ranks_of(module: str) -> list[str]:
-    """The words that start two ranks of a module under the agent."""
     agent = [sys.executable, "-m", "sft_play.launch.agent"]
     return [*agent, "--standalone", "--nproc-per-node", "2", "--module", module]
 
 
 @pytest.fixture
 def probe(start, tmp_path) -> Callable[..., Started]:
-    """Starts two ranks of PROBE under the agent."""
     (tmp_path / "probe_ranks.py").write_text(PROBE)
 
     def begin(mode: str, *, timeout_s: float = 60, **environ: str) -> Started:
@@ -152,12 +147,10 @@ def probe(start, tmp_path) -> Callable[..., Started]:
     return begin
 
 
-def until_step(started: Started, folder: Path, step: int = 3) -> None:
-    """Wait until both ranks of PROBE are at a step."""
-
+def until_step(started: Started, folder: Path) -> None:
     def are_there() -> bool:
         texts = [path.read_text().split() for path in (folder / "rank0", folder / "rank1") if path.exists()]
-        return len(texts) == 2 and all(len(text) == 2 and int(text[1]) >= step for text in texts)
+        return len(texts) == 2 and all(len(text) == 2 and int(text[1]) >= 3 for text in texts)
 
     wait_for(are_there, said=lambda: started.printed)
     started.agent_process()
@@ -194,10 +187,8 @@ def training(start, long_run) -> Callable[..., tuple[Started, Path]]:
     return begin
 
 
-def last_line(started: Started, start: str) -> str:
-    found = [line for line in started.printed.splitlines() if line.startswith(start)]
-    assert found, started.printed
-    return found[-1]
+def last_line(started: Started, start: str = "[train-distributed] error: ") -> str:
+    return [line for line in started.printed.splitlines() if line.startswith(start)][-1]
 
 
 def require_no_noise(started: Started) -> None:
@@ -207,14 +198,12 @@ def require_no_noise(started: Started) -> None:
 
 
 # --- real runs --------------------------------------------------------------------------------------------------------
-
-
 def test_ranks_whose_agent_is_killed_before_any_checkpoint_save_one(training):
     """The agent serves the store by which ranks make groups: what a save needs is made before the first step."""
     started, run = training("orphaned")
     started.agent_process().kill()
     assert started.end() == 1
-    assert "the ranks' agent was killed by SIGKILL; what the ranks saved until then is kept" in started.printed
+    assert "the ranks' agent was killed by SIGKILL" in started.printed
     require_no_noise(started)
     started.require_nobody_left()
     step = json.loads((run / "summary.json").read_text())["steps"]
@@ -279,14 +268,12 @@ def test_bad_input_that_is_found_late_is_one_message_and_exit_code_2(long_run, c
 
 
 # --- ranks that only wait for each other ------------------------------------------------------------------------------
-
-
 def test_a_rank_that_hangs_ends_the_others_by_the_timeout_and_is_named(probe, tmp_path):
     started = probe("run", timeout_s=6)
     until_step(started, tmp_path)
     started.rank(1).suspend()
     assert started.end() == 1
-    line = last_line(started, "[train-distributed] error: ")
+    line = last_line(started)
     assert "no progress for 6 s (distributed.timeout_s): rank 1 (host " in line
     assert "its last sign of life" in line
     assert "rank 0 waits for it at step " in line
@@ -308,7 +295,7 @@ def test_an_exception_of_one_rank_is_shown_once_its_traceback_first(probe):
 def test_a_rank_that_runs_in_circles_is_named_with_its_place_in_the_code(probe):
     started = probe("loop", timeout_s=6)
     assert started.end(WAIT_S) == 1
-    line = last_line(started, "[train-distributed] error: ")
+    line = last_line(started)
     assert "no progress for 6 s" in line
     assert "rank 1 in turn_for_ever (probe_ranks.py:" in line
     require_no_noise(started)
@@ -317,25 +304,15 @@ def test_a_rank_that_runs_in_circles_is_named_with_its_place_in_the_code(probe):
 def test_a_crash_of_the_machine_code_is_shown_with_its_stack(probe):
     started = probe("abort")
     assert started.end(WAIT_S) == 1
-    assert "was killed by SIGABRT" in last_line(started, "[train-distributed] error: ")
+    assert "was killed by SIGABRT" in last_line(started)
     assert "Fatal Python error: Aborted" in started.printed
     assert "in work" in started.printed
-
-
-def test_ranks_leave_when_their_agent_is_killed(probe, tmp_path):
-    started = probe("run")
-    until_step(started, tmp_path)
-    started.agent_process().kill()
-    started.process.wait(10)
-    started.require_nobody_left()
 
 
 @pytest.mark.slow
 def test_of_two_nodes_each_says_what_it_knows(start, tmp_path):
     (tmp_path / "probe_ranks.py").write_text(PROBE)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
 
     def node(number: int) -> Started:
         words = [sys.executable, "-m", "sft_play.launch.agent", "--nnodes", "2", "--node-rank", str(number)]
@@ -348,8 +325,8 @@ def test_of_two_nodes_each_says_what_it_knows(start, tmp_path):
     rank = nodes[1].rank(1)
     rank.kill()
     assert [started.end() for started in nodes] == [1, 1]
-    assert f"rank 1 of 2 (pid {rank.pid}) was killed by SIGKILL" in last_line(nodes[1], "[train-distributed] error: ")
-    line = last_line(nodes[0], "[train-distributed] error: ")
+    assert f"rank 1 of 2 (pid {rank.pid}) was killed by SIGKILL" in last_line(nodes[1])
+    line = last_line(nodes[0])
     assert "rank 0 of 2 (pid " in line
     assert "lost its connection to another rank at step " in line
     assert "rank 1 (host " in line
@@ -375,21 +352,15 @@ def test_a_second_signal_ends_everything_at_once(probe, tmp_path):
 
 
 # --- what is said and chosen, without processes -----------------------------------------------------------------------
-
-
 def own(kind, *, rank=0, at=100.5, message="m", name="ValueError", code=1) -> Failure:
     return Failure(kind, code, name, message, "", at, rank, "a", 10 + rank)
 
 
 def ended(rank, code, *, at=100.0, **options):
-    from sft_play.launch.agent import RankExit
-
     return RankExit(rank, 10 + rank, code, at, **options)
 
 
 def test_the_root_is_the_first_failure_that_follows_from_no_other():
-    from sft_play.launch.agent import root_exit
-
     lost = ended(0, 1, failure=own("peer", at=100.1))
     killed = ended(1, -9, at=100.0)  # seen in second 100, after the connection broke
     told = ended(2, -15, at=100.0)
@@ -403,8 +374,6 @@ def test_the_root_is_the_first_failure_that_follows_from_no_other():
 
 
 def test_a_stop_that_fails_to_save_is_a_failure():
-    from sft_play.launch.agent import failure_report
-
     full = ended(0, 1, failure=own("fault", at=101.0, name="OSError", message="No space left on device"))
     text, code = failure_report([full, ended(1, -15, at=101.0)], 2, stopped=True)
     assert code == 1
@@ -419,8 +388,6 @@ def test_a_stop_that_fails_to_save_is_a_failure():
 
 
 def test_what_is_reported_of_ranks_names_the_one_and_keeps_its_exit_code():
-    from sft_play.launch.agent import failure_report
-
     text, code = failure_report([ended(1, -9, step="17 (training)")], 4, stopped=False)
     assert code == 1
     assert "rank 1 of 4 (pid 11) was killed by SIGKILL at step 17 (training) (out of memory? see dmesg)" in text
@@ -429,21 +396,16 @@ def test_what_is_reported_of_ranks_names_the_one_and_keeps_its_exit_code():
     mine = ended(1, 3, failure=own("user", rank=1, code=3, message="CUDA out of memory"))
     text, code = failure_report([mine, ended(0, -15)], 2, stopped=False)
     assert (text, code) == ("[train-distributed] error: rank 1 (host a): CUDA out of memory", 3)
-    text, _ = failure_report([mine, ended(0, 3, failure=own("user", code=3, message="CUDA out of memory", at=101.0))],
-                             2, stopped=False)  # fmt: skip
-    assert text == "[train-distributed] error: CUDA out of memory"
+    both = [mine, ended(0, 3, failure=own("user", code=3, message="CUDA out of memory", at=101.0))]
+    assert failure_report(both, 2, stopped=False)[0] == "[train-distributed] error: CUDA out of memory"
 
 
 def beat(rank, step, count, **options):
-    from sft_play.training.heartbeat import Beat
-
     given = {"activity": "training", "since_s": 30.0, "published": 100.0, "number": 1, "where": ""} | options
     return Beat(rank, "a" if rank < 2 else "b", 10 + rank, step, count=count, **given)
 
 
 def test_who_is_waited_for_is_the_silent_rank_else_the_one_behind():
-    from sft_play.training.heartbeat import laggards, stall_report
-
     beats = [beat(0, 18, 36), beat(1, 17, 34, where="collate (rows.py:3)"), beat(2, 18, 36), beat(3, 18, 36)]
     assert laggards(beats, set()) == [beats[1]]
     assert stall_report(beats, set(), missing_ranks=[], waited_s=30, now=193) == (
@@ -459,9 +421,8 @@ def test_who_is_waited_for_is_the_silent_rank_else_the_one_behind():
     assert laggards(level, {1}) == [level[1]]
     text = stall_report(level, set(), missing_ranks=[], waited_s=30, now=193)
     assert "all ranks are at step 18 (training): rank 0 in all_reduce (c.py:1), rank 1 in collate (rows.py:3)" in text
-    assert "rank 2 has never given a sign of life" in stall_report(
-        level, set(), missing_ranks=[2], waited_s=30, now=193
-    )
+    text = stall_report(level, set(), missing_ranks=[2], waited_s=30, now=193)
+    assert "rank 2 has never given a sign of life" in text
 
 
 @pytest.mark.parametrize(
@@ -473,10 +434,7 @@ def test_who_is_waited_for_is_the_silent_rank_else_the_one_behind():
         (KeyboardInterrupt(), "stopped"),
         (ValueError("Connection closed by peer"), "fault"),  # says so, and is none of torch's
         (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:14204"), "peer"),
-        (
-            RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation"),
-            "hung",
-        ),
+        (RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv"), "hung"),
         (RuntimeError("NCCL error: remote process exited or there was a network error"), "peer"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "fault"),
     ],
@@ -492,7 +450,6 @@ def test_the_first_word_of_a_rank_stands_unless_a_message_of_ours_words_it(tmp_p
     first = MemoryError("CUDA out of memory, hidden-value-1")
     assert not failures.report_to_agent(first)  # no agent waits for it: it is to be printed
     found = failures.read_failure(tmp_path / "error.json")
-    assert found is not None
     assert (found.kind, found.exit_code, found.message) == ("fault", 1, "CUDA out of memory, ***")
     failures.report_to_agent(RuntimeError("gloo/transport/tcp/pair.cc:1] Connection closed by peer"))
     failures.report_to_agent(KeyboardInterrupt())
@@ -502,7 +459,6 @@ def test_the_first_word_of_a_rank_stands_unless_a_message_of_ours_words_it(tmp_p
     except DoesNotFit as worded:
         failures.report_to_agent(worded)
     again = failures.read_failure(tmp_path / "error.json")
-    assert again is not None
     assert (again.kind, again.exit_code, again.message, again.time) == ("user", 3, "take a smaller batch", found.time)
     written = json.loads((tmp_path / "error.json").read_text())  # as torch's launcher reads it
     assert written["message"]["extraInfo"].keys() == {"py_callstack", "timestamp"}

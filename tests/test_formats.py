@@ -1,7 +1,5 @@
 """Formats: what rows of every shape become, what is noted of them, and why some cannot be used."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -29,6 +27,8 @@ from tests.bundled import ORIGINS, data_file
 from tests.conftest import chat
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALL_PART = {"type": "function_call", "text": None, "value": '{"name": "f", "arguments": "{\\"x\\": 1}"}'}
+OF_GEMINI = [{"role": "user", "parts": [{"text": "q"}]}, {"role": "model", "parts": ["a"]}]
 
 
 def example(row: dict, **options):
@@ -44,7 +44,6 @@ def turns(row: dict, **options) -> list[tuple[str, str]]:
 
 
 def answer(**message):
-    """A chat whose last turn is an assistant's with these keys."""
     return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", **message}]}
 
 
@@ -62,13 +61,7 @@ SQA = [("system", "s"), *QA]
         ({"conversation": [{"system": "s", "input": "q", "output": "a"}]}, SQA),
         ({"dialogue": [["q", "a"]]}, QA),
         ({"turns": [{"speaker": "user", "text": "q"}, {"speaker": "bot", "text": "a"}]}, QA),
-        (
-            {
-                "systemInstruction": {"parts": [{"text": "s"}]},
-                "contents": [{"role": "user", "parts": [{"text": "q"}]}, {"role": "model", "parts": ["a"]}],
-            },
-            SQA,
-        ),
+        ({"systemInstruction": {"parts": [{"text": "s"}]}, "contents": OF_GEMINI}, SQA),
         ({"system": "s", "messages": chat("q", "a")["messages"]}, SQA),
         ({"system_prompt": "s", "question": "q", "response": "a"}, SQA),
         ({"instruction": "q", "response": "a"}, QA),
@@ -111,12 +104,8 @@ def test_the_first_format_that_fits_is_taken_and_a_mapping_goes_before_it():
 
 
 class TestMessages:
-    """Keys of one message."""
-
     def last(self, **message):
-        found = example(answer(**message))
-        assert isinstance(found, Chat), found
-        return found.messages[-1]
+        return example(answer(**message)).messages[-1]
 
     @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
     def test_think_text_is_kept_beside_the_answer(self, key):
@@ -131,11 +120,7 @@ class TestMessages:
             {"tool_calls": [{"name": "f", "parameters": {"x": 1}}]},
             {"content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
             {"content": [{"type": "tool_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]},
-            {
-                "content": [
-                    {"type": "function_call", "text": None, "value": '{"name": "f", "arguments": "{\\"x\\": 1}"}'}
-                ]
-            },
+            {"content": [CALL_PART]},
         ],
     )
     def test_tool_calls_are_found_wherever_they_stand(self, message):
@@ -160,8 +145,6 @@ class TestMessages:
     @pytest.mark.parametrize(
         ("message", "reason"),
         [
-            ({"content": 4}, "content is not text (messages[1].content is a number, expected a string)"),
-            ({"content": None}, "content is not text (messages[1].content is null, expected a string"),
             ({"content": [{"type": "image", "url": "x"}]}, "a content part is not text"),
             ({"content": "", "tool_calls": [{"function": {}}]}, "a tool call has no function name"),
             ({"content": "", "tool_calls": 3}, "tool_calls is not a list of objects"),
@@ -185,21 +168,12 @@ class TestMessages:
 
 
 class TestRows:
-    """Rows as a whole."""
-
     @pytest.mark.parametrize(
         ("row", "reason"),
         [
-            ({"messages": [{"role": "user", "content": "q"}]}, "ends with a user turn, nothing to learn from it"),
-            (
-                {"messages": [*chat("q", "a")["messages"], {"role": "user", "content": "q"}]},
-                "ends with a user turn, nothing to learn from it (messages[2])",
-            ),
             ({"messages": [{"role": "system", "content": "s"}]}, "no assistant turn, so nothing to learn"),
-            ({"messages": [{"role": "asistant", "content": "a"}]}, 'did you mean "assistant"?'),
             ({"messages": [{"content": "a"}]}, "a message has no role"),
             ({"messages": [1]}, "a message is not an object"),
-            ({"question": "a", "answer": {"x": 1}}, "answer is not text"),
             ({"instruction": "a", "output": "b", "history": ["x"]}, "history is not a list"),
             ({**chat("q", "a"), "tools": "[" * 9000}, "tools is a string that is not"),
             ({**chat("q", "a"), "images": ["x.png"]}, "the row has images, and only text is trained"),
@@ -218,9 +192,7 @@ class TestRows:
         ],
     )
     def test_a_row_that_cannot_be_used_says_why(self, row, reason):
-        found = example(row)
-        assert isinstance(found, BadRow)
-        assert reason in str(found)
+        assert reason in str(example(row))
 
     def test_two_system_prompts_are_refused_and_the_same_twice_is_one(self):
         row = {"messages": [{"role": "system", "content": "s"}, *chat("q", "a")["messages"]], "system": "s"}
@@ -237,14 +209,10 @@ class TestRows:
                 },
             }
         ]  # fmt: skip
-        written = (json.dumps(tools), json.dumps(tools, ensure_ascii=False, indent=2), str(tools))
-        for text in written:
+        for text in (json.dumps(tools), json.dumps(tools, ensure_ascii=False, indent=2), str(tools)):
             prompt = f"You are a function calling AI model. <tools> {text} </tools> Use them."
-            turns_ = [
-                {"from": "system", "value": prompt},
-                {"from": "human", "value": "q"},
-                {"from": "gpt", "value": "a"},
-            ]
+            said = (("system", prompt), ("human", "q"), ("gpt", "a"))
+            turns_ = [{"from": role, "value": text} for role, text in said]
             for column in (tools, json.dumps(tools)):
                 found = example({"conversations": turns_, "tools": column})
                 assert (found.tools, found.notes) == ((), (formats.NOTE_TOOLS_IN_TEXT,))
@@ -272,10 +240,8 @@ class TestRows:
         assert read(row, ("score",)).notes == ()
         assert read(row, ("input",), keep_default_na=False).messages[0]["content"] == f"q\n{word}"
         assert read({"text": word}, ("text",)).reason == "text is missing"
-        renamed = rename_columns(
-            RawRow("f:2", {"frage": "q", "antwort": word}, missing=("antwort",)), {"answer": "antwort"}
-        )
-        assert renamed.missing == ("answer",)
+        renamed = RawRow("f:2", {"frage": "q", "antwort": word}, missing=("antwort",))
+        assert rename_columns(renamed, {"answer": "antwort"}).missing == ("answer",)
 
     def test_tools_may_be_text_one_object_or_a_list_of_texts(self):
         for tools in ('[{"name": "f"}]', {"name": "f"}, ['{"name": "f"}'], [{"name": "f"}]):
@@ -289,11 +255,9 @@ class TestRows:
         for row in (chat("q", empty), {"question": "q", "answer": empty}):
             assert example(row).notes == (formats.NOTE_EMPTY,)
             found = example(row, drop_empty=True)
-            assert isinstance(found, BadRow)
             assert (found.reason, found.is_asked) == ("the answer is empty", True)
         assert example(answer(content=empty, tool_calls=[CALL])).notes == ()
-        assert not example({"text": empty}).is_asked
-        assert example({"text": empty}, drop_empty=True).is_asked
+        assert [example({"text": empty}, drop_empty=drops).is_asked for drops in (False, True)] == [False, True]
 
     def test_turns_of_the_same_role_are_noted_or_joined_where_asked(self):
         row = {"messages": [{"role": "user", "content": "a"}, *chat("b", "c")["messages"]]}
@@ -320,20 +284,10 @@ class TestRows:
         assert merged[0] == {"role": "assistant", "content": "a", "reasoning_content": "x", "tool_calls": [CALL]}
         assert [message["content"] for message in merged] == ["a", "1", "2", "b", "c", "d", "e"]
 
-    @pytest.mark.parametrize(
-        ("row", "note"),
-        [
-            ({"messages": [{"role": "assistant", "content": "a"}]}, formats.NOTE_STARTS_WITH_ASSISTANT),
-            (chat("q \x00", "a"), formats.NOTE_CONTROL),
-            ({"text": "esc \x1b[31m"}, formats.NOTE_CONTROL),
-            (
-                {"messages": [*chat("q", "a")["messages"], {"role": "tool", "content": "r"}]},
-                formats.NOTE_ENDS_WITH_TOOL,
-            ),
-        ],
-    )
-    def test_what_is_odd_is_noted(self, row, note):
-        assert example(row).notes == (note,)
+    def test_what_is_odd_is_noted(self):
+        assert example({"text": "esc \x1b[31m"}).notes == (formats.NOTE_CONTROL,)
+        result = {"role": "tool", "content": "r"}
+        assert example({"messages": [*chat("q", "a")["messages"], result]}).notes == (formats.NOTE_ENDS_WITH_TOOL,)
 
 
 YES = ("train", "training", "trainable", "train_on_turn", "learn", "loss", "weight", "loss_weight", "loss_scale")
@@ -349,8 +303,6 @@ def test_every_key_that_says_a_turn_is_not_trained_is_read(key):
 
 
 class TestFirstRows:
-    """How a file's format is told."""
-
     def rows(self, *found):
         return iter([row if isinstance(row, BadRow) else RawRow(f"f:{n}", row) for n, row in enumerate(found, 1)])
 
@@ -431,7 +383,6 @@ def test_other_keys_of_messages_are_named_once_each():
     row["messages"][0] |= {"id": 1, "name": "me", "empty": None, "none": [], "rating": 3}
     row["messages"][1] |= {"reasoning_content": "so", "score": 0.5, "rating": 4, "weight": 1}
     found = example(row)
-    assert isinstance(found, Chat)
     assert [note.split()[2] for note in found.notes if "is not read" in note] == ["rating", "score"]
     pair = example({"conversation": [{"human": "q", "assistant": "a", "thinking": "hm", "id": 3, "empty": ""}]})
     assert pair.notes == (formats.NOTE_UNREAD_KEY.format(key="thinking"),)
@@ -454,6 +405,4 @@ def test_xlam_s_queries_are_chats_that_end_in_calls():
     assert found.tools[0]["parameters"] == {"type": "object", "properties": tool["parameters"]}
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     assert example({**row, "tools": [{"name": "live", "parameters": schema}]}).tools[0]["parameters"] == schema
-    bad = example({**row, "answers": ["Paris", "London"]})
-    assert isinstance(bad, BadRow)
-    assert "answers are no calls of tools" in str(bad)
+    assert "answers are no calls of tools" in str(example({**row, "answers": ["Paris", "London"]}))

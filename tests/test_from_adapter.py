@@ -1,11 +1,10 @@
 """Training that continues an adapter: found by any name, loaded exactly, refused where it does not fit."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
 import math
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,9 +13,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from sft_play.config.load import config_from_text, load_config
+from sft_play.config.load import config_from_text, load_config, resolved_config
+from sft_play.data.build.splits import build_splits
+from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import ConfigError
+from sft_play.finished.load import load_trained_model
+from sft_play.finished.run import find_finished_run
+from sft_play.training.prepare.tokenizer import load_tokenizer
 from tests import warm
 from tests.conftest import ROOT, chat
 from tests.finished_runs import SMALL, finished_run, make_base
@@ -34,8 +39,6 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A folder of finished runs, one for each kind of adapter, all of one base."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("world")
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=400, tie_word_embeddings=False, eos_token_id=2, **SMALL))
@@ -73,8 +76,6 @@ def refusal(folder: Path, world: Path, *overrides: str, **given: Any) -> str:
 
 
 # --- found, with its settings -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_config_that_is_silent_takes_what_the_adapter_was_trained_with(tmp_path, world, kind):
     lora = settings(tmp_path, world, adapter=kind).tuning.lora
@@ -86,21 +87,18 @@ def test_a_config_that_is_silent_takes_what_the_adapter_was_trained_with(tmp_pat
     assert sorted(lora.modules_to_save) == sorted(saved["modules_to_save"] or [])
 
 
-def test_a_run_is_found_by_its_name_its_path_as_the_last_one_and_by_the_folder_of_its_adapter(
-    tmp_path, world, monkeypatch
-):
+def test_a_run_is_found_by_its_name_its_path_as_the_last_one_and_by_its_adapters_folder(tmp_path, world, monkeypatch):
     place = world / "outputs" / "plain"
     monkeypatch.chdir(world)
     for given in ("plain", str(place / "adapter"), "outputs/plain"):
         assert settings(tmp_path, world, adapter=given).model.adapter == str(place / "adapter")
     newer = finished_run(tmp_path / "outputs" / "newer", world / "base", r=3)
-    manifest = json.loads((newer / "manifest.json").read_text())
-    (newer / "manifest.json").write_text(json.dumps({**manifest, "ended": "2026-02-01T00:00:00+00:00"}))
     older = finished_run(tmp_path / "outputs" / "z-older", world / "base", r=5)
+    for run, change in ((newer, {"ended": "2026-02-01T00:00:00+00:00"}), (older, {"status": "stopped"})):
+        manifest = json.loads((run / "manifest.json").read_text())
+        (run / "manifest.json").write_text(json.dumps({**manifest, **change}))
     last = settings(tmp_path, world, f"output.dir={tmp_path}/outputs", adapter="last")
     assert (last.model.adapter, last.tuning.lora.r) == (str(newer / "adapter"), 3)
-    manifest = json.loads((older / "manifest.json").read_text())
-    (older / "manifest.json").write_text(json.dumps({**manifest, "status": "stopped"}))
     stopped = refusal(tmp_path, world, f"output.dir={tmp_path}/outputs", adapter="z-older")
     assert "is not finished (its manifest says stopped)" in stopped
     assert "make resume RUN=z-older" in stopped
@@ -117,18 +115,16 @@ def test_the_mode_is_that_of_the_run_where_the_config_gives_none(tmp_path, world
 @pytest.mark.parametrize(
     ("tuning", "said"),
     [
-        ("{lora: {r: 16}}", "run.yaml:3: tuning.lora.r: 16, and the adapter"),
+        ("{lora: {r: 16}}", "run.yaml:3: tuning.lora.r: 16, and the adapter.*leave it out"),
         ("{lora: {alpha: 8}}", "tuning.lora.alpha: 8, and the adapter"),
-        ("{lora: {target_modules: [q_proj]}}", '["q_proj"], and the adapter'),
+        ("{lora: {target_modules: [q_proj]}}", r'\["q_proj"\], and the adapter'),
         ("{lora: {modules_to_save: [lm_head]}}", "tuning.lora.modules_to_save"),
         ("{lora: {use_rslora: true}}", "tuning.lora.use_rslora: true, and the adapter"),
         ("{mode: full}", "tuning.mode: full trains all weights"),
     ],
-)  # fmt: skip
+)
 def test_a_config_that_contradicts_the_adapter_is_refused_with_both(tmp_path, world, tuning, said):
-    message = refusal(tmp_path, world, tuning=tuning, adapter="plain")
-    assert said in message
-    assert "mode" in tuning or "leave it out" in message
+    assert re.search(said, refusal(tmp_path, world, tuning=tuning, adapter="plain"), re.DOTALL)
 
 
 def test_a_config_may_repeat_the_adapters_settings_and_choose_another_dropout(tmp_path, world):
@@ -140,10 +136,8 @@ def test_a_config_may_repeat_the_adapters_settings_and_choose_another_dropout(tm
 
 
 def test_what_a_run_has_resolved_needs_no_adapter_to_be_read_again(tmp_path, world):
-    from sft_play.config.load import resolved_config
-
     config = settings(tmp_path, world, adapter="plain")
-    plain = {**resolved_config(config)}
+    plain = resolved_config(config)
     plain["model"]["adapter"] = str(tmp_path / "gone")
     assert config_from_text(json.dumps(plain), name="resolved.json").tuning == config.tuning
 
@@ -209,26 +203,17 @@ def test_a_run_that_trained_all_weights_names_its_model(tmp_path, world):
 
 
 # --- loaded exactly ---------------------------------------------------------------------------------------------------
-
-
 def loss_of(run: Path, world: Path, *, of_base: bool = False) -> float:
     """The mean loss over the trained tokens of all rows, of a finished run's model as PEFT loads it, or of its base."""
-    from sft_play.data.build.splits import build_splits
-    from sft_play.data.sources.files import find_data_paths
-    from sft_play.finished.load import load_trained_model
-    from sft_play.finished.run import find_finished_run
-    from sft_play.training.prepare.tokenizer import load_tokenizer
-
     finished = find_finished_run(run.parent, run.name)
     model = load_trained_model(finished)
-    data = finished.config.data.model_copy(
-        update={"train_path": f"{world}/rows.jsonl", "val_path": None, "val_fraction": 0.0}
-    )
+    held = {"train_path": f"{world}/rows.jsonl", "val_path": None, "val_fraction": 0.0}
+    data = finished.config.data.model_copy(update=held)
     config = finished.config.model_copy(update={"data": data})
     rows = build_splits(config, find_data_paths(data), load_tokenizer(config).tokenizer, max_seq_len=64).train.rows
     total, count = 0.0, 0
-    for number in range(len(rows)):
-        ids, labels = (torch.tensor(rows[number][key]) for key in ("input_ids", "labels"))
+    for row in rows:
+        ids, labels = (torch.tensor(row[key]) for key in ("input_ids", "labels"))
         with torch.no_grad(), model.disable_adapter() if of_base else contextlib.nullcontext():
             logits = model(input_ids=ids[None]).logits[0, :-1].double()
         kept = labels[1:] >= 0
@@ -237,12 +222,9 @@ def loss_of(run: Path, world: Path, *, of_base: bool = False) -> float:
     return total / count
 
 
-def logged(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def first_loss(run: Path) -> float:
-    return next(float(entry["loss"]) for entry in logged(run) if "loss" in entry)
+    entries = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return next(float(entry["loss"]) for entry in entries if "loss" in entry)
 
 
 @pytest.mark.parametrize(
@@ -277,8 +259,6 @@ def test_the_first_step_loses_what_the_adapter_loses(tmp_path, world, command, k
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
 def test_a_resized_vocabulary_is_continued(tmp_path, world, command):
     """PEFT then writes the whole embeddings beside what was trained of them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(1)
     small = LlamaForCausalLM(LlamaConfig(vocab_size=280, tie_word_embeddings=False, eos_token_id=2, **SMALL))
     base = make_base(tmp_path / "small", small)
@@ -291,24 +271,21 @@ def test_a_resized_vocabulary_is_continued(tmp_path, world, command):
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
-
-
 def spoiled(folder: Path, world: Path, change: str) -> Path:
     place = bare(folder, world)
     file = place / "adapter_model.safetensors"
-    tensors = load_file(file)
-    name = sorted(tensors)[0]
     if change == "cut":
         file.write_bytes(file.read_bytes()[:-40])
         return place
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
     one = tensors.pop(name)
-    if change == "renamed":
-        tensors[name.replace("layers.0", "layers.7")] = one
-    elif change == "shape":
-        tensors[name] = torch.cat([one, one])
-    elif change == "nan":
-        tensors[name] = one * math.nan
-    save_file(tensors, file)
+    changed = {
+        "renamed": {name.replace("layers.0", "layers.7"): one},
+        "shape": {name: torch.cat([one, one])},
+        "nan": {name: one * math.nan},
+    }
+    save_file(tensors | changed[change], file)
     return place
 
 
@@ -324,11 +301,10 @@ def spoiled(folder: Path, world: Path, change: str) -> Path:
 def test_weights_that_do_not_fit_are_refused_before_anything_is_written(tmp_path, world, command, change, said):
     place = spoiled(tmp_path, world, change)
     path = write(tmp_path, world, adapter=str(place), tuning="{mode: lora}")
-    code, text = command("train", "--config", str(path), f"output.dir={tmp_path}/runs")
-    assert (code, said in text, "Traceback" in text) == (2, True, False), text
-    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
-    code, text = command("check", "--config", str(path))
-    assert (code, said in text) == (2, True), text
+    for verb in ("train", "check"):
+        code, text = command(verb, "--config", str(path), f"output.dir={tmp_path}/runs")
+        assert (code, said in text, "Traceback" in text) == (2, True, False), text
+        assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
 def test_an_adapter_of_another_base_is_refused_by_digest_or_by_name(tmp_path, world, command):
@@ -356,8 +332,6 @@ def test_an_adapter_of_another_base_is_refused_by_digest_or_by_name(tmp_path, wo
 
 
 # --- resumed, planned, over ranks -------------------------------------------------------------------------------------
-
-
 def test_a_continued_run_that_is_stopped_and_resumed_equals_an_unbroken_one(tmp_path, world, command):
     path = write(tmp_path, world, adapter="dora")
     words = ["--config", str(path), f"output.dir={tmp_path}/runs", f"model.adapter={world}/outputs/dora",
@@ -415,7 +389,6 @@ def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_pat
     assert answer["figures"]["loss"]["base"] == pytest.approx(of_adapter, rel=1e-6)
     assert answer["figures"]["loss"]["tuned"] == pytest.approx(loss_of(run, tmp_path), rel=1e-6)
     assert abs(of_base / of_adapter - 1) > 1e-5
-
     code, said = command("ship", "--run", str(run))
     assert "Before: run plain's adapter, which this run continued: it is the base of these figures" in said
     shipped = json.loads((run / "ship.json").read_text())
@@ -424,7 +397,6 @@ def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_pat
     assert shipped["before"] == "run plain's adapter"
     code, said = command("ship", "--replay", str(run / "ship.json"))
     assert "Before: run plain's adapter" in said
-
     code, said = command("eval", "--run", str(origin), "--data", f"{world}/rows.jsonl", "--metrics", "none")
     assert code == 0, said
     assert json.loads((origin / "eval.json").read_text())["before"] is None

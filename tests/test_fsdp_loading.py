@@ -1,17 +1,17 @@
 """FSDP2 a unit at a time: what a rank has of memory while it loads, and what does not fit the usual case."""
 
-from __future__ import annotations
-
 import random
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.loading import LoadingSetting, measure_loading
-from sft_play.training.model.model_loading import _shard_units, base_parameter_name
+from sft_play.training.model.model_loading import _put_placeholders, _shard_units, base_parameter_name
 from tests.models import uneven_run
 from tests.test_distributed import losses, start
 
@@ -68,12 +68,8 @@ def test_every_parameter_is_in_a_unit_and_the_units_are_those_of_accelerate(seed
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     blocks = [module for module in model.modules() if type(module).__name__ == layer]
     tail = [norm, embedding, head] if tied else [norm, head]
-    assert [one for one, _ in found] == [
-        *([block] for block in blocks),
-        *([] if tied else [[embedding]]),
-        tail,
-        [model],
-    ]
+    rest = [] if tied else [[embedding]]
+    assert [one for one, _ in found] == [*([block] for block in blocks), *rest, tail, [model]]
     assert [more.get("reshard_after_forward", True) for _, more in found[-2:]] == [False, None]
 
 
@@ -95,8 +91,6 @@ def test_parts_without_elements_are_trained_and_resumed(tmp_path, tiny_llama, wo
 @pytest.mark.slow  # two ranks that import everything; test_failures has what else ranks find late
 @pytest.mark.build
 def test_weights_that_the_first_rank_cannot_read_are_one_message(tmp_path, tiny_llama):
-    import shutil
-
     shutil.copytree(tiny_llama, tmp_path / "model")
     uneven_run(tmp_path, tmp_path / "model")
     weights: Path = next((tmp_path / "model").glob("*.safetensors"))
@@ -112,10 +106,6 @@ def test_weights_that_the_first_rank_cannot_read_are_one_message(tmp_path, tiny_
 
 
 def test_a_placeholder_has_the_shape_and_no_memory():
-    from torch import nn
-
-    from sft_play.training.model.model_loading import _put_placeholders
-
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(300, 200), nn.LayerNorm(200), nn.Linear(200, 300))
     model[2].weight = nn.Parameter(model[0].weight.T.contiguous())

@@ -1,8 +1,5 @@
 """A disk that is full while a run saves: one message with the bytes, exit code 2; the last good checkpoint stays."""
 
-from __future__ import annotations
-
-import contextlib
 import errno
 import json
 import os
@@ -106,10 +103,8 @@ def full(monkeypatch, disk):
 
 
 def assert_kept(folder: Path, code: int, printed: str, *, steps: tuple[int, ...] = (1, 2)) -> None:
-    assert code == 2, printed
-    assert "Traceback" not in printed
-    assert printed.count("error: ") == 1
-    assert "a bug in sft_play" not in printed
+    assert (code, printed.count("error: ")) == (2, 1), printed
+    assert not {text for text in ("Traceback", "a bug in sft_play") if text in printed}
     names = [f"checkpoint-{step}" for step in steps]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == names
     assert all(checkpoints.find_damage(path) is None for path in (folder / "checkpoints").iterdir())
@@ -232,30 +227,24 @@ def test_other_files_of_a_run_too(train, monkeypatch, disk, word):  # noqa: F811
     disk.counts = True
     code, printed, _ = train("one", *SAME)
     disk.end()
-    assert code == 2, printed
+    assert (code, "Traceback" in printed) == (2, False), printed
     assert re.search(f"{re.escape(word)}[^ ]* cannot be written: {FULL}; [\\d,]+ bytes", printed), printed
-    assert "Traceback" not in printed
 
 
 def test_only_errors_of_writing_count():
-    assert disk_refusal_reason(None) is None
-    assert disk_refusal_reason(FileNotFoundError(errno.ENOENT, "no")) is None
-    assert disk_refusal_reason(RuntimeError("PytorchStreamReader failed reading file data/0: file read failed")) is None
-    assert disk_refusal_reason(ValueError("unexpected pos 64 vs 0")) is None
+    for error in (
+        None,
+        FileNotFoundError(errno.ENOENT, "no"),
+        RuntimeError("PytorchStreamReader failed reading file data/0: file read failed"),
+        ValueError("unexpected pos 64 vs 0"),
+    ):
+        assert disk_refusal_reason(error) is None
     assert disk_refusal_reason(OSError(errno.EDQUOT, "quota")) == os.strerror(errno.EDQUOT)
-    assert (
-        disk_refusal_reason(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"))
-        is not None
-    )
+    assert disk_refusal_reason(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"))
     outer = ValueError("outer")
     outer.__cause__ = OSError(errno.ENOSPC, FULL)
     outer.__cause__.__context__ = outer  # a circle ends
     assert disk_refusal_reason(outer) == FULL
-    with contextlib.suppress(ValueError):
-        try:
-            raise OSError(errno.EROFS, "read-only")
-        except OSError:
-            raise ValueError from None
 
 
 RANKS = """
@@ -292,8 +281,7 @@ if os.environ.get("RANK") == os.environ.get("FULL_FOR", "none"):
     ("strategy", "rank"),
     [
         ("ddp", "0"),
-        pytest.param("fsdp", "1", marks=pytest.mark.slow),  # each rank writes its part
-        pytest.param("zero2", "1", marks=pytest.mark.slow),
+        *(pytest.param(name, "1", marks=pytest.mark.slow) for name in ("fsdp", "zero2")),  # each rank writes its part
     ],
 )
 def test_ranks_end_with_one_message(tmp_path, tiny_llama, strategy, rank):
@@ -321,5 +309,4 @@ def test_ranks_end_with_one_message(tmp_path, tiny_llama, strategy, rank):
         assert not (folder / "checkpoints" / checkpoints.STAGING_NAME).exists()
         manifest = json.loads((folder / "manifest.json").read_text())
         assert manifest["status"] == "failed"
-        if rank == "0":
-            assert "that of step 2 cannot be written" in manifest["error"]
+        assert rank != "0" or "that of step 2 cannot be written" in manifest["error"]

@@ -1,7 +1,5 @@
 """Log-probabilities that a loss is made of are those of the class's own logits, over whole ones and by TRL's head."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any
@@ -15,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from benchmarks.registry import CannotBuild, model_types, small_base, wide_config
 from sft_play.models.families import MODEL_FAMILIES
+from sft_play.trace.confirm import load_planned_shape
 from sft_play.training.class_checks import adapter_trial
 from sft_play.training.class_checks.small_model import measure_small_model, small_config, small_model
 from sft_play.training.model.fused_head import fused_head
@@ -28,10 +27,9 @@ head has no more rows than words since."""
 FEW = ("gemma3_text", "cohere2", "falcon_h1", "hyperclovax", *sorted(OTHERS))
 
 
-def labelled(seed: int, *, words: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels of two rows [2, 16], some of them masked."""
+def labelled(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, words, (2, 16), generator=draw)
+    ids = torch.randint(3, 100, (2, 16), generator=draw)
     return ids, ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.4, -100)
 
 
@@ -102,8 +100,6 @@ def test_of_all_classes_of_the_table_none_has_logits_of_its_own() -> None:
 
 
 def test_a_run_of_such_a_class_is_planned_over_whole_logits(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sft_play.trace.confirm import load_planned_shape
-
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     assert load_planned_shape(wide_config("modernbert-decoder") | {"vocab_size": 512}, name="m").has_custom_logits
     assert not load_planned_shape(wide_config("llama") | {"vocab_size": 512}, name="m").has_custom_logits

@@ -1,7 +1,5 @@
 """A sample of `make fuzz` finds nothing, and the fuzzer finds what is wrong: it can fail, and repeats its cases."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fuzz import configs, mutate, run
+from benchmarks.fuzz.__main__ import DEFAULT_CASES
 from tests.conftest import ROOT, clean_environment
 
 pytestmark = pytest.mark.build
@@ -21,23 +20,18 @@ SAMPLE = {"yaml": 60, "rows": 25, "words": 60, "make": 5, "templates": 40, "serv
 HAS_SERVE = all(find_spec(name) for name in ("fastapi", "openai", "uvicorn"))
 
 
-def verdicts(part: str, numbers: range, *, seed: int = 0) -> list[run.CaseResult]:
-    return list(run.run_cases(part, numbers, seed=seed))
-
-
 @pytest.mark.parametrize("part", SAMPLE)
 def test_a_sample_finds_nothing(part):
     if part == "serve" and not HAS_SERVE:
         pytest.skip("the extra sft-play[serve] is not installed")
-    tried = verdicts(part, range(SAMPLE[part]), seed=int(os.environ.get("SFT_PLAY_FUZZ_SEED", "1")))
+    seed = int(os.environ.get("SFT_PLAY_FUZZ_SEED", "1"))
+    tried = list(run.run_cases(part, range(SAMPLE[part]), seed=seed))
     assert len(tried) == SAMPLE[part]
     assert [one for one in tried if one.verdict == "wrong"] == []
     assert {one.verdict for one in tried} >= ({"refused"} if part == "make" else {"accepted", "refused"})
 
 
 def test_every_part_has_a_share_and_a_module():
-    from benchmarks.fuzz.__main__ import DEFAULT_CASES
-
     assert set(DEFAULT_CASES) == set(run.PART_MODULES) == set(SAMPLE)
     assert sum(DEFAULT_CASES[part] for part in ("words", "make")) == 2_000
     page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
@@ -51,9 +45,8 @@ def test_a_case_is_made_from_its_numbers_alone():
     ]
     assert json.dumps(made[0]) == json.dumps(made[1])
     assert len({json.dumps(one) for one in made[0]}) > 25
-    assert [(one.number, one.verdict) for one in verdicts("yaml", range(20, 40))] == [
-        (one.number, one.verdict) for one in verdicts("yaml", range(40)) if one.number >= 20
-    ]
+    some, every = (list(run.run_cases("yaml", numbers, seed=0)) for numbers in (range(10, 20), range(20)))
+    assert [(one.number, one.verdict) for one in some] == [(one.number, one.verdict) for one in every[10:]]
 
 
 def test_what_is_let_through_is_found(monkeypatch):
@@ -61,7 +54,7 @@ def test_what_is_let_through_is_found(monkeypatch):
         raise KeyError("a bug")
 
     monkeypatch.setattr(configs, "load_config", broken)
-    tried = verdicts("yaml", range(5))
+    tried = list(run.run_cases("yaml", range(5), seed=0))
     assert [one.verdict for one in tried] == ["wrong"] * 5
     assert all("KeyError: 'a bug'" in one.reason for one in tried)
 
@@ -116,18 +109,15 @@ def test_a_case_that_kills_its_process_is_wrong_and_the_others_are_tried(monkeyp
 
 
 def test_make_fuzz_as_it_is_typed(tmp_path):
-    words = ["make", "fuzz", "N=12", "PART=yaml", "SEED=3", f"OUT={tmp_path}/found.json"]
-    done = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env=clean_environment(VENV=str(Path(sys.executable).parent.parent)),
-    )  # fmt: skip
+    def make_fuzz(*words: str) -> subprocess.CompletedProcess[str]:
+        environ = clean_environment(VENV=str(Path(sys.executable).parent.parent))
+        command = ["make", "fuzz", "N=12", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environ)
+
+    done = make_fuzz("PART=yaml", "SEED=3", f"OUT={tmp_path}/found.json")
     assert done.returncode == 0, done.stderr
     assert "yaml: 12 cases: " in done.stdout
     report = json.loads((tmp_path / "found.json").read_text())
     assert (report["seed"], report["parts"]["yaml"]["cases"], report["parts"]["yaml"]["wrong"]) == (3, 12, 0)
-    wrong = subprocess.run(
-        [*words[:3], "PART=none"], cwd=ROOT, capture_output=True, text=True,
-        env=clean_environment(VENV=str(Path(sys.executable).parent.parent)),
-    )  # fmt: skip
-    assert wrong.returncode == 2
-    assert "the parts are yaml" in wrong.stderr
+    wrong = make_fuzz("PART=none")
+    assert (wrong.returncode, "the parts are yaml" in wrong.stderr) == (2, True)

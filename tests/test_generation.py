@@ -1,7 +1,5 @@
 """Answers are generated in batches that hold no more than a training step does."""
 
-from __future__ import annotations
-
 import json
 import random
 
@@ -31,12 +29,7 @@ def test_batches_hold_as_many_rows_as_their_tokens_allow(seed):
 
 
 @pytest.mark.parametrize(
-    ("model", "nbytes"),
-    [
-        ("meta-llama/Llama-3.1-8B", 32 * 2 * 8 * 128 * 2),
-        ("Qwen/Qwen2.5-0.5B", 24 * 2 * 2 * 64 * 2),
-        ("Qwen/Qwen2.5-7B", 28 * 2 * 4 * 128 * 2),
-    ],
+    ("model", "nbytes"), [("meta-llama/Llama-3.1-8B", 32 * 2 * 8 * 128 * 2), ("Qwen/Qwen2.5-0.5B", 24 * 2 * 2 * 64 * 2)]
 )
 def test_a_tokens_keys_and_values_are_counted(model, nbytes):
     assert kv_cache_bytes_per_token(load_model_shape(model), 2) == nbytes
@@ -59,18 +52,6 @@ def test_the_caches_of_a_batch_fit_where_a_step_fits(machine, model, has_eval):
     if plan.answer_tokens > 1:
         assert plan.answer_tokens * kv_cache_bytes_per_token(shape, 2) < gives_back
     assert plan.answer_tokens >= gives_back // (20 * kv_cache_bytes_per_token(shape, 2) + gives_back // 512)
-
-
-def test_more_room_in_a_step_takes_more_answers_at_once():
-    shape = load_model_shape("Qwen/Qwen2.5-7B")
-    found = []
-    for micro in (1, 4, 16):
-        config = config_from_text(
-            f"model: {{name: Qwen/Qwen2.5-7B}}\ntrain: {{batch_size: {micro}, effective_batch_size: 16}}", name="x"
-        )
-        found.append(make_plan(PlanRequest(config, shape, parse_hardware("1xH200"))).answer_tokens)
-    assert found == sorted(found)
-    assert found[0] < found[-1]
 
 
 @pytest.mark.build

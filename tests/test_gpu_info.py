@@ -1,7 +1,5 @@
 """make gpu-info: NVML, a named machine, and a machine without a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -18,15 +16,11 @@ from tests.conftest import ROOT
 from tests.fake_nvml import H200, FakeGpu, FakeNvml
 
 MIB = 2**20
-
-
 HEAVY = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes", "numpy"}
 
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """A function that puts these GPUs into the machine."""
-
     def install(*gpus: FakeGpu) -> FakeNvml:
         fake = FakeNvml(*gpus)
         monkeypatch.setitem(sys.modules, "pynvml", fake)
@@ -52,14 +46,11 @@ def bare(monkeypatch, tmp_path):
 
 
 def look(environment: dict[str, str] | None = None, **options: Any) -> tuple[dict[str, Any], str]:
-    """What the command answers with, as JSON and as a page."""
     data, lines = machine_pages.read_machine_info(Path("outputs"), environment or {}, **options)
     return json.loads(json.dumps(data)), "\n".join(lines)
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------
-
-
 def test_two_gpus_are_counted_on_a_line_of_its_own_and_told_in_detail(nvml):
     fake = nvml(h200(processes=[(os.getpid(), 512 * MIB), (2**22 + 7, None)]), h200(1))
     data, text = look()
@@ -110,9 +101,8 @@ def test_what_a_driver_does_not_give_is_not_available_and_nothing_breaks(nvml):
 def test_a_gpu_that_is_lost_is_said_and_the_others_are_shown(nvml, bare):
     nvml(h200(), h200(1, is_lost=True))
     _, text = look()
-    assert "GPU 1 does not answer its driver (GPU is lost)" in text
     assert "Number of GPUs: 1" in text
-    assert "NVIDIA H200" in text
+    assert "GPU 1 does not answer its driver (GPU is lost)" in text
 
 
 def test_cuda_visible_devices_is_respected_and_said(nvml):
@@ -139,9 +129,8 @@ def test_instances_of_a_split_gpu_are_listed(nvml):
 
 def test_a_machine_without_a_gpu_has_none(bare, monkeypatch, tmp_path):
     assert look()[0]["number_of_gpus"] == 0
-    monkeypatch.setattr(
-        machine_pages, "find_unusable_accelerator", lambda environment: "A GPU is there, but it is not seen"
-    )
+    told = "A GPU is there, but it is not seen"
+    monkeypatch.setattr(machine_pages, "find_unusable_accelerator", lambda environment: told)
     data, text = look()
     assert data["unused_accelerator"] in text
     for folder in (tmp_path, tmp_path / "no" / "outputs"):  # the disk is that of the outputs
@@ -191,8 +180,6 @@ def test_torch_answers_from_a_process_of_its_own(tmp_path):
 
 
 # --- a named machine --------------------------------------------------------------------------------------------------
-
-
 def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
     machine = parse_hardware("2xH200,ram=1TiB,cores=64")
     answer, text = machine_pages.assumed_machine_info(machine, "2xH200")
@@ -202,9 +189,8 @@ def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
     assert max(map(len, text)) <= 100
     assert (answer["assumed"], answer["number_of_gpus"], answer["ram_bytes"]) == (True, 2, 2**40)
     assert (answer["gpus"][1]["bandwidth"], answer["gpus"][0]["total_bytes"]) == (4800e9, machine.gpus[0].total_bytes)
-    _, text = machine_pages.assumed_machine_info(
-        parse_hardware("2x8xMyGPU,mem=24GiB,network=400Gbps,price=2.5"), "a cluster"
-    )
+    cluster = parse_hardware("2x8xMyGPU,mem=24GiB,network=400Gbps,price=2.5")
+    _, text = machine_pages.assumed_machine_info(cluster, "a cluster")
     assert {"Number of GPUs: 16", "  nodes: 2", "  network_bytes_per_s: 50 GB/s", "  ram_given: False"} < set(text)
     assert "  price_per_gpu_hour: 2.5" in text
     assert not any(line.startswith("  bandwidth") for line in text)
@@ -212,19 +198,15 @@ def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-
-
 def test_the_command_prints_one_object_and_writes_it(nvml, command, monkeypatch, tmp_path):
     nvml(h200(), h200(1))
     code, printed = command("gpu-info")
-    assert code == 0
-    assert "Number of GPUs: 2" in printed.splitlines()
+    assert (code, "Number of GPUs: 2" in printed.splitlines()) == (0, True)
     out = tmp_path / "gpus.json"
     monkeypatch.setenv("OUT", str(out))
     monkeypatch.setenv("JSON", "1")
     code, printed = command("gpu-info")
-    assert code == 0
-    assert json.loads(printed)["gpus"][1]["total_bytes"] == 143_771 * MIB
+    assert (code, json.loads(printed)["gpus"][1]["total_bytes"]) == (0, 143_771 * MIB)
     assert json.loads(out.read_text())["number_of_gpus"] == 2
     monkeypatch.setenv("HARDWARE", "8xH100")
     code, printed = command("gpu-info")
@@ -233,5 +215,4 @@ def test_the_command_prints_one_object_and_writes_it(nvml, command, monkeypatch,
 
 def test_a_machine_that_means_nothing_is_refused(command):
     code, printed = command("gpu-info", "--hardware", "2xH2000")
-    assert code == 2
-    assert "H2000 is not in the catalogue" in printed
+    assert (code, "H2000 is not in the catalogue" in printed) == (2, True)

@@ -1,7 +1,4 @@
-"""The output head and its loss take what is planned, on a CPU and on a GPU, in training and in evaluation: measured in
-a process, counted on real tensors, and traced."""
-
-from __future__ import annotations
+"""The output head and its loss take what is planned: measured in a process, counted on real tensors, and traced."""
 
 import json
 import random
@@ -16,17 +13,13 @@ import pytest
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
 from sft_play.models.config_json import parse_model_shape
+from sft_play.planner.memory import estimate
 from sft_play.planner.memory.block import VOCAB_TILE
-from sft_play.planner.memory.estimate import (
-    MAX_EVALUATION_ROWS,
-    estimate_from_simulation,
-    estimate_memory,
-    generation_token_budget,
-    max_evaluation_rows,
-)
 from sft_play.planner.memory.step_memory import LossName, Step, StepMemorySimulation
 from sft_play.planner.precision import Precision
 from sft_play.text import MIB
+from sft_play.trace.confirm import load_planned_shape, step_settings
+from sft_play.trace.step import record_step, trace_step
 from tests.conftest import chat, clean_environment
 from tests.models import make_llama
 
@@ -50,9 +43,6 @@ def config_json(draw: random.Random, *, words: tuple[int, int], tied: bool) -> d
 
 def test_a_class_with_logits_of_its_own_is_measured_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ModernBERT's decoder has a layer between its last block and its head: no formula knows what it holds."""
-    from sft_play.trace.confirm import load_planned_shape, step_settings
-    from sft_play.trace.step import record_step
-
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     model = wide_config("modernbert-decoder") | {"vocab_size": 20_000}
     shape, precision = load_planned_shape(model, name="m"), PRECISIONS[1]
@@ -63,7 +53,7 @@ def test_a_class_with_logits_of_its_own_is_measured_with_them(tmp_path: Path, mo
             rows, 1, 64, attention="eager", masks=True, saves=False, on_gpu=rows == 3, loss="logits",
             eval_batch=evaluated, checkpointed_layers=0,
         )  # fmt: skip
-        predicted = estimate_memory(config, shape, precision, step)
+        predicted = estimate.estimate_memory(config, shape, precision, step)
         traced = record_step(step_settings(config, model, shape, precision, step)).peak
         assert predicted.allocated == pytest.approx(traced, rel=TOLERANCE), predicted.moments
 
@@ -74,9 +64,6 @@ def test_a_class_with_logits_of_its_own_is_measured_with_them(tmp_path: Path, mo
 )
 def test_a_cpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, loss: LossName) -> None:
     """TRL's own code on real tensors, on tensors without bytes, and the estimate."""
-    from sft_play.trace.confirm import step_settings
-    from sft_play.trace.step import record_step
-
     draw = random.Random(seed)
     # of a tile that is wider than the vocabulary a process has only the pages that it touches
     words = (VOCAB_TILE, 90_000) if loss == "chunked" else (3_000, 20_000)
@@ -89,7 +76,7 @@ def test_a_cpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, los
     )  # fmt: skip
     config = config_from_text(f"model: {{name: m}}\ntuning: {{mode: {mode}}}\n", name="x")
     shape = parse_model_shape(model, name="m")
-    predicted = estimate_memory(config, shape, precision, step)
+    predicted = estimate.estimate_memory(config, shape, precision, step)
     settings = step_settings(config, model, shape, precision, step)
     real, traced = (record_step(settings, uses_real_tensors=is_real).peak for is_real in (True, False))
     assert traced == pytest.approx(real, rel=1e-3)
@@ -101,10 +88,7 @@ def test_a_cpu_holds_in_the_head_what_is_planned(seed: int, evaluates: bool, los
     [(0, True, True), (1, True, False), (2, False, True), (5, True, True), (3, False, False)],
 )
 def test_a_head_that_is_cast_is_cast_tile_by_tile_and_two_tiles_meet(seed: int, on_gpu: bool, copied: bool) -> None:
-    """In the backward pass the next tile's weights are cast while the last one's are still held: as many words as two
-    tiles have, or the vocabulary where it has no more, once tokens or words take several tiles."""
-    from sft_play.trace.confirm import step_settings
-    from sft_play.trace.step import record_step, trace_step
+    """In the backward pass the next tile's weights are cast while the last one's are still held."""
 
     draw, precision = random.Random(seed), PRECISIONS[1] if copied else Precision("bfloat16", "float32", "")
     words = ((2_000, VOCAB_TILE), (VOCAB_TILE + 1, 2 * VOCAB_TILE), (2 * VOCAB_TILE, 120_000))[seed % 3]
@@ -115,7 +99,7 @@ def test_a_head_that_is_cast_is_cast_tile_by_tile_and_two_tiles_meet(seed: int, 
     shape = parse_model_shape(model, name="m")
     length = draw.randint(4_200, 6_000) if seed % 2 and on_gpu else draw.randint(50, 90)
     step = Step(1, 1, length, attention="sdpa", masks=False, saves=False, on_gpu=on_gpu, checkpointed_layers=0)
-    predicted = estimate_memory(config, shape, precision, step)
+    predicted = estimate.estimate_memory(config, shape, precision, step)
     settings = step_settings(config, model, shape, precision, step)
     traced = trace_step(settings).allocated if on_gpu else record_step(settings).peak
     assert predicted.allocated == pytest.approx(traced, rel=0.013), predicted.moments
@@ -148,14 +132,12 @@ def test_a_process_has_resident_what_an_evaluation_is_planned_to_take(seed: int)
     rows, length, precision = draw.randint(4, 8), draw.randint(50, 90), PRECISIONS[seed // 2]
     config = config_from_text("model: {name: m}\ntuning: {mode: lora}\n", name="x")
     step = Step(1, 1, length, attention="sdpa", masks=False, saves=False, on_gpu=False, eval_batch=rows)
-    planned = estimate_memory(config, parse_model_shape(model, name="m"), precision, step)
+    planned = estimate.estimate_memory(config, parse_model_shape(model, name="m"), precision, step)
     told = json.dumps([model, rows, length, precision.load])
     words = [sys.executable, "-c", ALONE, told]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300, env=clean_environment())
     resident = int(done.stdout.splitlines()[-1])
     allocated, reserved = planned.phase_bytes("evaluation")
-    assert allocated is not None
-    assert reserved is not None
     assert 0.95 * allocated < resident < reserved + 32 * MIB
 
 
@@ -167,34 +149,32 @@ def test_the_evaluations_own_batch_needs_no_more_than_a_training_step(seed: int)
     config = config_from_text(f"model: {{name: m}}\ntuning: {{mode: {draw.choice(('lora', 'full'))}}}\n", name="x")
     step = Step(draw.choice((1, 4)), 2, draw.randint(32, 512), masks=False, on_gpu=False, checkpointed_layers=0)
     walk = StepMemorySimulation(config, shape, precision, step)
-    rows = max_evaluation_rows(walk)
+    rows = estimate.max_evaluation_rows(walk)
 
     def taken(batch: int) -> tuple[int, int]:
-        found = estimate_memory(config, shape, precision, replace(step, eval_batch=batch))
+        found = estimate.estimate_memory(config, shape, precision, replace(step, eval_batch=batch))
         return tuple(found.phase_bytes(name)[0] or 0 for name in ("evaluation", "training"))  # type: ignore[return-value]
 
     evaluation, training = taken(rows)
     assert evaluation <= training or rows == 1
-    if rows < MAX_EVALUATION_ROWS:
+    if rows < estimate.MAX_EVALUATION_ROWS:
         evaluation, training = taken(rows + 1)
         assert evaluation > training
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_answers_of_many_short_rows_need_no_more_than_a_training_step(seed: int) -> None:
-    """`generate` has the logits of one token of each row, in the model's dtype and twice in fp32: with many words and
-    little width they are more than what its tokens keep."""
+    """`generate` has the logits of one token of each row, in the model's dtype and twice in fp32."""
     draw = random.Random(seed)
     model = config_json(draw, words=(500, 150_000), tied=True)
     shape, precision, new = parse_model_shape(model, name="m"), PRECISIONS[seed % 2], draw.choice((1, 8, 64))
-    config = config_from_text(
-        f"model: {{name: m}}\ntuning: {{mode: lora}}\neval: {{max_new_tokens: {new}}}\n", name="x"
-    )
+    text = f"model: {{name: m}}\ntuning: {{mode: lora}}\neval: {{max_new_tokens: {new}}}\n"
+    config = config_from_text(text, name="x")
     step = Step(draw.choice((1, 4)), 2, draw.randint(32, 512), masks=False, on_gpu=False, checkpointed_layers=0)
     walk = StepMemorySimulation(config, shape, precision, step)
-    walk.step = replace(step, eval_batch=max_evaluation_rows(walk))
-    memory = estimate_from_simulation(walk)
-    tokens = generation_token_budget(walk, memory)
+    walk.step = replace(step, eval_batch=estimate.max_evaluation_rows(walk))
+    memory = estimate.estimate_from_simulation(walk)
+    tokens = estimate.generation_token_budget(walk, memory)
     width = 4 if precision.compute == "float32" else 2
     rows = tokens // (new + 1)  # at the fewest tokens a row: one of its prompt
     taken = rows * ((width + 8) * shape.vocab_size + (new + 1) * 2 * width * shape.kv_width)

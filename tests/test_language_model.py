@@ -1,7 +1,5 @@
 """On text the language model of an image-text class computes what the whole class does, and is found in its files."""
 
-from __future__ import annotations
-
 import copy
 import random
 from types import SimpleNamespace
@@ -18,14 +16,7 @@ from sft_play.training.checkpoints.full_state_dict import load_adapter
 from sft_play.training.checkpoints.model_saving import expand_to_full_class, write_weights
 from sft_play.training.class_checks.adapter_trial import linear_layers
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
-from sft_play.training.model.language_model import (
-    LEGACY_KEY_MAPPING,
-    PEFT_PREFIX,
-    TextTower,
-    locate_text_tower,
-    names_lost_by_peft,
-    prepare_text_config,
-)
+from sft_play.training.model import language_model
 from tests.test_merge import qwen3_5_moe_with_images
 
 WITHOUT_HEAD = (
@@ -45,13 +36,12 @@ def logits(model):
         return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow)
-        for kind in sorted({*WITHOUT_HEAD, *WITH_HEAD})
-    ],
-)
+KINDS = [
+    pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in sorted({*WITHOUT_HEAD, *WITH_HEAD})
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_on_text_both_compute_the_same(kind, tmp_path):
     small_base(kind).save_pretrained(tmp_path)
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
@@ -68,15 +58,14 @@ def test_trained_weights_are_written_as_the_whole_class_reads_them(kind, tmp_pat
     whole = small_base(kind)
     whole.save_pretrained(tmp_path / "base")
     alone = load_model_folder(tmp_path / "base", dtype=torch.float32)
-    alone.sft_tower = locate_text_tower(whole.config, alone)
+    alone.sft_tower = language_model.locate_text_tower(whole.config, alone)
     with torch.no_grad():
         for parameter in alone.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
     write_weights(alone, tmp_path / "saved")
     expand_to_full_class(alone, tmp_path / "saved", tmp_path / "base")
     again, found = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)
-    assert not found["missing_keys"]
-    assert not found["unexpected_keys"]
+    assert not found["missing_keys"] | found["unexpected_keys"]
     torch.testing.assert_close(logits(again.eval()), logits(alone), rtol=1e-5, atol=1e-5)
     others = {name: one for name, one in whole.named_parameters() if "vision" in name}
     assert others
@@ -87,7 +76,7 @@ def test_a_checkpoint_s_adapter_is_read_under_its_own_names(tmp_path):
     """PEFT renames an adapter's tensors as those of the base's published files, and loses some (Mistral Large 4)."""
     whole = small_base("mistral_large4")
     torch.manual_seed(1)
-    alone = AutoModelForCausalLM.from_config(prepare_text_config(whole.config))
+    alone = AutoModelForCausalLM.from_config(language_model.prepare_text_config(whole.config))
     model = get_peft_model(alone, LoraConfig(r=2, target_modules=["gate_proj", "o_proj"]))
     own = {name: one for name, one in model.named_parameters() if "lora_" in name}
     with torch.no_grad():
@@ -114,7 +103,7 @@ def test_tensors_that_peft_would_lose_are_named_and_loaded(kind, dtype, tmp_path
     wanted = {name: one for name, one in model.named_parameters() if "lora_" in name}
     by_peft = dict(PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path)).named_parameters())
     lost = {name for name, one in wanted.items() if not torch.equal(one, by_peft[name].to(one.dtype))}
-    named = names_lost_by_peft(base, load_file(tmp_path / "adapter_model.safetensors"))
+    named = language_model.names_lost_by_peft(base, load_file(tmp_path / "adapter_model.safetensors"))
     assert {name.replace(".weight", ".default.weight") for name in named} == lost
     assert bool(lost) == (kind == "laguna")
     loaded = dict(load_adapter(base, tmp_path).named_parameters())
@@ -123,18 +112,16 @@ def test_tensors_that_peft_would_lose_are_named_and_loaded(kind, dtype, tmp_path
 
 @pytest.mark.parametrize("places", [(("model.", "model.language_model."),), (("", "language_model."),)])
 def test_a_name_in_the_whole_class_and_back(places):
-    tower, draw = TextTower(None, places), random.Random(4)
+    tower, draw = language_model.TextTower(None, places), random.Random(4)
     for _ in range(300):
         rest = ".".join(draw.choices(["layers", "3", "self_attn", "q_proj", "weight"], k=draw.randrange(1, 5)))
-        name = draw.choice(["", PEFT_PREFIX]) + "model." + rest
+        name = draw.choice(["", language_model.PEFT_PREFIX]) + "model." + rest
         whole = tower.to_full_name(name)
         assert whole != name
         assert tower.to_text_name(whole) == name
         assert tower.to_full_name(whole) == whole
-    assert tower.to_full_name("lm_head.weight") == (
-        "lm_head.weight" if places[0][0] else "language_model.lm_head.weight"
-    )
-    assert {**LEGACY_KEY_MAPPING}.items() <= tower.key_mapping.items()
+    assert tower.to_full_name("lm_head.weight") == ("" if places[0][0] else "language_model.") + "lm_head.weight"
+    assert {**language_model.LEGACY_KEY_MAPPING}.items() <= tower.key_mapping.items()
 
 
 _HEAD = {"lm_head.": "language_model.lm_head."}
@@ -152,21 +139,20 @@ https://github.com/vllm-project/vllm/tree/main/vllm/model_executor/models (read 
 
 def in_vllm(kind: str, name: str) -> str:
     """The name of a module or weight in vLLM: the first rule that fits, after PEFT's prefix (vllm/lora/utils.py)."""
-    name = name.removeprefix(PEFT_PREFIX)
+    name = name.removeprefix(language_model.PEFT_PREFIX)
     return next((new + name[len(old) :] for old, new in VLLM[kind].items() if name.startswith(old)), name)
 
 
 @pytest.mark.parametrize("kind", sorted(VLLM))
 def test_vllm_finds_adapters_where_it_puts_the_base_s_weights(kind):
-    """By vLLM's own rules, an adapter's layer is the one whose weight the published base has."""
     whole = qwen3_5_moe_with_images() if kind == "qwen3_5_moe" else small_base(kind)
     with torch.device("meta"):
-        alone = AutoModelForCausalLM.from_config(prepare_text_config(copy.deepcopy(whole.config)))
-    tower = locate_text_tower(whole.config, alone)
+        alone = AutoModelForCausalLM.from_config(language_model.prepare_text_config(copy.deepcopy(whole.config)))
+    tower = language_model.locate_text_tower(whole.config, alone)
     base = {in_vllm(kind, name.removesuffix(".weight")) for name in whole.state_dict()}
     layers = linear_layers(alone)
     assert len(layers) > 4
     for layer in layers:
-        found = in_vllm(kind, tower.to_full_name(f"{PEFT_PREFIX}{layer}"))
+        found = in_vllm(kind, tower.to_full_name(f"{language_model.PEFT_PREFIX}{layer}"))
         assert found.startswith("language_model.model.layers."), layer
         assert found in base, layer

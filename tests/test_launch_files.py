@@ -1,7 +1,5 @@
 """The launchers' files: accelerate's and DeepSpeed's configurations."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import io
@@ -9,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError, DataError
 from sft_play.files import relative_to_cwd
+from sft_play.launch import planning
 from sft_play.launch.accelerate import (
     AccelerateConfig,
     read_accelerate_file,
@@ -45,9 +45,15 @@ from sft_play.machine.network import NodeSetup
 from tests.conftest import ROOT
 
 
-def machine(gpus: int, *, nodes: int = 1) -> Hardware:
+def refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        function(*arguments, **options)
+    return str(error.value)
+
+
+def machine(gpus: int) -> Hardware:
     cards = tuple(Gpu(index, "Test GPU", 80 * 2**30, None, (9, 0)) for index in range(gpus))
-    return Hardware(cards, "cpu", 8, 2**35, 2**35, nodes=nodes)
+    return Hardware(cards, "cpu", 8, 2**35, 2**35)
 
 
 OPTIONS = deepspeed_options(config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml"))
@@ -55,8 +61,6 @@ NUMBERS = PlanValues("zero2", 2, 4, 2, hidden_size=1024, compute_dtype="bfloat16
 
 
 # --- accelerate: written ----------------------------------------------------------------------------------------------
-
-
 def loaded_by_accelerate(path: Path):
     return pytest.importorskip("accelerate.commands.config.config_args").load_config_from_file(str(path))
 
@@ -122,7 +126,6 @@ def test_machines_come_from_the_environment():
 
 
 # --- accelerate: read -------------------------------------------------------------------------------------------------
-
 QUESTIONNAIRE = """\
 compute_environment: LOCAL_MACHINE
 debug: false
@@ -218,9 +221,8 @@ def test_what_files_say_in_other_words_is_understood(tmp_path, change, field, va
 )
 def test_what_files_cannot_mean_is_one_message(tmp_path, change, words):
     assert change[0] in QUESTIONNAIRE
-    with pytest.raises(ConfigError) as error:
-        read(tmp_path, QUESTIONNAIRE.replace(*change))
-    assert all(word in str(error.value) for word in [*words, "theirs.yaml"])
+    said = refusal(read, tmp_path, QUESTIONNAIRE.replace(*change))
+    assert all(word in said for word in [*words, "theirs.yaml"])
 
 
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "just words", "a: [1,", "\t", '{"zero_optimization": {}}'])
@@ -232,8 +234,6 @@ def test_a_file_of_another_shape_or_none_is_one_message(tmp_path, text):
 
 
 # --- DeepSpeed: read --------------------------------------------------------------------------------------------------
-
-
 def file(tmp_path: Path, text: str, name: str = "d.json") -> Path:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
@@ -270,16 +270,13 @@ def test_json_with_comments_and_trailing_commas_is_read_and_strings_are_left_alo
     ],
 )
 def test_what_cannot_be_read_is_one_message(tmp_path, text, name, words):
-    with pytest.raises(ConfigError) as error:
-        read_deepspeed_file(file(tmp_path, text, name))
-    assert all(word in str(error.value) for word in words)
+    said = refusal(read_deepspeed_file, file(tmp_path, text, name))
+    assert all(word in said for word in words)
     with pytest.raises(ConfigError, match=rf"DEEPSPEED_CONFIG=.*none\.json does not exist.*{name}"):
         read_deepspeed_file(tmp_path / "none.json")
 
 
 # --- DeepSpeed: understood --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -319,9 +316,8 @@ def test_old_forms_mean_what_they_meant(old, new):
     ],
 )
 def test_what_deepspeed_does_not_know_or_the_plan_does_not_model_is_refused(raw, words):
-    with pytest.raises(ConfigError) as error:
-        translate_deepspeed_keys(raw, name="my.json")
-    assert all(word in str(error.value) for word in [*words, "my.json"])
+    said = refusal(translate_deepspeed_keys, raw, name="my.json")
+    assert all(word in said for word in [*words, "my.json"])
 
 
 def fields_of(tree: ast.Module, name: str) -> set[str]:
@@ -347,9 +343,7 @@ def test_the_table_is_that_of_the_installed_deepspeed():
 
 
 def test_what_is_filled_loads_in_the_installed_deepspeed():
-    filled = [
-        fill_auto_values(shipped_deepspeed_config(layout), replace(NUMBERS, layout=layout)) for layout in ZERO_STAGES
-    ]
+    filled = [fill_auto_values(shipped_deepspeed_config(name), replace(NUMBERS, layout=name)) for name in ZERO_STAGES]
     code = (
         "import json, sys\n"
         "from deepspeed.runtime.config import DeepSpeedConfig\n"
@@ -358,16 +352,12 @@ def test_what_is_filled_loads_in_the_installed_deepspeed():
         "    read = DeepSpeedConfig(config)\n"
         "    assert read.zero_config.stage == config['zero_optimization']['stage']\n"
     )
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    answer = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(filled)], env=environment, capture_output=True, text=True, timeout=120
-    )
+    words, environment = [sys.executable, "-c", code, json.dumps(filled)], {**os.environ, "DS_ACCELERATOR": "cpu"}
+    answer = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr[-2000:]
 
 
 # --- DeepSpeed: filled ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", sorted(ZERO_STAGES))
 def test_no_auto_is_left(layout):
     raw = shipped_deepspeed_config(layout)
@@ -380,8 +370,7 @@ def test_no_auto_is_left(layout):
     assert deepspeed_layout(config) == layout
     # micro 2 x accumulation 4 x 2 ranks = 16; 1024 squared = 1,048,576; 0.9 of it = 943,718.4; 10 x 1024 = 10,240
     assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (16, 2)
-    assert config["gradient_accumulation_steps"] == 4
-    assert config["gradient_clipping"] == 1.0
+    assert (config["gradient_accumulation_steps"], config["gradient_clipping"]) == (4, 1.0)
     assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (True, False)
     zero = config["zero_optimization"]
     assert zero["reduce_bucket_size"] == 1_048_576
@@ -403,9 +392,8 @@ def test_no_auto_is_left(layout):
     ],
 )
 def test_a_number_that_contradicts_the_plan_names_both(config, words):
-    with pytest.raises(ConfigError) as error:
-        fill_auto_values(config, NUMBERS, name="my.json")
-    assert all(word in str(error.value) for word in [*words, "my.json"])
+    said = refusal(fill_auto_values, config, NUMBERS, name="my.json")
+    assert all(word in said for word in [*words, "my.json"])
 
 
 def test_blocks_that_only_repeat_the_run_are_left_out_and_what_is_missing_is_the_plans():
@@ -418,8 +406,7 @@ def test_blocks_that_only_repeat_the_run_are_left_out_and_what_is_missing_is_the
     }
     config = fill_auto_values(raw, NUMBERS)
     assert not {"optimizer", "scheduler"} & set(config)
-    assert config["torch_autocast"]["enabled"] is False
-    assert config["bf16"] == {"enabled": True}
+    assert (config["torch_autocast"]["enabled"], config["bf16"]) == (False, {"enabled": True})
     assert config["zero_optimization"]["stage"] == 2
     # an auto that nobody resolves is left out, and DeepSpeed's own stays
     assert config["zero_optimization"]["zenflow"] == {"select_strategy": "auto"}
@@ -442,8 +429,6 @@ def test_torchs_adamw_steps_where_deepspeeds_cannot_be_built(monkeypatch):
 
 
 def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, tmp_path):
-    from sft_play.launch import planning
-
     path, config = ROOT / "configs" / "deepspeed" / "zero3_offload.json", ROOT / "configs" / "run_bnb.yaml"
     words = ["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"]
     asked = ["plan", "--config", str(config), "--hardware", "2xH100", "--deepspeed_config"]
@@ -459,8 +444,7 @@ def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, tmp_path):
     code, printed = command(*asked, str(path), *words)
     assert f"make train-deepspeed CONFIG={relative_to_cwd(config)} DEEPSPEED_CONFIG={relative_to_cwd(path)}" in printed
     code, printed = command(*asked, str(file(tmp_path, '{"zero_optimization": {"stage": 7}}', "mine.json")))
-    assert code == 2, printed
-    assert "mine.json" in printed
+    assert (code, "mine.json" in printed) == (2, True), printed
 
 
 @pytest.mark.parametrize(
@@ -475,11 +459,11 @@ def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, tmp_path):
     ],
 )
 def test_a_file_is_planned_as_the_layout_of_its_stage_and_states_or_refused(zero, layout):
-    if layout is None:
-        with pytest.raises(ConfigError, match=r"STRATEGY=ddp|offload_param needs stage 3"):
-            deepspeed_layout({"zero_optimization": zero})
-    else:
+    if layout is not None:
         assert deepspeed_layout({"zero_optimization": zero}) == layout
+        return
+    with pytest.raises(ConfigError, match=r"STRATEGY=ddp|offload_param needs stage 3"):
+        deepspeed_layout({"zero_optimization": zero})
 
 
 def test_accelerates_questions_need_a_terminal(monkeypatch, tmp_path, command):
@@ -487,6 +471,5 @@ def test_accelerates_questions_need_a_terminal(monkeypatch, tmp_path, command):
     monkeypatch.setenv("ACCELERATE_CONFIG", str(tmp_path / "accelerate.yaml"))
     monkeypatch.setattr("sys.stdin", io.StringIO())
     code, printed = command("setup-accelerate", "--config", str(ROOT / "configs" / "run_bnb.yaml"))
-    assert code == 2, printed
-    assert "no terminal" in printed
+    assert (code, "no terminal" in printed) == (2, True), printed
     assert not (tmp_path / "accelerate.yaml").exists()

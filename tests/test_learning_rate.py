@@ -1,7 +1,5 @@
 """`train.learning_rate: auto` follows its rule, and an explicit value is never changed."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -51,9 +49,8 @@ def test_the_plan_says_the_rate_and_why(mode):
         return make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-0.5B"), parse_hardware("H100"))).reasons
 
     (said,) = [line for line in reasons(run(mode, alpha=64)) if line.startswith("learning rate")]
-    assert said.startswith(
-        "learning rate 1e-05 (auto): 2e-05 at 128" if mode == "full" else "learning rate 0.0001 (auto)"
-    )
+    expected = "1e-05 (auto): 2e-05 at 128" if mode == "full" else "0.0001 (auto)"
+    assert said.startswith(f"learning rate {expected}")
     assert ("x 32/64, since" in said) == (mode == "lora")
     given = run(mode, alpha=512, more=", learning_rate: 0.5")
     assert given.learning_rate == 0.5

@@ -1,8 +1,7 @@
 """A plan's figures with Liger's kernels: their bytes by rules written again and against traces, their speed, and what
 is counted where the run may fall back."""
 
-from __future__ import annotations
-
+import functools
 import inspect
 import json
 import random
@@ -18,7 +17,9 @@ from sft_play.machine.software import LIGER_PACKAGE
 from sft_play.models.config_json import load_model_shape, parse_model_shape
 from sft_play.planner import calibration
 from sft_play.planner.advice import find_suggestions
-from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.planner.batching import BatchPlan
+from sft_play.planner.candidates import build_candidate
+from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
 from sft_play.planner.kernels import LIGER_REPLACEMENTS, CountedKernels, PlannedKernels, plan_kernels
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import estimate_memory
@@ -88,7 +89,6 @@ def test_a_norm_holds_its_input_and_a_number_a_row_and_its_gradient_takes_the_pl
 
 
 def _both(kind: str, mode: str, *, checkpointing: bool, precision: Precision, kernels: str) -> tuple[int, int]:
-    """Allocated bytes by the estimate and by the trace."""
     from benchmarks.memory_model import liger  # noqa: F401  (which lets the tracer run them)
     from sft_play.trace.step import trace_step
 
@@ -100,19 +100,9 @@ def _both(kind: str, mode: str, *, checkpointing: bool, precision: Precision, ke
     adapters = None if mode == "full" else "bfloat16" if mode == "qlora" else "float32"
     peft = None if mode == "full" else LORA
     words: dict[str, Any] = {"mode": mode, "kernels": kernels, "adapters": adapters, "peft": peft}
-    traced = trace_step(
-        StepSettings(
-            model=model,
-            micro_batch=4,
-            seq_len=2048,
-            checkpointing=checkpointing,
-            weights=precision.load,
-            autocast="bfloat16" if half else None,
-            repeats_kv=not half,
-            **words,
-        )
-    )
-    return closed.allocated, traced.allocated
+    words |= {"weights": precision.load, "autocast": "bfloat16" if half else None, "repeats_kv": not half}
+    settings = StepSettings(model=model, micro_batch=4, seq_len=2048, checkpointing=checkpointing, **words)
+    return closed.allocated, trace_step(settings).allocated
 
 
 @pytest.mark.build
@@ -144,30 +134,22 @@ def test_the_closed_form_is_what_a_trace_in_fp32_measures(mode: str) -> None:
 @pytest.mark.parametrize("kind", list(MODELS))
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_every_family_mode_and_checkpointing_is_traced_as_the_closed_form_says(
-    kind: str, mode: str, checkpointing: bool
-) -> None:
+def test_every_family_and_mode_is_traced_as_the_closed_form_says(kind: str, mode: str, checkpointing: bool) -> None:
     closed, traced = _both(kind, mode, checkpointing=checkpointing, precision=BF16, kernels="liger")
     assert closed == pytest.approx(traced, rel=0.01)
 
 
 @pytest.mark.build
 def test_a_plan_with_the_kernels_says_that_no_trace_runs_them(monkeypatch: Any) -> None:
-    from sft_play.planner.batching import BatchPlan
-    from sft_play.planner.candidates import build_candidate
-    from sft_play.planner.decide import build_plan_inputs
     from sft_play.trace import build
     from sft_play.trace.confirm import trace_candidate
 
     monkeypatch.delitem(build.KERNEL_CONTEXTS, "liger", raising=False)
     model, run = {"model_type": "llama", **SIZES}, config("liger")
     shape = parse_model_shape(dict(model), name="m")
-    candidate = build_candidate(
-        build_plan_inputs(PlanRequest(run, shape, parse_hardware("1xH100"))), SINGLE, BatchPlan(1, 1, 1), 0
-    )
-    assert (
-        trace_candidate(run, model, shape, BF16, candidate).unavailable_reason == "Liger's kernels run on a GPU alone"
-    )
+    inputs = build_plan_inputs(PlanRequest(run, shape, parse_hardware("1xH100")))
+    candidate = build_candidate(inputs, SINGLE, BatchPlan(1, 1, 1), 0)
+    assert "run on a GPU alone" in trace_candidate(run, model, shape, BF16, candidate).unavailable_reason
 
 
 @pytest.mark.build
@@ -188,9 +170,8 @@ def test_what_is_counted_follows_the_wish_the_machine_and_the_class(seed: int) -
     draw = random.Random(seed)
     wish = draw.choice(("none", "auto", "liger"))
     on_gpu, installed, backend = draw.random() < 0.7, draw.random() < 0.6, draw.choice(("bnb", "bnb", "unsloth"))
-    model = draw.choice(
-        ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-4B", "allenai/OLMo-2-1124-7B", "mistralai/Mixtral-8x7B-v0.1")
-    )
+    models = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-4B", "allenai/OLMo-2-1124-7B", "mistralai/Mixtral-8x7B-v0.1")
+    model = draw.choice(models)
     layout = draw.choice((SINGLE, SINGLE, Layout("ddp", 2), Layout("tp", 2, tensor_parallel=2)))
     run, shape = config(wish, **{"tuning.backend": backend}), load_model_shape(model)
     without = frozenset() if installed else frozenset({LIGER_PACKAGE})
@@ -239,19 +220,17 @@ def test_saved_bytes_are_those_counted_by_hand() -> None:
     # and 18, Liger's 6 and 10
     forward = 2 * 4 * 32 + 6 * 16 + 3 * 4
     backward = 2 * 4 * 78 + 6 * 26 + 3 * 8
-    assert liger_saved_bytes(shape, LIGER_REPLACEMENTS["llama"], e=2, recomputed_share=0.0) == forward + backward
-    assert liger_saved_bytes(shape, LIGER_REPLACEMENTS["llama"], e=2, recomputed_share=1.0) == 2 * forward + backward
-    # in fp32 nothing is cast: 28 and 76 against 8 and 12; 40 and 60 against 8 and 8; 20 and 36 against 12 and 20
-    fp32 = 2 * 4 * (20 + 64) + 6 * (32 + 52) + 3 * (8 + 16)
-    assert liger_saved_bytes(shape, LIGER_REPLACEMENTS["llama"], e=4, recomputed_share=0.0) == fp32
-    assert liger_saved_starts_s(shape, LIGER_REPLACEMENTS["llama"], recomputed_share=0.0) == pytest.approx(
-        2 * 32e-6 + 242e-6
+    saved, starts = (
+        functools.partial(of, shape, LIGER_REPLACEMENTS["llama"]) for of in (liger_saved_bytes, liger_saved_starts_s)
     )
+    assert saved(e=2, recomputed_share=0.0) == forward + backward
+    assert saved(e=2, recomputed_share=1.0) == 2 * forward + backward
+    # in fp32 nothing is cast: 28 and 76 against 8 and 12; 40 and 60 against 8 and 8; 20 and 36 against 12 and 20
+    assert saved(e=4, recomputed_share=0.0) == 2 * 4 * (20 + 64) + 6 * (32 + 52) + 3 * (8 + 16)
+    assert starts(recomputed_share=0.0) == pytest.approx(2 * 32e-6 + 242e-6)
 
 
 # --- what later plans learn, and falling back -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_runs_correct_only_plans_of_their_own_kernels(seed: int) -> None:
     draw = random.Random(seed)
@@ -261,10 +240,8 @@ def test_runs_correct_only_plans_of_their_own_kernels(seed: int) -> None:
         for _ in range(draw.randint(0, 8))
     ]  # fmt: skip
     for names in (("plain", "plain"), ("plain", "liger"), ("liger", "liger")):
-        counted = CountedKernels(*names)
-        found = calibration.compute_correction(
-            runs, device="H100", mode="lora", layout="single", model="m", kernels=counted
-        )
+        place = {"device": "H100", "mode": "lora", "layout": "single", "model": "m"}
+        found = calibration.compute_correction(runs, **place, kernels=CountedKernels(*names))
         of_memory = [run.measured_reserved / 100 for run in runs if run.kernels == names[0] and run.predicted_reserved]
         of_speed = sorted(run.measured_tokens_per_s / 100 for run in runs if run.kernels == names[1])
         assert found.memory_factor == max([1.0, *of_memory])
@@ -296,8 +273,7 @@ def test_a_prediction_of_other_kernels_is_not_learned_from(
     }  # fmt: skip
     record_measurements([(config(wish), plan)], summary)
     (run,) = kept
-    assert run.kernels == ("liger" if used else "plain")
-    assert bool(run.predicted_reserved) == memory
+    assert (run.kernels, bool(run.predicted_reserved)) == ("liger" if used else "plain", memory)
     assert bool(run.predicted_tokens_per_s) == speed
 
 
@@ -317,24 +293,18 @@ def test_experts_keep_their_gates(monkeypatch: Any) -> None:
         model: Any = nn.ModuleDict({"mlp": nn.ModuleDict({name: nn.Identity()})})
         model.config = SimpleNamespace(model_type="kind")
         has_experts = name == "experts"
-        assert replaced_code._apply_liger(model) == (
-            ("rms_norm", "rope") if has_experts else ("rms_norm", "swiglu", "rope")
-        )
+        replaced = ("rms_norm", "rope") if has_experts else ("rms_norm", "swiglu", "rope")
+        assert replaced_code._apply_liger(model) == replaced
         assert asked[-1] == {"rms_norm": True, "swiglu": not has_experts, "rope": True, "loss": False}
 
 
 @pytest.mark.parametrize("wish", ["none", "auto"])
 @pytest.mark.parametrize("installed", [True, False])
-def test_a_plan_that_does_not_fit_names_the_kernels_where_they_are_installed_and_wanted(
-    wish: str, installed: bool
-) -> None:
+def test_a_plan_that_does_not_fit_names_the_kernels_where_they_are_installed_and_wanted(wish: str, installed: bool):
     run = config(wish, **{"train.gradient_checkpointing": "false", "train.batch_size": 4, "train.grad_accum": 1})
+    shape, hardware = load_model_shape(run.model.name), parse_hardware("1xRTX4090")
     without = frozenset() if installed else frozenset({LIGER_PACKAGE})
-    found = list(
-        find_suggestions(
-            PlanRequest(run, load_model_shape(run.model.name), parse_hardware("1xRTX4090"), missing_packages=without)
-        )
-    )
+    found = list(find_suggestions(PlanRequest(run, shape, hardware, missing_packages=without)))
     named_ways = [way for way in found if way.setting and "train.kernels=liger" in way.setting]
     assert bool(named_ways) == (wish == "auto" and installed)
     assert found

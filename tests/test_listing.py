@@ -1,7 +1,5 @@
 """`make runs` and `make prune`: what is listed is what there is, and only what is named goes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
@@ -34,7 +32,6 @@ def make_run(output: Path, name: str, *, status: str = "finished", hours: float 
 
 
 def runs(output: Path, names: list[str]) -> list[RunFolder]:
-    """As `make prune` finds the runs of RUNS=."""
     return [open_run(output, check_run_name(name, key="RUNS")) for name in names]
 
 
@@ -46,11 +43,9 @@ def test_a_run_is_listed_with_its_status_step_best_figure_and_age(tmp_path):
     (tmp_path / "not-a-run").mkdir()
     with locked_elsewhere(live):
         listed = list_runs(tmp_path, now=NOW)
-    assert [(run.name, run.status) for run in listed.runs] == [
-        ("d", "running"), ("c", "failed"), ("b", "stopped"), ("a", "finished"),
-    ]  # fmt: skip
-    assert [(run.best_metric, run.best_value) for run in listed.runs] == [
-        ("exact_match", 0.25), (None, None), (None, None), ("loss", 1.5),
+    assert [(run.name, run.status, run.best_metric, run.best_value) for run in listed.runs] == [
+        ("d", "running", "exact_match", 0.25), ("c", "failed", None, None), ("b", "stopped", None, None),
+        ("a", "finished", "loss", 1.5),
     ]  # fmt: skip
     assert ["exact match 25.0%" in listed.lines()[1], "loss 1.5" in listed.lines()[4]] == [True, True]
     assert {run.step for run in listed.runs} == {4}
@@ -132,12 +127,13 @@ def test_prune_removes_what_is_named_and_nothing_else(tmp_path):
     assert prune(chosen).freed_bytes == 1000
     assert not (one.path / "checkpoints").exists()
     assert one.manifest_path.is_file()
-    with pytest.raises(RunFolderError, match="not finished"):
-        select_prunable(runs(tmp_path, ["stopped"]), "checkpoints")
-    with pytest.raises(RunFolderError, match="there is no run"):
-        select_prunable(runs(tmp_path, ["one", "nothing"]), "run")
-    with pytest.raises(RunFolderError, match="refused"):
-        select_prunable(runs(tmp_path, ["../one"]), "run")
+    for names, what, said in (
+        (["stopped"], "checkpoints", "not finished"),
+        (["one", "nothing"], "run", "there is no run"),
+        (["../one"], "run", "refused"),
+    ):
+        with pytest.raises(RunFolderError, match=said):
+            select_prunable(runs(tmp_path, names), what)
     chosen = select_prunable(runs(tmp_path, ["stopped", "one"]), "run")
     prune(chosen)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
@@ -181,17 +177,16 @@ def test_the_commands_list_and_ask_before_they_remove(tmp_path, command):
     yaml = tmp_path / "run.yaml"
     yaml.write_text(f"model: {{name: x}}\ndata: {{train_path: x}}\noutput: {{dir: {tmp_path}/outputs}}\n")
     make_run(tmp_path / "outputs", "first")
-    code, printed = command("runs", "--config", str(yaml))
-    assert code == 0
-    assert "first" in printed
-    code, printed = command("prune", "--config", str(yaml))
-    assert code == 2
-    assert "RUNS=" in printed
-    code, printed = command("prune", "--config", str(yaml), "--runs", "first")
-    assert code == 2
-    assert "YES=1" in printed
+
+    def said(name: str, *words: str) -> tuple[int, str]:
+        return command(name, "--config", str(yaml), *words)
+
+    code, printed = said("runs")
+    assert (code, "first" in printed) == (0, True)
+    code, printed = said("prune", "--runs", "first")
+    assert (code, "YES=1" in printed) == (2, True)
     assert (tmp_path / "outputs" / "first").is_dir()
-    code, printed = command("prune", "--config", str(yaml), "--runs", "first", "--yes", "--json")
+    code, printed = said("prune", "--runs", "first", "--yes", "--json")
     assert code == 0
     assert json.loads(printed.splitlines()[-1])["removed"] == [str(tmp_path / "outputs" / "first")]
     assert not (tmp_path / "outputs" / "first").exists()

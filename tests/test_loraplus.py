@@ -1,7 +1,5 @@
 """LoRA+: lora_B has its own learning rate in every layout, as PEFT's optimizer has it, and after a resume."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -46,8 +44,7 @@ def test_a_run_resumes_to_the_same_bits(trained, bf16, more):  # noqa: F811
 
 
 def test_only_lora_b_moves_faster(trained):  # noqa: F811
-    """After the first step lora_A is where it was, as B was zero; B is as far away as the rate says: Adam's first step
-    is the rate's size."""
+    """After the first step lora_A is where it was, as B was zero; Adam's first step is the rate's size."""
     for name, ratio in (("plain", 1), ("plus", 8)):
         folder = trained(name, "tuning.mode=lora", f"tuning.lora.loraplus_lr_ratio={ratio}",
                                       "train.max_steps=1", "train.learning_rate=1e-3")  # fmt: skip
@@ -60,9 +57,8 @@ def test_an_optimizer_that_is_asked_for_twice_has_the_ratio_once(tmp_path, tiny_
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama), LoraConfig(target_modules=["q_proj"]))
     arguments = TrainingArguments(output_dir=str(tmp_path), learning_rate=1e-3, report_to=[], use_cpu=True)
     loop = object.__new__(PlannedLoop)  # as far as the Trainer's own method reads it
-    vars(loop).update(
-        model=model, args=arguments, optimizer=None, optimizer_cls_and_kwargs=None, _loraplus_lr_ratio=16.0
-    )
+    vars(loop).update(model=model, args=arguments, optimizer=None, optimizer_cls_and_kwargs=None)
+    loop._loraplus_lr_ratio = 16.0
     first = loop.create_optimizer()
     assert loop.create_optimizer() is first
     assert [group["lr"] for group in first.param_groups] == [1e-3, 16e-3]
@@ -70,10 +66,8 @@ def test_an_optimizer_that_is_asked_for_twice_has_the_ratio_once(tmp_path, tiny_
 
 def test_the_ratio_lowers_the_automatic_rate():
     plain = run()
-    plus = plain.model_copy(
-        update={"tuning": plain.tuning.model_copy(
-            update={"lora": plain.tuning.lora.model_copy(update={"loraplus_lr_ratio": 16.0})})}
-    )  # fmt: skip
+    lora = plain.tuning.lora.model_copy(update={"loraplus_lr_ratio": 16.0})
+    plus = plain.model_copy(update={"tuning": plain.tuning.model_copy(update={"lora": lora})})
     assert plus.learning_rate == plain.learning_rate / 16
 
 

@@ -1,7 +1,5 @@
 """Machines that misbehave, end to end: full disks of every kind, a clock that is set during a run."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess
@@ -19,7 +17,6 @@ pytestmark = pytest.mark.build
 
 
 def write_run(folder: Path, model: Path, *, outputs: Path | None = None) -> Path:
-    """A run YAML of four steps."""
     rows = "".join(json.dumps(chat(f"what is {n}?", f"{n}.")) + "\n" for n in range(16))
     (folder / "rows.jsonl").write_text(rows)
     path = folder / "run.yaml"
@@ -33,8 +30,6 @@ def write_run(folder: Path, model: Path, *, outputs: Path | None = None) -> Path
 
 
 # --- full disks -------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def small_disk(place: Path, size: str) -> Iterator[Path]:
     """A file system of this size, or a skip where none may be mounted."""
@@ -46,13 +41,6 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
-def trained(config: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "sft_play", "train", "--config", str(config)]
-    return subprocess.run(
-        words, capture_output=True, text=True, timeout=300, cwd=config.parent, env=clean_environment(**variables)
-    )
 
 
 DISKS = [
@@ -67,32 +55,27 @@ DISKS = [
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
 @pytest.mark.parametrize(("what", "size", "said"), DISKS)
 def test_a_run_on_a_disk_that_is_too_small_is_one_message_or_goes_on(tmp_path, tiny_llama, what, size, said):
-    """A real file system: outputs that take nothing, one checkpoint or two, a cache that takes no rows, no room in
-    /tmp."""
+    """A real file system: outputs that take nothing, one checkpoint or two, a cache that takes no rows, a full /tmp."""
     with small_disk(tmp_path / "small", size) as disk:
         config = write_run(tmp_path, tiny_llama, outputs=disk / "outputs" if what == "outputs" else None)
         variables = {"cache": {"SFT_PLAY_CACHE": str(disk)}, "tmp": {"TMPDIR": str(disk)}}.get(what, {})
         if what != "outputs":
             (disk / "filled").write_bytes(b"x" * 4096)
-        done = trained(config, **variables)
+        words = [sys.executable, "-m", "sft_play", "train", "--config", str(config)]
+        environ = clean_environment(**variables)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environ)
         assert "Traceback" not in done.stderr
         if said is None:
             assert done.returncode == 0, done.stderr
             return
-        assert done.returncode == 2, done.stdout
-
-        assert done.stderr.count("] error: ") == 1
+        assert (done.returncode, done.stderr.count("] error: ")) == (2, 1), done.stdout
         assert said in done.stderr
         left = list(disk.glob("outputs/one/checkpoints/*"))
-
         assert all((path / "complete.json").is_file() for path in left)
-        assert bool(left) is (size == "1300k")
-        assert ("Run folder:" in done.stdout) is (size == "1300k")
+        assert bool(left) is ("Run folder:" in done.stdout) is (size == "1300k")
 
 
 # --- clocks -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("jump_s", [-86_400.0, 40 * 86_400.0])
 def test_a_clock_that_is_set_during_a_run_changes_nothing_but_its_times(
     tmp_path, tiny_llama, command, monkeypatch, jump_s
@@ -100,11 +83,10 @@ def test_a_clock_that_is_set_during_a_run_changes_nothing_but_its_times(
     config = write_run(tmp_path, tiny_llama)
     real, asked = time.time, itertools.count()
     monkeypatch.setattr(time, "time", lambda: real() + (jump_s if next(asked) > 20 else 0.0))
-    code, said = command("train", "--config", str(config), "train.max_hours=2", "train.stop_after_steps=2")
-    assert code == 0, said
-    assert next(asked) > 30  # the clock was set in the midst of it
-    code, said = command("resume", "--config", str(config), "train.max_hours=2")
-    assert code == 0, said
+    words = ("--config", str(config), "train.max_hours=2")
+    for verb, more in (("train", ["train.stop_after_steps=2"]), ("resume", [])):
+        code, said = command(verb, *words, *more)
+        assert code == 0, said
+        assert next(asked) > 30  # the clock was set in the midst of it
     summary = json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())
-
     assert (summary["status"], summary["steps"]) == ("finished", 4)

@@ -61,15 +61,9 @@ def clean_environ(**extra):
 
 
 def make(*arguments, cwd=ROOT, **environ):
-    """A finished `make`, with its output as text."""
+    words, kept = ["make", *arguments], clean_environ(**environ)
     return subprocess.run(
-        ["make", *arguments],
-        cwd=cwd,
-        env=clean_environ(**environ),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        words, cwd=cwd, env=kept, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
     )
 
 
@@ -82,7 +76,6 @@ def listing(folder):
 
 
 def write_program(path, text):
-    """An executable shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("#!/bin/sh\n" + text, encoding="utf-8")
     path.chmod(0o755)
@@ -103,14 +96,11 @@ class FakeVenv:
         write_program(folder / "bin" / "python", f'exec {command} "$@"\n')
 
     def starts(self):
-        """What each start of the python noted."""
         return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.notes.iterdir())]
 
     def only_start(self):
-        """What the one start of the python noted."""
-        starts = self.starts()
-        assert len(starts) == 1
-        return starts[0]
+        (start,) = self.starts()
+        return start
 
 
 @pytest.fixture
@@ -136,8 +126,6 @@ def copy(tmp_path):
 
 
 # Help
-
-
 def test_every_target_has_a_help_line_and_is_phony():
     for text, words in ((MAKEFILE, []), (MAINTAINING, ["-f", "benchmarks/Makefile"])):
         targets = re.findall(r"^([a-z-]+):", text, re.MULTILINE)
@@ -179,8 +167,6 @@ def test_an_unknown_target_is_refused_before_anything_runs(words, said, fake, co
 
 
 # Dry runs
-
-
 def test_a_dry_run_starts_and_builds_nothing(copy, fake):
     before = listing(copy)
     result = make("-n", *TARGETS, f"VENV={fake.folder}", cwd=copy)
@@ -208,9 +194,7 @@ def test_what_measures_the_project_is_called_from_the_checkout(copy, fake):
     dry = make("-C", "benchmarks", *names, "-n", f"VENV={fake.folder}", cwd=copy)
     assert (dry.returncode, dry.stderr) == (0, "")
     modules = re.findall(r"-m benchmarks\.(\w+)", dry.stdout)
-    assert len(modules) >= 6
-    assert all((ROOT / "benchmarks" / module).is_dir() or (ROOT / f"benchmarks/{module}.py").is_file()
-               for module in modules)  # fmt: skip
+    assert all((ROOT / "benchmarks" / name).is_dir() or (ROOT / f"benchmarks/{name}.py").is_file() for name in modules)
     assert make("-C", "benchmarks", "bench-data", f"VENV={fake.folder}", "ROWS=10", cwd=copy).returncode == 0
     start = fake.only_start()
     assert (start["argv"], start["environ"]["ROWS"]) == (["-m", "benchmarks.data"], "10")
@@ -241,9 +225,8 @@ def test_a_scripts_folder_is_not_on_the_path(monkeypatch):
 @pytest.mark.parametrize("script", ["scripts/train_distributed.py", "scripts/plan.py"])
 def test_a_script_is_its_command_from_any_folder(script, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    environ = clean_environ()
     words = [sys.executable, str(ROOT / script), "--help"]
-    result = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(words, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (0, "")
     command = Path(script).stem.replace("_", "-")
     with pytest.raises(SystemExit, match="0"):
@@ -252,8 +235,6 @@ def test_a_script_is_its_command_from_any_folder(script, tmp_path, capsys, monke
 
 
 # Values
-
-
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_value_reaches_the_program_unchanged(value, fake, tmp_path):
     """From make's command line and from the environment; a dry run and the help run none either."""
@@ -317,19 +298,12 @@ def test_a_program_target_becomes_its_program_so_that_ctrl_c_reaches_it(fake):
         assert process.wait(timeout=60) == 0
     starts = fake.starts()
     assert {start["parent"] for start in starts} == {process.pid}  # no shell in between
-    words = [
-        [
-            *([SCRIPTS[name]] if name in SCRIPTS else ["-m", "sft_play", name]),
-            *["--tensorboard"][: name.endswith("-tb")],
-        ]
-        for name in PROGRAM
-    ]
+    named = [[SCRIPTS[name]] if name in SCRIPTS else ["-m", "sft_play", name] for name in PROGRAM]
+    words = [[*of, *["--tensorboard"][: name.endswith("-tb")]] for of, name in zip(named, PROGRAM, strict=True)]
     assert sorted(start["argv"] for start in starts) == sorted(words)
 
 
 # VENV
-
-
 @pytest.mark.parametrize("name", ["it's a", 'say "hi"', "$(HOME);$HOME", "`id` #1"])
 def test_venv_may_have_any_path(name, tmp_path):
     fake = FakeVenv(tmp_path / name, tmp_path / "the notes")
@@ -341,9 +315,9 @@ def test_a_relative_venv_is_of_the_checkout_and_parallel_targets_check_it_once(c
     fake = FakeVenv(copy / "mine", copy / "notes")
     ended = make("-j4", "-C", str(copy), "train", "resume", "plan", "VENV=mine", cwd="/")
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert sorted(start["argv"][0] for start in fake.starts()) == [
-        f"scripts/{name}.py" for name in ("plan", "resume", "train")
-    ]
+    assert sorted(start["argv"][0] for start in fake.starts()) == sorted(
+        SCRIPTS[name] for name in ("plan", "resume", "train")
+    )
 
 
 def test_a_venv_without_a_python_is_refused(copy):
@@ -396,8 +370,6 @@ def test_what_make_and_the_setup_refuse_is_one_json_object_too(words, path, erro
 
 
 # Develop
-
-
 def real_venv(folder, lint_code=0):
     """An environment that runs pytest with our own Python, and answers for ruff and mypy."""
     answer = f'case "$2" in ruff|mypy) echo "fake $2"; exit {lint_code};; esac\n'
@@ -406,13 +378,8 @@ def real_venv(folder, lint_code=0):
     return folder
 
 
-def write_tests(copy, text):
-    """A checkout whose tests are these."""
-    (copy / "tests" / "test_one.py").write_text(text, encoding="utf-8")
-
-
 def test_tests_chooses_tests_and_may_hold_quotes(copy, tmp_path):
-    write_tests(copy, "def test_a(): pass\ndef test_b(): pass\ndef test_c(): assert 0\n")
+    (copy / "tests" / "test_one.py").write_text("def test_a(): pass\ndef test_b(): pass\ndef test_c(): assert 0\n")
     venv = real_venv(tmp_path / "real")
     chosen = make("test", f"VENV={venv}", """TESTS=tests/test_one.py -k "test_a or test_b" """, cwd=copy)
     assert chosen.returncode == 0, chosen.stdout + chosen.stderr
@@ -421,14 +388,10 @@ def test_tests_chooses_tests_and_may_hold_quotes(copy, tmp_path):
 
 
 def test_clean_removes_caches_and_leaves_environment_outputs_and_data(copy):
-    gone = [
-        "sft_play/a/__pycache__/x.pyc",
-        "tests/__pycache__/x",
-        "benchmarks/__pycache__/x",
-        ".pytest_cache/x",
-        ".ruff_cache/x",
+    gone = [f"{name}/__pycache__/x" for name in ("sft_play/a", "tests", "benchmarks")]
+    gone += [
+        f"{name}/x" for name in (".pytest_cache", ".ruff_cache", ".mypy_cache", "build", "dist", "sft_play.egg-info")
     ]
-    gone += [".mypy_cache/x", "build/x", "dist/x", "sft_play.egg-info/x"]
     kept = [".venv/lib/__pycache__/x", "outputs/__pycache__/x", "data/build/x", "mine/__pycache__/x"]
     kept += ["sft_play/data/x.py", "sft_play/a/b.py"]
     for name in gone + kept:
@@ -441,21 +404,6 @@ def test_clean_removes_caches_and_leaves_environment_outputs_and_data(copy):
 
 
 # .ci/run
-
-
-def ci(copy, venv):
-    """A finished .ci/run, its two streams in one text as in a CI log."""
-    return subprocess.run(
-        [copy / ".ci" / "run"],
-        cwd="/",
-        env=clean_environ(VENV=str(venv)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-
-
 @pytest.mark.parametrize(
     ("tests", "lint_code", "passes", "last_line"),
     [
@@ -466,8 +414,10 @@ def ci(copy, venv):
     ids=["all passes", "a test fails", "lint fails"],
 )
 def test_ci_run_fails_when_it_should_and_ends_with_the_summary(tests, lint_code, passes, last_line, copy, tmp_path):
-    write_tests(copy, tests)
-    result = ci(copy, real_venv(tmp_path / "real", lint_code))
+    (copy / "tests" / "test_one.py").write_text(tests, encoding="utf-8")
+    environ = clean_environ(VENV=str(real_venv(tmp_path / "real", lint_code)))
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    result = subprocess.run([copy / ".ci" / "run"], cwd="/", env=environ, text=True, timeout=120, **streams)
     assert (result.returncode == 0) is passes, result.stdout
     assert re.fullmatch(last_line, result.stdout.splitlines()[-1]), result.stdout
     assert "[ci] make lint" in result.stdout

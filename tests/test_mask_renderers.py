@@ -1,11 +1,8 @@
 """Our masks beside PrimeIntellect's `renderers`, which writes families by hand; skipped where it is not installed.
 
-Both render the same conversations with one tokenizer, which has the family's control tokens. Trained runs must be the
-same, turn by turn, but for what docs/masks.md explains: think marks and white space that a run begins with, and the
-token that ends a last turn which the template does not end.
+Trained runs must be the same, turn by turn, but for what docs/masks.md explains: think marks and white space that a run
+begins with, and the token that ends a last turn which the template does not end.
 """
-
-from __future__ import annotations
 
 import copy
 import re
@@ -13,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from benchmarks.mask_score.score import CASES
 from sft_play.config.schema import DataConfig
@@ -60,24 +58,9 @@ _ADDED_END = re.compile(r"(?:<\|endoftext\|>|<\|user\|>|<\|observation\|>)$")
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
     made = AutoTokenizer.from_pretrained(tokenizer_folder("Qwen2.5-Instruct"))
     made.add_special_tokens({"additional_special_tokens": TOKENS})
     return made
-
-
-def theirs(tokenizer: Any, name: str) -> Any:
-    """The family's renderer."""
-    base = pytest.importorskip("renderers.base", reason="renderers is not installed: pip install renderers httpx")
-    from renderers import configs
-
-    base._populate_registry()
-    kind = base.RENDERER_REGISTRY[FAMILIES[name]]
-    known = [one for one in vars(configs).values() if isinstance(one, type) and hasattr(one, "model_fields")]
-    fields = [(one, one.model_fields["name"].default) for one in known if "name" in one.model_fields]
-    config = next(one for one, default in fields if default == FAMILIES[name])
-    return kind(tokenizer, config(**SETTINGS.get(name, {})))
 
 
 def runs(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> Iterator[str]:
@@ -92,17 +75,22 @@ def runs(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> Iterato
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_trained_runs_are_those_of_renderers(tokenizer, name):
+    base = pytest.importorskip("renderers.base", reason="renderers is not installed: pip install renderers httpx")
+    from renderers import configs
+
+    base._populate_registry()
     tokenizer.name_or_path = NAMES.get(name, "")
     tokenizer.chat_template = template_of(name)
-    written = theirs(tokenizer, name)
-    from renderers.base import build_training_sample
-
+    known = [one for one in vars(configs).values() if isinstance(one, type) and hasattr(one, "model_fields")]
+    fields = [(one, one.model_fields["name"].default) for one in known if "name" in one.model_fields]
+    config = next(one for one, default in fields if default == FAMILIES[name])
+    written = base.RENDERER_REGISTRY[FAMILIES[name]](tokenizer, config(**SETTINGS.get(name, {})))
     renderer = Renderer(tokenizer, DataConfig(on_missing_end="train"), max_seq_len=1 << 30)
     for case in CASES:
         if case.name not in COMPARED or (name, case.name) in OTHER_TEMPLATE:
             continue
         messages = [copy.deepcopy(message) for message in case.messages]
-        sample = build_training_sample(written, messages, tools=list(case.tools) or None, ensure_final_stop=True)
+        sample = base.build_training_sample(written, messages, tools=list(case.tools) or None, ensure_final_stop=True)
         row = renderer.render(Chat("f:1", case.messages, case.tools))
         assert isinstance(row, TokenRow), (case.name, row)
         assert row.untrained_turns == 0

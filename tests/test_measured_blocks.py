@@ -1,15 +1,18 @@
 """Classes outside the table of families: their own blocks are run, and a plan's activations are those."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
@@ -27,6 +30,7 @@ from sft_play.trace import step as blocks
 from sft_play.trace.confirm import BlockMeter, leading_blocks, load_planned_shape, step_settings
 from sft_play.trace.meta_shape import measure_shape_on_meta
 from sft_play.trace.step import record_step, trace_context
+from sft_play.training.class_checks.small_model import small_config
 from tests.test_every_class import classes, small_on_meta
 from tests.test_memory import BF16
 from tests.test_meta_shape import SMALL
@@ -64,18 +68,13 @@ def _own_cache(tmp_path, monkeypatch):
 
 def run(mode="lora", text="", length=256):
     rank = "" if mode == "full" else ", lora: {r: 8}"
-    return config_from_text(
-        f"model: {{name: m, max_seq_len: {length}}}\ntuning: {{mode: {mode}{rank}}}\n{text}", name="x"
-    )
+    text = f"model: {{name: m, max_seq_len: {length}}}\ntuning: {{mode: {mode}{rank}}}\n{text}"
+    return config_from_text(text, name="x")
 
 
 def wide(kind, **more):
     """A config of moderate width, as transformers would write it."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     if kind in ("deepseek_v4", "flint"):  # sizes that depend on one another
-        from sft_play.training.class_checks.small_model import small_config
-
         config = small_config(CONFIG_MAPPING[kind]().get_text_config())
     else:
         config = CONFIG_MAPPING[kind](**{**WIDE, **CLASSES.get(kind, {}), **more}).get_text_config()
@@ -83,9 +82,8 @@ def wide(kind, **more):
 
 
 def measured_shape(fields, kind=""):
-    return dataclasses.replace(
-        measure_shape_on_meta(fields, name=kind or "m"), block_meter=BlockMeter(json.dumps(fields))
-    )
+    shape = measure_shape_on_meta(fields, name=kind or "m")
+    return dataclasses.replace(shape, block_meter=BlockMeter(json.dumps(fields)))
 
 
 def step_of(shape, **changes):
@@ -108,10 +106,8 @@ def test_measured_blocks_are_those_of_the_closed_form_where_it_knows_them(mode):
         )  # fmt: skip
         known, found = (estimate_memory(run(mode), shape, BF16, step) for shape in (closed, measured))
         for moment, size in known.moments.items():
-            assert found.moments[moment] == pytest.approx(size, rel=0.01 if moment != "evaluation" else 0.002), (
-                moment,
-                step,
-            )
+            rel = 0.01 if moment != "evaluation" else 0.002
+            assert found.moments[moment] == pytest.approx(size, rel=rel), (moment, step)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +147,7 @@ def test_every_class_outside_the_table_is_measured_or_refused_by_name():
     assert measured > 70
 
 
-REFUSED = {
-    "blt", "longcat_flash", "xlm", "rwkv", "trocr", "xlstm",
-    "dots3_note", "dots3_note_text",
-}  # fmt: skip
+REFUSED = {"blt", "longcat_flash", "xlm", "rwkv", "trocr", "xlstm", "dots3_note", "dots3_note_text"}
 """Types, by transformers 5.23, whose small models can be made and whose blocks cannot be measured."""
 
 
@@ -251,8 +244,6 @@ def test_passes_are_measured_once(tmp_path, monkeypatch):
 
 def test_a_class_runs_its_own_code_where_a_package_would_replace_it(monkeypatch):
     """Kernels of a package do not run on tensors without bytes."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5
-
     own = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     @functools.wraps(own)
@@ -269,17 +260,10 @@ def test_a_class_runs_its_own_code_where_a_package_would_replace_it(monkeypatch)
 
 def test_all_functions_that_packages_replace_are_found():
     """By the text of transformers' files: as many as there are decorators."""
-    import re
-    from pathlib import Path
-
-    import transformers
-
-    from sft_play.trace.build import _REPLACEABLE_FUNCTION
-
     files = list(Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
     texts = [file.read_text(encoding="utf-8") for file in files]
     uses = sum(len(re.findall(r"^@use_kernel_func_from_hub_with_fallback\(", text, re.MULTILINE)) for text in texts)
-    assert uses == sum(len(_REPLACEABLE_FUNCTION.findall(text)) for text in texts) > 50
+    assert uses == sum(len(build._REPLACEABLE_FUNCTION.findall(text)) for text in texts) > 50
 
 
 def test_between_two_passes_bytes_lie_on_their_line():
@@ -292,11 +276,8 @@ def test_between_two_passes_bytes_lie_on_their_line():
 
 
 def test_as_many_blocks_run_as_show_every_kind_behind_another():
-    assert leading_blocks((0, 0, 0, 1, 0)) == (0, 0, 0, 1, 0)
-    assert leading_blocks((0, 1, 1, 1)) == (0, 1, 1)
-    assert leading_blocks((0,)) == (0,)
-    assert leading_blocks((0, 0, 0)) == (0, 0)
-    assert leading_blocks((0, 1, 0, 2)) == (0, 1, 0, 2)
+    for given, size in (((0, 0, 0, 1, 0), 5), ((0, 1, 1, 1), 3), ((0,), 1), ((0, 0, 0), 2), ((0, 1, 0, 2), 4)):
+        assert leading_blocks(given) == given[:size]
     draw = random.Random(3)
     for _ in range(200):
         order = tuple(draw.choices(range(3), k=draw.randrange(1, 12)))
@@ -317,9 +298,8 @@ def test_real_buffers_hold_what_their_class_computes(kind):
     with trace_context(settings, uses_real_tensors=True) as (loop, skeleton):
         found = dict(build.base_model(loop.load_model(skeleton)).named_buffers())
     torch.manual_seed(0)
-    meant = dict(
-        AutoModelForCausalLM.from_config(build.language_model_config(settings), dtype=torch.bfloat16).named_buffers()
-    )
+    model = AutoModelForCausalLM.from_config(build.language_model_config(settings), dtype=torch.bfloat16)
+    meant = dict(model.named_buffers())
     assert found.keys() == meant.keys() != set()
     assert all(torch.equal(found[name], one) for name, one in meant.items())
 
@@ -327,7 +307,7 @@ def test_real_buffers_hold_what_their_class_computes(kind):
 @pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_class_that_keeps_its_states_graphs_is_planned_without_checkpointing(mode):
     """RecurrentGemma has them on its modules: blocks that were computed again stay, 60% more than a plan could say."""
-    fields = {**wide_config("recurrent_gemma"), "num_hidden_layers": 4}
+    fields = {**wide_config("recurrent_gemma"), "num_hidden_layers": 3}
     shape, config = load_planned_shape(fields, name="m"), run(mode, length=64)
     assert not shape.can_checkpoint
     step = step_of(shape, seq_len=64, checkpointed_layers=0)
