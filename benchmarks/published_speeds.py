@@ -8,8 +8,6 @@ none, or the share of them.
 `make -C benchmarks benchmark-speed` prints it.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import statistics
@@ -33,10 +31,9 @@ from sft_play.trace.confirm import load_planned_shape
 SPEEDS_FILE = Path(__file__).with_name("published_speeds.csv")
 TARGET_PARAMETERS = (6.5e9, 73e9)
 """Parameters of the models of 7B to 70B, as their names round them."""
-
-
 OTHER_MODELS = read_json(SPEEDS_FILE.with_name("published_speeds_models.json"))
 """Models of published runs that the table of known models lacks."""
+PRECISION = Precision("bfloat16", "bfloat16", "")
 
 
 @functools.cache
@@ -44,11 +41,12 @@ def shape(name: str) -> ModelShape:
     return load_planned_shape(OTHER_MODELS.get(name) or load_config_json(name), name=name)
 
 
-_named_hardware = functools.cache(parse_hardware)
+named_hardware = functools.cache(parse_hardware)
 
 
 @functools.cache
-def _config(mode: str, rank: str, compiled: bool) -> RunConfig:
+def speed_config(mode: str, rank: str = "", compiled: bool = False) -> RunConfig:
+    """The config of a run of which no more than this matters to its speed."""
     lora, on = f", lora: {{r: {rank}}}" if rank else "", str(compiled).lower()
     return config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}{lora}}}\ntrain: {{compile: {on}}}", name="row")
 
@@ -59,10 +57,7 @@ def read_speed_rows() -> list[dict[str, str]]:
 
 
 def row_hardware(row: Mapping[str, str]) -> Hardware:
-    return _named_hardware(row["machine"])
-
-
-PRECISION = Precision("bfloat16", "bfloat16", "")
+    return named_hardware(row["machine"])
 
 
 def row_step(row: Mapping[str, str]) -> Step:
@@ -72,8 +67,7 @@ def row_step(row: Mapping[str, str]) -> Step:
     name = row["layout"]
     shards = {"fsdp": gpus, "fsdp_hybrid": machine.ranks_per_node, "fsdp_tp": data, "fsdp_cp": gpus}
     layout = Layout(name, data, shards.get(name, 1), tensor, context)  # type: ignore[arg-type]
-    recomputed = {"all": 1.0, "none": 0.0}.get(row["checkpointing"])
-    share = float(row["checkpointing"]) if recomputed is None else recomputed
+    share = float({"all": "1", "none": "0"}.get(row["checkpointing"], row["checkpointing"]))
     micro, accum, length = (int(row[name]) for name in ("micro_batch", "grad_accum", "seq_len"))
     layers = round(share * model.num_layers)
     return Step(micro, accum, length, layout=layout, checkpointed_layers=layers, casts_inputs=True)
@@ -81,7 +75,7 @@ def row_step(row: Mapping[str, str]) -> Step:
 
 def predict_row_speed(row: Mapping[str, str]) -> Speed:
     rates = find_rates(row_hardware(row), PRECISION)
-    config = _config(row["mode"], row["lora_r"], row["kernels"] == "compiled")
+    config = speed_config(row["mode"], row["lora_r"], row["kernels"] == "compiled")
     return predict_speed(config, shape(row["model"]), PRECISION, row_step(row), rates)
 
 
@@ -103,10 +97,6 @@ def compare_speed(row: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def is_target_size(row: Mapping[str, str]) -> bool:
-    return TARGET_PARAMETERS[0] < shape(row["model"]).params < TARGET_PARAMETERS[1]
-
-
 def compare_published() -> dict[str, dict[str, Any]]:
     return {row["id"]: compare_speed(row) for row in read_speed_rows()}
 
@@ -118,15 +108,15 @@ def summarize_errors(ratios: Sequence[float]) -> dict[str, float | int]:
     return {"n": len(off), "median": statistics.median(off), "p90": off[at], "ratio": statistics.median(ratios)}
 
 
-def errors_by_class(comparisons: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, float | int]]:
+def errors_by_class(comparisons: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | int]]:
     """The errors of the rows held out, 7B to 70B, by number of GPUs, mode, kernels, source, and by what the plan says
     of its error; `all sources` is the median of the sources' own medians, where a long table counts no more than a
     short one."""
-    comparisons = comparisons or compare_published()
+    smallest, largest = TARGET_PARAMETERS
     groups: dict[str, list[float]] = defaultdict(list)
     for row in read_speed_rows():
         one = comparisons[row["id"]]
-        if row["split"] != "held out" or not is_target_size(row):
+        if row["split"] != "held out" or not smallest < shape(row["model"]).params < largest:
             continue
         several = "several GPUs" if one["gpus"] > 1 else "one GPU"
         source = f"source {row['id'].split('/')[0]}"
@@ -139,11 +129,8 @@ def errors_by_class(comparisons: Mapping[str, Mapping[str, Any]] | None = None) 
     return errors
 
 
-def shares_within_error(
-    comparisons: Mapping[str, Mapping[str, Any]] | None = None,
-) -> dict[str, dict[str, float | int]]:
+def shares_within_error(comparisons: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | int]]:
     """For each class of the plan, how many of the rows held out were measured within its share of the prediction."""
-    comparisons = comparisons or compare_published()
     hits: dict[str, list[bool]] = defaultdict(list)
     for row in read_speed_rows():
         error = predict_error(row)

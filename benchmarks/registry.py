@@ -12,8 +12,6 @@ of the same versions, is not done again unless `--kinds` names it; a class that 
 such. On two cores about a quarter of a minute a class.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -29,7 +27,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -38,6 +35,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from benchmarks.report_header import report_header
+from benchmarks.verify.weights import read_tensors
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, SftPlayError
 from sft_play.finished.load import load_trained_model
@@ -260,18 +258,16 @@ def check_lifecycle(kind: str, mode: str, folder: Path) -> dict[str, Any]:
         _command("train", "--config", str(config), f"output.name={runs['stopped']}", code=130)
     _command("resume", "--config", str(config), f"output.name={runs['stopped']}")
     part = "model" if mode == "full" else "adapter"
-    one, two = (_tensors(folder / "outputs" / run / part) for run in runs.values())
+    one, two = (read_tensors(folder / "outputs" / run / part) for run in runs.values())
     different = [name for name in one if name not in two or not torch.equal(one[name], two[name])]
     if different or one.keys() != two.keys():
         raise CommandFailed(f"resume: {len(different)} of {len(one)} tensors differ from the unbroken run's")
+    whole = folder / "outputs" / runs["whole"]
     if mode == "full":
-        return {"moved": _logit_change(kind, folder / "outputs" / runs["whole"] / part, folder / "base")}
-    _command("merge", "--run", str(folder / "outputs" / runs["whole"]))
-    return _merged(kind, folder / "outputs" / runs["whole"], folder / "base", quantised=mode == "qlora")
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+        after, before = (_logits(_load_plain(kind, model)) for model in (whole / part, folder / "base"))
+        return {"moved": float((after - before).abs().max() / before.std())}
+    _command("merge", "--run", str(whole))
+    return _merged(kind, whole, folder / "base", quantised=mode == "qlora")
 
 
 def _auto_class(kind: str) -> Any:
@@ -292,12 +288,6 @@ def _logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     return logits
-
-
-def _logit_change(kind: str, trained: Path, base: Path) -> float:
-    """How far training moved the logits, over their spread."""
-    one, two = (_logits(_load_plain(kind, folder)) for folder in (trained, base))
-    return float((one - two).abs().max() / two.std())
 
 
 def _merged(kind: str, run: Path, base: Path, *, quantised: bool) -> dict[str, float]:

@@ -1,7 +1,5 @@
 """`make fuzz`: try cases of each part and say what was wrong; exit code 1 where anything was."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 What would train, serve or measure for minutes gets a config that is refused; what has none is only read as a request.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -4,8 +4,6 @@ A source is described once (`published_sources`). What differs between its rows 
 (`published_columns`).
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

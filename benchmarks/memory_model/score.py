@@ -5,8 +5,6 @@ with its reason and takes no part in the errors; so is, apart, one that the esti
 estimate promises (its reserved bytes with their margin) is held against what the run reserved.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

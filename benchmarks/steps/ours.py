@@ -6,8 +6,6 @@ Plan, rows, model and trainer are those of `sft_play.launch.start`; only what is
 loop, is put in the place of the run's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -32,7 +32,7 @@ def main(path: Path) -> None:
         tried = [{"micro_batch": micro, **tried_run(order, facts, micro)} for micro in micros]
         Path(order.result).write_text(json.dumps({"tried": tried}), encoding="utf-8")
         return
-    train(order, facts, micro=order.settings.get("micro_batch", facts["micro_batch"]))
+    train(order, facts, micro=order.settings["micro_batch"])
 
 
 def train(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> None:

@@ -4,8 +4,6 @@ Every row is a real run of this toolkit over real ranks, started as a user start
 back from its run folder. The same data, seed and effective batch; dropout off, since ranks draw masks of their own.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging
