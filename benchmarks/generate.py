@@ -14,8 +14,6 @@ from sft_play.config.schema import DTYPE_ALIASES, EXTERNAL_NAMES, OWNER, RunConf
 from sft_play.models.families import CLASS_DEFAULTS, DEFAULTS_FILE, ClassDefaults
 from sft_play.variables import MAINTENANCE_TARGETS, VARIABLES
 
-_VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
-
 
 def defaults_text(table: dict[str, ClassDefaults]) -> str:
     """`class_defaults.json` of such a table: a line for each model type."""
@@ -65,13 +63,12 @@ def with_variables(makefile: str, *, maintaining: bool) -> str:
         few = variable.commands != ("*",) and len(variable.commands) <= 4
         takers = f"{', '.join(variable.commands)}: " if few else ""
         lines += f"#: {name + '=' + variable.example:<24} {takers}{variable.help}\n"
-    return _VARIABLES_OF_HELP.sub(lambda _: lines, makefile, count=1)
+    heading = r"(?<=^##@ Variables \(from the command line or the environment\)\n)"
+    return re.sub(rf"(?m){heading}(#: .*\n)*", lambda _: lines, makefile, count=1)
 
 
 REFERENCE = Path("configs/reference.yaml")
 SCHEMA = Path("configs/run.schema.json")
-EXAMPLE_MODEL = "Qwen/Qwen2.5-3B-Instruct"
-"""Example value of a required field, which has no default."""
 
 _HEADER = """\
 # Every option of a run YAML, its default, and what it does. Generated from sft_play/config/schema.py by
@@ -90,7 +87,8 @@ def reference_yaml() -> str:
         indent, comment = "  " * len(holders), f"{leaf.doc} ({leaf.accepted_values})"
         wrapped = textwrap.wrap(comment, width=112 - len(indent), break_long_words=False, break_on_hyphens=False)
         lines += [f"{indent}# {line}" for line in wrapped]
-        lines.append(f"{indent}{name}: {EXAMPLE_MODEL if leaf.required else format_yaml_value(leaf.default)}")
+        example = "Qwen/Qwen2.5-3B-Instruct" if leaf.required else format_yaml_value(leaf.default)
+        lines.append(f"{indent}{name}: {example}")
     return "\n".join(lines) + "\n"
 
 

@@ -4,8 +4,7 @@
 constant of the throughput model was fitted to it (`fitted`) or not (`held out`); errors are those of the rows held
 out. `kernels` is `plain` (PyTorch's and FlashAttention's), `compiled` (torch.compile) or `fused` (Liger, Triton's
 LoRA, Transformer Engine): the plan knows the first two, and takes fused ones for plain. `checkpointing`: all layers,
-none, or the share of them.
-`make -C benchmarks benchmark-speed` prints it.
+none, or the share of them. `make -C benchmarks benchmark-speed` prints it.
 """
 
 import csv
@@ -18,7 +17,7 @@ from typing import Any
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_config_json
 from sft_play.models.shape import ModelShape
 from sft_play.planner.layout import Layout
@@ -56,12 +55,8 @@ def read_speed_rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def row_hardware(row: Mapping[str, str]) -> Hardware:
-    return named_hardware(row["machine"])
-
-
 def row_step(row: Mapping[str, str]) -> Step:
-    machine, model = row_hardware(row), shape(row["model"])
+    machine, model = named_hardware(row["machine"]), shape(row["model"])
     gpus, tensor, context = len(machine.gpus), int(row["tensor_parallel"]), int(row["context_parallel"])
     data = gpus // (tensor * context)
     name = row["layout"]
@@ -74,18 +69,18 @@ def row_step(row: Mapping[str, str]) -> Step:
 
 
 def predict_row_speed(row: Mapping[str, str]) -> Speed:
-    rates = find_rates(row_hardware(row), PRECISION)
+    rates = find_rates(named_hardware(row["machine"]), PRECISION)
     config = speed_config(row["mode"], row["lora_r"], row["kernels"] == "compiled")
     return predict_speed(config, shape(row["model"]), PRECISION, row_step(row), rates)
 
 
 def predict_error(row: Mapping[str, str]) -> SpeedError:
-    return find_speed_error(shape(row["model"]), PRECISION, row_hardware(row), row_step(row))
+    return find_speed_error(shape(row["model"]), PRECISION, named_hardware(row["machine"]), row_step(row))
 
 
 def compare_speed(row: Mapping[str, str]) -> dict[str, Any]:
     """Predicted and published tokens per second and GPU of a row, and their quotient."""
-    machine, published = row_hardware(row), float(row["tokens_per_s_gpu"])
+    machine, published = named_hardware(row["machine"]), float(row["tokens_per_s_gpu"])
     predicted = predict_row_speed(row).tokens_per_s / len(machine.gpus)
     return {
         **{name: row[name] for name in ("source", "date", "split", "kernels", "mode")},
@@ -109,9 +104,8 @@ def summarize_errors(ratios: Sequence[float]) -> dict[str, float | int]:
 
 
 def errors_by_class(comparisons: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | int]]:
-    """The errors of the rows held out, 7B to 70B, by number of GPUs, mode, kernels, source, and by what the plan says
-    of its error; `all sources` is the median of the sources' own medians, where a long table counts no more than a
-    short one."""
+    """The errors of the rows held out, 7B to 70B, by number of GPUs, mode, kernels, source and the plan's class of
+    error; `all sources` is the median of the sources' own medians: a long table counts no more than a short one."""
     smallest, largest = TARGET_PARAMETERS
     groups: dict[str, list[float]] = defaultdict(list)
     for row in read_speed_rows():

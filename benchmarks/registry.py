@@ -145,15 +145,6 @@ def _shorten(whole: Any, text: Any, widths: Mapping[str, int]) -> None:
             setattr(part, name, getattr(part, name)[:1])
 
 
-def _write_base(kind: str, folder: Path) -> Any:
-    from tests.models import make_tokenizer
-
-    model = small_base(kind)
-    make_tokenizer(folder / "base", vocab_size=VOCABULARY - 112)
-    model.save_pretrained(folder / "base")
-    return model.config
-
-
 WIDTH_FACTOR = 8
 """How much wider than those that train here the models are whose plan and trace are compared: activations outweigh
 tables then, as they do in models of a usual size."""
@@ -353,11 +344,15 @@ def _reason_text(reason: str) -> str:
 
 
 def walk_class(kind: str, folder: Path) -> dict[str, Any]:
+    from tests.models import make_tokenizer
+
     row: dict[str, Any] = {}
     _write_rows(folder / "rows.jsonl")
     try:
         require_causal_lm_config({"model_type": kind}, name="m")
-        config = _write_base(kind, folder)
+        model = small_base(kind)
+        make_tokenizer(folder / "base", vocab_size=VOCABULARY - 112)
+        model.save_pretrained(folder / "base")
     except SftPlayError as error:
         return {"refused": str(error)}
     except Exception as error:  # each class checks its sizes in its own way, some only when they are saved
@@ -366,7 +361,7 @@ def walk_class(kind: str, folder: Path) -> dict[str, Any]:
         try:
             row |= agreement(wide_config(kind))
         except Exception:  # a class that takes no other sizes, or is refused: the small one too then
-            row |= agreement(json.loads(json.dumps(config.to_dict(), default=str)))
+            row |= agreement(json.loads(json.dumps(model.config.to_dict(), default=str)))
     except SftPlayError as error:
         return {"refused": str(error)}
     except Exception as error:  # a class that does not take its own config again

@@ -101,7 +101,3 @@ def compare_scaling(point: ScalingPoint) -> dict[str, Any]:
     row = {"source": point.source, "few": point.few, "more": point.more}
     row |= {"published": round(published, 3), "predicted": round(predicted, 3)}
     return row | {"ratio": predicted / published}
-
-
-def compare_scaling_points() -> dict[str, dict[str, Any]]:
-    return {point.name: compare_scaling(point) for point in SCALING_POINTS}

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import published_speeds
 from benchmarks.long_rows import long_rows
 from benchmarks.report_header import report_header
-from benchmarks.scaling import compare_scaling_points
+from benchmarks.scaling import SCALING_POINTS, compare_scaling
 from sft_play.errors import SftPlayError
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import KNOWN_MODELS
@@ -97,7 +97,7 @@ def main() -> None:
     }
     for group, found in ratios.items():
         sys.stdout.write(f"{group:60s} {json.dumps({key: round(value, 2) for key, value in found.items()})}\n")
-    scaled = compare_scaling_points()
+    scaled = {point.name: compare_scaling(point) for point in SCALING_POINTS}
     for name, found in scaled.items():
         sys.stdout.write(f"{name:90s} {found['published']:.2f}x published, {found['predicted']:.2f}x predicted\n")
     off = sorted(abs(found["ratio"] - 1) for found in scaled.values())

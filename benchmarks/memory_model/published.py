@@ -43,11 +43,8 @@ class PublishedRun:
 
 
 def read_runs(path: Path, *, config_of: ConfigOf | None = None) -> list[PublishedRun]:
-    """The rows of a CSV file as runs, in its order; whole adapter configs are taken from a JSONL beside it.
-
-    `config_of` answers a model's config.json by its name, or raises ModelError. Raises ConfigError where the file
-    cannot be read, is no CSV, or lacks one of COLUMNS.
-    """
+    """The rows of a CSV file as runs, in its order; whole adapter configs are taken from a JSONL beside it. Raises
+    ConfigError where the file cannot be read, is no CSV, or lacks one of COLUMNS."""
     rows = read_rows(path)
     configs = cache_configs(config_of or known_config)
     adapters = read_adapter_configs(path)

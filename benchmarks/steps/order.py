@@ -45,7 +45,7 @@ class ProcessOrder:
 
 def trainer_arguments(facts: dict[str, Any], *, steps: int, micro: int) -> dict[str, Any]:
     """Arguments of transformers' Trainer for the facts of our run; `micro`: rows of a micro-batch."""
-    return facts["trainer"] | {
+    return {**facts["trainer"]} | {
         "max_steps": steps,
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": facts["effective_batch"] // micro,

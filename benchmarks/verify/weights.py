@@ -33,9 +33,8 @@ def compare_tensors(
 ) -> TensorDifference:
     """Largest over tensors of |dw - dw1| / |dw1| (2-norms; d from the start, 1 = the single process).
 
-    `from_bf16`: the other run began with the start rounded to bf16. A tensor that the single process did not move
-    counts as infinitely far where the other run moved it. Names or shapes that differ, and numbers that are none, are
-    infinitely far too.
+    `from_bf16`: the other run began with the start rounded to bf16. Infinitely far is a tensor that only the other run
+    moved; so are names or shapes that differ, and numbers that are none.
     """
     if set(one) != set(other):
         return TensorDifference(math.inf, sorted(set(one) ^ set(other))[0])
