@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -152,22 +153,17 @@ tables then, as they do in models of a usual size."""
 
 def wide_config(kind: str) -> dict[str, Any]:
     """The config of a small model of a class, WIDTH_FACTOR times as wide; raises what the class says of its sizes."""
-    with _wider(small_model._NARROW_SIZES), _wider(_BESIDE):
+    narrow = small_model._NARROW_SIZES
+    with mock.patch.dict(narrow, _wider(narrow)), mock.patch.dict(_BESIDE, _wider(_BESIDE)):
         config = _small(CONFIG_MAPPING[kind](**REQUIRED_FIELDS.get(kind, {})), "all")
     fields: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return fields
 
 
-@contextlib.contextmanager
-def _wider(sizes: dict[str, int]) -> Iterator[None]:
-    """Widths WIDTH_FACTOR times as large, counts as they are."""
-    narrow = dict(sizes)
-    counts = {name for name in narrow if "num_" in name or "vocab" in name or name.endswith("_heads")}
-    sizes.update({name: WIDTH_FACTOR * size for name, size in narrow.items() if name not in counts})
-    try:
-        yield
-    finally:
-        sizes.update(narrow)
+def _wider(sizes: dict[str, int]) -> dict[str, int]:
+    """The widths among the sizes, WIDTH_FACTOR times as large; counts stay as they are."""
+    counts = {name for name in sizes if "num_" in name or "vocab" in name or name.endswith("_heads")}
+    return {name: WIDTH_FACTOR * size for name, size in sizes.items() if name not in counts}
 
 
 def agreement(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,11 +209,8 @@ def _stopped_after(passes: int) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGINT)
         return loss
 
-    PlannedTrainer.training_step = step  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(PlannedTrainer, "training_step", step):
         yield
-    finally:
-        PlannedTrainer.training_step = original  # type: ignore[method-assign]
 
 
 class CommandFailed(Exception):

@@ -68,14 +68,11 @@ def read_rows(path: Path) -> list[CsvRow]:
             found = f"no column {', '.join(missing)} (found: {', '.join(names[:8]) or 'none'})"
             raise ConfigError(f"PEAKS={path}: {found}; see docs/memory-model.md")
         reader.fieldnames = names
-        rows = [{name: _text(value) for name, value in row.items() if name} for row in reader]
+        # a line that ends early has None in its last columns
+        rows = [{name: (value or "").strip() for name, value in row.items() if name} for row in reader]
         return [row for row in rows if any(row.values())]
     except csv.Error as error:
         raise ConfigError(f"PEAKS={path}, line {reader.line_num}: not a CSV row ({error})") from None
-
-
-def _text(value: object) -> str:
-    return value.strip() if isinstance(value, str) else ""
 
 
 def read_adapter_configs(path: Path) -> dict[str, Config]:

@@ -26,10 +26,6 @@ SOURCES: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_suffix
 """By repository: `fixed` goes over what the columns say; `refused` says why no row of it can be traced."""
 
 
-def _fitcheck(row: CsvRow, settings: dict[str, Any], _: Config | None) -> dict[str, Any]:
-    return {"expand_kv": settings["attention"] == "sdpa"}
-
-
 PEFT_LONGEST_ROW = 680
 """Tokens of the longest padded batch of the 5,000 in huggingface/peft method_comparison/MetaMathQA.
 
@@ -98,7 +94,7 @@ _OWN_CLASSES = {"afmoe", "glm4_moe", "llama", "qwen3_moe"}
 
 RowSettings = Callable[[CsvRow, dict[str, Any], Config | None], dict[str, Any]]
 OWN_SETTINGS: Mapping[str, RowSettings] = {
-    "Anassbzdd/fitcheck": _fitcheck,
+    "Anassbzdd/fitcheck": lambda row, settings, _: {"expand_kv": settings["attention"] == "sdpa"},
     "huggingface/peft": _peft_metamath,
     "foundation-model-stack/fms-acceleration": _fms,
 }

@@ -77,7 +77,7 @@ class ScoredRow:
             "closed_allocated_bytes": self.closed.allocated if self.closed else None,
             "closed_reserved_bytes": self.closed.reserved if self.closed else None,
             "closed_promised_bytes": self.promised,
-            **{name: _rounded(error) for name, error in self.errors().items()},
+            **{name: None if error is None else round(error, 6) for name, error in self.errors().items()},
         }
 
 
@@ -346,10 +346,6 @@ def plain_strategy(text: str) -> str:
 
 def _error(predicted: int | None, measured: int | None) -> float | None:
     return None if not measured or predicted is None else predicted / measured - 1
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 6)
 
 
 def _figures(predicted: int | None, measured: int | None) -> str:
