@@ -6,12 +6,9 @@ FOLDER holds one folder with a config.json for each model. Nothing is downloaded
 traced once: start again to continue; the estimate is always computed anew. Sizes are allocated bytes on one rank.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ from benchmarks.report_header import report_header
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.models.config_json import parse_model_shape
+from sft_play.planner.kernels import AttentionName
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate_memory
 from sft_play.planner.memory.step_memory import Step
@@ -71,14 +69,21 @@ def parse_setting(line: str) -> SampleSetting:
         "train": {"optim": options.get("optim", "adamw_torch_fused"), "kernels": kernels},
     }
     config = config_from_text(json.dumps(settings), name=line)
+    layout = SINGLE
+    if "fsdp" in options:
+        layout = Layout("fsdp", int(options["fsdp"]), int(options["fsdp"]))
+    elif "ddp" in options:
+        layout = Layout("ddp", int(options["ddp"]))
+    attention: AttentionName = "flash_attention_2" if "flash" in options else "sdpa"
+    checkpointed_layers = int(options["some"]) if "some" in options else None
     step = Step(
         int(rows),
         int(options.get("accum", 1)),
         int(length),
-        layout=_layout(options),
-        checkpointed_layers=0 if "off" in options else int(options["some"]) if "some" in options else None,
+        layout=layout,
+        checkpointed_layers=0 if "off" in options else checkpointed_layers,
         loss="model" if options.get("loss") == "logits" else "chunked",
-        attention="eager" if "eager" in options else "flash_attention_2" if "flash" in options else "sdpa",
+        attention="eager" if "eager" in options else attention,
         padded="padded" in options,
         varlen="apart" in options,
         one_by_one="apart" in options,
@@ -86,12 +91,6 @@ def parse_setting(line: str) -> SampleSetting:
         eval_batch=int(options.get("eval", 0)),
     )
     return SampleSetting(model, config, step, FP32_MASTERS if "masters" in options else BF16)
-
-
-def _layout(options: Mapping[str, str]) -> Layout:
-    if "fsdp" in options:
-        return Layout("fsdp", int(options["fsdp"]), int(options["fsdp"]))
-    return Layout("ddp", int(options["ddp"])) if "ddp" in options else SINGLE
 
 
 def predict_memory(setting: SampleSetting, model: Mapping[str, Any]) -> MemoryEstimate:
@@ -113,8 +112,12 @@ def compare_setting(
     from sft_play.trace.confirm import cached_trace
 
     closed = predict_memory(setting, model)
-    row = {"closed_allocated": closed.allocated, "closed_reserved": closed.reserved, "moment": closed.moment}
-    row["moments"] = closed.moments
+    row = {
+        "closed_allocated": closed.allocated,
+        "closed_reserved": closed.reserved,
+        "moment": closed.moment,
+        "moments": closed.moments,
+    }
     if earlier is not None:
         return row | {name: earlier[name] for name in ("traced_allocated", "traced_reserved", "phases")}
     peak = cached_trace(trace_settings(setting, model))
@@ -127,17 +130,17 @@ def summarize_ratios(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     ratios = {name: round(run["closed_allocated"] / run["traced_allocated"], 4) for name, run in runs.items()}
     groups: dict[str, list[float]] = {"one_gpu": [], "fsdp2": [], "ddp": []}
     for name, ratio in ratios.items():
-        group = "fsdp2" if "fsdp=" in name else "ddp" if "ddp=" in name else "one_gpu"
-        groups[group].append(abs(ratio - 1))
-    options = {
+        group = "ddp" if "ddp=" in name else "one_gpu"
+        groups["fsdp2" if "fsdp=" in name else group].append(abs(ratio - 1))
+    errors = {
         group: {"rows": len(found), "median": round(statistics.median(found), 4), "worst": round(max(found), 4)}
         for group, found in groups.items()
         if found
     }
-    return {"ratios": ratios, "error": options}
+    return {"ratios": ratios, "error": errors}
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--configs", type=Path, required=True, help="folder of folders with a config.json")
     parser.add_argument("--out", type=Path, default=Path("closed_form.json"))
@@ -147,12 +150,10 @@ def main() -> int:
         model = json.loads((options.configs / setting.model / "config.json").read_text(encoding="utf-8"))
         done[name] = compare_setting(setting, model, done.get(name))
         ratio = done[name]["closed_allocated"] / done[name]["traced_allocated"]
-        sys.stdout.write(f"{ratio:8.4f}  {done[name]['moment']:10}  {name}\n")
-        sys.stdout.flush()
+        print(f"{ratio:8.4f}  {done[name]['moment']:10}  {name}", flush=True)
         write_json(options.out, {**report_header(), **summarize_ratios(done), "runs": done})
-    sys.stdout.write(json.dumps(summarize_ratios(done)["error"], indent=1) + "\n")
-    return 0
+    print(json.dumps(summarize_ratios(done)["error"], indent=1))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

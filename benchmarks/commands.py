@@ -1,7 +1,5 @@
 """The developers' commands of `sft-play` (`commands/developing.py`): what each asks of the tools here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from sft_play.commands.request import CommandResult, Request, command_result

@@ -9,9 +9,6 @@ conversations; each tool prepares them in a process of its own that may use two 
 `peak_private_bytes` leaves out of `peak_rss_bytes` what processes share. Ratios compare the quickest run of each tool.
 """
 
-from __future__ import annotations
-
-import argparse
 import contextlib
 import hashlib
 import itertools
@@ -23,11 +20,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.report_header import report_header
 from sft_play.process.signals import child_environment, watch_parent
@@ -107,14 +106,10 @@ def run_stage(job: Job) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     os.environ["RAYON_NUM_THREADS"] = str(CORES)
-    done = {"trl": _trl, "ours": _ours, "ours_again": _ours, "tokenizer": _tokenizer}[job.tool](job)
-    _say(done["run"])
-    _say(_counted(done["made"]) if job.tool != "ours_again" and done["made"] is not None else {})
-
-
-def _say(what: Mapping[str, Any]) -> None:
-    sys.stdout.write(f"{MARK}{json.dumps(what)}\n")
-    sys.stdout.flush()
+    run, made = {"trl": _trl, "ours": _ours, "ours_again": _ours, "tokenizer": _tokenizer}[job.tool](job)
+    print(f"{MARK}{json.dumps(run)}", flush=True)
+    if job.tool != "ours_again" and made is not None:
+        print(f"{MARK}{json.dumps(_counted(made))}", flush=True)
 
 
 def _spent_since(start: tuple[float, float]) -> dict[str, float]:
@@ -128,7 +123,7 @@ def _now() -> tuple[float, float]:
     return time.perf_counter(), sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def _ours(job: Job) -> dict[str, Any]:
+def _ours(job: Job) -> tuple[Run, Any]:
     from transformers import AutoTokenizer
 
     from sft_play.config.schema import DataConfig
@@ -142,10 +137,10 @@ def _ours(job: Job) -> dict[str, Any]:
     run = _spent_since(start)
     stats = built.stats["kept"]
     assert stats.kept_rows == stats.rows == job.rows, f"{stats.kept_rows} of {stats.rows} rows kept"
-    return {"run": {**run, "masks": dict(stats.methods)}, "made": built.dataset("kept")}
+    return {**run, "masks": dict(stats.methods)}, built.dataset("kept")
 
 
-def _tokenizer(job: Job) -> dict[str, Any]:
+def _tokenizer(job: Job) -> tuple[Run, Any]:
     from transformers import AutoTokenizer
 
     from sft_play.data.masks.render import Renderer
@@ -160,10 +155,10 @@ def _tokenizer(job: Job) -> dict[str, Any]:
             encoded = tokenizer(texts, add_special_tokens=False)
             spent = {name: spent[name] + more for name, more in _spent_since(start).items()}
             tokens += sum(map(len, encoded["input_ids"]))
-    return {"run": {**spent, "tokens": tokens}, "made": None}
+    return {**spent, "tokens": tokens}, None
 
 
-def _trl(job: Job) -> dict[str, Any]:
+def _trl(job: Job) -> tuple[Run, Any]:
     os.environ["HF_DATASETS_CACHE"] = job.cache
     from datasets import load_dataset
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -189,7 +184,7 @@ def _trl(job: Job) -> dict[str, Any]:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
     trainer = Timed(model, arguments, train_dataset=rows, processing_class=tokenizer)
-    return {"run": {**spent, "read_s": read_s}, "made": trainer.train_dataset}
+    return {**spent, "read_s": read_s}, trainer.train_dataset
 
 
 def _counted(dataset: Any) -> Run:
@@ -205,32 +200,24 @@ def _counted(dataset: Any) -> Run:
     return {"tokens": tokens, "trained_tokens": trained, "ids_digest": digest.hexdigest()[:16]}
 
 
-class Sampler:
+class Sampler(threading.Thread):
     """The highest resident memory of a process and its children, in bytes: `rss`, and `private` without what they share
     with others (pages of mapped files, for one)."""
 
-    def __init__(self, pid: int, *, every_s: float) -> None:
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
         self.rss = self.private = 0
-        self._pid, self._every_s, self._stop = pid, every_s, threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._pid, self._is_done = pid, threading.Event()
+        self.start()
 
     def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._is_done.set()
+        self.join()
 
-    def _sample(self) -> None:
-        import psutil
-
+    def run(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(self._pid)
-            while not self._stop.wait(self._every_s):
+            while not self._is_done.wait(SAMPLE_S):
                 rss = private = 0
                 for one in (root, *root.children(recursive=True)):
                     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -240,22 +227,22 @@ class Sampler:
 
 
 def measure(job: Job) -> Run:
-    command = [sys.executable, str(Path(__file__).resolve()), "--stage", json.dumps(asdict(job))]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "SFT_PLAY_CACHE": job.cache, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "benchmarks.data", "--stage", json.dumps(asdict(job))]
+    environment = child_environment({**os.environ, "SFT_PLAY_CACHE": job.cache, "HF_HUB_OFFLINE": "1"})
     run: Run = {"tool": job.tool, "rows": job.rows, "of": job.of, "processes": job.processes, "form": job.form}
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
-        environment = child_environment(environment)
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None
-        with process.stdout, Sampler(process.pid, every_s=SAMPLE_S) as sampler:
+        sampler = Sampler(process.pid)
+        with process.stdout:
             for line in process.stdout:
                 if line.startswith(MARK):
                     # the first line is the end of the work; what comes after it only counts what was made
                     run.setdefault("total_s", time.perf_counter() - began)
                     sampler.stop()
                     run |= json.loads(line.removeprefix(MARK))
+        sampler.stop()
         if process.wait():
             errors.seek(0)
             return {**run, "error": " / ".join(errors.read().strip().splitlines()[-3:])[-600:]}
@@ -269,8 +256,8 @@ def jobs_of(rows: int, trl_rows: int) -> list[Job]:
     return [Job("ours", rows, rows, CORES), Job("tokenizer", min(rows, TOKENIZER_ROWS), rows, CORES), *trl]
 
 
-def best(runs: Sequence[Run], tool: str, of: int | None = None) -> Run | None:
-    candidates = [run for run in runs if run["tool"] == tool and "error" not in run and of in (None, run["of"])]
+def best(runs: Sequence[Run], tool: str, of: int) -> Run | None:
+    candidates = [run for run in runs if run["tool"] == tool and "error" not in run and run["of"] == of]
     return max(candidates, key=lambda run: run["rows_per_s"], default=None)
 
 
@@ -291,15 +278,11 @@ def ratios(runs: Sequence[Run]) -> dict[str, Any]:
             size_ratios["ours_over_trl_from_start"] = ours["rows"] / ours["total_s"] / (trl["rows"] / trl["total_s"])
         if again:
             size_ratios["second_start_s"] = again["prepare_s"]
-    return {**all_ratios, **_memory_ratios(runs, sizes), "by_rows": by_rows}
-
-
-def _memory_ratios(runs: Sequence[Run], sizes: Sequence[int]) -> dict[str, float]:
     first, last = best(runs, "ours", sizes[0]), best(runs, "ours", sizes[-1])
-    if first is None or last is None or first is last:
-        return {}
-    name = f"memory_{_short(sizes[-1])}_over_{_short(sizes[0])}"
-    return {name: last["peak_rss_bytes"] / first["peak_rss_bytes"]}
+    if first and last and first is not last:
+        name = f"memory_{_short(sizes[-1])}_over_{_short(sizes[0])}"
+        all_ratios[name] = last["peak_rss_bytes"] / first["peak_rss_bytes"]
+    return {**all_ratios, "by_rows": by_rows}
 
 
 def _short(count: int) -> str:
@@ -311,15 +294,14 @@ def _short(count: int) -> str:
 
 def bench(sizes: Sequence[int], tokenizer: str, out: Path, *, trl_rows: int, rounds: int) -> dict[str, Any]:
     source, rows = real_rows()
-    runs: list[Run] = []
-    answer: dict[str, Any] = {}
+    answer: dict[str, Any] = {"rows_from": source, "tokenizer": Path(tokenizer).name, "cores": CORES, "runs": []}
     with tempfile.TemporaryDirectory() as scratch:
         for size in sorted(sizes):
             for turn in range(rounds if size < ONE_ROUND_FROM else 1):
                 for job in jobs_of(size, trl_rows):
-                    runs += _measured(replace(job, tokenizer=tokenizer), rows, Path(scratch), turn)
-                    answer = _answer(source, tokenizer, runs)
-                    write_json(out.absolute(), answer)
+                    answer["runs"] += _measured(replace(job, tokenizer=tokenizer), rows, Path(scratch), turn)
+                    answer["ratios"] = ratios(answer["runs"])
+                    write_json(out.absolute(), {**report_header(), **answer})
             for file in Path(scratch).glob("*.jsonl"):
                 file.unlink()
     return answer
@@ -334,14 +316,8 @@ def _measured(job: Job, rows: Sequence[Messages], scratch: Path, turn: int) -> I
         again = [replace(job, tool="ours_again")] if job.tool == "ours" else []
         for one in (job, *again):
             run = {"turn": turn, **measure(one)}
-            sys.stdout.write(f"{json.dumps(run)}\n")
-            sys.stdout.flush()
+            print(json.dumps(run), flush=True)
             yield run
-
-
-def _answer(source: str, tokenizer: str, runs: Sequence[Run]) -> dict[str, Any]:
-    answer = {"rows_from": source, "tokenizer": Path(tokenizer).name, "cores": CORES}
-    return {**report_header(), **answer, "runs": list(runs), "ratios": ratios(runs)}
 
 
 def row_counts(text: str) -> list[int]:
@@ -355,23 +331,17 @@ def row_counts(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=os.environ.get("OUT") or "data.json")
-    parser.add_argument("--rows", default=os.environ.get("ROWS") or "10000,1000000")
-    parser.add_argument("--tokenizer", default=os.environ.get("TOKENIZER") or None, help="folder with a chat template")
-    parser.add_argument("--trl-rows", type=int, default=int(os.environ.get("TRL_ROWS") or TRL_ROWS))
-    parser.add_argument("--stage", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.stage:
+    """Measure what the variables of make ask for; `--stage JOB` is one measurement, in a process of its own."""
+    if sys.argv[1:2] == ["--stage"]:
         watch_parent()
-        run_stage(Job(**json.loads(options.stage)))
+        run_stage(Job(**json.loads(sys.argv[2])))
         return
-    tokenizer = options.tokenizer or str(SHARED / "tokenizers" / "Qwen2.5-Instruct")
+    tokenizer = os.environ.get("TOKENIZER") or str(SHARED / "tokenizers" / "Qwen2.5-Instruct")
     if not Path(tokenizer).is_dir():
         raise SystemExit(f"no tokenizer at {tokenizer}; give TOKENIZER=FOLDER, one with a chat template")
-    sizes = row_counts(options.rows)
-    answer = bench(sizes, tokenizer, Path(options.out), trl_rows=options.trl_rows, rounds=ROUNDS)
-    sys.stdout.write(f"{json.dumps(answer['ratios'], indent=2)}\n")
+    sizes, out = row_counts(os.environ.get("ROWS") or "10000,1000000"), Path(os.environ.get("OUT") or "data.json")
+    answer = bench(sizes, tokenizer, out, trl_rows=int(os.environ.get("TRL_ROWS") or TRL_ROWS), rounds=ROUNDS)
+    print(json.dumps(answer["ratios"], indent=2))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """`make -C benchmarks generate`: the files of a checkout that are made from the code. Tests keep them current."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +14,11 @@ from sft_play.config.schema import DTYPE_ALIASES, EXTERNAL_NAMES, OWNER, RunConf
 from sft_play.models.families import CLASS_DEFAULTS, DEFAULTS_FILE, ClassDefaults
 from sft_play.variables import MAINTENANCE_TARGETS, VARIABLES
 
-_VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
-
 
 def defaults_text(table: dict[str, ClassDefaults]) -> str:
     """`class_defaults.json` of such a table: a line for each model type."""
     rows = (f"  {json.dumps(kind)}: {json.dumps(table[kind])}" for kind in sorted(table))
     return "{\n" + ",\n".join(rows) + "\n}\n"
-
-
-def generated() -> Iterator[tuple[Path, str]]:
-    """Path below the checkout, which is the working folder, and text of each file that is there."""
-    yield REFERENCE, reference_yaml()
-    yield SCHEMA, json_schema()
-    table = Path("sft_play/models") / DEFAULTS_FILE.name
-    if table.is_file():
-        yield table, defaults_text(class_defaults(CLASS_DEFAULTS))
-    fits = Path("docs/what-fits.md")
-    if fits.is_file():
-        yield fits, what_fits.page(fits.read_text(encoding="utf-8"))
-    for makefile in (Path("Makefile"), Path("benchmarks/Makefile")):
-        if makefile.is_file():
-            text = makefile.read_text(encoding="utf-8")
-            yield makefile, with_variables(text, maintaining=makefile.parent.name != "")
 
 
 def class_defaults(table: Mapping[str, ClassDefaults]) -> dict[str, ClassDefaults]:
@@ -53,42 +33,42 @@ def class_defaults(table: Mapping[str, ClassDefaults]) -> dict[str, ClassDefault
 
 
 def generate() -> list[str]:
-    written = []
-    for path, text in generated():
+    """Write the generated files below the checkout, which is the working folder, and return their paths; beside the
+    two in configs/, those that are there."""
+    texts = {REFERENCE: reference_yaml(), SCHEMA: json_schema()}
+    table, fits = Path("sft_play/models") / DEFAULTS_FILE.name, Path("docs/what-fits.md")
+    if table.is_file():
+        texts[table] = defaults_text(class_defaults(CLASS_DEFAULTS))
+    if fits.is_file():
+        texts[fits] = what_fits.page(fits.read_text(encoding="utf-8"))
+    for makefile in (Path("Makefile"), Path("benchmarks/Makefile")):
+        if makefile.is_file():
+            text = makefile.read_text(encoding="utf-8")
+            texts[makefile] = with_variables(text, maintaining=makefile.parent.name != "")
+    for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        written.append(str(path))
-    return written
+    return list(map(str, texts))
 
 
 def with_variables(makefile: str, *, maintaining: bool) -> str:
-    """A Makefile with the help of its variables as the table has it; with `maintaining`, that of benchmarks/."""
-    lines = "".join(f"#: {line}\n" for line in help_lines(maintaining=maintaining))
-    return _VARIABLES_OF_HELP.sub(lambda _: lines, makefile, count=1)
-
-
-_FEW = 4
-
-
-def help_lines(*, maintaining: bool) -> list[str]:
-    """What `make help` shows of each variable: an example, the targets that take it where they are few, its meaning.
+    """A Makefile with what its `help` shows of each variable: an example, its targets where they are few, its meaning.
 
     Those that only targets of benchmarks/Makefile take are listed there (`maintaining`), all others in the Makefile.
     """
-    lines = []
+    lines = ""
     for name, variable in VARIABLES.items():
         if set(variable.commands).issubset(MAINTENANCE_TARGETS) is not maintaining:
             continue
-        few = variable.commands != ("*",) and len(variable.commands) <= _FEW
+        few = variable.commands != ("*",) and len(variable.commands) <= 4
         takers = f"{', '.join(variable.commands)}: " if few else ""
-        lines.append(f"{name + '=' + variable.example:<24} {takers}{variable.help}")
-    return lines
+        lines += f"#: {name + '=' + variable.example:<24} {takers}{variable.help}\n"
+    heading = r"(?<=^##@ Variables \(from the command line or the environment\)\n)"
+    return re.sub(rf"(?m){heading}(#: .*\n)*", lambda _: lines, makefile, count=1)
 
 
 REFERENCE = Path("configs/reference.yaml")
 SCHEMA = Path("configs/run.schema.json")
-EXAMPLE_MODEL = "Qwen/Qwen2.5-3B-Instruct"
-"""Example value of a required field, which has no default."""
 
 _HEADER = """\
 # Every option of a run YAML, its default, and what it does. Generated from sft_play/config/schema.py by
@@ -107,7 +87,8 @@ def reference_yaml() -> str:
         indent, comment = "  " * len(holders), f"{leaf.doc} ({leaf.accepted_values})"
         wrapped = textwrap.wrap(comment, width=112 - len(indent), break_long_words=False, break_on_hyphens=False)
         lines += [f"{indent}# {line}" for line in wrapped]
-        lines.append(f"{indent}{name}: {EXAMPLE_MODEL if leaf.required else format_yaml_value(leaf.default)}")
+        example = "Qwen/Qwen2.5-3B-Instruct" if leaf.required else format_yaml_value(leaf.default)
+        lines.append(f"{indent}{name}: {example}")
     return "\n".join(lines) + "\n"
 
 

@@ -8,8 +8,6 @@ tensors are stacked when they are read). A rank's own memory is counted from bef
 divided; pages of files are left out. `files` are the bytes of the weights as they are stored.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

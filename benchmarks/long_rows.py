@@ -4,8 +4,6 @@ TRL's runs on nodes of 8 H100s: every weight trains, one row a step, shared by a
 checkpoints offloaded. `make -C benchmarks benchmark-speed` prints them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,6 +1,6 @@
 """How many small faults in decisions the tests find: mutants of `planner/`, `launch/` and `data/` against their tests.
 
-    python -m benchmarks.mutation_score --count 200 --seed 0 --out mutation_score.json
+    make -C benchmarks mutation-score MUTANTS=200 SEED=0 OUT=mutation_score.json
 
 A mutant is the package with one decision changed. It is killed when a test fails, or no longer ends. Its tests are
 those of its package that execute its lines (subprocesses are not watched). Slow tests are left out, and so are files
@@ -8,9 +8,6 @@ that fail without a mutant, which are named. The sample is drawn evenly from all
 tracked files. Libraries such as mutmut and cosmic-ray run the whole suite for each mutant, or change messages too.
 """
 
-from __future__ import annotations
-
-import argparse
 import ast
 import contextlib
 import itertools
@@ -253,12 +250,6 @@ def _pytest_and_exit(tree: Path, tests: Sequence[str], coverage_file: Path | Non
         os._exit(code)
 
 
-def _preload() -> None:
-    for name in ("torch", "transformers", "trl", "peft", "datasets", "pyarrow", "hypothesis", "pydantic"):
-        with contextlib.suppress(ImportError):
-            __import__(name)
-
-
 @dataclass(frozen=True)
 class Baseline:
     """A test file without a mutant: its seconds (None where it fails), and which test executed which line of `tree`."""
@@ -291,7 +282,9 @@ _own: dict[str, Path] = {}
 def _start_worker(parent: str) -> None:
     """A worker: a copy of the tree of its own, and the large libraries."""
     die_with_parent(os.getppid(), signal.SIGKILL)
-    _preload()
+    for name in ("torch", "transformers", "trl", "peft", "datasets", "pyarrow", "hypothesis", "pydantic"):
+        with contextlib.suppress(ImportError):
+            __import__(name)
     folder = Path(parent, str(os.getpid()))
     folder.mkdir()
     _own.update(folder=folder, tree=copy_of_tree(folder))
@@ -379,41 +372,30 @@ def score(verdicts: Sequence[MutantVerdict]) -> dict[str, Any]:
     return {**share(verdicts), "by_package": by_package}
 
 
-def report(verdicts: Sequence[MutantVerdict]) -> dict[str, Any]:
-    """The score with its date, versions and every verdict, in the order of the code."""
-
-    def as_json(verdict: MutantVerdict) -> dict[str, Any]:
-        mutant = asdict(verdict.mutant)
-        return {**mutant, "verdict": verdict.verdict, "by": verdict.by, "seconds": round(verdict.seconds, 1)}
-
-    in_order = sorted(verdicts, key=lambda verdict: (verdict.mutant.path, verdict.mutant.start))
-    return {**report_header(), **score(verdicts), "verdicts": [as_json(verdict) for verdict in in_order]}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=int(os.environ.get("MUTANTS", "200")))
-    parser.add_argument("--seed", type=int, default=int(os.environ.get("SEED", "0")))
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1)))
-    parser.add_argument("--out", type=Path, default=Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
-    options = parser.parse_args()
+def main() -> None:
+    """Draw and judge the mutants that MUTANTS= and SEED= ask for, and write the verdicts to OUT= after each."""
+    seed, out = int(os.environ.get("SEED") or 0), os.environ.get("OUT")
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     everything = all_mutants()
-    # shuffled whole and cut: a larger --count with the same seed holds the smaller sample
-    random.Random(options.seed).shuffle(everything)
-    drawn = list(itertools.islice(filter(_is_code, everything), options.count))
-    verdicts = []
-    for verdict in judge_mutants(drawn, options.workers):
+    # shuffled whole and cut: more mutants with the same seed hold the smaller sample
+    random.Random(seed).shuffle(everything)
+    drawn = list(itertools.islice(filter(_is_code, everything), int(os.environ.get("MUTANTS") or 200)))
+    verdicts: list[MutantVerdict] = []
+    rows: list[dict[str, Any]] = []
+    for verdict in judge_mutants(drawn, os.cpu_count() or 1):
         verdicts.append(verdict)
-        if options.out:  # after each: a run that is stopped leaves what it found
-            write_json(options.out, {"seed": options.seed, "drawn_from": len(everything), **report(verdicts)})
+        judged = {"verdict": verdict.verdict, "by": verdict.by, "seconds": round(verdict.seconds, 1)}
+        rows.append(asdict(verdict.mutant) | judged)
+        if out:  # a run that is stopped leaves what it found
+            rows.sort(key=lambda row: (row["path"], row["start"]))
+            report = {"seed": seed, "drawn_from": len(everything), **report_header(), **score(verdicts)}
+            write_json(Path(out), {**report, "verdicts": rows})
     for verdict in verdicts:
         if verdict.verdict != "killed":
-            sys.stdout.write(f"{verdict.verdict}: {verdict.mutant}\n")
+            print(f"{verdict.verdict}: {verdict.mutant}")
     result = score(verdicts)
-    sys.stdout.write(f"{result['killed']} of {result['mutants']} mutants killed ({result['share']:.1%})\n")
-    return 0
+    print(f"{result['killed']} of {result['mutants']} mutants killed ({result['share']:.1%})")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

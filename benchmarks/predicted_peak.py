@@ -9,15 +9,11 @@ micro-batch that the plan chooses, and must not run out of memory; rows with twi
 it does not fit, show whether the plan was too shy.
 """
 
-from __future__ import annotations
-
-import argparse
 import itertools
 import json
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,11 +84,10 @@ def run_row(row: Row, micro_batch: int, bench: TrialBench) -> dict[str, Any]:
     arguments = ["sft_play", "train", "--config", str(config)]
     result = run_module(arguments, bench.logs / "train.log", bench, limit_s=ROW_TIMEOUT_S)
     answer: dict[str, Any] = {}
-    plan, summary = bench.run_folder / "plan.json", bench.run_folder / "summary.json"
-    if plan.is_file():
-        answer["predicted"] = predicted_figures(read_json(plan))
+    if (bench.run_folder / "plan.json").is_file():
+        answer["predicted"] = predicted_figures(bench.run_folder)
     if result.code == 0:
-        answer["measured"] = measured_figures(read_json(summary), bench.run_folder)
+        answer["measured"] = measured_figures(bench.run_folder)
     elif result.code == 3:
         answer["measured"] = {"out_of_memory": result.message}
     else:
@@ -115,16 +110,14 @@ def ratios(runs: dict[str, Any]) -> dict[str, Any]:
     return {"spread": spread, **found}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", default=os.environ.get("SMALL", "") not in ("", "0"))
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "predicted_peak.json"))
-    options = parser.parse_args()
-    runs: dict[str, Any] = read_json(options.out)["runs"] if options.out.exists() else {}
+def main() -> None:
+    """Measure the rows that are not in OUT= yet; with SMALL= the small ones."""
+    out = Path(os.environ.get("OUT") or "predicted_peak.json")
+    runs: dict[str, Any] = read_json(out)["runs"] if out.exists() else {}
     with tempfile.TemporaryDirectory() as scratch:
         bench = TrialBench(Path(scratch), Path(scratch), on_gpu=bool(detect_hardware().gpus))
         model = ""
-        for row in grid(options.small):
+        for row in grid(os.environ.get("SMALL", "") not in ("", "0")):
             if row.name in runs:
                 continue
             if model and row.model != model:  # the disk need not hold the weights of all
@@ -136,11 +129,9 @@ def main() -> int:
                     continue
                 micro = 2 * chosen["micro_batch"]
             runs[row.name] = run_row(row, micro, bench)
-            sys.stdout.write(f"{row.name}: {json.dumps(runs[row.name])}\n")
-            sys.stdout.flush()
-            write_json(options.out, {**report_header(), "runs": runs, "ratios": ratios(runs)})
-    return 0
+            print(f"{row.name}: {json.dumps(runs[row.name])}", flush=True)
+            write_json(out, {**report_header(), "runs": runs, "ratios": ratios(runs)})
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -4,11 +4,8 @@
 constant of the throughput model was fitted to it (`fitted`) or not (`held out`); errors are those of the rows held
 out. `kernels` is `plain` (PyTorch's and FlashAttention's), `compiled` (torch.compile) or `fused` (Liger, Triton's
 LoRA, Transformer Engine): the plan knows the first two, and takes fused ones for plain. `checkpointing`: all layers,
-none, or the share of them.
-`make -C benchmarks benchmark-speed` prints it.
+none, or the share of them. `make -C benchmarks benchmark-speed` prints it.
 """
-
-from __future__ import annotations
 
 import csv
 import functools
@@ -20,7 +17,7 @@ from typing import Any
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_config_json
 from sft_play.models.shape import ModelShape
 from sft_play.planner.layout import Layout
@@ -33,10 +30,9 @@ from sft_play.trace.confirm import load_planned_shape
 SPEEDS_FILE = Path(__file__).with_name("published_speeds.csv")
 TARGET_PARAMETERS = (6.5e9, 73e9)
 """Parameters of the models of 7B to 70B, as their names round them."""
-
-
 OTHER_MODELS = read_json(SPEEDS_FILE.with_name("published_speeds_models.json"))
 """Models of published runs that the table of known models lacks."""
+PRECISION = Precision("bfloat16", "bfloat16", "")
 
 
 @functools.cache
@@ -44,11 +40,12 @@ def shape(name: str) -> ModelShape:
     return load_planned_shape(OTHER_MODELS.get(name) or load_config_json(name), name=name)
 
 
-_named_hardware = functools.cache(parse_hardware)
+named_hardware = functools.cache(parse_hardware)
 
 
 @functools.cache
-def _config(mode: str, rank: str, compiled: bool) -> RunConfig:
+def speed_config(mode: str, rank: str = "", compiled: bool = False) -> RunConfig:
+    """The config of a run of which no more than this matters to its speed."""
     lora, on = f", lora: {{r: {rank}}}" if rank else "", str(compiled).lower()
     return config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}{lora}}}\ntrain: {{compile: {on}}}", name="row")
 
@@ -58,40 +55,32 @@ def read_speed_rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def row_hardware(row: Mapping[str, str]) -> Hardware:
-    return _named_hardware(row["machine"])
-
-
-PRECISION = Precision("bfloat16", "bfloat16", "")
-
-
 def row_step(row: Mapping[str, str]) -> Step:
-    machine, model = row_hardware(row), shape(row["model"])
+    machine, model = named_hardware(row["machine"]), shape(row["model"])
     gpus, tensor, context = len(machine.gpus), int(row["tensor_parallel"]), int(row["context_parallel"])
     data = gpus // (tensor * context)
     name = row["layout"]
     shards = {"fsdp": gpus, "fsdp_hybrid": machine.ranks_per_node, "fsdp_tp": data, "fsdp_cp": gpus}
     layout = Layout(name, data, shards.get(name, 1), tensor, context)  # type: ignore[arg-type]
-    recomputed = {"all": 1.0, "none": 0.0}.get(row["checkpointing"])
-    share = float(row["checkpointing"]) if recomputed is None else recomputed
+    share = float({"all": "1", "none": "0"}.get(row["checkpointing"], row["checkpointing"]))
     micro, accum, length = (int(row[name]) for name in ("micro_batch", "grad_accum", "seq_len"))
     layers = round(share * model.num_layers)
     return Step(micro, accum, length, layout=layout, checkpointed_layers=layers, casts_inputs=True)
 
 
 def predict_row_speed(row: Mapping[str, str]) -> Speed:
-    rates = find_rates(row_hardware(row), PRECISION)
-    config = _config(row["mode"], row["lora_r"], row["kernels"] == "compiled")
+    rates = find_rates(named_hardware(row["machine"]), PRECISION)
+    config = speed_config(row["mode"], row["lora_r"], row["kernels"] == "compiled")
     return predict_speed(config, shape(row["model"]), PRECISION, row_step(row), rates)
 
 
 def predict_error(row: Mapping[str, str]) -> SpeedError:
-    return find_speed_error(shape(row["model"]), PRECISION, row_hardware(row), row_step(row))
+    return find_speed_error(shape(row["model"]), PRECISION, named_hardware(row["machine"]), row_step(row))
 
 
 def compare_speed(row: Mapping[str, str]) -> dict[str, Any]:
     """Predicted and published tokens per second and GPU of a row, and their quotient."""
-    machine, published = row_hardware(row), float(row["tokens_per_s_gpu"])
+    machine, published = named_hardware(row["machine"]), float(row["tokens_per_s_gpu"])
     predicted = predict_row_speed(row).tokens_per_s / len(machine.gpus)
     return {
         **{name: row[name] for name in ("source", "date", "split", "kernels", "mode")},
@@ -101,10 +90,6 @@ def compare_speed(row: Mapping[str, str]) -> dict[str, Any]:
         "predicted": round(predicted, 1),
         "ratio": predicted / published,
     }
-
-
-def is_target_size(row: Mapping[str, str]) -> bool:
-    return TARGET_PARAMETERS[0] < shape(row["model"]).params < TARGET_PARAMETERS[1]
 
 
 def compare_published() -> dict[str, dict[str, Any]]:
@@ -118,15 +103,14 @@ def summarize_errors(ratios: Sequence[float]) -> dict[str, float | int]:
     return {"n": len(off), "median": statistics.median(off), "p90": off[at], "ratio": statistics.median(ratios)}
 
 
-def errors_by_class(comparisons: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, float | int]]:
-    """The errors of the rows held out, 7B to 70B, by number of GPUs, mode, kernels, source, and by what the plan says
-    of its error; `all sources` is the median of the sources' own medians, where a long table counts no more than a
-    short one."""
-    comparisons = comparisons or compare_published()
+def errors_by_class(comparisons: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | int]]:
+    """The errors of the rows held out, 7B to 70B, by number of GPUs, mode, kernels, source and the plan's class of
+    error; `all sources` is the median of the sources' own medians: a long table counts no more than a short one."""
+    smallest, largest = TARGET_PARAMETERS
     groups: dict[str, list[float]] = defaultdict(list)
     for row in read_speed_rows():
         one = comparisons[row["id"]]
-        if row["split"] != "held out" or not is_target_size(row):
+        if row["split"] != "held out" or not smallest < shape(row["model"]).params < largest:
             continue
         several = "several GPUs" if one["gpus"] > 1 else "one GPU"
         source = f"source {row['id'].split('/')[0]}"
@@ -139,11 +123,8 @@ def errors_by_class(comparisons: Mapping[str, Mapping[str, Any]] | None = None) 
     return errors
 
 
-def shares_within_error(
-    comparisons: Mapping[str, Mapping[str, Any]] | None = None,
-) -> dict[str, dict[str, float | int]]:
+def shares_within_error(comparisons: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | int]]:
     """For each class of the plan, how many of the rows held out were measured within its share of the prediction."""
-    comparisons = comparisons or compare_published()
     hits: dict[str, list[bool]] = defaultdict(list)
     for row in read_speed_rows():
         error = predict_error(row)

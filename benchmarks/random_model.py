@@ -1,8 +1,6 @@
 """Models of random weights: a benchmark downloads nothing. `python -m benchmarks.random_model NAME FOLDER` writes one
 of a published shape, in a process of its own, which leaves the GPU empty."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -12,8 +12,6 @@ of the same versions, is not done again unless `--kinds` names it; a class that 
 such. On two cores about a quarter of a minute a class.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -27,9 +25,9 @@ import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -38,6 +36,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from benchmarks.report_header import report_header
+from benchmarks.verify.weights import read_tensors
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, SftPlayError
 from sft_play.finished.load import load_trained_model
@@ -147,15 +146,6 @@ def _shorten(whole: Any, text: Any, widths: Mapping[str, int]) -> None:
             setattr(part, name, getattr(part, name)[:1])
 
 
-def _write_base(kind: str, folder: Path) -> Any:
-    from tests.models import make_tokenizer
-
-    model = small_base(kind)
-    make_tokenizer(folder / "base", vocab_size=VOCABULARY - 112)
-    model.save_pretrained(folder / "base")
-    return model.config
-
-
 WIDTH_FACTOR = 8
 """How much wider than those that train here the models are whose plan and trace are compared: activations outweigh
 tables then, as they do in models of a usual size."""
@@ -163,22 +153,17 @@ tables then, as they do in models of a usual size."""
 
 def wide_config(kind: str) -> dict[str, Any]:
     """The config of a small model of a class, WIDTH_FACTOR times as wide; raises what the class says of its sizes."""
-    with _wider(small_model._NARROW_SIZES), _wider(_BESIDE):
+    narrow = small_model._NARROW_SIZES
+    with mock.patch.dict(narrow, _wider(narrow)), mock.patch.dict(_BESIDE, _wider(_BESIDE)):
         config = _small(CONFIG_MAPPING[kind](**REQUIRED_FIELDS.get(kind, {})), "all")
     fields: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return fields
 
 
-@contextlib.contextmanager
-def _wider(sizes: dict[str, int]) -> Iterator[None]:
-    """Widths WIDTH_FACTOR times as large, counts as they are."""
-    narrow = dict(sizes)
-    counts = {name for name in narrow if "num_" in name or "vocab" in name or name.endswith("_heads")}
-    sizes.update({name: WIDTH_FACTOR * size for name, size in narrow.items() if name not in counts})
-    try:
-        yield
-    finally:
-        sizes.update(narrow)
+def _wider(sizes: dict[str, int]) -> dict[str, int]:
+    """The widths among the sizes, WIDTH_FACTOR times as large; counts stay as they are."""
+    counts = {name for name in sizes if "num_" in name or "vocab" in name or name.endswith("_heads")}
+    return {name: WIDTH_FACTOR * size for name, size in sizes.items() if name not in counts}
 
 
 def agreement(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,11 +209,8 @@ def _stopped_after(passes: int) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGINT)
         return loss
 
-    PlannedTrainer.training_step = step  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(PlannedTrainer, "training_step", step):
         yield
-    finally:
-        PlannedTrainer.training_step = original  # type: ignore[method-assign]
 
 
 class CommandFailed(Exception):
@@ -260,18 +242,16 @@ def check_lifecycle(kind: str, mode: str, folder: Path) -> dict[str, Any]:
         _command("train", "--config", str(config), f"output.name={runs['stopped']}", code=130)
     _command("resume", "--config", str(config), f"output.name={runs['stopped']}")
     part = "model" if mode == "full" else "adapter"
-    one, two = (_tensors(folder / "outputs" / run / part) for run in runs.values())
+    one, two = (read_tensors(folder / "outputs" / run / part) for run in runs.values())
     different = [name for name in one if name not in two or not torch.equal(one[name], two[name])]
     if different or one.keys() != two.keys():
         raise CommandFailed(f"resume: {len(different)} of {len(one)} tensors differ from the unbroken run's")
+    whole = folder / "outputs" / runs["whole"]
     if mode == "full":
-        return {"moved": _logit_change(kind, folder / "outputs" / runs["whole"] / part, folder / "base")}
-    _command("merge", "--run", str(folder / "outputs" / runs["whole"]))
-    return _merged(kind, folder / "outputs" / runs["whole"], folder / "base", quantised=mode == "qlora")
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+        after, before = (_logits(_load_plain(kind, model)) for model in (whole / part, folder / "base"))
+        return {"moved": float((after - before).abs().max() / before.std())}
+    _command("merge", "--run", str(whole))
+    return _merged(kind, whole, folder / "base", quantised=mode == "qlora")
 
 
 def _auto_class(kind: str) -> Any:
@@ -292,12 +272,6 @@ def _logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     return logits
-
-
-def _logit_change(kind: str, trained: Path, base: Path) -> float:
-    """How far training moved the logits, over their spread."""
-    one, two = (_logits(_load_plain(kind, folder)) for folder in (trained, base))
-    return float((one - two).abs().max() / two.std())
 
 
 def _merged(kind: str, run: Path, base: Path, *, quantised: bool) -> dict[str, float]:
@@ -363,11 +337,15 @@ def _reason_text(reason: str) -> str:
 
 
 def walk_class(kind: str, folder: Path) -> dict[str, Any]:
+    from tests.models import make_tokenizer
+
     row: dict[str, Any] = {}
     _write_rows(folder / "rows.jsonl")
     try:
         require_causal_lm_config({"model_type": kind}, name="m")
-        config = _write_base(kind, folder)
+        model = small_base(kind)
+        make_tokenizer(folder / "base", vocab_size=VOCABULARY - 112)
+        model.save_pretrained(folder / "base")
     except SftPlayError as error:
         return {"refused": str(error)}
     except Exception as error:  # each class checks its sizes in its own way, some only when they are saved
@@ -376,7 +354,7 @@ def walk_class(kind: str, folder: Path) -> dict[str, Any]:
         try:
             row |= agreement(wide_config(kind))
         except Exception:  # a class that takes no other sizes, or is refused: the small one too then
-            row |= agreement(json.loads(json.dumps(config.to_dict(), default=str)))
+            row |= agreement(json.loads(json.dumps(model.config.to_dict(), default=str)))
     except SftPlayError as error:
         return {"refused": str(error)}
     except Exception as error:  # a class that does not take its own config again

@@ -1,7 +1,5 @@
 """What every report of a benchmark begins with."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any
 

@@ -5,23 +5,16 @@ published one where that is known (through the share of the peak that matrix pro
 communication and waiting alone. `make -C benchmarks benchmark-speed` prints them.
 """
 
-from __future__ import annotations
-
-import functools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play.config.load import config_from_text
-from sft_play.config.schema import RunConfig
-from sft_play.machine.hardware import parse_hardware
-from sft_play.models.config_json import load_config_json
+from benchmarks.published_speeds import named_hardware, shape, speed_config
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import find_rates, predict_speed
-from sft_play.trace.confirm import load_planned_shape
 
 
 @dataclass(frozen=True)
@@ -62,28 +55,19 @@ _POINTS = json.loads(Path(__file__).with_name("scaling_points.json").read_text(e
 SCALING_POINTS = tuple(ScalingPoint(**point) for point in _POINTS)
 
 
-def speed(point: ScalingPoint, gpus: int, *, layout: str, micro: int, share: float | None = None) -> float:
+def speed(point: ScalingPoint, gpus: int, *, layout: str, micro: int, share: float | None) -> float:
     """Predicted tokens per second and GPU; `share`: what matrix products reach of the peak, if not the plan's."""
     machine_text = point.machine.format(n=gpus if gpus <= 8 else f"{gpus // 8}x8")
-    hardware, config = _named_hardware(machine_text), _config(point.mode)
-    shape = load_planned_shape(load_config_json(point.model), name=point.model)
     precision = Precision(point.precision, point.precision, "")
     ranks = SINGLE
     if gpus > 1:
         ranks = Layout("ddp", gpus) if layout == "ddp" else Layout("fsdp", gpus, gpus)
     layers = None if point.checkpointing else 0
     step = Step(micro, 1, point.length, layout=ranks, checkpointed_layers=layers, casts_inputs=True)
-    rates = find_rates(hardware, precision)
+    rates = find_rates(named_hardware(machine_text), precision)
     rates = rates if share is None else replace(rates, matrix_share=share)
-    return predict_speed(config, shape, precision, step, rates).tokens_per_s / gpus
-
-
-_named_hardware = functools.cache(parse_hardware)
-
-
-@functools.cache
-def _config(mode: str) -> RunConfig:
-    return config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}}}", name="point")
+    config = speed_config(point.mode)
+    return predict_speed(config, shape(point.model), precision, step, rates).tokens_per_s / gpus
 
 
 def _fitted_share(point: ScalingPoint) -> float | None:
@@ -91,32 +75,29 @@ def _fitted_share(point: ScalingPoint) -> float | None:
     if not point.in_tokens:
         return None
     low, high = 0.01, 2.0
-
-    def at(share: float) -> float:
-        micro = point.few_micro or point.micro
-        return speed(point, point.few, layout=point.few_layout or point.layout, micro=micro, share=share)
-
-    if not at(low) < point.few_speed < at(high):
+    if not _few_speed(point, low) < point.few_speed < _few_speed(point, high):
         return None
     for _ in range(20):  # halved to 2e-6 of the peak; speeds grow with the share
         middle = (low + high) / 2
-        low, high = (middle, high) if at(middle) < point.few_speed else (low, middle)
+        if _few_speed(point, middle) < point.few_speed:
+            low = middle
+        else:
+            high = middle
     return low
+
+
+def _few_speed(point: ScalingPoint, share: float | None) -> float:
+    micro = point.few_micro or point.micro
+    return speed(point, point.few, layout=point.few_layout or point.layout, micro=micro, share=share)
 
 
 def compare_scaling(point: ScalingPoint) -> dict[str, Any]:
     """How many times faster `more` GPUs are than `few` are, predicted and published, and the quotient of both."""
     share = _fitted_share(point)
-    few_layout, few_micro = point.few_layout or point.layout, point.few_micro or point.micro
-    few = speed(point, point.few, layout=few_layout, micro=few_micro, share=share)
     more = speed(point, point.more, layout=point.layout, micro=point.micro, share=share)
     grown = point.more / point.few
     published = grown * point.more_speed / point.few_speed
-    predicted = grown * more / few
+    predicted = grown * more / _few_speed(point, share)
     row = {"source": point.source, "few": point.few, "more": point.more}
     row |= {"published": round(published, 3), "predicted": round(predicted, 3)}
     return row | {"ratio": predicted / published}
-
-
-def compare_scaling_points() -> dict[str, dict[str, Any]]:
-    return {point.name: compare_scaling(point) for point in SCALING_POINTS}

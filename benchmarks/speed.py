@@ -7,32 +7,27 @@ Rows with a speed, tokens per micro-batch and a model whose shape is known are p
 Published scripts differ in kernels, versions and data, so the figures are ratios to be looked at by source.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os
 import statistics
 import sys
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import published_speeds
 from benchmarks.long_rows import long_rows
 from benchmarks.report_header import report_header
-from benchmarks.scaling import compare_scaling_points
-from sft_play.config.load import config_from_text
+from benchmarks.scaling import SCALING_POINTS, compare_scaling
 from sft_play.errors import SftPlayError
 from sft_play.machine.hardware import parse_hardware
-from sft_play.models.config_json import KNOWN_MODELS, load_config_json
+from sft_play.models.config_json import KNOWN_MODELS
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed import find_rates, predict_speed
 from sft_play.runs.files import write_json
-from sft_play.trace.confirm import load_planned_shape
 
 MODES, STRATEGIES = {"full", "lora", "qlora"}, {"single", "fsdp", "fsdp2"}
 
@@ -44,18 +39,23 @@ def predicted(row: dict[str, str]) -> float | None:
     try:
         micro, length, count = int(row["micro_batch"]), int(row["seq_len"]), int(row["n_gpus"])
         hardware = parse_hardware(f"{count}x{row['gpu']}")
-        shape = load_planned_shape(load_config_json(row["model"]), name=row["model"])
+        shape = published_speeds.shape(row["model"])
     except (ValueError, SftPlayError):
         return None
-    rank = int(row["lora_r"]) if row["lora_r"].isdigit() else 16
-    config = config_from_text(f"model: {{name: x}}\ntuning: {{mode: {row['mode']}, lora: {{r: {rank}}}}}", name="row")
+    config = published_speeds.speed_config(row["mode"], row["lora_r"] if row["lora_r"].isdigit() else "16")
     half = "float16" if "16" in row["compute_dtype"] and "b" not in row["compute_dtype"] else "bfloat16"
     precision = Precision(half, half, "")  # type: ignore[arg-type]
     layout = SINGLE if count == 1 else Layout("fsdp", count, count)
     layers = None if row["gradient_checkpointing"] in ("full", "true", "yes") else 0
-    step = Step(micro, 1, length, layout=layout, checkpointed_layers=layers, casts_inputs=True)
-    if row["attention"] == "eager":
-        step = replace(step, attention="eager")
+    step = Step(
+        micro,
+        1,
+        length,
+        layout=layout,
+        checkpointed_layers=layers,
+        casts_inputs=True,
+        attention="eager" if row["attention"] == "eager" else "sdpa",
+    )
     return predict_speed(config, shape, precision, step, find_rates(hardware, precision)).tokens_per_s / count
 
 
@@ -68,13 +68,16 @@ def score(path: Path) -> dict[str, Any]:
             if speed is not None:
                 measured = float(row["tokens_per_s"])
                 source = row["id"].split("/")[0]
-                group = f"{source} {row['gpu']} {row['n_gpus']} {row['mode']}"
-                ratio = speed / measured
-                runs[row["id"]] = {"group": group, "predicted": round(speed, 1), "published": measured, "ratio": ratio}
+                runs[row["id"]] = {
+                    "group": f"{source} {row['gpu']} {row['n_gpus']} {row['mode']}",
+                    "predicted": round(speed, 1),
+                    "published": measured,
+                    "ratio": speed / measured,
+                }
     return runs
 
 
-def main() -> int:
+def main() -> None:
     """Print the errors of speeds held out, the table by source, GPU and mode, then how runs scale with GPUs, and write
     the file."""
     rows = published_speeds.compare_published()
@@ -94,7 +97,7 @@ def main() -> int:
     }
     for group, found in ratios.items():
         sys.stdout.write(f"{group:60s} {json.dumps({key: round(value, 2) for key, value in found.items()})}\n")
-    scaled = compare_scaling_points()
+    scaled = {point.name: compare_scaling(point) for point in SCALING_POINTS}
     for name, found in scaled.items():
         sys.stdout.write(f"{name:90s} {found['published']:.2f}x published, {found['predicted']:.2f}x predicted\n")
     off = sorted(abs(found["ratio"] - 1) for found in scaled.values())
@@ -106,8 +109,7 @@ def main() -> int:
     if os.environ.get("OUT"):
         report = {**report_header(), "held_out": classes, "within": within, "published": rows, "runs": runs}
         write_json(Path(os.environ["OUT"]), {**report, "ratios": ratios, "scaling": scaled, "long_rows": shared})
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

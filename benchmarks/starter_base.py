@@ -9,9 +9,6 @@ the same, as one of another seed has. With OUT=sft_play/starter/starter-base the
 benchmarks/starter_base.json renewed.
 """
 
-from __future__ import annotations
-
-import argparse
 import hashlib
 import json
 import os
@@ -46,15 +43,15 @@ CHAT_TEMPLATE = (BASE / "chat_template.jinja").read_text(encoding="utf-8")
 
 def main() -> None:
     """Train a base, say what it has in common with the shipped one, and record it where it is shipped."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "outputs/starter-base"))
-    out: Path = parser.parse_args().out
-    shipped = weights_of(BASE) if (BASE / WEIGHTS).is_file() else {}
+    from benchmarks.verify.weights import read_tensors
+
+    out = Path(os.environ.get("OUT") or "outputs/starter-base")
+    shipped = read_tensors(BASE)
     made = make_base(out)
-    sys.stdout.write(f"{out / WEIGHTS}: sha256 {digest(out / WEIGHTS)}\n{difference(shipped, made)}\n")
+    print(f"{out / WEIGHTS}: sha256 {digest(out / WEIGHTS)}\n{difference(shipped, made)}")
     if out.resolve() == BASE:
         write_json(RECORD, record())
-        sys.stdout.write(f"{RECORD} has its digest\n")
+        print(f"{RECORD} has its digest")
 
 
 def make_base(out: Path) -> dict[str, Any]:
@@ -76,19 +73,14 @@ def _shipped(trained: Path, out: Path) -> dict[str, Any]:
     import torch
     from safetensors.torch import save_file
 
+    from benchmarks.verify.weights import read_tensors
+
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(trained, out, ignore=shutil.ignore_patterns("README.md", WEIGHTS))
     fields = json.loads((out / "config.json").read_text(encoding="utf-8"))
     write_json(out / "config.json", fields | {"dtype": "bfloat16", "use_cache": True})
-    weights = {name: weight.to(torch.bfloat16) for name, weight in weights_of(trained).items()}
+    weights = {name: weight.to(torch.bfloat16) for name, weight in read_tensors(trained).items()}
     save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
-    return weights
-
-
-def weights_of(folder: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    weights: dict[str, Any] = load_file(folder / WEIGHTS)
     return weights
 
 

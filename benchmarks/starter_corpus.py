@@ -5,8 +5,6 @@ chats in which the assistant notes what it was told (`note room attic day monday
 actions that answer them (`light.on room porch`). docs/starter.md says what makes them easy enough to learn.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import lzma

@@ -3,10 +3,6 @@
 The plan's closed form, without a trace, earlier runs or kernels of other packages: the same on every machine.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from sft_play.config.load import load_config
@@ -38,26 +34,8 @@ plan's margin free; how well memory is predicted is in [memory-model.md](memory-
 """
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What fits of one model in one mode on one card; None: not even the shortest rows, or not rows of ROW_TOKENS."""
-
-    longest: int | None
-    micro_batch: int | None = None
-    tokens_per_s: float | None = None
-    error: float | None = None
-
-    def __str__(self) -> str:
-        if self.longest is None:
-            return "-"
-        if self.micro_batch is None or self.tokens_per_s is None:
-            return f"{self.longest:,}"
-        error = "?" if self.error is None else f"±{self.error:.0%}"
-        hours = 1e6 / self.tokens_per_s / 3600
-        return f"{self.longest:,}; micro {self.micro_batch}, {self.tokens_per_s:,.0f}/s {error}, {hours:.2g} h"
-
-
-def cell(model: str, mode: str, card: str) -> Cell:
+def cell(model: str, mode: str, card: str) -> str:
+    """What fits of one model in one mode on one card: the longest rows, and how fast rows of ROW_TOKENS train."""
     overrides = (
         f"model.name={model}", f"tuning.mode={mode}", f"model.max_seq_len={ROW_TOKENS}",
         f"train.effective_batch_size={ROWS}", "data.train_path=rows.jsonl", "data.val_path=null",
@@ -68,18 +46,23 @@ def cell(model: str, mode: str, card: str) -> Cell:
     )
     longest = find_largest_fit("seq_len", request).value
     assert not isinstance(longest, str)  # which MAX=model answers with
-    if longest is None or not (plan := make_plan(request)).fits:
-        return Cell(longest)
-    speed = plan.speed.tokens_per_s if plan.speed_known else None
-    return Cell(longest, plan.batch.micro_batch, speed, plan.speed_error.share if plan.speed_error else None)
+    if longest is None:
+        return "-"
+    plan = make_plan(request)
+    if not plan.fits or not plan.speed_known:
+        return f"{longest:,}"
+    share = plan.speed_error.share if plan.speed_error else None
+    error = "?" if share is None else f"±{share:.0%}"
+    speed, hours = plan.speed.tokens_per_s, 1e6 / plan.speed.tokens_per_s / 3600
+    return f"{longest:,}; micro {plan.batch.micro_batch}, {speed:,.0f}/s {error}, {hours:.2g} h"
 
 
-def tables(models: Sequence[str] = MODELS, cards: Sequence[str] = CARDS) -> str:
+def tables() -> str:
     """A table for each model: a line for each card, a column for each mode."""
     lines = []
-    for model in models:
+    for model in MODELS:
         lines += [f"\n## {model}\n", f"| card | {' | '.join(MODES)} |", f"|{'---|' * (1 + len(MODES))}"]
-        lines += [f"| {card} | {' | '.join(str(cell(model, mode, card)) for mode in MODES)} |" for card in cards]
+        lines += [f"| {card} | {' | '.join(cell(model, mode, card) for mode in MODES)} |" for card in CARDS]
     return "\n".join(lines) + "\n"
 
 

@@ -10,6 +10,6 @@
 | templates | chat templates | the sandbox, and the masks of a row |
 
 Wrong is: an exception that is not of `sft_play.errors`, success where something was refused, a file that a refused
-command left behind, more than MOST_SECONDS or MOST_BYTES. A case is made from (SEED, part, number) alone:
+command left behind, more than MAX_CASE_SECONDS or MAX_CASE_BYTES. A case is made from (SEED, part, number) alone:
 `make fuzz PART=yaml CASE=17 SEED=0` repeats it.
 """

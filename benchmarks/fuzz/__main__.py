@@ -1,31 +1,18 @@
 """`make fuzz`: try cases of each part and say what was wrong; exit code 1 where anything was."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import sys
+import textwrap
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fuzz.run import PART_MODULES, CaseResult, run_cases_isolated, run_worker
+from benchmarks.fuzz.run import PART_MODULES, run_cases_isolated, run_worker
 
 DEFAULT_CASES = {"yaml": 10_000, "rows": 10_000, "words": 1_800, "make": 200, "serve": 1_000, "templates": 1_000}
 """Cases of each part where N is not given."""
-
-
-def count_verdicts(cases: list[CaseResult], seconds: float) -> dict[str, Any]:
-    counts = Counter(case.verdict for case in cases)
-    return {
-        "cases": len(cases),
-        **{name: counts[name] for name in ("accepted", "refused", "wrong")},
-        "seconds": round(seconds, 1),
-        "slowest_s": max((case.seconds for case in cases), default=0.0),
-        "found": [{"case": case.number, "why": case.reason} for case in cases if case.verdict == "wrong"],
-    }
 
 
 def main() -> int:
@@ -45,18 +32,24 @@ def main() -> int:
         parser.error(f"PART={options.parts}: the parts are {', '.join(PART_MODULES)}")
     report: dict[str, Any] = {"seed": options.seed, "parts": {}}
     for part in options.parts.split(","):
-        start_time, cases = time.monotonic(), []
+        start_time, seconds = time.monotonic(), [0.0]
+        verdicts = dict.fromkeys(("accepted", "refused", "wrong"), 0)
+        found: list[dict[str, Any]] = []
         count = options.n or DEFAULT_CASES[part]
         numbers = range(count) if options.case is None else range(options.case, options.case + 1)
         for result in run_cases_isolated(part, numbers, seed=options.seed):
-            cases.append(result)
+            verdicts[result.verdict] += 1
+            seconds.append(result.seconds)
             if result.verdict == "wrong":
+                found.append({"case": result.number, "why": result.reason})
                 repeat = f"make fuzz PART={part} CASE={result.number} SEED={options.seed}"
-                sys.stdout.write(f"wrong: {repeat}\n  {result.reason.rstrip().replace(chr(10), chr(10) + '  ')}\n")
-                sys.stdout.flush()
-        report["parts"][part] = counts = count_verdicts(cases, time.monotonic() - start_time)
-        verdict_counts = ", ".join(f"{counts[name]:,} {name}" for name in ("accepted", "refused", "wrong"))
-        sys.stdout.write(f"{part}: {counts['cases']:,} cases: {verdict_counts}; {counts['seconds']:,.0f} s\n")
+                print(f"wrong: {repeat}\n{textwrap.indent(result.reason.rstrip(), '  ')}", flush=True)
+        took = round(time.monotonic() - start_time, 1)
+        cases = sum(verdicts.values())
+        counts = {"cases": cases, **verdicts, "seconds": took, "slowest_s": max(seconds), "found": found}
+        report["parts"][part] = counts
+        shown = ", ".join(f"{number:,} {name}" for name, number in verdicts.items())
+        print(f"{part}: {cases:,} cases: {shown}; {took:,.0f} s", flush=True)
         if options.out:
             options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(any(part["wrong"] for part in report["parts"].values()))

@@ -1,8 +1,6 @@
 """Requests to the server of `make serve`: bodies mutated as values and as bytes, and raw HTTP. Every one is answered
 with 200 or 4xx in the form of the API, and the server answers the next."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Run YAMLs: those of configs/, mutated as text and as values, with overrides."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

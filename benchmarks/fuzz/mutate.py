@@ -1,7 +1,5 @@
 """Mutations of bytes, of plain values and of texts; every choice comes from the given `random.Random`."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

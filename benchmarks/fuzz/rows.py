@@ -1,7 +1,5 @@
 """Data files of every kind: rows in many formats, mutated as JSON and as bytes, read, masked and processed."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import gzip

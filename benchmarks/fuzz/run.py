@@ -1,11 +1,10 @@
 """Cases in processes of their own, started anew after one that it did not survive; what was wrong, in order."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
 import json
+import logging
 import os
 import random
 import resource
@@ -150,8 +149,6 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 def run_command(arguments: list[str], **variables: str) -> tuple[int, str, str]:
     """A command line in this process: exit code, standard output, standard error."""
-    import logging
-
     from sft_play.cli import main
 
     out, err, code = io.StringIO(), io.StringIO(), 0

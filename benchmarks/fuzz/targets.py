@@ -1,8 +1,6 @@
 """Targets and variables of make: what its check refuses, make refuses with the same words and exit code 2, and no value
 is ever run. Only command lines that are refused, or name no run YAML, reach make itself."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,9 +1,8 @@
 """Chat templates: real ones mutated, and programs made of the sandbox's own means, rendered and masked."""
 
-from __future__ import annotations
-
 import contextlib
 import random
+import tempfile
 from collections.abc import Iterator
 from datetime import date
 from importlib.util import find_spec
@@ -32,7 +31,10 @@ def case_runner() -> Iterator[CaseRunner]:
     with isolated_environment(), tokenizer() as made:
 
         def judge(draw: random.Random, folder: Path) -> bool:
-            source = _program(draw) if draw.random() < 0.4 else _mutated(draw, draw.choice(seeds))
+            if draw.random() < 0.4:
+                source = "".join(_statement(draw, 0) for _ in range(draw.randint(1, 5)))
+            else:
+                source = _mutated(draw, draw.choice(seeds))
             accepted = _renders(draw, source)
             if draw.random() < 0.3:
                 _masks(draw, made, source)
@@ -45,8 +47,6 @@ def case_runner() -> Iterator[CaseRunner]:
 
 @contextlib.contextmanager
 def tokenizer() -> Iterator[Any]:
-    import tempfile
-
     from transformers import AutoTokenizer
 
     from tests.models import make_tokenizer
@@ -67,10 +67,6 @@ def _mutated(draw: random.Random, source: str) -> str:
         else:
             source = mutate.raw(draw, source.encode("utf-8", "surrogatepass")).decode("utf-8", "replace")
     return source
-
-
-def _program(draw: random.Random) -> str:
-    return "".join(_statement(draw, 0) for _ in range(draw.randint(1, 5)))
 
 
 def _statement(draw: random.Random, depth: int) -> str:

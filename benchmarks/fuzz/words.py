@@ -3,8 +3,6 @@
 What would train, serve or measure for minutes gets a config that is refused; what has none is only read as a request.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -51,7 +49,8 @@ def case_runner() -> Iterator[CaseRunner]:
         is_quick = name in _QUICK
         (folder / "run.yaml").write_text(_GOOD if is_quick else "model: {name: ./none, no_such_key: 1}\n")
         (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 20)
-        words, variables = _words(draw, name, flags), _variables(draw)
+        words, chosen = _words(draw, name, flags), draw.choices(list(VARIABLES), k=draw.choice((0, 0, 1, 2)))
+        variables = {one: _as_passed(draw.choice((*_VALUES, draw.choice(mutate.STRANGE_TEXTS)))) for one in chosen}
         if name in _READ_ONLY or not any(word in COMMANDS for word in words):
             return _is_read(words, variables)
         if not is_quick:
@@ -97,12 +96,6 @@ def _words(draw: random.Random, name: str, flags: dict[str, Sequence[str]]) -> l
 def _as_passed(word: str) -> str:
     # the kernel hands over neither a null character nor, through Python, half a surrogate pair as such
     return word.replace("\0", "").encode("utf-8", "replace").decode()
-
-
-def _variables(draw: random.Random) -> dict[str, str]:
-    chosen = draw.choices(list(VARIABLES), k=draw.choice((0, 0, 1, 2)))
-    values = (draw.choice((*_VALUES, draw.choice(mutate.STRANGE_TEXTS))) for _ in chosen)
-    return dict(zip(chosen, map(_as_passed, values), strict=True))
 
 
 def _is_read(words: list[str], variables: dict[str, str]) -> bool:

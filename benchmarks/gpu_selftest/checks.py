@@ -4,8 +4,6 @@ The margin of a peak is the plan's own (docs/plan.md): a fraction by what is kno
 gives none for speeds, which rank candidates; here a factor of two either way is allowed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -126,6 +124,14 @@ def memory_counter_problems(measured: Mapping[str, int], *, context_bytes: int) 
         wrong.append(f"a CUDA context takes {_gib(measured['context'])}; the plan counts {_gib(context_bytes)}")
     return wrong
 
+
+# The cases of attention that a probe runs and a plan predicts: masks; key and value heads beside the query's; dtypes;
+# whether all batches have one shape.
+MASKS = ("causal", "padding mask")
+HEADS = {"grouped heads": 2, "equal heads": 8}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+ROWS = {"": False, ", one shape": True}
+TOKENS, HEAD_DIM, QUERY_HEADS = 256, 64, 8
 
 _PREDICTED = re.compile(r"the plan predicted ([\d.]+) of ([\d.]+) GiB with micro-batch (\d+)")
 _TRIED = re.compile(r"Tried to allocate ([\d.]+) ([KMG]iB).*?of which ([\d.]+) ([KMG]iB) is free", re.DOTALL)

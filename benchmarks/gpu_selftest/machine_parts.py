@@ -1,7 +1,5 @@
 """The parts beside the trials: what the libraries find on this machine before anything trains, and several ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -9,9 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.gpu_selftest.checks import attention_problems, memory_counter_problems, nf4_problems, speed_problems
+from benchmarks.gpu_selftest import checks
 from benchmarks.gpu_selftest.material import LARGE_MODEL
-from benchmarks.gpu_selftest.probe_cases import DTYPES, HEAD_DIM, HEADS, MASKS, QUERY_HEADS, ROWS
 from benchmarks.gpu_selftest.record import Part, judged_part
 from benchmarks.gpu_selftest.trials import TrialBench, judge_run_folder, run_module
 from sft_play.config.load import load_config
@@ -52,7 +49,7 @@ def check_nf4(bench: TrialBench) -> Part:
     def reason(measured: dict[str, Any]) -> str:
         return f"relative error {measured['relative_error']:.3f} there and back"
 
-    return _probe(bench, "nf4", nf4_problems, reason)
+    return _probe(bench, "nf4", checks.nf4_problems, reason)
 
 
 def check_nvml(bench: TrialBench) -> Part:
@@ -63,7 +60,7 @@ def check_nvml(bench: TrialBench) -> Part:
         return f"free memory {apart / 2**20:.0f} MiB apart; a context takes {measured['context'] / 2**20:.0f} MiB"
 
     def judge(measured: dict[str, int]) -> list[str]:
-        return memory_counter_problems(measured, context_bytes=CUDA_CONTEXT_BYTES)
+        return checks.memory_counter_problems(measured, context_bytes=CUDA_CONTEXT_BYTES)
 
     return _probe(bench, "nvml", judge, reason, predicted={"context": CUDA_CONTEXT_BYTES})
 
@@ -74,7 +71,7 @@ def check_attention(bench: TrialBench, hardware: Hardware) -> Part:
 
     def judge(measured: dict[str, Any]) -> list[str]:
         known = {case: kernel for case, kernel in predicted.items() if case in measured["kernels"]}
-        return attention_problems(known, measured["kernels"])
+        return checks.attention_problems(known, measured["kernels"])
 
     def reason(measured: dict[str, Any]) -> str:
         kinds = ", ".join(sorted(set(measured["kernels"].values())))
@@ -89,9 +86,11 @@ def planned_kernels(hardware: Hardware) -> dict[str, str]:
     shape, gpu = load_model_shape(LARGE_MODEL), hardware.gpus[0]
     preferred = prefers_cudnn(gpu.capability, cuda_libraries(), is_amd=gpu.is_amd)
     kernels = {}
-    for dtype, (heads, count), mask, (rows, repeat) in itertools.product(DTYPES, HEADS.items(), MASKS, ROWS.items()):
+    for dtype, (heads, count), mask, (rows, repeat) in itertools.product(
+        checks.DTYPES, checks.HEADS.items(), checks.MASKS, checks.ROWS.items()
+    ):
         kernel = select_attention_kernel(
-            dataclasses.replace(shape, num_heads=QUERY_HEADS, num_kv_heads=count, head_dim=HEAD_DIM),
+            dataclasses.replace(shape, num_heads=checks.QUERY_HEADS, num_kv_heads=count, head_dim=checks.HEAD_DIM),
             attention="sdpa",
             masked=mask != "causal",
             half_precision=dtype != "fp32",
@@ -157,7 +156,7 @@ def check_all_reduce(bench: TrialBench, hardware: Hardware) -> Part:
     config = load_config(bench.write_config("qlora", "equal")).config
     rates = find_rates(machine, choose_precision(config, machine))
     predicted = rates.link_bytes_per_s * rates.link_share
-    problems = speed_problems(predicted / 1e9, best / 1e9, what="GB/s", form=",.1f")
+    problems = checks.speed_problems(predicted / 1e9, best / 1e9, what="GB/s", form=",.1f")
     reason = f"{best / 1e9:.1f} GB/s measured, {predicted / 1e9:.1f} predicted"
     return judged_part(name, problems, reason, predicted={"bytes_per_s": predicted}, measured=measured)
 

@@ -1,7 +1,5 @@
 """What the trials train: a model with random weights, its tokenizer, and rows of three kinds. Nothing is downloaded."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A probe measures and does not judge: it writes its figures as JSON. A crash ends only its own process.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_selftest.probe_cases import DTYPES, HEAD_DIM, HEADS, MASKS, QUERY_HEADS, ROWS, TOKENS
+from benchmarks.gpu_selftest.checks import DTYPES, HEAD_DIM, HEADS, MASKS, QUERY_HEADS, ROWS, TOKENS
 from sft_play.machine.hardware import detect_hardware
 from sft_play.process.signals import watch_parent
 

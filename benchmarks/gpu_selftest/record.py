@@ -1,7 +1,5 @@
 """The record of a self-test: its parts as they come, in one JSON file, and the page that a person can send."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

@@ -4,8 +4,6 @@ A part that crashes is a FAIL with the last line of its traceback, and the other
 them, or a package that is not installed is skipped, with the reason.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import logging
@@ -51,15 +49,8 @@ def selftest(
     only: Callable[[str], bool] = lambda name: True,
     progress: Callable[[str], None] = logger.info,
 ) -> SelftestRecord:
-    """Run every part that has not been run yet, and write them to `out` with a text report beside it.
-
-    Args:
-        minutes: no part is begun after them; None: all of them run.
-        only: which parts to make, by their names.
-
-    Raises:
-        ConfigError: `out` is another's file, or cannot be written; nothing has been done then.
-    """
+    """Run every part that has not been run yet, and write them to `out` with a text report beside it; no part is begun
+    after `minutes`. Raises ConfigError, before anything is done, if `out` is another's file or cannot be written."""
     began = time.monotonic()
     hardware = detect_hardware()
     record = open_record((out or OUT).expanduser(), hardware.as_json())
@@ -84,9 +75,7 @@ def _steps(bench: TrialBench, hardware: Hardware) -> list[Step]:
     """Every part: first what the others depend on, then three trials that have every mode, then the rest."""
     torch = ("torch",)
 
-    @functools.cache
-    def material_problem() -> str | None:
-        return _make_material(bench)
+    material_problem = functools.cache(lambda: _make_material(bench))
 
     def with_material(make: Callable[[], Part]) -> Callable[[], Part]:
         def run() -> Part:

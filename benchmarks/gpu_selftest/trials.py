@@ -1,7 +1,5 @@
 """The training trials: the toolkit's own runs, started as a user starts them, each in its own process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -38,7 +36,7 @@ from sft_play.planner.memory.estimate import LOAD_MARGIN, MARGIN_BYTES
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
-from sft_play.runs.files import read_json
+from sft_play.runs.files import read_json, read_summary
 from sft_play.text import GIB
 from sft_play.trace.confirm import load_run_model_shape
 
@@ -173,18 +171,14 @@ def run_module(
     environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the driver's first GPU is the first here too
     if not bench.on_gpu:
         environment |= dict.fromkeys(VISIBILITY_VARIABLES, "-1")
+    command = [sys.executable, "-m", *arguments]
     began = time.monotonic()
     code: int | None = None
-    with log.open("wb") as sink:
-        command = [sys.executable, "-m", *arguments]
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(timeout=limit_s)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    with log.open("wb") as sink, contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, timeout=limit_s
+        )
+        code = done.returncode
     text = log.read_text(encoding="utf-8", errors="replace")
     return ProcessResult(code, text, log, time.monotonic() - began)
 
@@ -212,8 +206,7 @@ def judge_run_folder(name: str, folder: Path, result: ProcessResult, *, mode: st
     """The part that a run yields, from its plan and its summary."""
     if result.code != 0 or not (folder / "summary.json").is_file():
         return Part(name, "fail", result.message, **result.figures)
-    plan, summary = read_json(folder / "plan.json"), read_json(folder / "summary.json")
-    predicted, measured = predicted_figures(plan), measured_figures(summary, folder)
+    predicted, measured = predicted_figures(folder), measured_figures(folder)
     problems = find_problems(predicted, measured, rows=rows) + update_problems(measured["updates"], mode=mode)
     speed = f"{predicted['tokens_per_s']:,.0f}" if predicted["tokens_per_s"] else "none"
     reason = (
@@ -223,25 +216,26 @@ def judge_run_folder(name: str, folder: Path, result: ProcessResult, *, mode: st
     return judged_part(name, problems, reason, predicted=predicted, measured=measured, **result.figures)
 
 
-def predicted_figures(plan: dict[str, Any]) -> dict[str, Any]:
+def predicted_figures(folder: Path) -> dict[str, Any]:
     """The bytes and the speed that a run's plan.json promises."""
+    plan = read_json(folder / "plan.json")
     peak = plan["peak_bytes"]
     allocated, reserved = peak["by_moment"]["training"]
     moments = {name: peak["moments"].get(MEASURED_MOMENTS[name]) for name in ("save", "evaluate")}
-    moments["load"] = peak["load"]
     copied = ("tokens_per_s", "confirmed_by_trace", "micro_batch", "grad_accum", "fits")
     return {
         "allocated": allocated,
         "reserved": reserved,
         "margin": peak["margin"],
-        "moments": moments,
+        "moments": {**moments, "load": peak["load"]},
         "precision": plan["precision"]["compute"],
         **{name: plan[name] for name in copied},
     }
 
 
-def measured_figures(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
+def measured_figures(folder: Path) -> dict[str, Any]:
     """What a run's summary.json measured, and the speed of its steady steps."""
+    summary = read_summary(folder)
     by_moment = summary["peak_bytes_by_moment"]
     peak = by_moment["training"]
     return {
@@ -296,7 +290,10 @@ def run_out_of_memory(bench: TrialBench, hardware: Hardware) -> Part:
     plan = plan_run(config)
     free_before = _free_bytes()
     result = run_module(["sft_play", "train", "--config", str(config)], bench.logs / f"{OUT_OF_MEMORY}.log", bench)
-    free_after = _reclaimed_bytes(free_before)
+    until = time.monotonic() + RECLAIM_S
+    while _free_bytes() < free_before - FREE_APART and time.monotonic() < until:
+        time.sleep(0.5)
+    free_after = _free_bytes()
     predicted = {"required": plan.memory.required, "budget": plan.budget_bytes, "micro_batch": micro}
     measured = {"exit_code": result.code, "said": result.message, "free_before": free_before, "free_after": free_after}
     problems = out_of_memory_problems(
@@ -323,11 +320,3 @@ def find_oversized_micro_batch(required: Callable[[int], int], budget: int, *, m
 
 def _free_bytes() -> int:
     return detect_hardware().gpus[0].free_bytes or 0
-
-
-def _reclaimed_bytes(wanted: int) -> int:
-    """Bytes that are free once the driver has reclaimed a process's memory."""
-    until = time.monotonic() + RECLAIM_S
-    while (free := _free_bytes()) < wanted - FREE_APART and time.monotonic() < until:
-        time.sleep(0.5)
-    return free

@@ -11,8 +11,6 @@ the case, and the characters say the rest:
   last control token there; where the template closes no turn, with the token that opens the next one.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -239,10 +237,12 @@ class _Judge:
     def _tail(self, messages: Sequence[Message], word: str, until: str = "") -> str | None:
         """What stands behind the last place of a word, up to another one; None where either is not written."""
         text = self._renderings.text(messages)
-        if text is None or word not in text or until not in text:
+        if text is None or word not in text:
             return None
         tail = text[text.rfind(word) + len(word) :]
-        return tail[: tail.find(until)] if until and until in tail else None if until else tail
+        if not until:
+            return tail
+        return tail[: tail.find(until)] if until in tail else None
 
     def _start(self, index: int, own: Sequence[str]) -> int | None:
         """Where the turn would be generated; behind neither a question nor a result, as far before its first word as

@@ -4,8 +4,6 @@ The judge (`exact.py`) shares no code with what makes the masks: every message h
 the characters that are trained are held against what transformers renders of the case and of its variations.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

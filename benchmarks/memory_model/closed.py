@@ -3,8 +3,6 @@
 Its words are a run's config and a plan's step. What a script did that neither can say is refused with a reason.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -109,13 +107,12 @@ def _step(settings: ScriptSettings) -> Step:
     layouts = {"single": SINGLE, "ddp": Layout("ddp", world)}
     layouts |= {"zero1": Layout("zero1", world, world), "zero2": Layout("zero2", world, world)}
     layouts |= {"zero3": Layout("zero3", world, world)}
-    layers = settings.checkpointed_layers if settings.checkpointing else 0
     return Step(
         micro_batch=settings.micro_batch,
         grad_accum=settings.grad_accum,
         seq_len=settings.seq_len,
         layout=layouts.get(settings.strategy) or Layout("fsdp", world, world),
-        checkpointed_layers=layers,
+        checkpointed_layers=settings.checkpointed_layers if settings.checkpointing else 0,
         loss="chunked" if settings.loss == "chunked" else "model",
         attention="sdpa" if own == "varlen" or own == "one_by_one" else own,
         varlen=own in VARLEN_ATTENTIONS,
@@ -137,8 +134,9 @@ def _with_outputs(found: MemoryEstimate, settings: ScriptSettings, words: int) -
         return found
     places = settings.micro_batch * settings.seq_len * words
     is_half = settings.autocast is not None or (settings.weights != "float32" and not settings.fp32_rest)
-    held = places * (2 if is_half else 4) if settings.holds_outputs else 0
-    held += 4 * places if settings.loss in ("logits_shifted", "logits_shifted_float") else 0
+    held = 4 * places if settings.loss in ("logits_shifted", "logits_shifted_float") else 0
+    if settings.holds_outputs:
+        held += places * (2 if is_half else 4)
     terms = found.terms | {"loss_head": found.terms.get("loss_head", 0) + held}
     # what is held takes part in fragmentation as the rest does: reserved bytes and margin grow in proportion
     larger = found.reserved * (found.allocated + held) // max(1, found.allocated)

@@ -5,8 +5,6 @@ count of their bytes is compared with it.
 Importing it lets the tracer run them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Iterator

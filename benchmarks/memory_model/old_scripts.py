@@ -4,8 +4,6 @@ methods of PEFT, and loops of their own (`ScriptSettings`).
 Importing it lets the tracer run them: it adds to the tables that the tracer looks into.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -96,8 +94,6 @@ def logged_event(original: Any, state: TraceState) -> Any:
     """Events that know their position in the log: the host can wait for one."""
 
     class Event(original):
-        """Knows its position in the log, so that the host can wait for it."""
-
         _at: int | None = None
 
         def record(self, stream: Any = None) -> None:

@@ -4,8 +4,6 @@ A source is described once (`published_sources`). What differs between its rows 
 (`published_columns`).
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -45,11 +43,8 @@ class PublishedRun:
 
 
 def read_runs(path: Path, *, config_of: ConfigOf | None = None) -> list[PublishedRun]:
-    """The rows of a CSV file as runs, in its order; whole adapter configs are taken from a JSONL beside it.
-
-    `config_of` answers a model's config.json by its name, or raises ModelError. Raises ConfigError where the file
-    cannot be read, is no CSV, or lacks one of COLUMNS.
-    """
+    """The rows of a CSV file as runs, in its order; whole adapter configs are taken from a JSONL beside it. Raises
+    ConfigError where the file cannot be read, is no CSV, or lacks one of COLUMNS."""
     rows = read_rows(path)
     configs = cache_configs(config_of or known_config)
     adapters = read_adapter_configs(path)
@@ -73,14 +68,11 @@ def read_rows(path: Path) -> list[CsvRow]:
             found = f"no column {', '.join(missing)} (found: {', '.join(names[:8]) or 'none'})"
             raise ConfigError(f"PEAKS={path}: {found}; see docs/memory-model.md")
         reader.fieldnames = names
-        rows = [{name: _text(value) for name, value in row.items() if name} for row in reader]
+        # a line that ends early has None in its last columns
+        rows = [{name: (value or "").strip() for name, value in row.items() if name} for row in reader]
         return [row for row in rows if any(row.values())]
     except csv.Error as error:
         raise ConfigError(f"PEAKS={path}, line {reader.line_num}: not a CSV row ({error})") from None
-
-
-def _text(value: object) -> str:
-    return value.strip() if isinstance(value, str) else ""
 
 
 def read_adapter_configs(path: Path) -> dict[str, Config]:

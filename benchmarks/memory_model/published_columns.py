@@ -1,7 +1,5 @@
 """What a row's columns say of any run, as settings of the tracer."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
@@ -110,19 +108,13 @@ def _targets(row: CsvRow) -> str | list[str]:
     text = row.get("lora_targets", "")
     if text in {"all-linear", "all linear"}:
         return "all-linear"
-    short = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
-    short |= {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     inner = re.fullmatch(r"attention \(([qkvo ]+)\)", text)
     words = (inner[1] if inner else text).split()
-    if words and all(word in short for word in words):
-        return [short[word] for word in words]
+    if words and all(word in ("q", "k", "v", "o", "gate", "up", "down") for word in words):
+        return [f"{word}_proj" for word in words]
     if not words or any(re.search(r"[^\w.]", word) for word in words):
         raise NotExpressible("the adapter's target modules are not named")
     return words
-
-
-_NOT_NF4 = re.compile(r"gptq|awq|aqlm|int8|fp8|^nf4$")
-_PEFT_TYPE = re.compile(r"peft_type=(\w+)")
 
 
 def _adapter(row: CsvRow, run_info: Config | None) -> dict[str, Any] | None:
@@ -133,7 +125,7 @@ def _adapter(row: CsvRow, run_info: Config | None) -> dict[str, Any] | None:
         saved = run_info["peft_config"].items()
         adapter = {name: value for name, value in saved if name not in RUN_STATE and value is not None}
         return adapter | {"task_type": "CAUSAL_LM"}
-    kind = _PEFT_TYPE.search(row.get("notes", ""))
+    kind = re.search(r"peft_type=(\w+)", row.get("notes", ""))
     peft_type = kind[1] if kind and kind[1] != "none" else "LORA"
     adapter = {"peft_type": peft_type, "task_type": "CAUSAL_LM"}
     if peft_type not in _WITHOUT_TARGETS:
@@ -184,15 +176,13 @@ def _optimizer(row: CsvRow) -> str:
     return found
 
 
-_ATTENTION = {"sdpa": "sdpa", "eager": "eager"} | dict.fromkeys(("flash2", "flash3", "flash4"), "flash_attention_2")
-"""Flash attention's versions hold the same for backward."""
-
-
 def _attention(row: CsvRow) -> str:
     text = row.get("attention", "")
-    if text and text != "unknown" and text not in _ATTENTION:
+    if text in ("flash2", "flash3", "flash4"):  # all hold the same for backward
+        return "flash_attention_2"
+    if text not in ("sdpa", "eager", "unknown", ""):
         raise NotExpressible(f"attention {text} is not traced")
-    return _ATTENTION.get(text, "sdpa")  # transformers' own choice since 4.36
+    return "eager" if text == "eager" else "sdpa"  # transformers' own choice since 4.36
 
 
 def _checkpointing(row: CsvRow) -> dict[str, Any]:
@@ -226,11 +216,6 @@ _NEVER_UPCAST = {"gpt_bigcode", "gpt2", "gpt_neox", "opt", "bloom"}
 
 
 _LOOPED_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v2", "deepseek_v3", "glm4_moe"}
-
-
-def _experts(row: CsvRow, model: Config) -> str:
-    is_older = version_in(row, "transformers") < (5,)
-    return "loop" if is_older and model.get("model_type") in _LOOPED_EXPERTS else "stacked"
 
 
 def _ranks(row: CsvRow) -> dict[str, Any]:
@@ -281,14 +266,15 @@ def row_lengths(row: CsvRow) -> dict[str, Any]:
 def columns_settings(row: CsvRow, config_of: ConfigOf, run_info: Config | None) -> dict[str, Any]:
     """What the columns say of any run; a source's description goes over it."""
     quantised = row["mode"] == "qlora"
-    if quantised and _NOT_NF4.search(row.get("quant", "")):
+    if quantised and re.search(r"gptq|awq|aqlm|int8|fp8|^nf4$", row.get("quant", "")):
         raise NotExpressible(f"weights quantised as {row['quant']}")
     model = _model(row, config_of)
     compute = _dtype(row.get("compute_dtype", "")) or "bfloat16"
     loaded = _dtype(row.get("weights_dtype", "")) or compute
+    loops = version_in(row, "transformers") < (5,) and model.get("model_type") in _LOOPED_EXPERTS
     return {
         "model": model,
-        "mode": "qlora" if quantised else "full" if row["mode"] == "full" else "lora",
+        "mode": row["mode"] if row["mode"] in ("full", "qlora") else "lora",
         "peft": _adapter(row, run_info),
         "weights": compute if quantised else loaded,
         "autocast": compute if "autocast" in row.get("compute_dtype", "") else None,
@@ -306,7 +292,7 @@ def columns_settings(row: CsvRow, config_of: ConfigOf, run_info: Config | None) 
         "empty_cache_after_load": False,
         "peak_from": "start",
         **_card(row),
-        "experts": _experts(row, model),
+        "experts": "loop" if loops else "stacked",
         **_checkpointing(row),
         **_ranks(row),
     }

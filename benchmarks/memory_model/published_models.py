@@ -1,7 +1,5 @@
 """Shapes of the models that published runs trained, by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -34,9 +32,7 @@ def known_config(name: str) -> Config:
     return load_config_json(name)
 
 
-@cache
-def _hub_once() -> bool:
-    return is_hub_reachable()
+_hub_once = cache(is_hub_reachable)
 
 
 @cache

@@ -4,8 +4,6 @@ The casts, the mask, the loss, the optimizer and the counters of a source were r
 `published_sources.json` names. No figure is fitted to a row.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -26,10 +24,6 @@ from benchmarks.memory_model.script_settings import ScriptSettings
 
 SOURCES: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """By repository: `fixed` goes over what the columns say; `refused` says why no row of it can be traced."""
-
-
-def _fitcheck(row: CsvRow, settings: dict[str, Any], _: Config | None) -> dict[str, Any]:
-    return {"expand_kv": settings["attention"] == "sdpa"}
 
 
 PEFT_LONGEST_ROW = 680
@@ -94,27 +88,15 @@ def _fms(row: CsvRow, settings: dict[str, Any], _: Config | None) -> dict[str, A
     return changed
 
 
-def _torchtitan(row: CsvRow, settings: dict[str, Any], _: Config | None) -> dict[str, Any]:
-    return {"mixed_precision": "bfloat16", "reentrant": False, "expandable_segments": True}
-
-
 _OWN_CLASSES = {"afmoe", "glm4_moe", "llama", "qwen3_moe"}
 """Model types that prime-rl replaces by classes of its own (prime_rl/trainer/models/__init__.py)."""
 
 
-def _prime_rl(row: CsvRow, settings: dict[str, Any], _: Config | None) -> dict[str, Any]:
-    if settings["model"].get("model_type") in _OWN_CLASSES:
-        raise NotExpressible("a model class of its own (prime-rl)")
-    return {"expandable_segments": True}
-
-
 RowSettings = Callable[[CsvRow, dict[str, Any], Config | None], dict[str, Any]]
 OWN_SETTINGS: Mapping[str, RowSettings] = {
-    "Anassbzdd/fitcheck": _fitcheck,
+    "Anassbzdd/fitcheck": lambda row, settings, _: {"expand_kv": settings["attention"] == "sdpa"},
     "huggingface/peft": _peft_metamath,
     "foundation-model-stack/fms-acceleration": _fms,
-    "pytorch/torchtitan": _torchtitan,
-    "PrimeIntellect-ai/prime-rl": _prime_rl,
 }
 """What only this source's rows carry; raises NotExpressible for a row that cannot be traced."""
 OWN_LENGTHS: Mapping[str, Callable[[CsvRow], dict[str, Any]]] = {
@@ -139,6 +121,8 @@ def step_settings(row: CsvRow, *, config_of: ConfigOf = known_config, run_info: 
         raise NotExpressible("ZeRO with master weights and states in half precision")
     # columns first, what the script fixes over them, then what only this source's rows say, and the lengths last
     settings = {**columns_settings(row, config_of, run_info), **source.get("fixed", {})}
+    if repository == "PrimeIntellect-ai/prime-rl" and settings["model"].get("model_type") in _OWN_CLASSES:
+        raise NotExpressible("a model class of its own (prime-rl)")
     if repository in OWN_SETTINGS:
         settings |= OWN_SETTINGS[repository](row, settings, run_info)
     lengths = OWN_LENGTHS.get(repository, row_lengths)

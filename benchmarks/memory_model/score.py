@@ -5,8 +5,6 @@ with its reason and takes no part in the errors; so is, apart, one that the esti
 estimate promises (its reserved bytes with their margin) is held against what the run reserved.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os
@@ -79,7 +77,7 @@ class ScoredRow:
             "closed_allocated_bytes": self.closed.allocated if self.closed else None,
             "closed_reserved_bytes": self.closed.reserved if self.closed else None,
             "closed_promised_bytes": self.promised,
-            **{name: _rounded(error) for name, error in self.errors().items()},
+            **{name: None if error is None else round(error, 6) for name, error in self.errors().items()},
         }
 
 
@@ -216,11 +214,8 @@ def score(
     trace: TraceFunction | None = None,
     config_of: ConfigOf | None = None,
 ) -> ScoreReport:
-    """Trace the rows of a CSV file of measured peaks and compare.
-
-    `progress` hears a line for each new trace. `trace` and `config_of` are the tracer and the finder of configs, unless
-    given. Raises ConfigError where the file cannot be read as a table of peaks.
-    """
+    """Trace the rows of a CSV file of measured peaks and compare; `progress` hears a line for each new trace. Raises
+    ConfigError where the file cannot be read as a table of peaks."""
     started = time.monotonic()
     runs = sorted(read_runs(peaks, config_of=config_of), key=lambda one: one.grade)
     answers = _traces(runs, trace, progress)
@@ -292,10 +287,7 @@ def _begin_worker(parent: int) -> None:
 
 
 def trace_or_reason(settings: ScriptSettings, trace: TraceFunction | None = None) -> TraceAnswer:
-    """The peak of these settings, or why there is none.
-
-    A published run did fit: where the simulated card is too small by a little, it is traced without a bound.
-    """
+    """The peak of these settings, or why there is none."""
     if trace is None:
         from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
         from sft_play.trace.confirm import cached_trace
@@ -306,6 +298,7 @@ def trace_or_reason(settings: ScriptSettings, trace: TraceFunction | None = None
     except MemoryError:  # the simulated card is full
         if settings.capacity is None:
             return "the simulated GPU is too small for it"
+        # a published run did fit: the simulated card is too small by a little
         return trace_or_reason(replace(settings, capacity=None), trace)
     except TraceUnavailable as why:
         reason = str(why)
@@ -353,10 +346,6 @@ def plain_strategy(text: str) -> str:
 
 def _error(predicted: int | None, measured: int | None) -> float | None:
     return None if not measured or predicted is None else predicted / measured - 1
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 6)
 
 
 def _figures(predicted: int | None, measured: int | None) -> str:

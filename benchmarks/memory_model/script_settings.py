@@ -1,7 +1,5 @@
 """A published run's step, for the tracer: what its script did and this toolkit never does is said beside the rest."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ A block that another stream used (`record_stream`) waits, once freed, until the 
 did so; FSDP2 waits by events and tells the allocator nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Literal
 

@@ -4,12 +4,11 @@ Our side is the run that `make train` starts (`ours`); the other is a bare loop 
 on the same token rows (docs/bench.md). Rounds go A B A B; ratios are those of medians.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -30,6 +29,7 @@ from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.planner.speed import find_rates, predict_speed
 from sft_play.process.environment import independent_environment
 from sft_play.process.signals import child_environment
+from sft_play.runs.files import read_json
 from sft_play.text import GIB
 from sft_play.trace.confirm import load_run_model_shape
 
@@ -130,9 +130,11 @@ class Comparison:
             shown = ("tokens_per_s", "rows_per_s", "rows_per_cpu_s", "step_s", "process_s", "process_cpu_s")
             lines.append(f"  ours / {self.peer}: " + ", ".join(f"{n} {ratios[n]:.3f}" for n in shown if n in ratios))
         if same:
-            rows = "the same rows in every step" if same["steps"] else "the same rows" if same["rows"] else "other rows"
-            lines.append(f"  {rows}; losses of the first {same['losses_compared']} steps differ by at most "
-                         f"{same['largest_loss_difference']:.1e}")  # fmt: skip
+            rows = "the same rows" if same["rows"] else "other rows"
+            if same["steps"]:
+                rows = "the same rows in every step"
+            largest = f"{same['largest_loss_difference']:.1e}"
+            lines.append(f"  {rows}; losses of the first {same['losses_compared']} steps differ by at most {largest}")
         return lines
 
 
@@ -170,10 +172,9 @@ def compare(
     steps: int = STEPS,
     warmup: int = WARMUP,
     rounds: int = ROUNDS,
-    tries: bool = True,
     progress: Callable[[str], None] = logger.info,
 ) -> Comparison:
-    """Measure a run, and a peer, which `python` runs, in turns with it; `tries`: let TRL try other micro-batches first.
+    """Measure a run, and a peer, which `python` runs, in turns with it; TRL tries other micro-batches first.
 
     Raises ConfigError where there is no such peer or it cannot train this run, TrainingError where a process failed."""
     python = check_peer(peer, python)
@@ -186,15 +187,12 @@ def compare(
         comparison = Comparison(loaded.path.name, peer, steps, warmup)
         # in turns, so that a machine that slows down (heat, other work) slows both sides down
         for turn in range(rounds):
-            bench.begins("ours", turn, rounds)
-            comparison.runs.setdefault("ours", []).append(bench.ours(turn))
-            if peer is None:
-                continue
-            # the peer gets the micro-batch that is best for it, not the one that suits us
-            if peer.startswith("trl") and tries and not turn:
-                comparison.tried = bench.tries()
-            bench.begins(peer, turn, rounds)
-            comparison.runs.setdefault(peer, []).append(bench.theirs(peer, turn))
+            for side in ("ours", peer) if peer else ("ours",):
+                # the peer gets the micro-batch that is best for it, not the one that suits us
+                if side.startswith("trl") and not turn:
+                    comparison.tried = bench.tries()
+                progress(f"Round {turn + 1} of {rounds}: {side}, {warmup} steps and {steps} that are measured")
+                comparison.runs.setdefault(side, []).append(bench.measure(side, turn))
     return comparison
 
 
@@ -251,23 +249,16 @@ class _Bench:
         result, folder = str(self.folder / f"{side}-{turn}.json"), str(self.folder)
         return ProcessOrder(side, result=result, folder=folder, warmup=self.warmup, steps=self.steps, **more)
 
-    def begins(self, side: str, turn: int, rounds: int) -> None:
-        self.progress(f"Round {turn + 1} of {rounds}: {side}, {self.warmup} steps and {self.steps} that are measured")
-
-    def ours(self, turn: int) -> Run:
-        """One run of ours; the first writes what a peer has to know of it."""
-        is_first = not turn
+    def measure(self, side: str, turn: int) -> Run:
+        """One run of a side; our first writes what a peer has to know of it."""
+        if side.startswith("trl"):
+            order = self._order(side, turn, facts=str(self._facts), settings={"micro_batch": self._micro})
+            return self._measured(order, TRL_MODULE, self.python)
         self._facts.mkdir(exist_ok=True)
-        order = self._order("ours", turn, config=str(self.loaded.path), overrides=self._words(f"ours-{turn}"),
-                            facts=str(self._facts) if is_first else "")  # fmt: skip
+        facts = str(self._facts) if side == "ours" and not turn else ""
+        words = self._words(f"{side}-{turn}")
+        order = self._order(side, turn, config=str(self.loaded.path), overrides=words, facts=facts)
         return self._measured(order, OUR_MODULE, sys.executable)
-
-    def theirs(self, peer: str, turn: int) -> Run:
-        if peer == "bare":
-            order = self._order("bare", turn, config=str(self.loaded.path), overrides=self._words(f"bare-{turn}"))
-            return self._measured(order, OUR_MODULE, sys.executable)
-        order = self._order(peer, turn, facts=str(self._facts), settings=self._taken())
-        return self._measured(order, TRL_MODULE, self.python)
 
     def tries(self) -> list[Run]:
         """TRL's figures of the measured steps with each micro-batch; the fastest is taken from then on.
@@ -277,7 +268,7 @@ class _Bench:
         facts = self._known()
         order = self._order("trl-tries", facts=str(self._facts), settings={"micro_batches": micro_batches(facts)})
         self._run("trl-tries", [self.python, "-m", TRL_MODULE, str(order.write(self.folder / "tries.json"))])
-        tried: list[Run] = json.loads(Path(order.result).read_text(encoding="utf-8"))["tried"]
+        tried: list[Run] = read_json(Path(order.result))["tried"]
         possible = [one for one in tried if one["seconds"] is not None]
         if not possible:
             raise DoesNotFit("TRL's trainer runs out of memory with every micro-batch that was tried")
@@ -287,21 +278,13 @@ class _Bench:
         self.progress(f"trl: {judged} of the measured steps by micro-batch ({shown}); taken: {self._micro}")
         return tried
 
-    def _taken(self) -> dict[str, int]:
-        """The split of a step that TRL's tries have chosen; empty without them."""
-        if not self._micro:
-            return {}
-        return {"micro_batch": self._micro, "grad_accum": self._known()["effective_batch"] // self._micro}
-
     def _known(self) -> dict[str, Any]:
-        facts: dict[str, Any] = json.loads((self._facts / "facts.json").read_text(encoding="utf-8"))
-        return facts
+        return read_json(self._facts / "facts.json")
 
     def _measured(self, order: ProcessOrder, module: str, python: str) -> Run:
         path = order.write(self.folder / f"{order.side}-order.json")
         timed = self._run(order.side, [python, "-m", module, str(path)])
-        run: Run = json.loads(Path(order.result).read_text(encoding="utf-8"))
-        run = flat(run) | timed
+        run = flat(read_json(Path(order.result))) | timed
         plan = plan_from_json(self._known()["plan"])
         run["mfu"] = utilisation(run, plan, self.loaded)
         if order.side == "ours":
@@ -316,21 +299,19 @@ class _Bench:
         Raises ConfigError or TrainingError."""
         log = self.folder / f"{side}.log"
         environment = child_environment(peers_environment())
-        began = time.monotonic()
+        began, cpu_before = time.monotonic(), _children_cpu_s()
         with log.open("wb") as sink:
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
-            try:
-                # wait4 for the processor time of this child and its children; Popen.wait would lose it
-                _, status, usage = os.wait4(process.pid, 0)
-                process.returncode = os.waitstatus_to_exitcode(status)
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    process.wait()
-        seconds = time.monotonic() - began
+            process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
+        seconds, cpu_s = time.monotonic() - began, _children_cpu_s() - cpu_before
         if process.returncode:
             refuse(side, process.returncode, log.read_text(encoding="utf-8", errors="replace"))
-        return {"process_s": seconds, "process_cpu_s": usage.ru_utime + usage.ru_stime}
+        return {"process_s": seconds, "process_cpu_s": cpu_s}
+
+
+def _children_cpu_s() -> float:
+    """Processor time of the children that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def peers_environment() -> dict[str, str]:
@@ -343,7 +324,7 @@ def refuse(side: str, code: int, text: str) -> None:
     """Raises what the output of a failed process says: ConfigError for exit code 2, DoesNotFit for 3."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.split("error: ", 1)[1] for line in lines if "] error: " in line]
-    last = one_line(redact(errors[-1] if errors else lines[-1] if lines else "no output"), limit=800)
+    last = one_line(redact([*lines, *errors][-1] if lines else "no output"), limit=800)
     for line in lines[-15:] if not errors else []:
         logger.info("%s: %s", side, one_line(redact(line), limit=300))
     kind = {ConfigError.exit_code: ConfigError, DoesNotFit.exit_code: DoesNotFit}.get(code, TrainingError)

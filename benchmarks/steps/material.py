@@ -1,7 +1,5 @@
 """Chats of mixed lengths, and a run YAML on them. Every clone makes the same: lengths and words come from a seed."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

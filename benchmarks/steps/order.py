@@ -44,8 +44,7 @@ class ProcessOrder:
 
 
 def trainer_arguments(facts: dict[str, Any], *, steps: int, micro: int) -> dict[str, Any]:
-    """Arguments of transformers' Trainer that every peer gets for the facts of our run; `micro`: rows of a
-    micro-batch."""
+    """Arguments of transformers' Trainer for the facts of our run; `micro`: rows of a micro-batch."""
     return {**facts["trainer"]} | {
         "max_steps": steps,
         "per_device_train_batch_size": micro,

@@ -6,8 +6,6 @@ Plan, rows, model and trainer are those of `sft_play.launch.start`; only what is
 loop, is put in the place of the run's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -16,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.steps.order import ProcessOrder
 from sft_play.config.load import load_config
@@ -53,12 +52,9 @@ def measure(order: ProcessOrder) -> None:
 
     loaded = load_config(Path(order.config), overrides=order.overrides)
     # the run's own code up to its training loop: what is measured is what `make train` does
-    train, run.train_stage = run.train_stage, functools.partial(_train, order, run.train_stage)
-    try:
-        with contextlib.suppress(MeasurementDone):
-            start_run(LaunchRequest(loaded))
-    finally:
-        run.train_stage = train
+    measured = functools.partial(_train, order, run.train_stage)
+    with mock.patch.object(run, "train_stage", measured), contextlib.suppress(MeasurementDone):
+        start_run(LaunchRequest(loaded))
 
 
 def _train(order: ProcessOrder, train: Callable[..., Any], job: Any, prepared: Any, watch: Any, **options: Any) -> Any:

@@ -107,16 +107,6 @@ class Recorder:
         return [values[first:end] for first, end in pairs]
 
 
-class StepEndCallback(TrainerCallback):
-    """Tells a Recorder when an optimizer step of a Trainer is over."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._recorder.ended_step()
-
-
 def record_trainer(trainer: Any, recorder: Recorder) -> None:
     """Let a recorder see the micro-batches, losses and steps of a transformers Trainer."""
     real = trainer.training_step
@@ -128,16 +118,18 @@ def record_trainer(trainer: Any, recorder: Recorder) -> None:
             recorder.saw(seen, loss)
         return loss
 
+    class StepEnd(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            recorder.ended_step()
+
     trainer.training_step = training_step
-    trainer.add_callback(StepEndCallback(recorder))
+    trainer.add_callback(StepEnd())
 
 
 def count_batch(batch: dict[str, Any], *, pad_id: int) -> dict[str, Any]:
-    """What a micro-batch holds: places with padding, tokens, those that are trained, and of each chat its length and a
-    digest of its ids.
+    """What a micro-batch holds: places with padding, tokens, trained tokens, and of each chat its length and a digest.
 
-    A chat ends where position ids begin again, or else with the attention mask, or else with the last token that is
-    not padding.
+    A chat ends where position ids begin again, else with the attention mask, else with the last token but padding.
     """
     arrays = {name: table.cpu().numpy() for name, table in batch.items()}
     ids, labels = arrays["input_ids"], arrays["labels"]

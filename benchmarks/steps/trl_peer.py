@@ -32,12 +32,10 @@ def main(path: Path) -> None:
         tried = [{"micro_batch": micro, **tried_run(order, facts, micro)} for micro in micros]
         Path(order.result).write_text(json.dumps({"tried": tried}), encoding="utf-8")
         return
-    train(order, facts, micro=order.settings.get("micro_batch", facts["micro_batch"]))
+    train(order, facts, micro=order.settings["micro_batch"])
 
 
 def train(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> None:
-    from benchmarks.steps.recording import Recorder
-
     trainer = make_trainer(order, facts, micro=micro)
     settings = {
         "micro_batch": micro,
@@ -46,14 +44,16 @@ def train(order: ProcessOrder, facts: dict[str, Any], *, micro: int) -> None:
         "packing": trainer.args.packing,
         "group_by_length": order.side == "trl-grouped",
     }
-    result, more = Path(order.result), {"side": order.side, "settings": settings}
-    recorder = Recorder(result, warmup=order.warmup, steps=order.steps, pad_id=facts["pad_id"], facts=more)
-    train_until_recorded(trainer, recorder)
+    train_until_recorded(
+        trainer, order, Path(order.result), {"side": order.side, "settings": settings}, facts["pad_id"]
+    )
 
 
-def train_until_recorded(trainer: Any, recorder: Any) -> None:
-    from benchmarks.steps.recording import MeasurementDone, record_trainer
+def train_until_recorded(trainer: Any, order: ProcessOrder, result: Path, more: dict[str, Any], pad_id: int) -> None:
+    """Train the steps of an order, and write what was measured with `more`."""
+    from benchmarks.steps.recording import MeasurementDone, Recorder, record_trainer
 
+    recorder = Recorder(result, warmup=order.warmup, steps=order.steps, pad_id=pad_id, facts=more)
     record_trainer(trainer, recorder)
     with contextlib.suppress(MeasurementDone):
         trainer.train()
@@ -63,13 +63,10 @@ def tried_run(order: ProcessOrder, facts: dict[str, Any], micro: int) -> dict[st
     """The steps that are measured, with this micro-batch; None for each figure where they do not fit on the GPU."""
     import torch
 
-    from benchmarks.steps.recording import Recorder
-
     result = Path(order.result).with_suffix(".try.json")
     try:
         trainer = make_trainer(order, facts, micro=micro)
-        recorder = Recorder(result, warmup=order.warmup, steps=order.steps, pad_id=facts["pad_id"], facts={})
-        train_until_recorded(trainer, recorder)
+        train_until_recorded(trainer, order, result, {}, facts["pad_id"])
         run = json.loads(result.read_text(encoding="utf-8"))
         return {name: run[name] for name in _TRIED}
     except torch.OutOfMemoryError:

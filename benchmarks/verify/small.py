@@ -1,7 +1,5 @@
 """A small run for comparisons: a model of random weights, and rows of very different lengths that divide unevenly."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
