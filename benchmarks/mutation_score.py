@@ -154,12 +154,12 @@ def _text(node: ast.AST) -> str:
 
 OWN_TESTS = {
     "planner": "decisions recorded_plans plan plan_truth plan_inputs promise memory batching budget speed_error "
-    "learning_rate mixed_gpus",
+    "learning_rate mixed_gpus mesh training_options fp16 kernels experts compiled_plans liger_plan generation",
     "launch": "decisions launch_files nodes tensorboard exported_nodes deepspeed_files mixed_gpus own_gpus agents "
-    "row_survey refusals",
+    "row_survey refusals failures distributed mesh runs restarts out_of_memory_runs",
     "data": "data_decisions masks tool_calls ends mask_score template preview check rows splits files formats "
     "process data_story documents columns default_paths row_limit packing recorded_data options bad_inputs "
-    "own_messages tokenizer",
+    "own_messages tokenizer sources exact_match rendered_chats row_kwargs adapter_inputs",
 }
 """The test files of each package: its mutants are run against those that execute the mutant's line."""
 
@@ -267,12 +267,28 @@ class Baseline:
         data = coverage.CoverageData(basename=str(self.seen))
         data.read()
         by_line = data.contexts_by_lineno(str(self.tree / mutant.path))
-        last = mutant.line + source[mutant.start : mutant.end].count(b"\n")
-        contexts = {name for line in range(mutant.line, last + 1) for name in by_line.get(line, ())}
+        contexts = {name for line in statement_lines(mutant, source) for name in by_line.get(line, ())}
         names = sorted({name.rpartition(".")[2] for name in contexts})
         if names == [""]:
             return [f"tests/{self.file}"]
         return [f"tests/{self.file}::{name}" for name in names if name]
+
+
+def statement_lines(mutant: Mutant, source: bytes) -> range:
+    """The lines of the statement that a mutant changes, or of the head of one that has a body. A trace may name any
+    line of a long statement, and leaves out jumps: for these it is the statement around them."""
+    around = sorted(
+        (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)
+         and node.lineno <= mutant.line <= (node.end_lineno or node.lineno)),
+        key=lambda node: node.lineno,
+    )  # fmt: skip
+    statement = around[-1]
+    if isinstance(statement, (ast.Continue, ast.Break)):
+        statement = around[-2]
+    last = statement.end_lineno or statement.lineno
+    if isinstance(body := getattr(statement, "body", None), list):
+        last = max(statement.lineno, body[0].lineno - 1)
+    return range(statement.lineno, last + 1)
 
 
 _own: dict[str, Path] = {}
