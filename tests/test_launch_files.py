@@ -377,6 +377,10 @@ def test_no_auto_is_left(layout):
     if layout.startswith("zero3"):
         assert zero["stage3_prefetch_bucket_size"] == 943_718
         assert zero["stage3_param_persistence_threshold"] == 10_240
+    else:
+        assert not zero.keys() & {"stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"}
+    raw["zero_optimization"]["reduce_bucket_size"] = 5_000  # the user's number stays
+    assert fill_auto_values(raw, replace(NUMBERS, layout=layout))["zero_optimization"]["reduce_bucket_size"] == 5_000
 
 
 @pytest.mark.parametrize(
@@ -388,6 +392,8 @@ def test_no_auto_is_left(layout):
         ({"zero_optimization": {"stage": 3}}, ["zero3", "zero2"]),
         ({"optimizer": {"type": "OneBitAdam"}}, ["OneBitAdam", "train.optim"]),
         ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}, ["lr: 0.001", "0.0002"]),
+        ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, ["amsgrad: true"]),
+        ({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}}, ["adam_w_mode: false"]),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}}, ["warmup_num_steps: 100"]),
     ],
 )

@@ -236,6 +236,7 @@ def test_every_batch_of_long_texts_gives_memory_back(tiny_llama, monkeypatch):
     maker = RowRenderer(Renderer(AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=10), task_mode="cpt")
     sizes = [10, 900_000, 800_000, 20]
     made: list[Any] = list(maker.render_rows(enumerate((Text("f", "x " * (size // 2)) for size in sizes), start=1)))
+    assert not any(item.row.stripped_think_pieces for item in made)  # which a text has none of
     assert [one.row_number for one in made] == [1, 2, 3, 4]
     assert told == [900_000, 800_000]
 

@@ -328,7 +328,7 @@ def _requested_interval(config: RunConfig) -> SyncInterval | None:
 
 
 def gradient_sync_obstacle(
-    config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool = True
+    config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool
 ) -> str | None:
     """The run's settings that a layout does not support, and what to write instead; None where it
     supports all."""
