@@ -1,7 +1,5 @@
 """What several test files share: tiny models made once, the shared material where it is, commands in-process."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json
@@ -9,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +93,8 @@ def pytest_runtest_setup() -> None:
 VARIABLES = (
     *(name for name in MAKE_COMMAND_VARIABLES if name not in ("TESTS", "TORCH", "WHY")),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "NPROC_PER_NODE"),
-    *(
-        "SFT_PLAY_RUN",
-        "SFT_PLAY_RESUMED",
-        "SFT_PLAY_AGENT",
-        "SFT_PLAY_PARENT",
-        "SFT_PLAY_MAKE",
-        "TORCHELASTIC_ERROR_FILE",
-    ),
+    *("SFT_PLAY_RUN", "SFT_PLAY_RESUMED", "SFT_PLAY_AGENT", "SFT_PLAY_PARENT", "SFT_PLAY_MAKE"),
+    "TORCHELASTIC_ERROR_FILE",
     *("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL"),  # of `make test TESTS=…`
     "GLOO_SOCKET_IFNAME",
     "PYTEST_ADDOPTS",
@@ -151,14 +143,35 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """64 chats about sums, as JSONL."""
-    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    path.write_text("".join(json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(64)))
-    return path
+    rows = (chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(64))
+    return write_rows(tmp_path_factory.mktemp("data") / "sums.jsonl", rows)
 
 
 def chat(question: str, answer: str) -> dict[str, object]:
     """A row of one question and one answer."""
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> Path:
+    """Write rows as JSONL; returns the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_run(folder: Path, model: Path, rows: Path, /, **sections: Mapping[str, Any]) -> Path:
+    """Write `folder/run.yaml`: two steps of LoRA on all the rows, into `folder/outputs`; `sections` changes keys."""
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"name": str(model), "max_seq_len": 64},
+        "tuning": {"mode": "lora"},
+        "data": {"train_path": str(rows), "val_path": None, "test_path": None},
+        "train": {"effective_batch_size": 8, "max_steps": 2, "report_to": []},
+        "output": {"dir": str(folder / "outputs")},
+    }
+    for section, changes in sections.items():
+        settings[section] = {**settings.get(section, {}), **changes}
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(settings))
+    return path
 
 
 def need_documents_extra() -> None:
@@ -182,6 +195,30 @@ def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         code = main(list(words))
         out, err = capfd.readouterr()
         return code, out + err
+
+    return run
+
+
+@pytest.fixture
+def succeed(command: Command) -> Callable[..., str]:
+    """Runs a command line that has to end with exit code 0; returns everything it printed."""
+
+    def run(*words: str) -> str:
+        code, printed = command(*words)
+        assert code == 0, printed
+        return printed
+
+    return run
+
+
+@pytest.fixture
+def refuse(command: Command) -> Callable[..., str]:
+    """Runs a command line that has to be refused with one error; returns everything it printed."""
+
+    def run(*words: str) -> str:
+        code, printed = command(*words)
+        assert (code, printed.count("error:")) == (2, 1), printed
+        return printed
 
     return run
 

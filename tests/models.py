@@ -1,7 +1,5 @@
 """Tiny models and tokenizers made from config classes with random weights, for tests."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How predictions scale with GPUs: near to what others published, and never as if communication cost nothing."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from dataclasses import replace

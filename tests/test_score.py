@@ -1,7 +1,5 @@
 """The score of published peaks: rows as settings, the table, the JSON, and files that are none."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json

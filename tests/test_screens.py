@@ -1,7 +1,5 @@
 """What a person sees of help, plan, check and train: how many lines, and that the rest is where it is said to be."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -172,10 +170,9 @@ def run_yaml(folder: Path, model: Path, rows: Path) -> Path:
 
 
 @pytest.mark.build
-def test_check_says_one_line_or_what_is_wrong(tmp_path, tiny_llama, sums, command, monkeypatch):
+def test_check_says_one_line_or_what_is_wrong(tmp_path, tiny_llama, sums, command, succeed, monkeypatch):
     config = run_yaml(tmp_path, tiny_llama, sums)
-    code, said = command("check", "--config", str(config))
-    assert code == 0, said
+    said = succeed("check", "--config", str(config))
     *waited, line = said.splitlines()
     assert all(one.endswith(" s so far") for one in waited)  # what takes long on a busy machine says so
     assert re.fullmatch(r"\[check\] Ready to train: \d+ ok \([^)]+\); WHY=1 shows each", line)
@@ -265,15 +262,14 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, tmp_path
 
 @pytest.mark.build
 def test_a_run_in_stages_begins_in_twelve_lines_and_says_of_each_stage_what_it_trains(
-    tmp_path, tiny_llama, sums, command
+    tmp_path, tiny_llama, sums, succeed
 ):
     """Two lines a stage before the first (its plan, and that its steps are few); its rows when it begins."""
     config = run_yaml(tmp_path, tiny_llama, sums)
     names = ("short", "middle", "long")
     stages = "".join(f"- {{name: {name}, max_steps: 1, max_seq_len: {64 - 8 * at}}}\n" for at, name in enumerate(names))
     config.write_text(f"{config.read_text()}curriculum:\n{stages}")
-    code, said = command("train", "--config", str(config), "eval.generate_rows=0", "eval.before_training=false")
-    assert code == 0, said
+    said = succeed("train", "--config", str(config), "eval.generate_rows=0", "eval.before_training=false")
     shown = messages(said)
     shown = [line for line in shown if not line.endswith(" s so far")]
     assert sum(line.startswith("step 1/") for line in shown) == 3

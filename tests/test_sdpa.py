@@ -1,8 +1,6 @@
 """Which kernel sdpa runs: one table for plan, trace, self-test and run, against PyTorch's own dispatch, written a
 second time from its C++ source; and where cuDNN's kernel is switched on."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -293,7 +291,7 @@ def test_the_switch_is_put_back_whatever_happens(switched):
     ],
 )
 def test_evaluation_and_generation_switch_it_off(
-    command, monkeypatch, tmp_path, tiny_llama, switched, words, evaluates_on
+    succeed, monkeypatch, tmp_path, tiny_llama, switched, words, evaluates_on
 ):
     from sft_play.planner.candidates import PlanInputs
 
@@ -329,8 +327,7 @@ def test_evaluation_and_generation_switch_it_off(
     }  # fmt: skip
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(config))
-    code, said = command("train", "--config", str(path), *words)
-    assert code == 0, said
+    succeed("train", "--config", str(path), *words)
     assert seen["training"] == {True}
     assert len(shapes) == 1
     assert seen.get("answers") == (None if evaluates_on else {False})

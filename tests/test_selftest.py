@@ -1,7 +1,5 @@
 """gpu-selftest: its verdicts on random figures, what it leaves out, what breaks, and a few of its parts on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """`make serve`: the real server and OpenAI's client; its prompts are training's, its answers those of `make infer`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

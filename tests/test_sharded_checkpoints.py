@@ -1,7 +1,5 @@
 """Checkpoints in parts: written by every rank, resumed over other numbers of ranks, put together, watched."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -112,7 +110,7 @@ def unbroken(world) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_parts_of_two_ranks_go_on_over_others(world, stopped, unbroken, tiny_llama, command, ranks):
+def test_parts_of_two_ranks_go_on_over_others(world, stopped, unbroken, tiny_llama, command, succeed, ranks):
     run = world / "outputs" / f"over-{ranks}"
     shutil.copytree(stopped, run)
     given = {"NPROC": str(ranks)} | ({"STRATEGY": "fsdp"} if ranks > 1 else {})
@@ -124,8 +122,7 @@ def test_parts_of_two_ranks_go_on_over_others(world, stopped, unbroken, tiny_lla
         return
     last = run / "checkpoints" / "checkpoint-5"
     assert len(list((last / "shards").glob("*.distcp"))) == 4
-    code, printed = command("consolidate", "--run", str(run))
-    assert code == 0, printed
+    succeed("consolidate", "--run", str(run))
     made, saved = tensors(run / "consolidated-5"), tensors(run / "model")  # read from parts, gathered: the same
     assert set(made) == set(saved)
     assert all((made[name] - saved[name]).abs().max() == 0 for name in made)
@@ -137,7 +134,7 @@ def test_parts_of_two_ranks_go_on_over_others(world, stopped, unbroken, tiny_lla
 
 
 @pytest.mark.slow
-def test_parts_in_bf16_go_on_over_fewer_ranks_and_are_put_together_in_the_bases_dtype(world, tmp_path, command):
+def test_parts_in_bf16_go_on_over_fewer_ranks_and_are_put_together_in_the_bases_dtype(world, tmp_path, succeed):
     base = make_llama(tmp_path / "base")
     AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16).save_pretrained(base)
     words = ["--config", f"{world}/run.yaml", "tuning.mode=full", "train.bf16=true", f"model.name={base}"]
@@ -147,8 +144,7 @@ def test_parts_in_bf16_go_on_over_fewer_ranks_and_are_put_together_in_the_bases_
     done("resume", *words, RUN="bf16", STRATEGY="fsdp", NPROC="2")
     run, whole = (world / "outputs" / name for name in ("bf16", "bf16-whole"))
     assert losses(run) == pytest.approx(losses(whole), rel=2**-6)
-    code, printed = command("consolidate", "--run", str(run))
-    assert code == 0, printed
+    succeed("consolidate", "--run", str(run))
     made, saved = tensors(run / "consolidated-5"), tensors(run / "model")
     assert {tensor.dtype for tensor in made.values()} == {torch.bfloat16}
     assert json.loads((run / "consolidated-5" / "config.json").read_text())["dtype"] == "bfloat16"

@@ -1,7 +1,5 @@
 """`make ship`: what is better and lost nothing ships, nothing else does, and the verdict follows from its file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

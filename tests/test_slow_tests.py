@@ -1,7 +1,5 @@
 """The list of tests that are left out for their duration."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import random

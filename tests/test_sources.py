@@ -1,7 +1,5 @@
 """data.sources: exact shares of every epoch, the loss of each, the same rows after a stop, and every refusal."""
 
-from __future__ import annotations
-
 import json
 import random
 from fractions import Fraction
@@ -142,13 +140,11 @@ def series(folder: Path, key: str) -> list[Any]:
 
 
 @pytest.mark.build
-def test_a_run_on_sources_stopped_and_resumed_has_the_losses_of_an_unbroken_one(run_yaml, command, tmp_path):
+def test_a_run_on_sources_stopped_and_resumed_has_the_losses_of_an_unbroken_one(run_yaml, succeed, tmp_path):
     """32 rows an epoch, 24 of the first source and 8 of the second: 4 steps an epoch, stopped within the second."""
     for name, words in (("whole", []), ("broken", ["train.stop_after_steps=5"])):
-        code, said = command("train", "--config", str(run_yaml), f"output.name={name}", *words)
-        assert code == 0, said
-    code, more = command("resume", "--config", str(run_yaml), "--run", "broken")
-    assert code == 0, more
+        said = succeed("train", "--config", str(run_yaml), f"output.name={name}", *words)
+    succeed("resume", "--config", str(run_yaml), "--run", "broken")
     whole, broken = (tmp_path / "outputs" / name for name in ("whole", "broken"))
     for key in ("loss", "loss_sums", "loss_colours", "eval_loss"):
         assert series(broken, key) == series(whole, key), key
@@ -162,9 +158,8 @@ def test_a_run_on_sources_stopped_and_resumed_has_the_losses_of_an_unbroken_one(
 
 
 @pytest.mark.build
-def test_a_resumed_run_on_other_weights_is_refused(run_yaml, command):
-    code, said = command("train", "--config", str(run_yaml), "output.name=one", "train.stop_after_steps=1")
-    assert code == 0, said
+def test_a_resumed_run_on_other_weights_is_refused(run_yaml, command, succeed):
+    succeed("train", "--config", str(run_yaml), "output.name=one", "train.stop_after_steps=1")
     run_yaml.write_text(run_yaml.read_text().replace("weight: 3", "weight: 2"))
     code, said = command("resume", "--config", str(run_yaml), "--run", "one")
     assert code == 2
@@ -230,13 +225,12 @@ def test_packs_hold_rows_of_one_source_and_their_shares_are_exact(run_yaml):
 
 
 @pytest.mark.build
-def test_max_rows_held_out_shares_and_one_held_out_file_for_all_sources(run_yaml, command, tmp_path):
+def test_max_rows_held_out_shares_and_one_held_out_file_for_all_sources(run_yaml, command, succeed, tmp_path):
     text = run_yaml.read_text().replace(f", val_path: {tmp_path}/held.jsonl", "")
     run_yaml.write_text(text.replace("weight: 1", "weight: 1, max_rows: 9"))
     for name, word in (("shares", "data.val_fraction=0.3"), ("one", f"data.val_path={tmp_path}/held.jsonl")):
         words = [f"output.name={name}", word, "train.max_steps=1", "eval.steps=1"]
-        code, said = command("train", "--config", str(run_yaml), *words)
-        assert code == 0, said
+        said = succeed("train", "--config", str(run_yaml), *words)
         assert "rows of colours are used (max_rows)" in said
         run = tmp_path / "outputs" / name
         assert bool(series(run, "eval_loss_sums")) is bool(series(run, "eval_loss_colours")) is (name == "shares")
@@ -247,13 +241,12 @@ def test_max_rows_held_out_shares_and_one_held_out_file_for_all_sources(run_yaml
 
 
 @pytest.mark.build
-def test_plain_text_of_several_sources_is_mixed_by_blocks(run_yaml, command, tmp_path):
+def test_plain_text_of_several_sources_is_mixed_by_blocks(run_yaml, succeed, tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text(f"the light in the {name} is on. " * 200)
     sources = f"[{{path: {tmp_path}/one.txt, weight: 1}}, {{path: {tmp_path}/two.txt, weight: 2}}]"
     words = ["task_mode=cpt", f"data.sources={sources}", "train.max_steps=1", "output.name=text"]
-    code, said = command("train", "--config", str(run_yaml), *words)
-    assert code == 0, said
+    succeed("train", "--config", str(run_yaml), *words)
     assert series(tmp_path / "outputs" / "text", "loss_two")
 
 
@@ -267,20 +260,16 @@ def test_a_bad_row_of_a_source_is_named_with_the_source(run_yaml, command, tmp_p
 
 
 @pytest.mark.build
-def test_check_render_and_preview_read_every_source(run_yaml, command, tmp_path, monkeypatch):
+def test_check_render_and_preview_read_every_source(run_yaml, succeed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, said = command("check", "--config", str(run_yaml))
-    assert code == 0, said
+    said = succeed("check", "--config", str(run_yaml))
     assert "colours.jsonl" in said
-    code, said = command("render", "--config", str(run_yaml))
-    assert code == 0, said
+    succeed("render", "--config", str(run_yaml))
     names = {path.name for path in (tmp_path / "data" / "rendered").glob("*.jsonl")}
     assert names == {"train-sums.jsonl", "train-colours.jsonl", "val-sums.jsonl"}
-    code, said = command("preview", "--config", str(run_yaml))
-    assert code == 0, said
+    said = succeed("preview", "--config", str(run_yaml))
     assert "The first of data.sources; not shown: colours" in said
-    code, said = command("plan", "--config", str(run_yaml))
-    assert code == 0, said
+    succeed("plan", "--config", str(run_yaml))
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Predicted against published speeds that no constant was fitted to, and what a plan says of its error."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

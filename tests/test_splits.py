@@ -1,7 +1,5 @@
 """Splits of token rows: what is kept, what stops a run, blocks of text, mixes, and the cache they lie in."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A curriculum: stages equal to runs chained by hand, resumed in and between them, planned, and refused before any."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path
@@ -177,12 +175,9 @@ def same_bits(one: Path, other: Path) -> bool:
 
 @pytest.mark.build
 @pytest.mark.parametrize("bf16", ["false", "true"])
-def test_two_stages_are_two_runs_chained_by_hand(run_yaml, command, tmp_path, bf16):
+def test_two_stages_are_two_runs_chained_by_hand(run_yaml, succeed, tmp_path, bf16):
     def run(name: str, *words: str) -> Path:
-        code, said = command(
-            "train", "--config", str(run_yaml), *WHOLE, f"train.bf16={bf16}", f"output.name={name}", *words
-        )
-        assert code == 0, said
+        succeed("train", "--config", str(run_yaml), *WHOLE, f"train.bf16={bf16}", f"output.name={name}", *words)
         return tmp_path / "outputs" / name
 
     whole = run("whole")
@@ -202,7 +197,7 @@ def test_two_stages_are_two_runs_chained_by_hand(run_yaml, command, tmp_path, bf
 
 @pytest.mark.build
 def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_time(
-    run_yaml, command, tmp_path, monkeypatch
+    run_yaml, succeed, tmp_path, monkeypatch
 ):
     from transformers import PreTrainedModel
 
@@ -219,8 +214,7 @@ def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_tim
 
     before = len(models())
     monkeypatch.setattr(curriculum, "free_memory", count)
-    code, said = command("train", "--config", str(run_yaml), "output.name=one", "train.report_to=[tensorboard]")
-    assert code == 0, said
+    said = succeed("train", "--config", str(run_yaml), "output.name=one", "train.report_to=[tensorboard]")
     assert [count <= before for count in left] == [True, True], left
     run = tmp_path / "outputs" / "one"
     assert {path.name for path in run.iterdir()} == {
@@ -250,10 +244,9 @@ def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_tim
 
 @pytest.mark.build
 @pytest.mark.parametrize("steps", [pytest.param(3, marks=pytest.mark.slow), 5])
-def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, whole, command, tmp_path, steps):
+def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, whole, command, succeed, tmp_path, steps):
     words = ["output.name=broken", f"train.stop_after_steps={steps}"]
-    code, said = command("train", "--config", str(run_yaml), *words)
-    assert code == 0, said
+    succeed("train", "--config", str(run_yaml), *words)
     broken = tmp_path / "outputs" / "broken"
     assert json.loads((broken / "summary.json").read_text())["status"] == "stopped"
     assert len([one for one in losses(broken) if one[2] == "loss"]) == steps
@@ -263,36 +256,32 @@ def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, wh
     code, said = command("resume", "--config", str(run_yaml), "--run", "broken")
     assert (code, "curriculum: the run has" in said) == (2, True), said
     run_yaml.write_text(given)
-    code, said = command("resume", "--config", str(run_yaml), "--run", "broken")
-    assert code == 0, said
+    succeed("resume", "--config", str(run_yaml), "--run", "broken")
     assert set(losses(broken)) == set(losses(whole))
     assert same_bits(broken, whole)
     assert json.loads((broken / "manifest.json").read_text())["status"] == "finished"
 
 
 @pytest.mark.build
-def test_a_run_killed_while_a_stage_ended_takes_no_step_again(run_yaml, whole, command, tmp_path):
+def test_a_run_killed_while_a_stage_ended_takes_no_step_again(run_yaml, whole, succeed, tmp_path):
     """The last checkpoint of a stage is there, and what it trained, or that it ended, is not written yet."""
     for name, lost in (("unsaid", None), ("unsaved", "adapter")):
-        code, said = command("train", "--config", str(run_yaml), f"output.name={name}", "train.stop_after_steps=3")
-        assert code == 0, said
+        succeed("train", "--config", str(run_yaml), f"output.name={name}", "train.stop_after_steps=3")
         run = RunFolder(tmp_path / "outputs" / name)
         stage = run.stage_folder("short")
         stage.update_manifest(status="running")
         run.update_manifest(status="running")
         if lost:
             (stage.path / lost).rename(tmp_path / f"{name}-moved")
-        code, said = command("resume", "--config", str(run_yaml), "--run", name)
-        assert code == 0, said
+        said = succeed("resume", "--config", str(run_yaml), "--run", name)
         assert "Resuming bnb run from step 3" in said
         assert same_bits(run.path, whole)
 
 
 @pytest.mark.build
-def test_only_the_parts_that_a_stage_names_are_trained(run_yaml, command, tmp_path, tiny_llama):
+def test_only_the_parts_that_a_stage_names_are_trained(run_yaml, succeed, tmp_path, tiny_llama):
     words = [*WHOLE, "curriculum.0.trainable=[layers.0.mlp]", "curriculum.1.trainable=[norm]", "output.name=one"]
-    code, said = command("train", "--config", str(run_yaml), *words)
-    assert code == 0, said
+    said = succeed("train", "--config", str(run_yaml), *words)
     run, base = tmp_path / "outputs" / "one", load_file(tiny_llama / "model.safetensors")
     first, last = weights(run / "stages" / "short"), weights(run)
     moved = {name for name, tensor in first.items() if not torch.equal(tensor, base[name])}
@@ -317,14 +306,13 @@ def test_a_later_stage_that_cannot_be_is_refused_before_the_first(run_yaml, comm
 
 
 @pytest.mark.build
-def test_every_stage_is_planned_and_one_that_does_not_fit_is_named(tmp_path, command):
+def test_every_stage_is_planned_and_one_that_does_not_fit_is_named(tmp_path, command, succeed):
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: {name: Qwen/Qwen2.5-3B-Instruct, max_seq_len: 512}\ndata: {train_path: none.jsonl}\n"
         "curriculum:\n  - {name: short}\n  - {name: long, max_seq_len: 2048, epochs: 2, trainable: [lora]}\n"
     )
-    code, said = command("plan", "--config", str(path), "--hardware", "1xRTX3060")
-    assert code == 0, said
+    said = succeed("plan", "--config", str(path), "--hardware", "1xRTX3060")
     assert "The plan of stage long, the one with the longest rows:" in said
     assert "2 long: 2 epochs, learning rate 0.0002, rows of at most 2,048 tokens, trains lora; micro" in said
     code, answer = command("plan", "--config", str(path), "--hardware", "1xRTX3060", "--json")
@@ -360,19 +348,15 @@ def test_stages_share_the_layout_that_fits_them_all():
 
 
 @pytest.mark.build
-def test_check_preview_render_and_consolidate_know_stages(run_yaml, command, tmp_path, monkeypatch):
+def test_check_preview_render_and_consolidate_know_stages(run_yaml, succeed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, said = command("check", "--config", str(run_yaml))
-    assert code == 0, said
+    said = succeed("check", "--config", str(run_yaml))
     assert "2 of 2, long" in said
     for name in ("preview", "render"):
-        code, said = command(name, "--config", str(run_yaml))
-        assert code == 0, said
+        said = succeed(name, "--config", str(run_yaml))
         assert "The rows of stage short, the first of 2" in said
-    code, said = command("train", "--config", str(run_yaml), "output.name=one", "train.stop_after_steps=5")
-    assert code == 0, said
-    code, said = command("consolidate", "--config", str(run_yaml), "--run", str(tmp_path / "outputs" / "one"))
-    assert code == 0, said
+    succeed("train", "--config", str(run_yaml), "output.name=one", "train.stop_after_steps=5")
+    succeed("consolidate", "--config", str(run_yaml), "--run", str(tmp_path / "outputs" / "one"))
     assert list((tmp_path / "outputs" / "one" / "stages" / "long").glob("consolidated-2/*.safetensors"))
 
 

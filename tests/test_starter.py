@@ -1,7 +1,5 @@
 """The starter: honest data, and real learning without a network or a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

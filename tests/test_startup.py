@@ -1,7 +1,5 @@
 """Starts: what is refused before a library loads, what is said first, loaded once, remembered for the second."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """The interval of a difference: how often it holds the true one, and what it is where nothing differs."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

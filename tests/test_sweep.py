@@ -1,7 +1,5 @@
 """`make sweep`: cells read, refused and planned before the first trains; each a run; again, only what is left."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

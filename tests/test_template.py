@@ -1,7 +1,5 @@
 """Chat templates: rendered as transformers renders them, with limits, and watched for looks into texts."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from datetime import date

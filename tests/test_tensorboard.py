@@ -1,7 +1,5 @@
 """TensorBoard beside a run: started, found again, shown, stopped however the run ends, and never in its way."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The time that a run says is left has what follows its steps too, and what takes long says how far it is."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -18,7 +16,7 @@ from sft_play.training.loop.callbacks import Progress
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.measure import exact_match, profile
 from sft_play.training.measure.evaluate import EvalSet, estimate_remaining, remaining_events
-from tests.conftest import Command, chat
+from tests.conftest import chat
 
 pytestmark = pytest.mark.build
 
@@ -127,7 +125,7 @@ def run_yaml(folder: Path, model: Path, more: str) -> Path:
 
 
 def test_a_profiles_export_is_no_steps_time(
-    tmp_path: Path, tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_llama: Path, succeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     real = profile.profile.export_chrome_trace
@@ -141,8 +139,7 @@ def test_a_profiles_export_is_no_steps_time(
         "train: {effective_batch_size: 2, max_steps: 5, report_to: [], profile_steps: 1, logging_steps: 1}\n"
         "eval: {steps: 0}\n"
     )
-    code, said = command("train", "--config", str(run_yaml(tmp_path, tiny_llama, more)))
-    assert code == 0, said
+    succeed("train", "--config", str(run_yaml(tmp_path, tiny_llama, more)))
     folder = tmp_path / "outputs" / "one"
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [one for one in steps if "step_time_s" in one]
@@ -153,7 +150,7 @@ def test_a_profiles_export_is_no_steps_time(
 
 
 def test_evaluations_and_answers_say_how_far_they_are(
-    tmp_path: Path, tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_llama: Path, succeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.1)
@@ -177,8 +174,7 @@ def test_evaluations_and_answers_say_how_far_they_are(
         "train: {effective_batch_size: 2, max_steps: 1, report_to: []}\n"
         "eval: {steps: 1, generate_rows: 6, max_new_tokens: 2, batch_size: 2}\n"
     )
-    code, said = command("train", "--config", str(run_yaml(tmp_path, tiny_llama, more)))
-    assert code == 0, said
+    said = succeed("train", "--config", str(run_yaml(tmp_path, tiny_llama, more)))
     before, after = said.split("step 1/1", 1)
     for part in (before, after):
         for words in ("Evaluating: (\\d) of 6 rows", "Generating answers: (\\d) of 6 answers"):

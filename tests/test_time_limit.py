@@ -1,7 +1,5 @@
 """`train.max_hours`: a run stops in time for its longest step, evaluation and checkpoint, whatever the clock says."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -76,7 +74,9 @@ def test_the_limit_counts_from_the_start_and_a_clock_that_is_set_moves_nothing(m
     assert signals.START_TIME_VARIABLE in os.environ
 
 
-def test_a_run_that_stops_for_its_limit_ends_with_a_checkpoint_and_is_resumed_without_it(tmp_path, tiny_llama, command):
+def test_a_run_that_stops_for_its_limit_ends_with_a_checkpoint_and_is_resumed_without_it(
+    tmp_path, tiny_llama, command, succeed
+):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(chat(f"what is {n}?", f"{n}.")) + "\n" for n in range(8)))
     (tmp_path / "run.yaml").write_text(
         f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ndata: {{train_path: {tmp_path}/rows.jsonl}}\n"
@@ -90,6 +90,5 @@ def test_a_run_that_stops_for_its_limit_ends_with_a_checkpoint_and_is_resumed_wi
     assert "make resume" in said
     assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
     assert (folder / "checkpoints" / "checkpoint-1" / "complete.json").is_file()
-    code, said = command("resume", "--config", str(tmp_path / "run.yaml"), "--run", "one", "train.max_hours=1")
-    assert code == 0, said
+    succeed("resume", "--config", str(tmp_path / "run.yaml"), "--run", "one", "train.max_hours=1")
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"

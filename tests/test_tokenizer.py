@@ -1,7 +1,5 @@
 """Tokenizer rules, on real tokenizers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tool calls: rendered as transformers renders the row of their author, with the template of rows with tools."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The traced step against real tensors: the same events, the same bytes; every patch against what it stands for."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from types import SimpleNamespace

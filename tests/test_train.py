@@ -1,7 +1,5 @@
 """Training for real, on tiny models: equal numbers, resuming, gradients, and every refusal before a weight is read."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -207,18 +205,17 @@ def test_a_run_stopped_at_the_end_of_an_epoch_resumes_to_the_same_numbers(traine
     assert logged(parts, "train_loss")[-1] == pytest.approx(logged(whole, "train_loss")[-1])
 
 
-def test_the_command_that_is_printed_goes_on_with_the_run(train, command, tmp_path):
+def test_the_command_that_is_printed_goes_on_with_the_run(train, succeed, tmp_path):
     code, printed, folder = train("one", "tuning.mode=lora", "train.max_steps=4", "train.stop_after_steps=2")
     (line,) = [line for line in printed.splitlines() if "make resume" in line]
     words = shlex.split(line.partition("make resume ")[2])
     given = dict(word.split("=", 1) for word in words)
-    code, printed = command("resume", "--config", given["CONFIG"], "--run", given["RUN"], *shlex.split(given["SET"]))
-    assert code == 0, printed
+    printed = succeed("resume", "--config", given["CONFIG"], "--run", given["RUN"], *shlex.split(given["SET"]))
     assert "Resuming bnb run from step 2" in printed
     assert json.loads((folder / "summary.json").read_text())["steps"] == 4
 
 
-def test_the_short_command_goes_on_with_the_settings_of_the_start(run_yaml, command, tmp_path, monkeypatch):
+def test_the_short_command_goes_on_with_the_settings_of_the_start(run_yaml, command, succeed, tmp_path, monkeypatch):
     """By its name where runs are looked for, or by its path; under SET that is given now for what may change."""
     monkeypatch.chdir(tmp_path)
     run_yaml.write_text(run_yaml.read_text().replace(f"output: {{dir: {tmp_path}/outputs}}\n", ""))
@@ -227,8 +224,7 @@ def test_the_short_command_goes_on_with_the_settings_of_the_start(run_yaml, comm
     (line,) = [line for line in printed.splitlines() if "make resume" in line]
     assert line.endswith("resume with: make resume RUN=one")
     for run, more in (("one", ("train.stop_after_steps=1",)), (str(tmp_path / "outputs" / "one"), ())):
-        code, printed = command("resume", "--run", run, *more)
-        assert code == 0, printed
+        succeed("resume", "--run", run, *more)
     settings = json.loads((tmp_path / "outputs" / "one" / "resolved.json").read_text())
     assert (settings["tuning"]["lora"]["r"], settings["train"]["learning_rate"]) == (4, 3e-3)
     assert json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())["steps"] == 4
@@ -263,12 +259,11 @@ def test_a_run_and_its_config_are_named_from_the_current_folder_on(run_yaml, com
     assert {name: text for name, text in said.items() if here in text} == {}
 
 
-def test_a_run_that_lost_its_config_or_was_moved_is_resumed_by_its_folder(train, command, tmp_path, run_yaml):
+def test_a_run_that_lost_its_config_or_was_moved_is_resumed_by_its_folder(train, succeed, tmp_path, run_yaml):
     _, _, folder = train("one", "tuning.mode=lora", "train.max_steps=3", "train.stop_after_steps=1")
     moved = folder.rename(tmp_path / "elsewhere")
     run_yaml.unlink()
-    code, printed = command("resume", "--run", str(moved))
-    assert code == 0, printed
+    succeed("resume", "--run", str(moved))
     assert json.loads((moved / "summary.json").read_text())["steps"] == 3
 
 

@@ -1,7 +1,5 @@
 """One table of training options: who adds one to the schema finds it at every reader; hints know what there is."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

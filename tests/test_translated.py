@@ -1,8 +1,6 @@
 """Other tools' files as run YAMLs: what a file names, and what its tool takes for the rest, is in the YAML or a
 comment."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

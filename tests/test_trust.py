@@ -1,7 +1,5 @@
 """docs/trust.md: what strangers' files, and pages in a browser, cannot do. Every test that the page names exists."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json
@@ -251,7 +249,7 @@ SECRETS = {"HF_TOKEN": "correct-horse-battery-staple-1", "WANDB_API_KEY": "corre
 
 
 @pytest.mark.build
-def test_no_token_of_the_environment_reaches_any_file_of_a_trained_run(tmp_path, tiny_llama, command, monkeypatch):
+def test_no_token_of_the_environment_reaches_any_file_of_a_trained_run(tmp_path, tiny_llama, succeed, monkeypatch):
     """Curves, card, report and logs too: a data file, the config and the row that is shown spell the tokens."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -263,8 +261,7 @@ def test_no_token_of_the_environment_reaches_any_file_of_a_trained_run(tmp_path,
         "train: {effective_batch_size: 2, max_steps: 2, bf16: false}\n"
         f"eval: {{generate_rows: 2, max_new_tokens: 4}}\noutput: {{dir: {tmp_path}/outputs, name: one}}\n"
     )
-    code, said = command("train", "--config", str(tmp_path / "run.yaml"))
-    assert code == 0, said
+    said = succeed("train", "--config", str(tmp_path / "run.yaml"))
     files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {"README.md", "report.html", "manifest.json", "train.log", "metrics.jsonl", "config.yaml"} <= names

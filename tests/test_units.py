@@ -1,7 +1,5 @@
 """One unit: sizes of memory and disk are GiB wherever a person reads them; rates of links stay GB/s."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

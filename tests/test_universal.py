@@ -1,7 +1,5 @@
 """ZeRO's checkpoints resumed over another number of ranks: the same states, and the losses of the unbroken run."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

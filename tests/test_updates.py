@@ -1,7 +1,5 @@
 """Updates reach the weights: dtypes of adapters and states, fp32 weights or stochastic rounding, and how it is seen."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -289,12 +287,11 @@ def saved_dtypes(folder: Path) -> set[str]:
     ],
 )
 def test_a_run_says_and_records_its_dtypes_and_what_a_step_moves(
-    world, command, mode, more, trained, states, moved, lost
+    world, succeed, mode, more, trained, states, moved, lost
 ):
     name = "-".join([mode, *more]).replace("=", "-")
     words = ("--config", str(world / "run.yaml"), f"tuning.mode={mode}", f"output.name={name}")
-    code, printed = command("train", *words, *more)
-    assert code == 0, printed
+    printed = succeed("train", *words, *more)
     found = summary_of(world, name)["updates"]
     assert found["adapters" if mode != "full" else "weights"] == [trained]
     assert found["optimizer_states"] == [states]
@@ -311,13 +308,12 @@ def test_a_run_says_and_records_its_dtypes_and_what_a_step_moves(
 
 
 @pytest.mark.build
-def test_rounded_runs_resume_to_the_same_bits(world, command):
+def test_rounded_runs_resume_to_the_same_bits(world, command, succeed):
     same = ["--config", str(world / "run.yaml"), "tuning.mode=full", "train.weight_updates=stochastic",
             "train.learning_rate=1e-3", "train.save_steps=2"]  # fmt: skip
     assert command("train", *same, "output.name=whole")[0] == 0
     assert command("train", *same, "output.name=parts", "train.stop_after_steps=2")[0] == 0
-    code, printed = command("resume", *same, "--run", "parts")
-    assert code == 0, printed
+    succeed("resume", *same, "--run", "parts")
     one, other = (load_file(world / "outputs" / name / "model" / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 

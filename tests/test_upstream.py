@@ -1,7 +1,5 @@
 """The private names of transformers and TRL that the training loop builds on: all listed, each with its guard."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Which command takes which variable and flag; the misspelt, the empty and other commands' are refused, not ignored."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -269,7 +267,7 @@ def test_without_a_config_the_starter_gets_nothing_of_the_users(name, monkeypatc
 # the base model comes first
 
 
-def test_every_run_says_its_base_model_first(tmp_path, tiny_llama, command, monkeypatch):
+def test_every_run_says_its_base_model_first(tmp_path, tiny_llama, command, succeed, monkeypatch):
     monkeypatch.chdir(ROOT)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(8)))
@@ -280,11 +278,9 @@ def test_every_run_says_its_base_model_first(tmp_path, tiny_llama, command, monk
         "train: {effective_batch_size: 4, max_steps: 1, report_to: []}\n"
         f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
     )
-    code, printed = command("launch-command", "--config", str(config))
-    assert code == 0, printed
+    printed = succeed("launch-command", "--config", str(config))
     assert printed.startswith(f"[launch-command] Base model: {tiny_llama} ({config})\n")
-    code, printed = command("train", "--config", str(config), "train.stop_after_steps=1")
-    assert code == 0, printed
+    printed = succeed("train", "--config", str(config), "train.stop_after_steps=1")
     assert printed.startswith(f"[train] Base model: {tiny_llama} ({config})\n")
     log = (tmp_path / "outputs" / "one" / "train.log").read_text(encoding="utf-8")
     assert f"Base model: {tiny_llama}" in log.splitlines()[0]

@@ -1,7 +1,5 @@
 """Attention between boundaries: exact against one chat at a time, the call on CUDA, what it refuses, and its runs."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from types import SimpleNamespace
@@ -218,7 +216,7 @@ def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
-def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_llama, command, monkeypatch):
+def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_llama, succeed, monkeypatch):
     from sft_play.training.loop import trainer
 
     calls: list[int] = []
@@ -234,11 +232,10 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
     path = run_yaml(tmp_path, tiny_llama)
     for name, attention in (("masked", "sdpa"), ("apart", "auto")):
         calls.clear()
-        code, said = command(
+        said = succeed(
             "train", "--config", str(path), f"output.name={name}", "data.packing=best_fit",
             f"model.attn_implementation={attention}",
         )  # fmt: skip
-        assert code == 0, said
         assert ("Attention: chats of one row need no mask" in said) == (name == "apart")
         assert any(count > 1 for count in calls) == (name == "apart")
         plan = json.loads((tmp_path / "outputs" / name / "plan.json").read_text())
@@ -269,7 +266,7 @@ def test_a_batch_without_a_mask_has_positions_and_its_counts():
         assert plain["sample_count"] == sum(7 in row["labels"] for row in rows)
 
 
-def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, command, monkeypatch):
+def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, succeed, monkeypatch):
     from sft_play.training.loop import rows
     from sft_play.training.prepare import model_spec
 
@@ -289,11 +286,10 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
             monkeypatch.setattr(
                 model_spec, "check_padding", lambda *_, **__: masking.MaskRequirement(True, "a test says so")
             )
-        code, said = command(
+        said = succeed(
             "train", "--config", str(path), f"output.name={name}", "train.effective_batch_size=6", "train.batch_size=3",
             "train.max_steps=3", "train.group_by_length=false", "eval.steps=2",
         )  # fmt: skip
-        assert code == 0, said
         figures[name] = metrics(tmp_path, name)
         # training and evaluation; the measurement's own batches are of both kinds
         assert given[-8:] == [{"attention_mask" if name == "masked" else "position_ids"}] * 8

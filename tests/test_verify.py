@@ -1,7 +1,5 @@
 """verify-layouts: how runs are compared, and, in the slow tier, the whole table."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -81,9 +79,8 @@ def test_a_run_that_trains_another_model_is_found(monkeypatch, tmp_path, command
 
 
 @pytest.mark.slow
-def test_every_layout_trains_the_same_model(command, tmp_path):
-    code, printed = command("verify-layouts", "--out", f"{tmp_path}/v.json")
-    assert code == 0, printed
+def test_every_layout_trains_the_same_model(succeed, tmp_path):
+    succeed("verify-layouts", "--out", f"{tmp_path}/v.json")
     rows = json.loads((tmp_path / "v.json").read_text())
     fp32 = [row for row in rows if row["dtype"] in ("fp32", "nf4")]
     assert all(row["max_rel_loss_diff"] <= 1e-5 for row in fp32)

@@ -1,7 +1,5 @@
 """What takes long says so: when, how often, with which total; and nothing else does."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,7 +1,5 @@
 """docs/what-fits.md is what the plan says today, and its date is that of its figures."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

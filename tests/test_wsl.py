@@ -1,7 +1,5 @@
 """WSL: Windows' driver pages GPU memory out instead of running out of it, beside a desktop; made-up kernels, GPUs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """ZeRO-3 with QLoRA: what a rank holds while loading and in a step, and runs over two CPU ranks that prove it."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
