@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import random
 import re
 import subprocess
@@ -22,7 +23,7 @@ from sft_play.planner.plan import Plan, RunLength
 from sft_play.text import format_duration
 from sft_play.variables import VARIABLES, takes_variable
 from tests import warm
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, clean_environment, write_run
 
 BEFORE_STEP_1 = 12
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -73,14 +74,8 @@ def test_help_of_a_target_names_its_variables_and_runs_nothing():
 # --- plan -------------------------------------------------------------------------------------------------------------
 
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")
-MACHINES = (
-    "1xRTX3060",
-    "1xRTX4090,ram=64GiB",
-    "2xH200",
-    "8xH100,ram=512GiB",
-    "2x8xH100,ram=1TiB",
-    "cpu,ram=64GiB,cores=8",
-)
+MACHINES = ("1xRTX3060", "1xRTX4090,ram=64GiB", "2xH200", "8xH100,ram=512GiB", "2x8xH100,ram=1TiB")
+MACHINES += ("cpu,ram=64GiB,cores=8",)
 
 
 def random_plan(chance: random.Random) -> tuple[Any, Plan]:
@@ -102,11 +97,8 @@ def test_the_page_of_a_plan_is_four_lines_and_a_line_for_each_warning():
         assert ("FITS" in head, "DOES NOT FIT" in head) == (plan.fits, not plan.fits)
         assert head.startswith(config.model.name.split("/")[1])
         product_of = re.sub(r"groups of \d+", "groups", batch.partition(";")[0])
-        numbers = [int(text) for text in re.findall(r"\d+", product_of)]
-        product = 1
-        for number in numbers[1:]:
-            product *= number
-        assert numbers[0] == product == plan.batch.effective_batch
+        whole, *numbers = (int(text) for text in re.findall(r"\d+", product_of))
+        assert whole == math.prod(numbers) == plan.batch.effective_batch
         assert "not here" in data
         assert ("make train" in last) == plan.fits
         assert last.endswith("Why, and what else was compared: make plan ... WHY=1")
@@ -158,20 +150,17 @@ def test_durations_are_in_the_unit_that_a_person_would_take():
 # --- check and train --------------------------------------------------------------------------------------------------
 
 
-def run_yaml(folder: Path, model: Path, rows: Path) -> Path:
-    path = folder / "my.yaml"
-    path.write_text(
-        f"model: {{name: {model}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {rows}, val_path: null, test_path: null, val_fraction: 0.2}}\n"
-        "train: {effective_batch_size: 4, epochs: 1, report_to: [], logging_steps: 1, save_steps: 10}\n"
-        f"eval: {{generate_rows: 4, max_new_tokens: 4}}\noutput: {{dir: {folder}/outputs, name: one}}\n"
-    )
-    return path
+@pytest.fixture
+def config(tmp_path, tiny_llama, sums) -> Path:
+    """A run YAML of an epoch."""
+    train = {"effective_batch_size": 4, "epochs": 1, "max_steps": None, "logging_steps": 1, "save_steps": 10}
+    answers = {"generate_rows": 4, "max_new_tokens": 4}
+    sections = {"data": {"val_fraction": 0.2}, "train": train, "eval": answers, "output": {"name": "one"}}
+    return write_run(tmp_path, tiny_llama, sums, **sections)
 
 
 @pytest.mark.build
 def test_check_says_one_line_or_what_is_wrong(tmp_path, tiny_llama, sums, command, succeed, monkeypatch):
-    config = run_yaml(tmp_path, tiny_llama, sums)
     said = succeed("check", "--config", str(config))
     *waited, line = said.splitlines()
     assert all(one.endswith(" s so far") for one in waited)  # what takes long on a busy machine says so
@@ -196,28 +185,17 @@ def test_check_says_one_line_or_what_is_wrong(tmp_path, tiny_llama, sums, comman
 
 
 def messages(text: str) -> list[str]:
-    """What lines of a terminal, or of train.log, say."""
-    return [re.sub(r"^(\[[a-z-]+\]( warning:)?|\S+ [A-Z]+ [\w.]+:) ", "", line) for line in text.splitlines()]
+    """What lines of a terminal, or of train.log, say, without those of what takes long."""
+    lines = (re.sub(r"^(\[[a-z-]+\]( warning:)?|\S+ [A-Z]+ [\w.]+:) ", "", line) for line in text.splitlines())
+    return [line for line in lines if not line.endswith(" s so far")]
 
 
-ONLY_IN_THE_LOG = (
-    *("Because: ", "Choice: ", "Predicted peak: ", "Data train: masks: verified", "Trainable parameters: "),
-)
-
-
-def known_words(ranks: int) -> list[str]:
-    where = "the CPU" if ranks == 1 else f"the CPU ({ranks} ranks)"
-    return [
-        f"Auto-calculated batch size: {4 // ranks} per process, gradient accumulation: 1",
-        "Effective batch size: 4",
-        f"Starting new bnb {'distributed ' if ranks > 1 else ''}run with fp32 precision on {where}",
-    ]
+ONLY_IN_THE_LOG = ("Because: ", "Choice: ", "Predicted peak: ", "Data train: masks: verified", "Trainable parameters: ")
 
 
 @pytest.mark.build
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, tmp_path, tiny_llama, sums):
-    config = run_yaml(tmp_path, tiny_llama, sums)
+def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, config, tmp_path, tiny_llama, sums):
     command = "train" if ranks == 1 else "train-distributed"
     environment = clean_environment(SFT_PLAY_CACHE=str(tmp_path / "cache"))
     answer = subprocess.run(
@@ -225,18 +203,20 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, tmp_path
         cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    shown = [line for line in messages(answer.stdout) if not line.endswith(" s so far")]
+    shown = messages(answer.stdout)
     first = next(number for number, line in enumerate(shown) if line.startswith("step 1/"))
     assert first <= BEFORE_STEP_1, "\n".join(shown[:first])
     assert shown[0] == f"Base model: {tiny_llama} ({config})"
-    for words in known_words(ranks):
+    spread, where = ("", "the CPU") if ranks == 1 else ("distributed ", "the CPU (2 ranks)")
+    for words in (
+        f"Auto-calculated batch size: {4 // ranks} per process, gradient accumulation: 1", "Effective batch size: 4",
+        f"Starting new bnb {spread}run with fp32 precision on {where}",
+    ):  # fmt: skip
         assert shown[:first].count(words) == 1, words
     begun = "\n".join(shown[:first])
     assert re.search(r"^Plan: LoRA( in ddp)? fits, [\d.]+ of [\d.]+ GiB per process; \d+ steps; ", begun, re.MULTILINE)
-    rows = (
-        rf"^Data: \d+ rows of {re.escape(str(sums))}, \d+% of [\d,]+ tokens trained, longest \d+, none cut; held out: "
-    )
-    assert re.search(rows + r"\d+ val$", begun, re.MULTILINE)
+    rows = rf"^Data: \d+ rows of {re.escape(str(sums))}, \d+% of [\d,]+ tokens trained, longest \d+, none cut; held out"
+    assert re.search(rows + r": \d+ val$", begun, re.MULTILINE)
     assert re.search(r"^First training row, trained part in \[\[ \]\]: .*\[\[", begun, re.MULTILINE)
     assert f"Run folder: {tmp_path}/outputs/one" in begun
     assert re.search(r"^\d+ optimizer steps are few: more train.epochs", begun, re.MULTILINE)
@@ -261,17 +241,14 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, tmp_path
 
 
 @pytest.mark.build
-def test_a_run_in_stages_begins_in_twelve_lines_and_says_of_each_stage_what_it_trains(
-    tmp_path, tiny_llama, sums, succeed
-):
+def test_a_run_in_stages_begins_in_twelve_lines_and_says_of_each_stage_what_it_trains(config, succeed):
     """Two lines a stage before the first (its plan, and that its steps are few); its rows when it begins."""
-    config = run_yaml(tmp_path, tiny_llama, sums)
     names = ("short", "middle", "long")
-    stages = "".join(f"- {{name: {name}, max_steps: 1, max_seq_len: {64 - 8 * at}}}\n" for at, name in enumerate(names))
-    config.write_text(f"{config.read_text()}curriculum:\n{stages}")
+    stages = [{"name": name, "max_steps": 1, "max_seq_len": 64 - 8 * at} for at, name in enumerate(names)]
+    settings = {**json.loads(config.read_text()), "curriculum": stages}
+    config.write_text(json.dumps(settings))
     said = succeed("train", "--config", str(config), "eval.generate_rows=0", "eval.before_training=false")
     shown = messages(said)
-    shown = [line for line in shown if not line.endswith(" s so far")]
     assert sum(line.startswith("step 1/") for line in shown) == 3
     first = next(number for number, line in enumerate(shown) if line.startswith("step 1/"))
     assert first <= BEFORE_STEP_1, "\n".join(shown[:first])

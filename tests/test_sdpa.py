@@ -31,6 +31,7 @@ from sft_play.trace.storages import StorageLog
 from sft_play.training.loop.rows import CHAT_LENGTHS, Collator
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.model import attention_functions
+from tests.conftest import chat, write_rows, write_run
 
 pytestmark = pytest.mark.build
 
@@ -73,13 +74,9 @@ class Machine:
         return max(call.head_dim, call.value_head_dim) <= limit and call.head_dim % 8 == call.value_head_dim % 8 == 0
 
     def flash(self, call: SdpaCall, heads: int, kv_heads: int) -> bool:
-        if (
-            call.masked
-            or not call.half_precision
-            or call.head_dim != call.value_head_dim
-            or call.head_dim > 256
-            or heads % kv_heads
-        ):
+        if call.masked or not call.half_precision or call.head_dim != call.value_head_dim:
+            return False
+        if call.head_dim > 256 or heads % kv_heads:
             return False
         if not (8, 0) <= self.sm <= (12, 1):
             return False
@@ -207,15 +204,11 @@ def test_the_trace_calls_the_operator_of_the_table(seed):
 
 
 def test_the_buffer_of_cudnn_s_backward_pass():
-    """Two rows, 4 heads of queries and 2 of keys, 10 tokens, heads of 8: dO * O (4 bytes for each of 80 places) and dq
-    (8 times as much), and dk and dv of all heads in bf16 (2 x 2 bytes for each of 640 elements) where they are
-    grouped."""
+    # Two rows, 4 heads of queries and 2 of keys, 10 tokens, heads of 8: dO * O (4 bytes for each of 80 places) and dq
+    # (8 times as much), and dk and dv of all heads in bf16 (2 x 2 bytes for each of 640 elements) where grouped.
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
     for kv_heads, more in ((4, 0), (2, 2560)):
-        query, key = (
-            torch.zeros(2, 4, 10, 8, dtype=torch.bfloat16),
-            torch.zeros(2, kv_heads, 10, 8, dtype=torch.bfloat16),
-        )
+        query, key = (torch.zeros(2, heads, 10, 8, dtype=torch.bfloat16) for heads in (4, kv_heads))
         assert kernels.workspace_sizes(backward, (query, query, key, key), {}, None) == (320 + 2560 + more,)
 
 
@@ -245,10 +238,9 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
     )
     step = Step(2, 1, 1024, checkpointed_layers=None if checkpointing else 0, loss="logits", padded=masked, saves=False)
     shape = parse_model_shape(MODEL, name="m")
-    planned = {
-        on: estimate_memory(config, shape, precision, dataclasses.replace(step, cudnn=on)) for on in (True, False)
-    }
+    planned = {}
     for on in (True, False):
+        planned[on] = estimate_memory(config, shape, precision, dataclasses.replace(step, cudnn=on))
         assert planned[on].allocated == pytest.approx(traced[on].allocated, rel=0.03 if checkpointing else 0.01)
     if not half:
         assert traced[True].allocated == traced[False].allocated
@@ -283,13 +275,7 @@ def test_the_switch_is_put_back_whatever_happens(switched):
         assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
-@pytest.mark.parametrize(
-    ("words", "evaluates_on"),
-    [
-        ((*BLOCKS, "eval.generate_rows=2", "eval.max_new_tokens=2"), True),
-        ((*MASKED_PACKS, "eval.generate_rows=2", "eval.max_new_tokens=2"), False),
-    ],
-)
+@pytest.mark.parametrize(("words", "evaluates_on"), [(BLOCKS, True), (MASKED_PACKS, False)])
 def test_evaluation_and_generation_switch_it_off(
     succeed, monkeypatch, tmp_path, tiny_llama, switched, words, evaluates_on
 ):
@@ -312,21 +298,17 @@ def test_evaluation_and_generation_switch_it_off(
 
     step = PlannedTrainer.training_step
     monkeypatch.setattr(PlannedTrainer, "training_step", stepped)
-    text = tmp_path / "rows.jsonl"
-    rows = [{"text": "a b c d " * 40}] * 8
-    if "task_mode=cpt" not in words:
-        rows = [{"messages": [{"role": "user", "content": f"{number}"}, {"role": "assistant", "content": "yes"}]}
-                for number in range(40)]  # fmt: skip
-    text.write_text("\n".join(map(json.dumps, rows)))
-    config = {
-        "model": {"name": str(tiny_llama), "max_seq_len": 32}, "tuning": {"mode": "lora"},
-        "data": {"train_path": str(text), "val_fraction": 0.25},
-        "train": {"effective_batch_size": 2, "batch_size": 2, "max_steps": 2, "device": "cpu", "bf16": False,
-                  "gradient_checkpointing": False},
-        "output": {"dir": str(tmp_path / "out")},
-    }  # fmt: skip
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(config))
+    rows = [{"text": "a b c d " * 40}] * 8 if evaluates_on else [chat(f"{number}", "yes") for number in range(40)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    train = {
+        "effective_batch_size": 2,
+        "batch_size": 2,
+        "device": "cpu",
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    sections = {"model": {"max_seq_len": 32}, "data": {"val_fraction": 0.25}, "train": train}
+    path = write_run(tmp_path, tiny_llama, data, **sections, eval={"generate_rows": 2, "max_new_tokens": 2})
     succeed("train", "--config", str(path), *words)
     assert seen["training"] == {True}
     assert len(shapes) == 1

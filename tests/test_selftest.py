@@ -44,12 +44,8 @@ def test_a_peak_fails_exactly_where_it_leaves_the_margin():
         assert len(checks.peak_problems(peak)) == over + above + below
         assert len(checks.peak_problems(replace(peak, measured_allocated=None))) == over
     assert len(seen) == 6  # a peak is not above and below at once
-    edge = Peak(100, 120, 10, 110, 130, exact=True)
-    assert checks.peak_problems(edge) == []
-    assert checks.peak_problems(replace(edge, measured_allocated=90)) == []
-    assert checks.peak_problems(replace(edge, measured_reserved=131)) != []
-    assert checks.peak_problems(replace(edge, measured_allocated=111)) != []
-    assert checks.peak_problems(replace(edge, measured_allocated=89)) != []
+    for held, kept, wrong in ((110, 130, 0), (90, 130, 0), (110, 131, 1), (111, 130, 1), (89, 130, 1)):
+        assert len(checks.peak_problems(Peak(100, 120, 10, held, kept, exact=True))) == wrong
 
 
 def test_speeds_may_be_twice_or_half_and_no_further():
@@ -94,9 +90,6 @@ def test_another_attention_kernel_than_the_plan_counts_on_is_found():
     assert checks.attention_problems(predicted, predicted) == []
     for case in predicted:
         assert len(checks.attention_problems(predicted, {**predicted, case: "cudnn"})) == 1
-    assert checks.attention_problems(predicted, {**predicted, "a": "math"}) == [
-        "a: the plan counts on flash, but math runs"
-    ]
     assert checks.attention_problems(predicted, {"a": "flash", "b": "efficient"}) != []
 
 
@@ -167,17 +160,20 @@ def out_of_memory_found(said: str, **changes: Any) -> list[str]:
 
 def test_the_message_of_a_run_out_of_memory_must_be_true():
     assert out_of_memory_found(own_message()) == []
-    assert out_of_memory_found(own_message(), exit_code=1) == ["the exit code is 1, not 3"]
-    assert out_of_memory_found(own_message(), micro_batch=16) == ["it says micro-batch 32, and 16 was asked for"]
-    assert len(out_of_memory_found(own_message(), required=40 * GIB)) == 1
-    assert len(out_of_memory_found(own_message(), budget=10 * GIB)) == 1
-    assert out_of_memory_found(own_message(), free_after=20 * GIB) == ["3.00 GiB are not free again after it"]
-    other = own_message(TORCH_SAYS.replace("1.20 GiB is free", "9.00 GiB is free"))
-    assert out_of_memory_found(other) == ["3.50 GiB were asked for and 9.00 GiB free: that is another fault"]
-    small = own_message(TORCH_SAYS.replace("3.50 GiB", "900.00 MiB"))
-    assert len(out_of_memory_found(small)) == 1
-    assert out_of_memory_found(own_message("no words")) == ["it does not say what was asked for and what was free"]
-    assert out_of_memory_found("Killed") == ["the message does not say what was predicted"]
+    for changes, words in (
+        ({"exit_code": 1}, "the exit code is 1"), ({"micro_batch": 16}, "16 was asked for"),
+        ({"required": 40 * GIB}, ""), ({"budget": 10 * GIB}, ""), ({"free_after": 20 * GIB}, "not free again"),
+    ):  # fmt: skip
+        (line,) = out_of_memory_found(own_message(), **changes)
+        assert words in line
+    for said, words in (
+        (own_message(TORCH_SAYS.replace("1.20 GiB is free", "9.00 GiB is free")), "another fault"),
+        (own_message(TORCH_SAYS.replace("3.50 GiB", "900.00 MiB")), ""),
+        (own_message("no words"), "does not say what was asked for"),
+        ("Killed", "does not say what was predicted"),
+    ):
+        (line,) = out_of_memory_found(said)
+        assert words in line
     fitting = own_message().replace("plan predicted 30.0 of", "plan predicted 20.0 of")
     assert any("would have fitted" in line for line in out_of_memory_found(fitting))
 
@@ -242,9 +238,9 @@ def test_rows_are_of_their_kinds(tmp_path):
 
     needed = CPU_SIZE.effective_batch * CPU_SIZE.steps
     assert words("equal") == [2 * CPU_SIZE.seq_len] * needed
-    assert len(words("unequal")) == needed
-    assert len(set(words("unequal"))) > 20
-    assert max(words("unequal")) == 2 * CPU_SIZE.seq_len  # the longest rows are those that a plan assumes
+    unequal = words("unequal")
+    assert (len(unequal), len(set(unequal)) > 20) == (needed, True)
+    assert max(unequal) == 2 * CPU_SIZE.seq_len  # the longest rows are those that a plan assumes
     assert max(words("packed")) < CPU_SIZE.seq_len
     assert len(words("out-of-memory")) >= 13
 
@@ -256,15 +252,13 @@ def numbers(**changes: Any) -> dict[str, Any]:
 
 
 def test_speed_is_judged_of_full_rows_on_a_device_whose_rates_are_known():
-    slow = numbers(tokens_per_s=10.0)
-    assert len(trials.find_problems(numbers(), slow, rows="equal")) == 1
-    assert len(trials.find_problems(numbers(), slow, rows="packed")) == 1
-    assert trials.find_problems(numbers(), slow, rows="unequal") == []
+    slow, little, much = numbers(tokens_per_s=10.0), numbers(allocated=GIB), numbers(reserved=4 * GIB)
+    for measured, rows, wrong in (
+        (slow, "equal", 1), (slow, "packed", 1), (slow, "unequal", 0), (little, "equal", 1), (little, "unequal", 0),
+        (much, "unequal", 1),
+    ):  # fmt: skip
+        assert len(trials.find_problems(numbers(), measured, rows=rows)) == wrong
     assert trials.find_problems(numbers(tokens_per_s=None), slow, rows="equal") == []
-    little = numbers(allocated=GIB)
-    assert len(trials.find_problems(numbers(), little, rows="equal")) == 1
-    assert trials.find_problems(numbers(), little, rows="unequal") == []
-    assert len(trials.find_problems(numbers(), numbers(reserved=4 * GIB), rows="unequal")) == 1
 
 
 def test_the_first_steps_do_not_count_for_the_speed(tmp_path):
@@ -300,9 +294,7 @@ def test_a_part_that_breaks_is_a_failure_and_the_others_go_on(tmp_path, monkeypa
     assert "ZeroDivisionError: an unlucky part (test_selftest.py, line" in book.parts["first"].reason
     assert book.parts["second"].status == "pass"
     assert any(line.startswith("FAIL  first") for line in said)
-    page = (tmp_path / "a.txt").read_text()
-    assert "Report each part that fails in the project's issue tracker, with a.json, a.txt and its log:" in page
-    assert "gpu-selftest: first fails on the CPU (no log)" in page
+    assert "gpu-selftest: first fails on the CPU (no log)" in (tmp_path / "a.txt").read_text()
 
 
 def test_a_model_that_cannot_be_made_is_tried_once_and_said_of_every_trial(monkeypatch):
@@ -379,13 +371,10 @@ def test_the_file_of_another_command_is_not_written_over(tmp_path, text):
     ("out", "said"),
     [("/proc/nowhere/a.json", "cannot be written"), ("{}", "is not a file"), ("/dev/null", "is not a file")],
 )
-def test_an_answer_that_cannot_be_written_is_one_message_before_any_work(command, tmp_path, monkeypatch, out, said):
+def test_an_answer_that_cannot_be_written_is_one_message_before_any_work(refuse, tmp_path, monkeypatch, out, said):
     monkeypatch.setattr(selftest, "_steps", lambda *_: pytest.fail("work was begun"))
     monkeypatch.setenv("OUT", out.format(tmp_path))
-    code, printed = command("gpu-selftest")
-    assert code == 2, printed
-    assert printed.count("error:") == 1
-    assert said in printed
+    assert said in refuse("gpu-selftest")
 
 
 def test_minutes_are_given_to_the_command(command, tmp_path, monkeypatch):
@@ -431,10 +420,8 @@ def test_a_package_that_is_missing_leaves_out_what_needs_it(monkeypatch):
     real = selftest.importlib.util.find_spec
     monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: None if name == "trl" else real(name))
     found = left_out(ALONE)
-    trial = found["train/qlora/checkpointed/packed/evaluate"]
-    assert trial == "needs packages that are not installed (make setup): trl"
-    assert found["environment/nf4"] is None
-    assert found["several/all-reduce"] is None
+    assert found["train/qlora/checkpointed/packed/evaluate"].endswith("not installed (make setup): trl")
+    assert found["environment/nf4"] is found["several/all-reduce"] is None
 
 
 def test_the_page_names_every_part(tmp_path):
@@ -464,8 +451,6 @@ def test_plans_learn_speeds_of_the_self_test_until_a_run_says_more():
 
     tested = learned(measured())
     assert (tested.speed_factor, tested.memory_factor, tested.run_count) == (0.7, 1.0, 0)
-    assert tested.reason is not None
-    assert tested.reason.startswith("make gpu-selftest measured 0.70 of the roofline's speed in this mode")
     both = learned(measured(), measured(model="mine", measured_tokens_per_s=50.0, measured_reserved=1100))
     assert (both.speed_factor, both.memory_factor, both.run_count) == (0.5, 1.1, 1)
     assert "selftest" not in (both.reason or "")
@@ -517,16 +502,11 @@ def test_a_few_parts_on_the_cpu(tmp_path, monkeypatch):
         "environment/device": "skipped", "environment/nf4": "pass", "environment/attention": "pass",
         "environment/nvml": "skipped", trial: "pass",
     }  # fmt: skip
-    part = book.parts[trial]
-    assert part.predicted is not None
-    assert part.measured is not None
-    assert part.predicted["reserved"] > 0
-    assert part.measured["reserved"] > 0
+    part: Any = book.parts[trial]
     assert part.measured["evaluations"] == 2
-    assert part.measured["tokens_per_s"] > 0
-    assert part.log is not None
+    assert min(part.predicted["reserved"], part.measured["reserved"], part.measured["tokens_per_s"]) > 0
     assert "step 20/20" in Path(part.log).read_text()
-    assert len(book.parts["environment/attention"].measured["kernels"]) == 24  # type: ignore[index]
+    assert len(book.parts["environment/attention"].measured["kernels"]) == 24
     assert json.loads((tmp_path / "a.json").read_text())["finished"]
 
 
@@ -535,21 +515,17 @@ def test_a_trial_that_fails_says_the_last_line_and_its_log(tmp_path):
     bench = TrialBench(tmp_path, tmp_path, on_gpu=False)
     write_trial_rows(tmp_path, CPU_SIZE)
     part = trials.run_trial(trials.Trial("lora", True, "equal", "evaluate"), bench)  # without a model
-    assert part.status == "fail"
-    assert "(exit code 2)" in part.reason
-    assert part.log is not None
-    assert Path(part.log).is_file()
+    assert (part.status, "(exit code 2)" in part.reason) == ("fail", True)
+    assert Path(str(part.log)).is_file()
 
 
 @pytest.mark.build
 def test_a_process_that_hangs_or_raises_is_worded(tmp_path):
     bench = TrialBench(tmp_path, tmp_path, on_gpu=False)
     hung = trials.run_module(["benchmarks.gpu_selftest.probes", "nf4", "a"], tmp_path / "a.log", bench, limit_s=0.2)
-    assert hung.code is None
-    assert "not done after" in hung.message
+    assert (hung.code, "not done after" in hung.message) == (None, True)
     raised = trials.run_module(["benchmarks.gpu_selftest.probes", "nothing", "a"], tmp_path / "b.log", bench)
-    assert raised.code == 1
-    assert raised.message == "KeyError: 'nothing' (exit code 1)"
+    assert (raised.code, raised.message) == (1, "KeyError: 'nothing' (exit code 1)")
 
 
 @pytest.mark.slow

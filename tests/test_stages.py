@@ -13,7 +13,8 @@ from sft_play.cli import main
 from sft_play.config.load import LoadedConfig, config_from_text, load_config, resolved_config
 from sft_play.errors import ConfigError
 from sft_play.runs.folder import RunFolder
-from tests.conftest import ROOT, chat
+from tests.conftest import ROOT, chat, write_rows
+from tests.test_train import metrics, weights
 
 # --- the run YAML -----------------------------------------------------------------------------------------------------
 
@@ -61,12 +62,10 @@ def test_stages_of_recorded_settings_have_the_held_out_rows_that_they_had(tmp_pa
         "model: {name: x}\ncurriculum:\n- {name: a, epochs: 1}\n- {name: b, data: {train_path: own.jsonl}}\n"
         "- {name: c, data: {sources: [{path: own.jsonl, val_path: held.jsonl}]}}\n"
     )
-    given = load_config(path)
-    path.write_text(json.dumps(resolved_config(given.config)))
-    read = load_config(path)
-    held = ["data/processed/val.jsonl", None, None]
-    assert [stage.config.data.val_path for stage in given.stages] == held
-    assert [stage.config.data.val_path for stage in read.stages] == held
+    for _ in ("given", "read again"):
+        given = load_config(path)
+        assert [stage.config.data.val_path for stage in given.stages] == ["data/processed/val.jsonl", None, None]
+        path.write_text(json.dumps(resolved_config(given.config)))
 
 
 @pytest.mark.parametrize(
@@ -121,8 +120,8 @@ WHOLE = ["tuning.mode=full"]
 def write_run(tmp_path: Path, tiny_llama: Path) -> Path:
     """Three steps on one file, then six on another with longer rows, half the rate."""
     for name, answer in (("sums", "it is"), ("colours", "red red"), ("held", "it is")):
-        rows = [json.dumps(chat(f"what is {n} of {name}?", f"{answer} {n}.")) + "\n" for n in range(24)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+        rows = (chat(f"what is {n} of {name}?", f"{answer} {n}.") for n in range(24))
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     path = tmp_path / "run.yaml"
     path.write_text(
         f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
@@ -150,10 +149,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
     return folder / "outputs" / "whole"
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def losses(folder: Path, stage: str | None = None) -> list[Any]:
     return [
         (line.get("stage"), line["step"], key, line[key])
@@ -161,11 +156,6 @@ def losses(folder: Path, stage: str | None = None) -> list[Any]:
         for key in ("loss", "eval_loss")
         if key in line and stage in (None, line.get("stage"))
     ]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    (file,) = [*folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors")]
-    return load_file(file)
 
 
 def same_bits(one: Path, other: Path) -> bool:
@@ -187,12 +177,11 @@ def test_two_stages_are_two_runs_chained_by_hand(run_yaml, succeed, tmp_path, bf
         "train.learning_rate=5e-4", f"data.train_path={tmp_path}/colours.jsonl",
     )  # fmt: skip
     by_hand = [number for _, _, _, number in (*losses(one), *losses(two))]
-    assert [number for _, _, _, number in losses(whole)] == pytest.approx(
-        by_hand, rel=1e-5 if bf16 == "false" else 1e-2
-    )
+    tolerance, atol = (1e-5, 1e-6) if bf16 == "false" else (1e-2, 1e-3)
+    assert [number for _, _, _, number in losses(whole)] == pytest.approx(by_hand, rel=tolerance)
     assert len(by_hand) == 9 + 4
     for name, tensor in weights(two).items():
-        torch.testing.assert_close(weights(whole)[name], tensor, rtol=1e-5, atol=1e-6 if bf16 == "false" else 1e-3)
+        torch.testing.assert_close(weights(whole)[name], tensor, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.build
@@ -203,17 +192,12 @@ def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_tim
 
     from sft_play.training.loop import curriculum
 
-    left = []
-
-    def count() -> None:
+    def models() -> int:  # by its type: isinstance asks every object of torch for its class, and some warn then
         gc.collect()
-        left.append(len(models()))
+        return sum(issubclass(type(item), PreTrainedModel) for item in gc.get_objects())
 
-    def models() -> list[Any]:  # by its type: isinstance asks every object of torch for its class, and some warn then
-        return [item for item in gc.get_objects() if issubclass(type(item), PreTrainedModel)]
-
-    before = len(models())
-    monkeypatch.setattr(curriculum, "free_memory", count)
+    before, left = models(), []
+    monkeypatch.setattr(curriculum, "free_memory", lambda: left.append(models()))
     said = succeed("train", "--config", str(run_yaml), "output.name=one", "train.report_to=[tensorboard]")
     assert [count <= before for count in left] == [True, True], left
     run = tmp_path / "outputs" / "one"
@@ -227,11 +211,9 @@ def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_tim
     }  # fmt: skip
     assert not (run / "stages" / "long" / "adapter").exists()  # what the last stage trained is the run's
     summary = json.loads((run / "summary.json").read_text())
-    assert [(stage["name"], stage["steps"], stage["status"]) for stage in summary["stages"]] == [
-        ("short", 3, "finished"), ("long", 6, "finished"),
-    ]  # fmt: skip
     assert (summary["steps"], summary["status"], summary["exit"]) == (9, "finished", 0)
     short, long = summary["stages"]
+    assert [(one["name"], one["steps"]) for one in (short, long)] == [("short", 3), ("long", 6)]
     assert long["before"]["loss"] == pytest.approx(short["after"]["loss"], rel=1e-6)  # the adapter went over
     assert summary["before"] == short["before"]
     assert summary["after"] == long["after"]
@@ -265,14 +247,14 @@ def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, wh
 @pytest.mark.build
 def test_a_run_killed_while_a_stage_ended_takes_no_step_again(run_yaml, whole, succeed, tmp_path):
     """The last checkpoint of a stage is there, and what it trained, or that it ended, is not written yet."""
-    for name, lost in (("unsaid", None), ("unsaved", "adapter")):
+    for name in ("unsaid", "unsaved"):
         succeed("train", "--config", str(run_yaml), f"output.name={name}", "train.stop_after_steps=3")
         run = RunFolder(tmp_path / "outputs" / name)
         stage = run.stage_folder("short")
         stage.update_manifest(status="running")
         run.update_manifest(status="running")
-        if lost:
-            (stage.path / lost).rename(tmp_path / f"{name}-moved")
+        if name == "unsaved":
+            (stage.path / "adapter").rename(tmp_path / "moved")
         said = succeed("resume", "--config", str(run_yaml), "--run", name)
         assert "Resuming bnb run from step 3" in said
         assert same_bits(run.path, whole)
@@ -315,11 +297,10 @@ def test_every_stage_is_planned_and_one_that_does_not_fit_is_named(tmp_path, com
     said = succeed("plan", "--config", str(path), "--hardware", "1xRTX3060")
     assert "The plan of stage long, the one with the longest rows:" in said
     assert "2 long: 2 epochs, learning rate 0.0002, rows of at most 2,048 tokens, trains lora; micro" in said
-    code, answer = command("plan", "--config", str(path), "--hardware", "1xRTX3060", "--json")
+    _, answer = command("plan", "--config", str(path), "--hardware", "1xRTX3060", "--json")
     stages = json.loads(answer[answer.index("{") :].splitlines()[0])["stages"]
-    assert [(stage["name"], stage["max_seq_len"], stage["fits"]) for stage in stages] == [
-        ("short", 512, True), ("long", 2048, True),
-    ]  # fmt: skip
+    shown = [(stage["name"], stage["max_seq_len"], stage["fits"]) for stage in stages]
+    assert shown == [("short", 512, True), ("long", 2048, True)]
     code, said = command("plan", "--config", str(path), "--hardware", "1xRTX3060", "curriculum.1.max_seq_len=32768")
     assert code == 3
     assert "stage long: Qwen/Qwen2.5-3B-Instruct with tuning.mode=qlora does not fit" in said
@@ -332,12 +313,8 @@ def test_stages_share_the_layout_that_fits_them_all():
     from sft_play.planner.layout import LAYOUT_NAMES
 
     machine, only = parse_hardware("2xRTX4090"), tuple(name for name in LAYOUT_NAMES if name != "single")
-    short, long = (
-        config_from_text(
-            f"model: {{name: Qwen/Qwen2.5-3B-Instruct, max_seq_len: {length}}}\ntuning: {{mode: lora}}\n", name="x"
-        )
-        for length in (256, 32_768)
-    )
+    model = "model: {name: Qwen/Qwen2.5-3B-Instruct, max_seq_len: %d}\ntuning: {mode: lora}\n"
+    short, long = (config_from_text(model % length, name="x") for length in (256, 32_768))
     alone = [plan_run(config, machine, layouts=only, include_suggestions=False).layout for config in (short, long)]
     requests = [build_plan_request(config, machine, only) for config in (short, long)]
     found = common_layout(requests)

@@ -16,8 +16,9 @@ from benchmarks.starter_corpus import corpus_documents, normalise, starter_rows,
 from sft_play.models.config_json import KNOWN_MODELS, find_model_folder, parse_model_shape
 from sft_play.starter import BASE, BASE_NAME
 from tests import warm
-from tests.conftest import ROOT, shared
+from tests.conftest import ROOT, shared, write_rows
 from tests.converter import converter
+from tests.test_train import losses
 
 # What a command may need, as the corpus names it.
 SLOTS = ("person", "room", "door", "style", "item", "degrees", "minutes", "hour", "day")
@@ -183,12 +184,7 @@ def test_make_train_without_a_config_really_learns(cache, tmp_path):
     assert sum("Evaluation on test: 300 rows, with 300 answers generated" in line for line in lines) == 2
     assert sum("Asked:" in line for line in lines) == 3
     assert sum("before:" in line for line in lines) == 3
-    for part in (
-        "Held-out exact match (test, 300 rows): 0",
-        "Peak memory above the ",
-        "tokens/s in training",
-        "Try next:",
-    ):
+    for part in ("Held-out exact match (test, 300 rows): 0", "Peak memory above the ", "Try next:"):
         assert part in printed
 
 
@@ -197,12 +193,8 @@ def test_from_own_rows_to_a_model_that_is_judged_exported_and_reported(cache, tm
     """A user's whole way, every command after the one before it."""
     own = tmp_path / "commands.jsonl"
     rows = starter_rows()["train"][:800]
-    own.write_text(
-        "".join(
-            json.dumps({"prompt": row["messages"][0]["content"], "completion": row["messages"][1]["content"]}) + "\n"
-            for row in rows
-        )
-    )
+    turns = ([turn["content"] for turn in row["messages"][:2]] for row in rows)
+    write_rows(own, ({"prompt": prompt, "completion": answer} for prompt, answer in turns))
     run_yaml = tmp_path / "own.yaml"
     run_yaml.write_text(
         "model: {name: sft-play/starter-base, max_seq_len: 128}\n"
@@ -257,24 +249,19 @@ def test_the_starter_reaches_95_percent(cache, tmp_path):
 @pytest.mark.slow
 @pytest.mark.story
 @pytest.mark.parametrize(
-    ("name", "overrides"),
+    ("file", "overrides"),
     [
-        ("gsm8k", ["data.train_path=sft/gsm8k/train.jsonl", "model.max_seq_len=512", "eval.generate_rows=0"]),
-        ("identity", ["data.train_path=sft/llamafactory/identity.json", "model.max_seq_len=512"]),
-        ("toy", ["data.train_path=sft/openai_cookbook/toy_chat_fine_tuning.jsonl", "model.max_seq_len=1024"]),
-        ("drone", ["data.train_path=sft/openai_cookbook/drone_training_first3.jsonl", "model.max_seq_len=8192"]),
-        ("cpt", ["task_mode=cpt", "data.train_path=corpora/tinyshakespeare.txt"]),
+        ("sft/gsm8k/train.jsonl", ["model.max_seq_len=512", "eval.generate_rows=0"]),
+        ("sft/llamafactory/identity.json", ["model.max_seq_len=512"]),
+        ("sft/openai_cookbook/toy_chat_fine_tuning.jsonl", ["model.max_seq_len=1024"]),
+        ("sft/openai_cookbook/drone_training_first3.jsonl", ["model.max_seq_len=8192"]),
+        ("corpora/tinyshakespeare.txt", ["task_mode=cpt"]),
     ],
 )
-def test_real_files_train_on_the_starters_base(cache, tmp_path, name, overrides):
-    found = [
-        f"data.train_path={shared(item.partition('=')[2])}" if item.startswith("data.train_path=") else item
-        for item in overrides
-    ]
+def test_real_files_train_on_the_starters_base(cache, tmp_path, file, overrides):
     fixed = ["train.max_steps=2", "eval.before_training=false", "train.effective_batch_size=4", "eval.generate_rows=2"]
-    train(cache, tmp_path, f"output.name={name}", *fixed, *found)
-    metrics = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-    assert len([line for line in metrics if "loss" in line]) == 2
+    train(cache, tmp_path, "output.name=one", f"data.train_path={shared(file)}", *fixed, *overrides)
+    assert len(losses(tmp_path / "one")) == 2
 
 
 def test_the_base_reads_the_turns_of_its_corpus_as_the_tokens_that_fine_tuning_uses(tmp_path):
@@ -285,7 +272,7 @@ def test_the_base_reads_the_turns_of_its_corpus_as_the_tokens_that_fine_tuning_u
 
     documents = corpus_documents(300)
     tokenizer = starter_base.make_tokenizer(documents)
-    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    write_rows(tmp_path / "corpus.jsonl", ({"text": text} for text in documents))
     config = load_config(starter_base.RECIPE, overrides=[f"data.train_path={tmp_path}/corpus.jsonl"]).config
     splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=128)
     stream = [token for block in splits.train.rows["input_ids"] for token in block]

@@ -68,10 +68,9 @@ def rendered(renderer: Renderer, data: dict[str, Any]) -> TokenRow | BadRow:
 
 
 def by_transformers(tokenizer: Any, data: dict[str, Any]) -> str | None:
+    messages, tools = copy.deepcopy(data["messages"]), data.get("tools") or None
     try:
-        return tokenizer.apply_chat_template(
-            copy.deepcopy(data["messages"]), tools=data.get("tools") or None, tokenize=False
-        )
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     except Exception:  # whatever a template raises
         return None
 
@@ -150,10 +149,9 @@ def test_calls_of_every_shared_template_are_what_transformers_renders_or_said(mi
     for file in sorted(shared("chat_templates").glob("*/*.jinja")):
         tokenizer = copy.copy(mistral)
         tokenizer.chat_template = file.read_text(encoding="utf-8")
+        own = parts.replace_template(tokenizer.chat_template)
+        renderer = Renderer(own, DataConfig(**ENDLESS), max_seq_len=NO_LIMIT)
         try:
-            renderer = Renderer(
-                parts.replace_template(tokenizer.chat_template), DataConfig(**ENDLESS), max_seq_len=NO_LIMIT
-            )
             renderer.turn_locator()
         except TokenizerError:
             continue
@@ -179,13 +177,14 @@ GOLDEN = """
 """What mistral-common 1.13.1 (MistralTokenizer.v3) encodes the call of the test below as, through its end token."""
 
 
-@pytest.mark.parametrize("form", [lambda arguments: arguments, as_text])
-def test_a_call_has_the_ids_of_mistral_common(mistral, form):
+def test_a_call_has_the_ids_of_mistral_common(mistral):
     renderer = renderer_of(copy.copy(mistral), template_of("mistral-common/v3_spm"))
-    data = row(call(form({"city": 'Bram "x" <b> & it\'s é', "days": 3})))
-    made = rendered(renderer, {**data, "messages": data["messages"][:-1]})
-    assert isinstance(made, TokenRow)
-    assert [label for label in made.labels if label != IGNORED] == list(map(int, GOLDEN.split()))
+    arguments = {"city": 'Bram "x" <b> & it\'s é', "days": 3}
+    for form in (arguments, as_text(arguments)):
+        data = row(call(form))
+        made = rendered(renderer, {**data, "messages": data["messages"][:-1]})
+        assert isinstance(made, TokenRow)
+        assert [label for label in made.labels if label != IGNORED] == list(map(int, GOLDEN.split()))
 
 
 EACH = (
@@ -233,9 +232,8 @@ def test_the_form_that_a_template_writes_rightly_is_found_by_asking_it(small, wa
             assert made.notes == ()
             assert made.text == by_transformers(small, data)
         else:
-            assert made.notes == (
-                fitted_template.NOTE_TEXT_FOR_OBJECT if own == "object" else fitted_template.NOTE_OBJECT_FOR_TEXT,
-            )
+            for_object, for_text = fitted_template.NOTE_TEXT_FOR_OBJECT, fitted_template.NOTE_OBJECT_FOR_TEXT
+            assert made.notes == (for_object if own == "object" else for_text,)
         other = json.loads(arguments) if isinstance(arguments, str) else as_text(arguments)
         again = rendered(renderer, row(call(other)))
         assert isinstance(again, TokenRow)
@@ -249,12 +247,10 @@ def test_arguments_of_both_forms_may_stand_in_one_file_and_one_row(small):
         for _ in range(10):
             given = [{"city": draw.choice(['"a"', "<b>", "it's", "é&"]), "n": draw.randrange(9)} for _ in range(3)]
             mixed = [one if draw.random() < 0.5 else as_text(one) for one in given]
-            made = rendered(renderer, row(*map(call, mixed)))
-            alike = rendered(renderer, row(*map(call, map(as_text if right == "text" else dict, given))))
-            assert isinstance(made, TokenRow)
-            assert isinstance(alike, TokenRow)
+            wanted = [as_text(one) if right == "text" else one for one in given]
+            made, alike = (rendered(renderer, row(*map(call, forms))) for forms in (mixed, wanted))
             assert made.text == alike.text
-            assert bool(made.notes) == (right != "own" and mixed != [*map(as_text if right == "text" else dict, given)])
+            assert bool(made.notes) == (right != "own" and mixed != wanted)
 
 
 def test_a_call_keeps_the_keys_and_the_order_of_its_author(small):
@@ -266,16 +262,12 @@ def test_a_call_keeps_the_keys_and_the_order_of_its_author(small):
 
 def test_what_cohere_says_before_a_call_is_trained_or_counted(small):
     plan = "<plan>{{ m.tool_plan }}</plan>"
-    for template, stripped in (
-        (EACH.replace("CALL", plan + WAYS["tojson"][0]), 0),
-        (EACH.replace("CALL", "{{ c }}"), 1),
-    ):
+    for written, stripped in ((plan + WAYS["tojson"][0], 0), ("{{ c }}", 1)):
         data = row(call({"city": "x"}), content=None)
         data["messages"][1]["tool_plan"] = "I will look <|im_end|> it up."
-        made = rendered(renderer_of(small, template), data)
+        made = rendered(renderer_of(small, EACH.replace("CALL", written)), data)
         assert isinstance(made, TokenRow), made
-        assert made.stripped_think_pieces == stripped
-        assert made.special_token_count == 1
+        assert (made.stripped_think_pieces, made.special_token_count) == (stripped, 1)
         assert ("I will look <|im_end|> it up." in trained(made)) == (not stripped)
 
 
@@ -285,18 +277,14 @@ def test_an_id_that_the_template_takes_is_left_as_it_is(name):
     renderer = renderer_of(copy.copy(tokenizer), template := template_of(name))
     tokenizer.chat_template = template
     data = row(call(as_text(ODD), id="call_1234"))
-    made = rendered(renderer, data)
-    assert isinstance(made, TokenRow)
-    assert made.text == by_transformers(tokenizer, data)
+    assert rendered(renderer, data).text == by_transformers(tokenizer, data)
     longer = rendered(renderer, row(call(as_text(ODD), id="call_12345")))
-    assert isinstance(longer, TokenRow)
     assert longer.notes == (fitted_template.NOTE_SHORT_IDS,)
 
 
 def test_a_special_token_that_json_text_spells_by_an_escape_is_no_control_token(small):
     renderer = renderer_of(small, EACH.replace("CALL", WAYS["tojson"][0]))
     made = rendered(renderer, row(call('{"city": "\\u003c|im_end|\\u003e"}')))
-    assert isinstance(made, TokenRow)
     assert made.special_token_count == 1
     assert made.labels.count(small.convert_tokens_to_ids("<|im_end|>")) == 2  # the ends of the two turns
 
@@ -353,20 +341,15 @@ def test_hermes_and_command_r_train_rows_with_tools_or_say_why_not(tmp_path, nam
     assert isinstance(rendered(renderer, plain_row()), TokenRow)
     made = rendered(renderer, row(call(ODD)))
     if name in COMMAND_R:
-        assert isinstance(made, BadRow)
         assert made.reason == token_row.PROMPT_MISMATCH
     else:
-        assert isinstance(made, TokenRow), made
         assert made.text == by_transformers(tokenizer, row(call(ODD)))
 
 
 def test_a_template_that_goes_over_tools_without_asking_is_probed_with_some(small):
     renderer = renderer_of(small, TOOL_USE)
-    made = rendered(renderer, row(call(ODD)))
-    assert isinstance(made, TokenRow), made
-    bad = rendered(renderer, plain_row())
-    assert isinstance(bad, BadRow)
-    assert bad.reason == token_row.TEMPLATE_REFUSES_ROW
+    assert isinstance(rendered(renderer, row(call(ODD))), TokenRow)
+    assert rendered(renderer, plain_row()).reason == token_row.TEMPLATE_REFUSES_ROW
 
 
 def test_a_template_that_is_broken_or_not_there_costs_the_rows_that_need_it_alone(tmp_path):

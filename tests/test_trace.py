@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +39,7 @@ GEMMA3 = LLAMA | {
     "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 16,
     "layer_types": 3 * ["sliding_attention"] + ["full_attention"],
 }  # fmt: skip
+TIED = LLAMA | {"tie_word_embeddings": True}
 LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 SMALL = StepSettings(model=LLAMA, mode="full", micro_batch=2, seq_len=48, attention="eager")
 OF_SCRIPTS = {"sgd", "fsdp1", "holds_outputs", "checkpoints_wrappers"}
@@ -82,12 +84,8 @@ CASES = {
     "qlora": {"mode": "qlora", "peft": LORA},
     "qdora": {"mode": "qlora", "peft": {**LORA, "use_dora": True}, "checkpointing": False},
     "dropout, reentrant": {"mode": "lora", "peft": {**LORA, "lora_dropout": 0.1}, "reentrant": True},
-    "tied": {"model": LLAMA | {"tie_word_embeddings": True}},
-    "tied, whole logits held": {
-        "model": LLAMA | {"tie_word_embeddings": True},
-        "loss": "logits",
-        "holds_outputs": True,
-    },
+    "tied": {"model": TIED},
+    "tied, whole logits held": {"model": TIED, "loss": "logits", "holds_outputs": True},
     "foreach, shifted logits": {"loss": "logits_shifted", "optimizer": "adamw_foreach"},
     "sliding windows": {"model": GEMMA3},
     "layer norms and stepwise gelu": {"model": GPT2, "checkpointing": False},
@@ -105,11 +103,8 @@ def _not_the_first_trace() -> None:
     step.record_step(dataclasses.replace(SMALL, optimizer_steps=1))
 
 
-OFTEN = {"full", "full, no checkpointing", "lora", "dora", "qlora", "dropout, reentrant", "tied, whole logits held"} | {
-    "sliding windows",
-    "evaluation",
-    "accumulation, two of three layers checkpointed",
-}
+OFTEN = {"full", "full, no checkpointing", "lora", "dora", "qlora", "dropout, reentrant", "tied, whole logits held"}
+OFTEN |= {"sliding windows", "evaluation", "accumulation, two of three layers checkpointed"}
 """The cases that every run of the tests looks at; the others take two seconds each."""
 
 
@@ -119,10 +114,7 @@ OFTEN = {"full", "full, no checkpointing", "lora", "dora", "qlora", "dropout, re
 def test_fake_tensors_live_and_die_like_real_ones(name):
     settings = changed(CASES[name])
     torch.manual_seed(0)
-    fake, real = (
-        phase_peaks(step.record_step(settings)),
-        phase_peaks(step.record_step(settings, uses_real_tensors=True)),
-    )
+    fake, real = (phase_peaks(step.record_step(settings, uses_real_tensors=real)) for real in (False, True))
     assert fake == real
     assert max(fake.values()) > fake["build"] > 0
 
@@ -191,9 +183,8 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         trainer.train()
     trained = phase_peaks(log)
     workspaces = 2 * cublas_workspace_bytes((8, 0))
-    ours = max(
-        value for phase, value in phase_peaks(step.record_step(settings)).items() if phase.endswith((" 1", " 2"))
-    )
+    traced = phase_peaks(step.record_step(settings))
+    ours = max(value for phase, value in traced.items() if phase.endswith((" 1", " 2")))
     assert ours - workspaces == pytest.approx(max(trained["step 1"], trained["step 2"]), rel=1e-3)
 
 
@@ -228,10 +219,8 @@ def test_shims_are_gone_after_a_trace():
     step.record_step(dataclasses.replace(SMALL, mode="qlora", peft=LORA, optimizer_steps=1))
     with pytest.raises(TraceUnavailable):
         step.record_step(dataclasses.replace(SMALL, optimizer="unknown"))
-    assert all(
-        one is other
-        for one, other in zip(before, [patch.resolve_target()[2] for patch in patches.PATCHES], strict=True)
-    )
+    for patch, one in zip(patches.PATCHES, before, strict=True):
+        assert patch.resolve_target()[2] is one
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
@@ -394,41 +383,34 @@ def real_ranks(tmp_path_factory) -> dict[str, dict[str, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_sharded_step_in_one_process_is_that_of_a_rank_of_two(name, real_ranks):
-    """Equal bytes, but for gloo's threads: they may hold the buffer of the last collective a little longer.
-
-    The largest buffer is the embedding's, the head's and the last norm's gradients in bf16.
-    """
+    """Equal bytes, but for gloo's threads: they may hold the buffer of the last collective a little longer."""
     fake = phase_peaks(step.record_step(changed({"world": 2, **SHARDED[name]})))
     real = real_ranks[name]
     assert fake["build"] == real["build"]
     assert fake.keys() == real.keys()
-    largest = 2 * (2 * 1000 * 64 + 64)
+    largest = 2 * (2 * 1000 * 64 + 64)  # the embedding's, the head's and the last norm's gradients in bf16
     for phase, peak in fake.items():
         assert peak - 512 <= real[phase] <= peak + largest, phase
     assert sum(real[phase] - peak for phase, peak in fake.items()) <= 2 * largest
 
 
-def living(log: StorageLog, phase: str) -> dict[int, int]:
-    """Live bytes of each stream when a phase first begins."""
+def test_gathered_units_and_reduced_gradients_belong_to_streams_of_their_own():
+    log = step.record_step(dataclasses.replace(SMALL, world=2, strategy="fsdp2"))
+    own, gathered, reduced = sorted({one[3] for one in log.events if one[0] == ALLOC})  # in the order that they are met
+    assert own == 0
+    assert sum(one[2] for one in log.events if one[0] == ALLOC and one[3] == gathered) > 0
     live: dict[object, tuple[int, int]] = {}
     for kind, key, number, stream in log.events:
         if kind == ALLOC:
             live[key] = (stream, number)
         elif kind == FREE:
             live.pop(key)
-        elif kind == PHASE_START and key == phase:
+        elif kind == PHASE_START and key == "optimizer":
             break
-    return {stream: sum(size for one, size in live.values() if one == stream) for stream, _ in live.values()}
-
-
-def test_gathered_units_and_reduced_gradients_belong_to_streams_of_their_own():
-    """FSDP2: what is gathered is a copy on one stream, freed by the end of backward; gradients stay on another."""
-    log = step.record_step(dataclasses.replace(SMALL, world=2, strategy="fsdp2"))
-    own, gathered, reduced = sorted({one[3] for one in log.events if one[0] == ALLOC})  # in the order that they are met
-    assert own == 0
-    assert sum(one[2] for one in log.events if one[0] == ALLOC and one[3] == gathered) > 0
-    alive = living(log, "optimizer")
-    assert alive.get(gathered, 0) == 0
+    alive = Counter()
+    for stream, number in live.values():
+        alive[stream] += number
+    assert alive[gathered] == 0
     # this rank's half of fp32 gradients; a norm of 64 and a vocabulary of 1000 divide evenly
     assert alive[reduced] == 4 * parse_model_shape(LLAMA, name="m").params // 2
     assert not [one for one in log.events if one[0] == USED]  # FSDP2 waits by events and tells the allocator nothing

@@ -16,12 +16,10 @@ import pytest
 
 from sft_play.log import set_up_logging
 from sft_play.machine.network import allowed_host_names, is_local_request
-from tests.conftest import ROOT, chat, clean_environment
-
-PAGES = ("docs/trust.md", "docs/reliability.md")
+from tests.conftest import ROOT, chat, clean_environment, write_rows, write_run
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ["docs/trust.md", "docs/reliability.md"])
 def test_every_test_that_a_page_names_is_there(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     files = set(re.findall(r"`tests/(test_\w+)\.py`|`(test_\w+)`(?!::)", text))
@@ -130,13 +128,9 @@ def model_of_a_stranger(folder: Path, base: Path, more: dict[str, dict[str, obje
         file = folder / "model" / name
         known = json.loads(file.read_text()) if file.is_file() else {}
         file.write_text(json.dumps(known | fields))
-    (folder / "rows.jsonl").write_text("".join(json.dumps(chat(f"say {n}", "no.")) + "\n" for n in range(8)))
-    (folder / "my.yaml").write_text(
-        f"model: {{name: {folder}/model, max_seq_len: 64}}\ndata: {{train_path: {folder}/rows.jsonl}}\n"
-        "tuning: {mode: lora}\ntrain: {effective_batch_size: 2, max_steps: 1, report_to: []}\n"
-        f"output: {{dir: {folder}/outputs, name: one}}\n"
-    )
-    return folder / "my.yaml"
+    rows = write_rows(folder / "rows.jsonl", (chat(f"say {n}", "no.") for n in range(8)))
+    train = {"effective_batch_size": 2, "max_steps": 1}
+    return write_run(folder, folder / "model", rows, train=train, output={"name": "one"})
 
 
 @pytest.mark.build
@@ -201,9 +195,8 @@ def test_a_repository_with_an_adapter_beside_its_weights_is_trained_itself(tmp_p
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0" * 40)
     config = model_of_a_stranger(tmp_path, tiny_llama, {})
-    environment = clean_environment(
-        SFT_PLAY_CACHE=str(tmp_path / "cache"), HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1"
-    )
+    places = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "HF_HUB_CACHE": str(tmp_path / "hub")}
+    environment = clean_environment(**places, HF_HUB_OFFLINE="1")
     words = [sys.executable, "-m", "sft_play", "train", "--config", str(config), "model.name=owner/mine"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -254,13 +247,11 @@ def test_no_token_of_the_environment_reaches_any_file_of_a_trained_run(tmp_path,
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     rows = [chat(f"say {value} {n}", "no.") for n in range(6) for value in SECRETS.values()]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.yaml").write_text(
-        f"# {SECRETS['HF_TOKEN']}\nmodel: {{name: {tiny_llama}, max_seq_len: 64}}\n"
-        f"data: {{train_path: {tmp_path}/rows.jsonl, val_fraction: 0.3}}\ntuning: {{mode: lora}}\n"
-        "train: {effective_batch_size: 2, max_steps: 2, bf16: false}\n"
-        f"eval: {{generate_rows: 2, max_new_tokens: 4}}\noutput: {{dir: {tmp_path}/outputs, name: one}}\n"
-    )
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    train = {"effective_batch_size": 2, "bf16": False, "report_to": ["tensorboard"]}
+    sections = {"data": {"val_fraction": 0.3}, "train": train, "eval": {"generate_rows": 2, "max_new_tokens": 4}}
+    path = write_run(tmp_path, tiny_llama, data, **sections, output={"name": "one"})
+    path.write_text(f"# {SECRETS['HF_TOKEN']}\n{path.read_text()}")
     said = succeed("train", "--config", str(tmp_path / "run.yaml"))
     files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
     names = {path.name for path in files}

@@ -27,6 +27,7 @@ from sft_play.training.checkpoints import full_state_dict
 from sft_play.training.checkpoints.checkpoints import checkpoint_path
 from sft_play.training.loop.optimizers import round_stochastically, stochastic_rounding_class
 from sft_play.training.measure.updates import UpdateFacts
+from tests.conftest import chat, write_rows, write_run
 from tests.models import make_llama
 
 BF16 = Precision("bfloat16", "bfloat16", "bf16: the GPU has it")
@@ -38,9 +39,7 @@ def run(mode: str, more: str = "", name: str = "Qwen/Qwen2.5-3B-Instruct") -> Ru
 
 # --- rounding ---------------------------------------------------------------------------------------------------------
 def generator(seed: int = 0) -> torch.Generator:
-    made = torch.Generator()
-    made.manual_seed(seed)
-    return made
+    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 3e4])
@@ -162,8 +161,7 @@ def test_full_in_bf16_holds_fp32_weights_wherever_they_fit(machine, model):
         assert plan.precision.load == ("float32" if plan.layout in ("single", "ddp") else "bfloat16")
         assert plan.choice.memory == wide.choice.memory
     elif plan.fits and not plan.choice.layout.offloads_states:
-        assert plan.precision.updates == "stochastic"
-        assert plan.precision.load == "bfloat16"
+        assert (plan.precision.updates, plan.precision.load) == ("stochastic", "bfloat16")
     assert plan.precision == plan.choice.precision
     assert plan.precision.updates != "bfloat16"
 
@@ -175,15 +173,13 @@ def test_fp32_weights_that_do_not_fit_are_to_be_given_up_first(asked):
     shape, card = load_model_shape(config.model.name), parse_hardware("1xRTX4090")
     found = make_advised_plan(PlanRequest(config, shape, card, allowed_layouts=("single",)))
     assert not found.fits
-    way = asked.partition("=")[0] + "=auto"
-    assert way in [one.setting for one in found.suggestions]
+    assert asked.partition("=")[0] + "=auto" in [one.setting for one in found.suggestions]
 
 
 def test_somewhere_rounding_makes_a_run_fit():
     """1.5B on 24 GiB: 16 bytes a parameter do not fit, 12 do."""
     found = planned(run("full", name="Qwen/Qwen2.5-1.5B"), "1xRTX4090")
-    assert found.fits
-    assert found.precision.updates == "stochastic"
+    assert (found.fits, found.precision.updates) == (True, "stochastic")
     params = load_model_shape("Qwen/Qwen2.5-1.5B").params
     terms = found.memory.terms
     assert terms["weights"] == pytest.approx(2 * params, rel=0.02)
@@ -251,18 +247,9 @@ def world(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("updates")
     base = make_llama(folder / "base")
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
-    rows = [
-        {"messages": [{"role": "user", "content": f"{n} + {n}"}, {"role": "assistant", "content": f"it is {2 * n}."}]}
-        for n in range(24)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.yaml").write_text(
-        f"model: {{name: {folder}/base, max_seq_len: 64}}\n"
-        f"data: {{train_path: {folder}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.0}}\n"
-        "train: {effective_batch_size: 4, max_steps: 5, learning_rate: 1e-5, bf16: true, gradient_checkpointing: false,"
-        " report_to: [], warmup_steps: 0}\n"
-        f"output: {{dir: {folder}/outputs, if_exists: replace}}\n"
-    )
+    rows = write_rows(folder / "rows.jsonl", (chat(f"{n} + {n}", f"it is {2 * n}.") for n in range(24)))
+    train = {"effective_batch_size": 4, "max_steps": 5, "learning_rate": 1e-5, "bf16": True, "warmup_steps": 0}
+    write_run(folder, base, rows, train={**train, "gradient_checkpointing": False}, output={"if_exists": "replace"})
     return folder
 
 
@@ -335,11 +322,10 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
         assert kept == (updates if is_kept else None)
         if layout in ("single", "ddp"):
             for masters in (True, False):
-                assert apply_weight_updates(
-                    BF16, config, layout, fp32_master_weights=masters, resumed_updates=kept
-                ) == apply_weight_updates(
-                    BF16, run("full", f"train: {{weight_updates: {updates if is_kept else wish}}}"), layout
-                )
+                options = {"fp32_master_weights": masters, "resumed_updates": kept}
+                wanted = run("full", f"train: {{weight_updates: {updates if is_kept else wish}}}")
+                resumed = apply_weight_updates(BF16, config, layout, **options)
+                assert resumed == apply_weight_updates(BF16, wanted, layout)
 
 
 @pytest.mark.slow
@@ -380,9 +366,8 @@ def test_the_warning_names_what_is_stepped_and_a_setting_that_would_help(weights
     assert facts.is_lost
     for changes in ({"moved_share": 0.51}, {"moved_share": None}, {"rounding": "stochastic"}):
         assert not dataclasses.replace(facts, **changes).is_lost, changes
-    warning = facts.warning
-    assert f"since {named} has too few digits" in warning
-    assert way in warning
+    assert f"since {named} has too few digits" in facts.warning
+    assert way in facts.warning
 
 
 def test_of_a_base_that_is_divided_a_checkpoint_of_adapters_reads_no_layer(world):

@@ -15,12 +15,14 @@ from sft_play.commands import COMMAND_FILES, INTERNAL_COMMANDS
 from sft_play.commands.request import flag_commands_table, read_request, refuse_make_variables
 from sft_play.config.options import all_options
 from sft_play.errors import ConfigError
-from tests.conftest import ROOT, chat
+from tests.conftest import ROOT, chat, write_rows, write_run
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 MAINTAINING = re.findall(r"^([a-z-]+):", (ROOT / "benchmarks/Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
 EVERY = sorted({*TARGETS, *MAINTAINING})
+COMMAND = r"\bmake +(?:-C benchmarks +)?([a-z-]+)((?: +[A-Z_]+=(?:\"[^\"\n]*\"|'[^'\n]*'|\S*))+)"
+"""`make TARGET NAME=…` as README, docs, configs, the Makefile's examples and our own messages write it."""
 STARTER = "configs/run_starter.yaml"
 OF_OTHERS = (
     *("CUDA_VISIBLE_DEVICES", "HF_TOKEN", "HF_HOME", "OMP_NUM_THREADS", "NCCL_DEBUG", "WANDB_MODE", "MAKEFLAGS", "V"),
@@ -56,14 +58,11 @@ def test_the_table_speaks_of_every_target_and_command():
 
 
 def test_every_command_that_the_papers_show_is_taken():
-    """`make TARGET NAME=…` as README, docs, configs, the Makefile's examples and our own messages write it."""
     files = [ROOT / "README.md", ROOT / "Makefile", *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.yaml")]
     files += [*ROOT.glob("sft_play/**/*.py"), *ROOT.glob("sft_play/**/*.yaml"), ROOT / "CHANGELOG.md"]
     found = 0
     for path in files:
-        for target, rest in re.findall(
-            r"\bmake +(?:-C benchmarks +)?([a-z-]+)((?: +[A-Z_]+=(?:\"[^\"\n]*\"|'[^'\n]*'|\S*))+)", path.read_text()
-        ):
+        for target, rest in re.findall(COMMAND, path.read_text()):
             if target not in EVERY:
                 continue
             names = re.findall(r"(?:^| )([A-Z_]+)=", re.sub(r"=(\"[^\"]*\"|'[^']*'|\S*)", "=", rest))
@@ -86,11 +85,9 @@ def test_no_target_takes_a_misspelt_variable(target):
         for wrong in misspelt(name, chance):
             if wrong not in variables.VARIABLES and wrong not in variables._FOREIGN_VARIABLES:
                 tried += 1
-                said = variables.command_line_problem([target], [wrong], [])
-                assert said is not None, wrong
+                said = variables.command_line_problem([target], [wrong], []) or ""
                 assert wrong in said
-                if len(name) > 4:
-                    assert f"did you mean {name}=?" in said, said
+                assert len(name) <= 4 or f"did you mean {name}=?" in said, said
     assert tried
 
 
@@ -107,8 +104,7 @@ def test_variables_of_other_programs_pass_and_unknown_ones_do_not(target):
     for name in OF_OTHERS:
         assert variables.command_line_problem([target], [name], []) is None, name
     for name in ("BATCH_SIZE", "MODEL_NAME", "TRAIN_DATASET", "MAX_STEPS", "FOO", "ACCELERATE_CONFG", "lr"):
-        said = variables.command_line_problem([target], [name], [])
-        assert said is not None, name
+        said = variables.command_line_problem([target], [name], []) or ""
         assert said.startswith(f"{name}= is not a variable of make {target}")
 
 
@@ -118,7 +114,6 @@ def test_a_variable_of_another_target_is_refused_and_its_targets_are_named():
         if variables.takes_variable(name, target):
             assert said is None
         else:
-            assert said is not None
             assert said.startswith(f"{name}= is not used by make {target}; it belongs to make ")
             assert variables.takes_variable(name, re.findall(r"belongs to make (?:-C benchmarks )?([a-z-]+)", said)[0])
 
@@ -227,11 +222,8 @@ def test_a_command_takes_its_own_flags_and_no_others(command_name):
         (["train", "config=my.yaml"], "config=my.yaml is a variable of make, not a setting"),
     ],
 )
-def test_wrong_flags_are_one_message(command, words, message):
-    code, printed = command(*words)
-    assert code == 2
-    assert message in printed
-    assert printed.count("error:") == 1
+def test_wrong_flags_are_one_message(refuse, words, message):
+    assert message in refuse(*words)
 
 
 # the starter, as such only
@@ -250,9 +242,7 @@ def test_without_a_config_the_starter_gets_nothing_of_the_users(name, monkeypatc
         read_request([name], {"CONFIG": ""})
     for setting in OWN:
         for words, environment in (([name, setting], {}), ([name], {"SET": shlex.quote(setting)})):
-            with pytest.raises(
-                ConfigError, match=r"(?s)is given without a run YAML.*data: \{train_path: .*CONFIG=my.yaml"
-            ):
+            with pytest.raises(ConfigError, match=r"(?s)is given without a run YAML.*data: \{train_path: .*CONFIG=my"):
                 read_request(words, environment)
         assert read_request([name, "--config", STARTER, setting], {}).overrides == (setting,)
     with pytest.raises(ConfigError, match=r'(?s)name: "me/model".*train_path: "mine.jsonl"'):
@@ -267,24 +257,14 @@ def test_without_a_config_the_starter_gets_nothing_of_the_users(name, monkeypatc
 # the base model comes first
 
 
-def test_every_run_says_its_base_model_first(tmp_path, tiny_llama, command, succeed, monkeypatch):
+def test_every_run_says_its_base_model_first(tmp_path, tiny_llama, succeed, monkeypatch):
     monkeypatch.chdir(ROOT)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(8)))
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {rows}, val_path: null, test_path: null}}\n"
-        "train: {effective_batch_size: 4, max_steps: 1, report_to: []}\n"
-        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
-    )
-    printed = succeed("launch-command", "--config", str(config))
-    assert printed.startswith(f"[launch-command] Base model: {tiny_llama} ({config})\n")
-    printed = succeed("train", "--config", str(config), "train.stop_after_steps=1")
-    assert printed.startswith(f"[train] Base model: {tiny_llama} ({config})\n")
+    rows = write_rows(tmp_path / "rows.jsonl", (chat(f"what is {n}?", f"it is {n}.") for n in range(8)))
+    config = write_run(tmp_path, tiny_llama, rows, train={"max_steps": 1}, output={"name": "one"})
+    for verb in ("launch-command", "train"):
+        printed = succeed(verb, "--config", str(config))
+        assert printed.startswith(f"[{verb}] Base model: {tiny_llama} ({config})\n")
     log = (tmp_path / "outputs" / "one" / "train.log").read_text(encoding="utf-8")
     assert f"Base model: {tiny_llama}" in log.splitlines()[0]
-    code, printed = command("launch-command", f"output.dir={tmp_path}")
-    assert printed.startswith(
-        "[launch-command] Base model: sft-play/starter-base, the starter's two million parameters"
-    )
+    printed = succeed("launch-command", f"output.dir={tmp_path}")
+    assert printed.startswith("[launch-command] Base model: sft-play/starter-base, the starter's")

@@ -78,10 +78,7 @@ def test_it_is_exact_against_one_chat_at_a_time(dtype):
 
 @pytest.mark.parametrize(("window", "width", "is_told"), [(None, 16, True), (4, 20, True), (4, 16, False)])
 def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width, is_told):
-    """The only call that differs: its arguments, by a stand-in that does what torch documents of them.
-
-    torch 2.11's is not told of grouped heads (its source: the operator gets all heads as they are).
-    """
+    """The only call that differs, by a stand-in that does what torch documents; 2.11's is not told of grouped heads."""
     from torch.nn.attention import varlen as torchs
 
     draw, lengths, asked = np.random.default_rng(3), [5, 9, 1], []
@@ -238,10 +235,9 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
         )  # fmt: skip
         assert ("Attention: chats of one row need no mask" in said) == (name == "apart")
         assert any(count > 1 for count in calls) == (name == "apart")
-        plan = json.loads((tmp_path / "outputs" / name / "plan.json").read_text())
-        assert plan["step"]["varlen"] == (name == "apart")
-        assert plan["step"]["padded"] == (name == "masked")
-        assert plan["step"]["one_by_one"] == (name == "apart")
+        step = json.loads((tmp_path / "outputs" / name / "plan.json").read_text())["step"]
+        is_apart = name == "apart"
+        assert (step["varlen"], step["one_by_one"], step["padded"]) == (is_apart, is_apart, not is_apart)
     assert tried == ["sdpa", attention_functions.VARLEN_ATTENTION]
     for key in ("loss", "grad_norm", "eval_loss", "num_tokens", "samples_seen"):
         apart, masked = ([line[key] for line in metrics(tmp_path, name) if key in line] for name in ("apart", "masked"))
@@ -258,8 +254,7 @@ def test_a_batch_without_a_mask_has_positions_and_its_counts():
         lengths = draw.integers(1, 12, size=int(draw.integers(1, 5)))
         rows = [{"input_ids": draw.integers(5, 90, size=n), "labels": draw.choice([-100, 7], size=n)} for n in lengths]
         plain, masked = (Collator(pad_id=0, adds_masks=masks)(rows) for masks in (False, True))
-        assert (plain["input_ids"] == masked["input_ids"]).all()
-        assert (plain["labels"] == masked["labels"]).all()
+        assert all((plain[name] == masked[name]).all() for name in ("input_ids", "labels"))
         assert "attention_mask" not in plain
         assert plain["position_ids"].tolist() == [list(range(max(lengths)))]
         assert count_tokens(plain) == count_tokens(masked) == sum(lengths)
@@ -271,7 +266,7 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
     from sft_play.training.prepare import model_spec
 
     given: list[set[str]] = []
-    real = rows.Collator.__call__
+    real, figures = rows.Collator.__call__, {}
 
     def watched(self: Any, micro_rows: Any) -> Any:
         batch = real(self, micro_rows)
@@ -279,13 +274,11 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
         return batch
 
     monkeypatch.setattr(rows.Collator, "__call__", watched)
-    path, figures = run_yaml(tmp_path, tiny_llama, rows=12), {}
+    path, needed = run_yaml(tmp_path, tiny_llama, rows=12), masking.MaskRequirement(True, "a test says so")
     for name in ("plain", "masked"):
         given.clear()
         if name == "masked":
-            monkeypatch.setattr(
-                model_spec, "check_padding", lambda *_, **__: masking.MaskRequirement(True, "a test says so")
-            )
+            monkeypatch.setattr(model_spec, "check_padding", lambda *_, **__: needed)
         said = succeed(
             "train", "--config", str(path), f"output.name={name}", "train.effective_batch_size=6", "train.batch_size=3",
             "train.max_steps=3", "train.group_by_length=false", "eval.steps=2",
@@ -303,10 +296,10 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
 
 def test_a_model_generates_with_its_usual_attention(tiny_llama):
     """Prompts are padded on the left there, which boundaries do not say."""
-    own = AutoModelForCausalLM.from_pretrained(
-        tiny_llama, attn_implementation=attention_functions.VARLEN_ATTENTION, dtype=torch.float32
+    own, usual = (
+        AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation=name, dtype=torch.float32)
+        for name in (attention_functions.VARLEN_ATTENTION, "sdpa")
     )
-    usual = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation="sdpa", dtype=torch.float32)
     ids = torch.tensor([[0, 0, 0, 7, 9], [5, 6, 8, 7, 9]])
     mask = (ids > 0).long()
     asked = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
