@@ -41,9 +41,6 @@ def make(*words: str) -> str:
     return answer.stdout
 
 
-# --- make -------------------------------------------------------------------------------------------------------------
-
-
 def test_make_alone_is_twelve_lines_at_most_and_names_targets_that_there_are():
     lines = make().splitlines()
     assert len(lines) <= 12
@@ -70,8 +67,6 @@ def test_help_of_a_target_names_its_variables_and_runs_nothing():
         assert re.findall(r"^  ([A-Z_]+)=", "\n".join(lines[1:]), re.MULTILINE) == taken
         assert sorted(path.name for path in ROOT.iterdir()) == before
 
-
-# --- plan -------------------------------------------------------------------------------------------------------------
 
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")
 MACHINES = ("1xRTX3060", "1xRTX4090,ram=64GiB", "2xH200", "8xH100,ram=512GiB", "2x8xH100,ram=1TiB")
@@ -145,9 +140,6 @@ def test_durations_are_in_the_unit_that_a_person_would_take():
     assert [format_duration(s) for s in (0, 1, 40, 480, 11520, 456 * 3600)] == [
         "1 second", "1 second", "40 seconds", "8 minutes", "3.2 hours", "19.0 days",
     ]  # fmt: skip
-
-
-# --- check and train --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

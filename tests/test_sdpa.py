@@ -40,7 +40,6 @@ WHEELS = {"cu130": CudaLibraries((13, 0), 92000), "cu126": CudaLibraries((12, 6)
 """What the two builds of torch 2.13.0 bring (nvidia-cudnn-cu13 9.20.0.48, nvidia-cudnn-cu12 9.10.2.21)."""
 
 
-# --- PyTorch's dispatch, by aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of 2.13 ------------------------------
 @dataclasses.dataclass
 class Machine:
     """A GPU and a build of torch. `choose` is `select_sdp_backend` for dense inputs without dropout."""
@@ -140,7 +139,6 @@ def test_the_libraries_are_those_of_the_installed_torch(monkeypatch, built, pack
     assert software.cuda_libraries() == CudaLibraries(*found)
 
 
-# --- the plan ---------------------------------------------------------------------------------------------------------
 def plan_of(machine: str, *words: str, model: str = LLAMA, wheel: str = "cu130") -> Any:
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=lora", *words])
     return make_plan(PlanRequest(config, load_model_shape(model), parse_hardware(machine), libraries=WHEELS[wheel]))
@@ -175,7 +173,6 @@ def test_cudnn_s_kernel_is_planned_where_all_batches_have_one_shape(machine, wor
     assert plan_from_json(written).choice.step.cudnn == takes
 
 
-# --- the trace --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(60))
 def test_the_trace_calls_the_operator_of_the_table(seed):
     call, capability, wheel = drawn(random.Random(seed))
@@ -247,7 +244,6 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
         assert planned[True].allocated == planned[False].allocated
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def switched():
     """The switch as it was before the test."""
@@ -316,7 +312,6 @@ def test_evaluation_and_generation_switch_it_off(
     assert seen.get("evaluation", {False}) == {evaluates_on}
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
 def test_packs_are_padded_to_full_rows_where_that_gives_batches_one_shape():
     packs = [{"input_ids": [5] * 7, "labels": [5] * 7, CHAT_LENGTHS: [3, 4]}]
     batch = Collator(0, min_tokens=10)(packs)

@@ -140,9 +140,6 @@ def test_requests_that_cannot_be_answered_say_why(lora):
             urllib.request.urlopen(request, timeout=10)
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
-
-
 def post(
     endpoint: serve.ServedEndpoint, body: object, path: str = "chat/completions", **headers: str
 ) -> tuple[int, dict]:
@@ -298,9 +295,6 @@ def test_only_this_machines_names_reach_a_server_that_only_it_can_reach(lora):
     assert serve.allowed_host_names("0.0.0.0") is None
 
 
-# --- its end ----------------------------------------------------------------------------------------------------------
-
-
 def ask_for_long(port: int) -> socket.socket:
     """A connection on which an answer is streamed that does not end by itself."""
     body = json.dumps({**CHAT, "model": "endless", "max_tokens": 10**6, "stream": True}).encode()
@@ -405,8 +399,6 @@ def test_packages_that_are_missing_or_have_another_server_are_named(world, monke
     with pytest.raises(BackendError, match="no program vllm"):
         of_run(world / "full", "vllm")
 
-
-# --- vLLM, by a program that records its words: no real vLLM runs here ----------------------------------------------
 
 VLLM = """#!{python}
 import json, os, sys, time

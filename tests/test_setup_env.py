@@ -118,9 +118,6 @@ def never(command, root):
     raise AssertionError(f"unexpected build step {command}")
 
 
-# Building
-
-
 def test_a_first_build_makes_the_environment_then_setuptools_then_the_project(checkout, capfd):
     fake = FakeBuild()
     setup_env.ensure(checkout, {}, fake)
@@ -272,9 +269,6 @@ def test_pip_keeps_the_users_settings_but_not_what_leads_it_astray():
     assert installer.clean_environ(kept | dropped | {"PIP_USER": "1"}) == kept | own
 
 
-# Which torch, by what
-
-
 def told(commands):
     """The commands that install, without the program, the constraint and what each is given."""
     found = []
@@ -423,9 +417,6 @@ def test_real_pip_takes_torch_from_one_index_and_all_else_at_its_pins_from_the_o
     assert {"alpha==1.0", "beta==1.1", "torch==2.0+cpu" if has_build else "torch==2.0"} <= found
 
 
-# What is not ours
-
-
 @pytest.mark.parametrize(
     "create",
     [
@@ -457,9 +448,6 @@ def test_an_environment_of_the_users_is_taken_as_it_is(ready, tmp_path, monkeypa
         message = capfd.readouterr().err
         assert f"VENV={name} was asked for, but there is no program" in message
         assert ("~ inside quotes" in message) is name.startswith("~")
-
-
-# Which Python
 
 
 @pytest.mark.parametrize(
@@ -506,9 +494,6 @@ def test_when_nothing_fits_the_message_says_what_was_found(answer, words, tmp_pa
     assert setup_env.probe(sys.executable).version == HERE
 
 
-# The files that pin
-
-
 def pyproject():
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -553,9 +538,6 @@ def test_renewing_writes_the_lock_in_one_step(tmp_path, monkeypatch, capsys):
     assert lock.torch_pin({"TORCH": "2.14.1"}, {"torch": "2.13.0"}) == "2.14.1"
     with pytest.raises(SetupError, match="make -C benchmarks lock TORCH="):
         lock.torch_pin({"TORCH": "new"}, {"torch": "2.13.0"})
-
-
-# Extras
 
 
 def of_extra(extra):
@@ -614,9 +596,6 @@ def test_an_extra_that_cannot_be_installed_names_the_way_by_hand(ready, monkeypa
     monkeypatch.setattr(setup_env.add_extra, "__defaults__", (lambda *_: 0,))
     assert setup_env.main(ready, targets=["dapt-docx"]) == 0
     assert setup_env.has_extra(ready / ".venv", "documents")
-
-
-# Unsloth's own environment
 
 
 def test_unsloths_environment_is_built_beside_ours_from_pins_of_its_own(checkout, monkeypatch, capfd):

@@ -67,9 +67,6 @@ def refused(given: Evidence, thresholds: Thresholds = QUICK) -> dict[str, str]:
     return {check.name: check.reason for check in verdict.checks if not check.ok}
 
 
-# --- the rule ---------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_better_and_lost_nothing_ships_and_each_bound_is_where_it_is_said_to_be():
     assert refused(evidence()) == {}
     base = [2.0] * 30
@@ -249,9 +246,6 @@ def test_a_gain_passes_with_few_rows():
     assert passed >= 38
 
 
-# --- the sample -------------------------------------------------------------------------------------------------------
-
-
 def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
     from benchmarks.starter_corpus import corpus_documents, normalise, starter_rows
 
@@ -268,9 +262,6 @@ def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
     for text in everything:
         assert normalise(text) not in taught
         assert len(text) < 12 or normalise(text) not in corpus
-
-
-# --- real runs --------------------------------------------------------------------------------------------------------
 
 
 def sum_chat(number: int) -> dict[str, object]:
@@ -483,9 +474,6 @@ def random_run(folder: Path, mode: str, *, rows: int) -> Path:
     run = finished_run(folder / "run", base, mode=mode)
     (folder / "run.jsonl").write_text("".join(json.dumps(sum_chat(n)) + "\n" for n in range(rows)))
     return run
-
-
-# --- replay -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ from sft_play.errors import ConfigError, DataError
 from tests.conftest import chat, write_rows
 from tests.test_train import logged as series
 
-# --- which rows an epoch has ------------------------------------------------------------------------------------------
-
 
 def test_shares_add_up_and_every_row_comes_as_often_as_the_others_of_its_source():
     assert share_counts([1, 1, 1], 8) == (3, 3, 2)  # 2.67 each: of equal remainders the first
@@ -75,9 +73,6 @@ def test_the_table_says_rows_share_and_passes():
     assert lines[2].split() == ["chat", "30", "10", "25.00%", "0.333"]
 
 
-# --- the run YAML -----------------------------------------------------------------------------------------------------
-
-
 def refusal(data: str, more: str = "") -> str:
     with pytest.raises(ConfigError) as caught:
         config_from_text(f"model: {{name: x}}\n{more}data:\n  {data}\n", name="run.yaml")
@@ -109,9 +104,6 @@ def test_sources_have_names_and_no_default_files_beside_them():
     data = config_from_text(text, name="run.yaml").data
     assert data.source_names == ("a-train", "b-train", "n")
     assert (data.train_path, data.val_path, data.test_path) == (None, None, None)
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ from sft_play.runs.folder import RunFolder
 from tests.conftest import ROOT, chat, write_rows
 from tests.test_train import metrics, weights
 
-# --- the run YAML -----------------------------------------------------------------------------------------------------
-
 BASE = "model: {name: x, max_seq_len: 512}\ndata: {train_path: a.jsonl}\ntrain: {max_steps: 9}\n"
 
 
@@ -96,9 +94,6 @@ def test_a_setting_that_every_stage_gives_itself_is_not_set_in_vain(tmp_path):
     assert "there are 2 stages, counted from 0" in refusal(tmp_path, stages, "curriculum.2.epochs=3")
 
 
-# --- what trains ------------------------------------------------------------------------------------------------------
-
-
 def test_patterns_mean_names_by_their_pieces():
     from sft_play.training.prepare.lora_config import select_names
 
@@ -111,8 +106,6 @@ def test_patterns_mean_names_by_their_pieces():
     assert select_names(["*_proj"], names) == [names[0], names[2], names[4], names[8]]
     assert not select_names(["layer", "proj", "1.layers"], names)
 
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 WHOLE = ["tuning.mode=full"]
 

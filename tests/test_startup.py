@@ -72,8 +72,6 @@ def jsonl(*rows: object) -> str:
     return "".join(row + "\n" if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
 
 
-# --- refused before a library loads -----------------------------------------------------------------------------------
-
 FILES = {"empty": "", "broken": jsonl(*["{not json"] * 130), "unknown": jsonl({"picture": "a"}, {"picture": "b"})}
 WRONG_DATA = {
     "empty": "empty.jsonl has no rows: the file is empty",
@@ -155,9 +153,6 @@ def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
         require_writable_output_dir(RunFolder(tmp_path / "file" / "run"))
 
 
-# --- the first look ---------------------------------------------------------------------------------------------------
-
-
 def look(folder: Path, text: str, *, task_mode: str = "sft", **options: object) -> None:
     (folder / "rows.jsonl").write_text(text)
     data = DataConfig(train_path=str(folder / "rows.jsonl"), **options)
@@ -196,9 +191,6 @@ def test_every_source_is_looked_at_and_plain_text_is_none_of_chats(tmp_path):
         look(tmp_path, jsonl(chat("a", "b")), val_path=str(tmp_path / "words.dat"))
     with pytest.raises(DataError, match=r"data\.columns"):
         look(tmp_path, jsonl(chat("a", "b")), columns={"nothing": "messages"})
-
-
-# --- what is said, and what stays out of collections ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -253,9 +245,6 @@ def test_collections_are_on_again_however_imports_end(error, monkeypatch):
         raise error
     assert gc.isenabled()
     assert frozen == [False]  # before they are on again: none may walk through all that was imported
-
-
-# --- what is remembered -----------------------------------------------------------------------------------------------
 
 
 def test_a_second_plan_of_a_class_that_the_tables_lack_loads_no_library(tmp_path, monkeypatch, sums):

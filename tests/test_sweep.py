@@ -43,9 +43,6 @@ def cells(*words: str) -> list[sweep.SweepCell]:
     return plan_cells(expand_cells(Path("my run.yaml"), words))
 
 
-# --- read -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_every_combination_is_a_cell_and_commas_in_brackets_or_quotes_part_no_values(seed):
     draw = random.Random(seed)
@@ -103,9 +100,6 @@ def test_the_starter_takes_no_other_model(monkeypatch, capsys):
     assert "without CONFIG sweep uses the starter" in capsys.readouterr().err
 
 
-# --- planned ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.build
 def test_cells_that_do_not_fit_are_named_with_their_peak_and_skipped(world, monkeypatch, capsys):
     fixed = ("train.effective_batch_size=1", "train.gradient_checkpointing=true", "eval.batch_size=1")
@@ -138,9 +132,6 @@ def test_cells_that_do_not_fit_are_named_with_their_peak_and_skipped(world, monk
     assert answer["kind"] == "does_not_fit"
     assert [one["status"] for one in answer["cells"]] == ["does_not_fit"] * 4
     assert answer["compare"] is None
-
-
-# --- trained ----------------------------------------------------------------------------------------------------------
 
 
 def swept(*words: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> dict:

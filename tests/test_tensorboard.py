@@ -69,9 +69,6 @@ def scalars(url: str, run: str, tag: str) -> dict[int, float]:
     return {int(step): value for _, step, value in rows}
 
 
-# --- start, find, stop ------------------------------------------------------------------------------------------------
-
-
 def test_tensorboard_starts_is_found_again_and_ends_with_its_children(tmp_path):
     logs = tmp_path / "tb"
     taken = socket.create_server(("127.0.0.1", 0))
@@ -317,8 +314,6 @@ def test_what_cannot_be_meant_is_one_warning_and_the_run_goes_on(tmp_path, fake,
     assert "training continues without it" in caplog.text
 
 
-# --- the end of whoever started it ------------------------------------------------------------------------------------
-
 OWNER = """
 import sys, time
 from pathlib import Path
@@ -348,9 +343,6 @@ def test_it_ends_when_the_process_that_wanted_it_ends_by_a_signal(owner, number)
     process.wait(END_S)
     wait_for(lambda: not is_alive(pid), within_s=END_S)
     assert board.running_servers() == []
-
-
-# --- the commands -----------------------------------------------------------------------------------------------------
 
 
 def make_run(base: Path, name: str, status: str | None, *, files: int = 1) -> RunFolder:
@@ -526,9 +518,6 @@ def test_a_command_with_tensorboard_reports_to_it(tmp_path, tiny_llama, caplog):
     assert loaded.config.output.name == "one"
     assert 'train.report_to=["tensorboard"], in place of []' in caplog.text
     assert add_tensorboard_tracker(loaded) is loaded
-
-
-# --- real runs --------------------------------------------------------------------------------------------------------
 
 
 @dataclass

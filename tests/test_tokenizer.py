@@ -86,9 +86,6 @@ def test_the_training_variant_of_a_template_is_taken_from_trl_or_there_is_none(t
         load(copied, "data: {chat_template: training}")
 
 
-# --- a library that panics --------------------------------------------------------------------------------------------
-
-
 def backtracking(folder: Path, base: Path) -> Path:
     """A run YAML, and its model, whose tokenizer splits by a regular expression that backtracks over `aaaa!`."""
     shutil.copytree(base, folder / "model")

@@ -108,9 +108,6 @@ def renderer_of(tokenizer: Any, template: str, **data: Any) -> Renderer:
     return Renderer(tokenizer, DataConfig(**{**ENDLESS, **data}), max_seq_len=NO_LIMIT)
 
 
-# The form of the arguments.
-
-
 def rows_of_every_form() -> list[dict[str, Any]]:
     forms = itertools.product((ODD, as_text(ODD), {}), ("", None), ("Ab3dE6gH9", "call_1"))
     rows = [row(call(arguments, id=number), content=content) for arguments, content, number in forms]
@@ -289,8 +286,6 @@ def test_a_special_token_that_json_text_spells_by_an_escape_is_no_control_token(
     assert made.labels.count(small.convert_tokens_to_ids("<|im_end|>")) == 2  # the ends of the two turns
 
 
-# Templates of their own for rows with tools.
-
 TOOL_USE = "<|im_start|>system\n{% for t in tools %}{{ t.function.name }} {% endfor %}<|im_end|>\n" + EACH.replace(
     "CALL", "<tool>{{ c.function | tojson }}</tool>"
 )
@@ -365,8 +360,6 @@ def test_a_template_that_is_broken_or_not_there_costs_the_rows_that_need_it_alon
         assert isinstance(refused, BadRow)
         assert "rag, tool_use; set data.chat_template" in refused.detail if name == "b" else "tools" in refused.reason
 
-
-# --- nulls that tables make -------------------------------------------------------------------------------------------
 
 ROWS_OF_CALLS = [
     {

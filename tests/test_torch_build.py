@@ -27,9 +27,6 @@ def chosen(machine, asked="", configured=""):
     return choice.name, choice.source
 
 
-# Which build
-
-
 @pytest.mark.parametrize(
     ("machine", "name", "source"),
     [
@@ -106,9 +103,6 @@ def test_torch_takes_the_name_of_a_build_and_nothing_else():
             torch_build.asked_build({"TORCH": asked})
 
 
-# What is read of a machine
-
-
 def test_nvidia_smis_lines_are_read():
     text = "580.65.06, 8.9, NVIDIA L4\n580.65.06, 12.0, NVIDIA RTX PRO 6000 Blackwell, Server\n"
     assert torch_build.read_smi(text) == ("580.65.06", (L4, ("NVIDIA RTX PRO 6000 Blackwell, Server", (12, 0))))
@@ -134,9 +128,6 @@ def test_a_machine_with_nvidia_smi_is_asked_through_it(tmp_path, monkeypatch):
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert torch_build.this_machine()[2:4] == ("550.54.15", (L4,))
-
-
-# What a build takes
 
 
 def test_sizes_are_said_in_gib_and_unknown_ones_as_such():

@@ -73,7 +73,6 @@ GPT2 = {
 }  # fmt: skip
 
 
-# --- the whole step ---------------------------------------------------------------------------------------------------
 CASES = {
     "full": {},
     "full, no checkpointing": {"checkpointing": False},
@@ -188,7 +187,6 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
     assert ours - workspaces == pytest.approx(max(trained["step 1"], trained["step 2"]), rel=1e-3)
 
 
-# --- patches ----------------------------------------------------------------------------------------------------------
 def test_every_shim_has_a_name_a_reason_and_passes_its_guard():
     assert len({patch.name for patch in patches.PATCHES}) == len(patches.PATCHES) >= 15
     for patch in patches.PATCHES:
@@ -362,7 +360,6 @@ def test_buckets_are_cut_as_pytorch_cuts_them():
     assert sorted(ours) == sorted(sizes)
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
 SHARDED = {
     "fsdp2 full": {"strategy": "fsdp2"},
     "fsdp2 lora": {"strategy": "fsdp2", "mode": "lora", "peft": LORA},
@@ -429,9 +426,6 @@ def test_ddp_adds_one_copy_of_the_trained_gradients():
     single, ddp = (step.trace_step(dataclasses.replace(SMALL, strategy=name, world=2)) for name in ("single", "ddp"))
     gradients = 2 * parse_model_shape(LLAMA, name="m").params
     assert gradients <= ddp.allocated - single.allocated < 1.05 * gradients + 4096
-
-
-# --- answers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -6,20 +6,16 @@ import sys
 
 import pytest
 
+from tests.conftest import write_run
+
 pytestmark = pytest.mark.build
 
 
 @pytest.mark.parametrize("mode", [pytest.param("lora", marks=pytest.mark.slow), "qlora"])
-def test_train_then_infer_chat_merge_and_prune(tmp_path, tiny_llama, sums, command, succeed, monkeypatch, mode):
-    run_yaml = tmp_path / "run.yaml"
-    run_yaml.write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
-        f"tuning: {{mode: {mode}}}\n"
-        f"data: {{train_path: {sums}, val_path: null, test_path: null, val_fraction: 0.2}}\n"
-        "train: {effective_batch_size: 8, max_steps: 3, learning_rate: 1e-2, warmup_steps: 0, report_to: []}\n"
-        f"eval: {{before_training: false, steps: 0}}\noutput: {{dir: {tmp_path}/outputs}}\n"
-    )
-    config = ("--config", str(run_yaml))
+def test_train_then_infer_chat_merge_and_prune(tmp_path, tiny_llama, sums, succeed, monkeypatch, mode):
+    train = {"max_steps": 3, "learning_rate": 1e-2, "warmup_steps": 0}
+    sections = {"data": {"val_fraction": 0.2}, "train": train, "eval": {"before_training": False, "steps": 0}}
+    config = ("--config", str(write_run(tmp_path, tiny_llama, sums, tuning={"mode": mode}, **sections)))
     printed = succeed("train", *config, "output.name=first")
     folder = tmp_path / "outputs" / "first"
     assert f"make chat RUN={folder}" in printed
@@ -41,8 +37,7 @@ def test_train_then_infer_chat_merge_and_prune(tmp_path, tiny_llama, sums, comma
     assert merged["base"] == ("dequantized" if mode == "qlora" else None)
     succeed("merge-test", *config)
 
-    code, printed = command("runs", *config, "--json")
-    (listed,) = json.loads(printed)["runs"]
+    (listed,) = json.loads(succeed("runs", *config, "--json"))["runs"]
     assert (listed["name"], listed["status"], listed["step"]) == ("first", "finished", 3)
     assert listed["checkpoint_bytes"] > 0
     succeed("prune", *config, "--runs", "first", "--checkpoints", "--yes")

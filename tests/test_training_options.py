@@ -118,9 +118,6 @@ def test_the_table_names_real_arguments_of_the_trainer_and_real_keys_of_deepspee
         assert set(option.external_names.optimizers) <= set(ADAMW_OPTIMIZERS)
 
 
-# --- hints ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_key_in_a_wrong_place_is_never_told_to_be_removed():
     """Whatever the table of other tools says of a name: what exists here is moved to its place."""
     own = {path.rpartition(".")[2]: path for path in config_options.all_options() if not path.startswith("plan.")}

@@ -52,9 +52,6 @@ OF_TUNE = f"{TUNE}dataset: {{_component_: torchtune.datasets"
 UNSLOTH = "model: a/b\ndata: {dataset: o/d, format_type: auto}\ntraining: {max_steps: 60}\n"
 
 
-# --- what the file leaves out: worked out by hand from each tool's source ---------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -150,9 +147,6 @@ def test_a_default_never_counts_against_the_file():
     assert sorted(config.train.report_to) == ["tensorboard", "wandb"]
 
 
-# --- which tokens are trained -----------------------------------------------------------------------------------------
-
-
 def test_the_rows_decide_which_tokens_trl_trains():
     for rows, loss_on in (("messages", "all"), ("prompt/completion", "completion")):
         assert config_of(TRL, rows=rows).data.loss_on == loss_on
@@ -180,9 +174,6 @@ def test_what_axolotl_says_of_a_data_set_is_taken_or_named(entry, said):
     key = re.split(r"[:{ ]", entry)[0]
     assert (said is None) is (f"datasets[0].{key}" not in comments(text)), comments(text)
     assert said is None or said in comments(text)
-
-
-# --- data -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_columns_that_a_file_names_are_those_that_are_trained(tmp_path, monkeypatch):
@@ -302,9 +293,6 @@ def test_a_system_prompt_is_for_rows_that_have_none():
         assert (style.system, style.how) == ("Be terse.", "keep")
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("line", "named"),
     [
@@ -333,8 +321,6 @@ def test_modules_and_modes_of_torchtune_are_ours():
     text = TUNE.replace("/m}", "'${base}'}") + "base: /weights\n"
     assert translate_file(text, name="x.yaml", user_settings={}).settings["model.name"] == "/weights"
 
-
-# --- whatever a file says ---------------------------------------------------------------------------------------------
 
 _OF_ENTRIES = [
     "split", "name", "type", "field_instruction", "field_output", "field_messages", "roles_to_train", "train_on_eos",

@@ -32,8 +32,6 @@ def test_every_test_that_a_page_names_is_there(page):
         assert re.search(rf"^\s*def {test}\(", source, re.MULTILINE), f"{file}::{test}"
 
 
-# --- the package's own code -------------------------------------------------------------------------------------------
-
 RUNS_CODE = {
     "sft_play/data/build/build.py": {"pickle.loads"},  # between processes of this run, through a pipe of its own
     "sft_play/data/masks/sandbox.py": {"pickle.load"},  # the same
@@ -79,8 +77,6 @@ def test_the_search_finds_what_it_looks_for():
     for code in ("torch.load(f, weights_only=True)", "model.eval()", "yaml.load(x, Loader=yaml.BaseLoader)"):
         assert not dangerous(calls(ast.parse(code))[0]), code
 
-
-# --- what a model's files name ----------------------------------------------------------------------------------------
 
 KERNEL = "owner/flash-attn"
 NAMED: dict[str, dict[str, dict[str, object]]] = {
@@ -218,9 +214,6 @@ def test_every_librarys_record_is_shown_safely(capsys):
     assert not CONTROL.search(said)
 
 
-# --- archives ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["conversion/../../out", "gguf-py/gguf/../../../out"])
 def test_a_file_of_the_converters_archive_stays_in_its_folder(tmp_path, name):
     from sft_play.errors import ConfigError
@@ -235,8 +228,6 @@ def test_a_file_of_the_converters_archive_stays_in_its_folder(tmp_path, name):
         unpack_converter(tmp_path / "a.tar.gz", tmp_path / "in" / "it")
     assert not list(tmp_path.rglob("out"))
 
-
-# --- tokens -----------------------------------------------------------------------------------------------------------
 
 SECRETS = {"HF_TOKEN": "correct-horse-battery-staple-1", "WANDB_API_KEY": "correct-horse-battery-staple-2"}
 
@@ -275,9 +266,6 @@ def test_a_traceback_of_ours_hides_tokens_too(tmp_path):
     assert "Traceback" in done.stderr
     assert "RuntimeError: https://***@host ***" in done.stderr
     assert SECRETS["HF_TOKEN"] not in done.stderr
-
-
-# --- who asks ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "LOCALHOST"])

@@ -27,7 +27,6 @@ pytestmark = [
 ]
 
 
-# --- without ranks ----------------------------------------------------------------------------------------------------
 def written(folder: Path, ranks: int) -> Path:
     """A checkpoint with the names that DeepSpeed's has."""
     checkpoint = folder / "checkpoint-3"
@@ -73,7 +72,6 @@ def test_a_conversion_that_finds_no_room_says_what_it_takes_and_leaves_nothing(t
     assert before == {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
 
 
-# --- real runs --------------------------------------------------------------------------------------------------------
 RANKS = """
 import os
 

@@ -116,9 +116,6 @@ def adapter_in_peft(folder: Path) -> dict[str, torch.Tensor]:
     return get_peft_model_state_dict(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), path))
 
 
-# --- whether it can run -----------------------------------------------------------------------------------------------
-
-
 CPU = Hardware((), "CPU", 8, 64 * GIB, 64 * GIB)
 
 
@@ -262,9 +259,6 @@ def test_an_unsloth_that_cannot_be_used_is_refused_in_its_own_words(standin, mon
     assert "NotImplementedError: Unsloth cannot find any torch accelerator" in str(problem(config()))
 
 
-# --- what is handed over ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_are_read_token_for_token_as_they_were_written(tmp_path, seed):
     draw = torch.Generator().manual_seed(seed)
@@ -279,9 +273,6 @@ def test_rows_are_read_token_for_token_as_they_were_written(tmp_path, seed):
     assert [row["input_ids"] for row in read] == [row["input_ids"] for row in rows]
     assert [row["labels"] for row in read] == [row["labels"] for row in rows]
     assert set(read["source"]) == {seed % 2}
-
-
-# --- how its processes end --------------------------------------------------------------------------------------------
 
 
 def ended(tmp_path: Path, *words: tuple[int, tuple[str, str, str, int] | None]) -> list[Any]:
@@ -360,9 +351,6 @@ def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, t
             unsloth_run.check_loaded_model(made(**changes), wanted, is_4bit=False)
     with pytest.raises(BackendError, match="loaded unquantised weights, and the run asks for 4-bit ones"):
         unsloth_run.check_loaded_model(made(), wanted, is_4bit=True)
-
-
-# --- the run ----------------------------------------------------------------------------------------------------------
 
 
 def recorded(monkeypatch) -> list[dict[str, Any]]:
@@ -497,9 +485,6 @@ def test_two_processes_train_and_judge_as_one(trained, standin):  # noqa: F811
     for key in ("before", "after"):
         assert ends[1][key]["loss"] == pytest.approx(ends[0][key]["loss"], rel=1e-5)
     assert set(notes(Path(f"{standin}"))[0]) == set(notes(standin.with_suffix(".1"))[0])
-
-
-# --- the plan, and Unsloth itself -------------------------------------------------------------------------------------
 
 
 def test_the_plan_says_what_it_does_not_know(succeed):

@@ -37,7 +37,6 @@ def run(mode: str, more: str = "", name: str = "Qwen/Qwen2.5-3B-Instruct") -> Ru
     return config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: {mode}}}\n{more}", name="x")
 
 
-# --- rounding ---------------------------------------------------------------------------------------------------------
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -118,7 +117,6 @@ def test_parameters_that_are_fp32_are_stepped_as_ever():
     assert all(torch.equal(one, two) for one, two in zip(wide, other, strict=True))
 
 
-# --- decisions --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("mode", "wish", "dtype", "layout", "masters", "load", "updates"),
     [
@@ -189,7 +187,6 @@ def test_somewhere_rounding_makes_a_run_fit():
     assert 0.5 * scales < eight.memory.terms["optimizer"] < scales  # states are paged, embeddings' have none
 
 
-# --- adapters ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 @pytest.mark.parametrize(
     ("wish", "compute", "dtype"),
@@ -240,7 +237,6 @@ def test_the_plan_counts_adapters_gradients_and_states_of_qlora_in_fp32(layout, 
     assert total == pytest.approx(trained * params, rel=1e-3)
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
     """A folder with a bf16 base and a run YAML that computes in bf16 at a usual learning rate."""

@@ -36,9 +36,6 @@ def make(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["make", *words], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=120)
 
 
-# the table
-
-
 def test_the_table_speaks_of_every_target_and_command():
     assert variables.all_targets() == set(EVERY)
     assert set(MAINTAINING) - set(TARGETS) == set(variables.MAINTENANCE_TARGETS)
@@ -69,9 +66,6 @@ def test_every_command_that_the_papers_show_is_taken():
             found += 1
             assert variables.command_line_problem([target], names, []) is None, (path, target, names)
     assert found > 60
-
-
-# variables of make
 
 
 @pytest.mark.parametrize("target", ["train", "plan", "train-distributed", "eval", "fuzz", "setup", "help"])
@@ -175,8 +169,6 @@ def test_what_the_environment_holds_is_not_judged():
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
-# flags of the program
-
 VALUES = {"NPROC": "2", "NNODES": "1", "STRATEGY": "ddp", "GPUS": "0", "N": "2", "ROW": "2", "STEPS": "2", "PRICE": "2",
           "BUDGET": "2", "MAX": "seq_len", "WHATIF": "train.epochs=1"}  # fmt: skip
 
@@ -226,8 +218,6 @@ def test_wrong_flags_are_one_message(refuse, words, message):
     assert message in refuse(*words)
 
 
-# the starter, as such only
-
 OWN = (
     *("data.train_path=mine.jsonl", "data.val_path=mine.jsonl", "data.test_path=x.jsonl", "model.name=me/model"),
     *("model={name: me/model}", "data={train_path: mine.jsonl}", "task_mode=cpt"),
@@ -252,9 +242,6 @@ def test_without_a_config_the_starter_gets_nothing_of_the_users(name, monkeypatc
     assert read_request([name, *HARMLESS], {}).overrides == HARMLESS
     request = read_request([name, "--config", STARTER, "--train-dataset", "/a b/c"], {})
     assert request.overrides == ('data.train_path="/a b/c"',)
-
-
-# the base model comes first
 
 
 def test_every_run_says_its_base_model_first(tmp_path, tiny_llama, succeed, monkeypatch):

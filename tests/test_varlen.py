@@ -138,7 +138,6 @@ def test_what_it_does_not_compute_is_refused(options, says):
         attended(*heads(np.random.default_rng(0), 6), [4, 2], **options)
 
 
-# --- the measurement --------------------------------------------------------------------------------------------------
 PADDING, BOUNDARIES = partial(masking.check_padding, attention="sdpa"), masking.check_boundaries
 
 
@@ -212,7 +211,6 @@ def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
     assert ask(LlamaConfig(of_its_own=object()), attention="sdpa") == (5, ""), "an object that JSON cannot hold"
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
 def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_llama, succeed, monkeypatch):
     from sft_play.training.loop import trainer
 
@@ -308,7 +306,6 @@ def test_a_model_generates_with_its_usual_attention(tiny_llama):
     assert own.config._attn_implementation == attention_functions.VARLEN_ATTENTION
 
 
-# --- kernels of the hub -----------------------------------------------------------------------------------------------
 HUB = f"kernels-community/flash-attn2@{'0123456789' * 4}"
 
 

@@ -38,9 +38,6 @@ DDP = "ddp proved: the model is a DistributedDataParallel over 2 ranks"
 BY_ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}
 
 
-# --- who this process is ----------------------------------------------------------------------------------------------
-
-
 @QUICK
 @given(rank=st.integers(0, 5), more=st.integers(1, 5), local=st.one_of(st.none(), st.integers(0, 5)))
 def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more, local):
@@ -108,9 +105,6 @@ def test_tasks_of_slurm_that_would_each_be_a_run_are_refused():
     torchrun.refuse_repeated_starts({"SLURM_PROCID": "0"}, node_count=1)
 
 
-# --- an address without a number of nodes -----------------------------------------------------------------------------
-
-
 def test_an_address_of_another_machine_without_a_number_of_nodes_stops_and_of_this_one_is_said(monkeypatch, caplog):
     for nodes in (NodeSetup(), NodeSetup(1, 0, "127.0.0.1", None), NodeSetup(2, 1, "192.0.2.1", 5)):
         torchrun.refuse_lone_node(nodes)
@@ -121,9 +115,6 @@ def test_an_address_of_another_machine_without_a_number_of_nodes_stops_and_of_th
     with caplog.at_level("INFO"):
         torchrun.refuse_lone_node(NodeSetup(1, 0, "192.0.2.7", None))
     assert "MASTER_ADDR=192.0.2.7 is this machine: the run is on it alone" in caplog.text
-
-
-# --- accelerate's own file --------------------------------------------------------------------------------------------
 
 
 def accelerate_file(path: Path, kind: str = "MULTI_GPU", **changes: object) -> Path:
@@ -196,9 +187,6 @@ def test_a_broken_file_of_accelerate_does_not_stop_one_process(tmp_path, monkeyp
     assert "not needed for one process" in caplog.text
 
 
-# --- accelerate launch ------------------------------------------------------------------------------------------------
-
-
 def test_accelerate_that_starts_one_process_instead_of_several_is_noticed():
     environment = {**BY_ACCELERATE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     accelerate.refuse_too_few_processes({**BY_ACCELERATE})
@@ -237,9 +225,6 @@ def test_what_accelerate_tells_its_ranks_is_the_layout_and_is_acted_on_once(told
     assert accelerate.accelerate_launch_config(environment) is None
 
 
-# --- GPUs that stay idle ----------------------------------------------------------------------------------------------
-
-
 @QUICK
 @given(
     there=st.integers(1, 8), used=st.integers(1, 8), nodes=st.integers(1, 3), file=st.booleans(),
@@ -262,9 +247,6 @@ def test_idle_gpus_are_counted_and_the_number_that_uses_all_is_said(there, used,
     assert (f"num_processes: {there * nodes} in acc.yaml" in line) == file
 
 
-# --- the plan of several nodes ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("machine", "nodes"), [("2x8xH100", 2), ("4x8xH100", 4), ("8xH100", 1)])
 def test_a_plan_ends_with_the_command_of_each_node(succeed, machine, nodes):
     said = succeed("plan", "--config", "configs/run_lora.yaml", "--hardware", machine)
@@ -275,9 +257,6 @@ def test_a_plan_ends_with_the_command_of_each_node(succeed, machine, nodes):
     assert "on node 0: make train-distributed CONFIG=configs/run_lora.yaml" in lines[-2]
     assert f"NNODES={nodes} NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=29500" in lines[-2]
     assert lines[-1].endswith(f"on the others: the same with NODE_RANK=1{' to 3' if nodes == 4 else ''}")
-
-
-# --- recipes, run -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

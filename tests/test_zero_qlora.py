@@ -42,9 +42,6 @@ def walk(name: str, ranks: int, *, mode: str = "qlora") -> StepMemorySimulation:
     )
 
 
-# --- what is planned --------------------------------------------------------------------------------------------------
-
-
 def test_a_rank_keeps_its_part_of_packed_weights_and_tables_and_all_constants():
     linears = [H * H] * 2 + [H * KV] * 2 + [H * F] * 3
     packed = BLOCKS * sum(linears) // 2
@@ -156,9 +153,6 @@ def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
             assert not memory.is_limited_by_loading  # what stays and a step's activations are more
 
 
-# --- over two CPU ranks -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_llama) -> Path:
     folder = tmp_path_factory.mktemp("zero")
@@ -202,9 +196,6 @@ def test_a_run_that_zero3_divides_is_resumed_and_written_out(world):
     assert losses(world / "outputs" / "broken") == losses(world / "outputs" / "unbroken")
     first, other = (tensors(world / "outputs" / name / "adapter") for name in ("unbroken", "broken"))
     assert all((first[key] - other[key]).abs().max() == 0 for key in first)
-
-
-# --- the proof --------------------------------------------------------------------------------------------------------
 
 
 def test_frozen_weights_that_were_not_divided_are_found_out():
