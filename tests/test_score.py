@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory_model import published, published_sources
+from benchmarks.memory_model import old_scripts, published, published_sources  # noqa: F401  (the tracer runs them)
 from benchmarks.memory_model.published import read_runs
 from benchmarks.memory_model.published_columns import NotExpressible
 from benchmarks.memory_model.published_sources import step_settings
@@ -19,7 +19,10 @@ from benchmarks.memory_model.score import plain_strategy, score, spread
 from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError, ModelError
 from sft_play.models.config_json import parse_model_shape
+from sft_play.trace import build
 from sft_play.trace.settings import TracedPeak, TraceUnavailable
+from sft_play.trace.step import record_step, trace_step
+from sft_play.trace.storages import EMPTY_CACHE
 from tests.conftest import ROOT, shared
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
@@ -339,16 +342,10 @@ LOGITS = 2 * 2 * 64 * 512
 
 
 def traced(**changed: Any) -> TracedPeak:
-    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
-    from sft_play.trace.step import trace_step
-
     return trace_step(replace(TINY, **changed))
 
 
 def test_fp32_norms_cost_two_bytes_more_a_weight() -> None:
-    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
-    from sft_play.trace import build
-
     model = build.load_skeleton(build.build_skeleton(TINY), replace(TINY, fp32_norms=True))
     kinds = {name: str(one.dtype) for name, one in model.named_parameters()}
     assert {kind for name, kind in kinds.items() if "norm" in name} == {"torch.float32"}
@@ -368,10 +365,6 @@ def test_gradients_cleared_late_leave_the_next_step_as_it_was() -> None:
 
 
 def test_the_cache_is_emptied_after_each_step() -> None:
-    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
-    from sft_play.trace.step import record_step
-    from sft_play.trace.storages import EMPTY_CACHE
-
     def times(settings: ScriptSettings) -> int:
         return sum(event[0] == EMPTY_CACHE for event in record_step(settings).events)
 

@@ -326,7 +326,7 @@ def test_too_much_lost_says_which_limit_keeps_how_much(tokenizer, tmp_path):
     long = [chat("yes", "no " * 100) for _ in range(5)]
     path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(20)), *long)
     data = f"data: {{train_path: {path}, val_path: null"
-    with pytest.raises(DataError, match=r"max_lost_fraction=0\.05[^$]*5 rows are cut[^$]*128 keeps all"):
+    with pytest.raises(DataError, match=r"5 of 25 rows are cut[^$]*max_lost_fraction=0\.05[^$]*128 keeps all"):
         build(tokenizer, f"{data}}}", limit=32)
     with pytest.raises(DataError, match=r"all \d+ rows lose their answer at max_seq_len 4 \(shortest prompt: \d+ tok"):
         build(tokenizer, f"{data}}}", limit=4)

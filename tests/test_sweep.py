@@ -19,15 +19,14 @@ from sft_play.planner.advice import parse_grid
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.lookup import check_run_name
 from tests import warm
-from tests.conftest import ROOT, chat
+from tests.conftest import ROOT, chat, write_rows
 
 LISTED = "train.learning_rate=1e-3,1e-2"
 
 
 @pytest.fixture
 def world(tmp_path, tiny_llama, monkeypatch) -> Path:
-    rows = [json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(40)]
-    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    write_rows(tmp_path / "rows.jsonl", (chat(f"what is {n}?", f"it is {n}.") for n in range(40)))
     (tmp_path / "my run.yaml").write_text(
         f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora, lora: {{r: 4}}}}\n"
         "data: {train_path: rows.jsonl, val_path: null, test_path: null, val_fraction: 0.2}\n"
@@ -49,11 +48,8 @@ def test_every_combination_is_a_cell_and_commas_in_brackets_or_quotes_part_no_va
     pool = ["1e-4", "16", "[a, b]", "{a: 1, b: [2, 3]}", '"x, y"', "'it, [is'", "null", "it's", "text"]
     axes = {f"s.key{n}": draw.sample(pool, draw.randint(1, 4)) for n in range(draw.randint(1, 4))}
     words = [f"{key}={draw.choice([',', ', ']).join(values)}" for key, values in axes.items()]
-    expected = [
-        tuple(f"{key}={value}" for key, value in zip(axes, values, strict=True))
-        for values in itertools.product(*axes.values())
-    ]
-    assert parse_grid(words, variable="SET") == expected
+    pairs = ([f"{key}={value}" for value in values] for key, values in axes.items())
+    assert parse_grid(words, variable="SET") == list(itertools.product(*pairs))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -128,10 +124,8 @@ def test_cells_that_do_not_fit_are_named_with_their_peak_and_skipped(world, monk
     capsys.readouterr()
     assert main(["sweep", "--config", "my run.yaml", "--json", *words]) == 3
     answer = json.loads(capsys.readouterr().out)
-    assert answer["ok"] is False
-    assert answer["kind"] == "does_not_fit"
+    assert (answer["ok"], answer["kind"], answer["compare"]) == (False, "does_not_fit", None)
     assert [one["status"] for one in answer["cells"]] == ["does_not_fit"] * 4
-    assert answer["compare"] is None
 
 
 def swept(*words: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> dict:
@@ -152,10 +146,8 @@ def test_each_cell_is_a_run_one_that_fails_keeps_no_other_and_again_only_what_is
     answer = swept(*words, capsys=capsys, code=2)
     assert [one["status"] for one in answer["cells"]] == ["failed", "finished", "finished"]
     assert answer["cells"][0]["error"]
-    assert [one["name"] for one in answer["compare"]["runs"]] == [
-        "my-run-learning_rate=1e-3",
-        "my-run-learning_rate=1e-2",
-    ]
+    names = ["my-run-learning_rate=1e-3", "my-run-learning_rate=1e-2"]
+    assert [one["name"] for one in answer["compare"]["runs"]] == names
     assert answer["compare"]["differing"]["train.learning_rate"] == [1e-3, 1e-2]
     assert Path(answer["compare"]["path"]).is_file()
     folders = [Path(one["path"]) for one in answer["cells"]]

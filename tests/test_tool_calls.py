@@ -13,7 +13,7 @@ from sft_play.data.masks import fitted_template, token_row
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
-from sft_play.data.sources.formats import Chat, recognise_format, to_example
+from sft_play.data.sources.formats import recognise_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import TokenizerError
 from tests.bundled import template_of, there, tokenizer_folder
@@ -160,7 +160,6 @@ def test_mistrals_calls_are_json_in_both_forms(name):
     renderer = renderer_of(tokenizer_for(name), template_of(name))
     for arguments, notes in ((ODD, (fitted_template.NOTE_TEXT_FOR_OBJECT,)), (as_text(ODD), ())):
         made = rendered(renderer, row(call(arguments)))
-        assert isinstance(made, TokenRow)
         assert made.notes == notes
         written = trained(made).partition("[TOOL_CALLS]")[2].partition("</s>")[0]
         assert json.loads(written)[0] == {"name": "get_weather", "arguments": ODD, "id": "Ab3dE6gH9"}
@@ -180,7 +179,6 @@ def test_a_call_has_the_ids_of_mistral_common(mistral):
     for form in (arguments, as_text(arguments)):
         data = row(call(form))
         made = rendered(renderer, {**data, "messages": data["messages"][:-1]})
-        assert isinstance(made, TokenRow)
         assert [label for label in made.labels if label != IGNORED] == list(map(int, GOLDEN.split()))
 
 
@@ -220,8 +218,8 @@ def test_the_form_that_a_template_writes_rightly_is_found_by_asking_it(small, wa
         data = row(call(arguments))
         made = rendered(renderer, data)
         if right == "none":
-            assert isinstance(made, BadRow) or arguments == {}  # which needs no escaping in one of the two
-            assert isinstance(made, BadRow) or made.text == by_transformers(small, data)
+            if not isinstance(made, BadRow):
+                assert (arguments, made.text) == ({}, by_transformers(small, data))  # which needs no escaping
             continue
         assert isinstance(made, TokenRow), made
         own = "text" if isinstance(arguments, str) else "object"
@@ -232,9 +230,7 @@ def test_the_form_that_a_template_writes_rightly_is_found_by_asking_it(small, wa
             for_object, for_text = fitted_template.NOTE_TEXT_FOR_OBJECT, fitted_template.NOTE_OBJECT_FOR_TEXT
             assert made.notes == (for_object if own == "object" else for_text,)
         other = json.loads(arguments) if isinstance(arguments, str) else as_text(arguments)
-        again = rendered(renderer, row(call(other)))
-        assert isinstance(again, TokenRow)
-        assert trained(again) == trained(made)
+        assert trained(rendered(renderer, row(call(other)))) == trained(made)
 
 
 def test_arguments_of_both_forms_may_stand_in_one_file_and_one_row(small):
@@ -357,7 +353,6 @@ def test_a_template_that_is_broken_or_not_there_costs_the_rows_that_need_it_alon
             good, bad = bad, good
         assert isinstance(rendered(renderer, good), TokenRow)
         refused = rendered(renderer, bad)
-        assert isinstance(refused, BadRow)
         assert "rag, tool_use; set data.chat_template" in refused.detail if name == "b" else "tools" in refused.reason
 
 
@@ -396,7 +391,6 @@ def test_arguments_that_a_table_made_up_are_left_out_and_counted(tmp_path, store
         table.save_to_disk(str(path))
     found = [example for _, example in ExampleReader(path, DataConfig(), split="train").numbered_examples()]
     for row, example in zip(ROWS_OF_CALLS, found, strict=True):
-        assert isinstance(example, Chat), example
         assert example.messages[1]["tool_calls"][0]["function"] == row["messages"][1]["tool_calls"][0]["function"]
         assert example.tools == tuple(row["tools"])
     if isinstance(told, dict) and None in told.values():  # this release of datasets fills the keys
@@ -413,6 +407,5 @@ def test_a_null_that_somebody_wrote_into_jsonl_stays(tmp_path):
     ]}  # fmt: skip
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     [(_, found)] = ExampleReader(tmp_path / "rows.jsonl", DataConfig(), split="train").numbered_examples()
-    assert isinstance(found, Chat)
     assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": 1}
     assert not any("nulls" in note for note in found.notes)

@@ -68,10 +68,8 @@ def test_where_no_build_runs_the_message_says_why_and_what_to_update(machine, pa
 
 def test_a_configured_index_is_used_and_no_other():
     for machine in (linux(), linux("580.65.06", L4), linux("470.57.02", K80)):
-        assert chosen(machine, configured="pip's settings name an index (global.index-url)") == ("index", None)
-        assert chosen(machine, "auto", "pip's settings name an index (global.index-url)") == ("index", None)
-    why = torch_build.choose(linux(), configured="pip's settings name an index (x)").why
-    assert why == "pip's settings name an index (x), and no other build was asked for"
+        for asked in ("", "auto"):
+            assert chosen(machine, asked, "pip's settings name an index (global.index-url)") == ("index", None)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +92,7 @@ def test_torch_takes_the_name_of_a_build_and_nothing_else():
     for asked in ("", "auto", "index", *BUILDS, "cu132", "rocm7.14"):
         assert torch_build.asked_build({"TORCH": asked}) == asked
     assert torch_build.asked_build({}) == ""
-    with pytest.raises(
-        BuildError, match=r"TORCH=2\.13\.0 was asked for, which is a version[^$]*make -C \w+ lock TORCH="
-    ):
+    with pytest.raises(BuildError, match=r"TORCH=2\.13\.0 .*which is a version[^$]*make -C \w+ lock TORCH="):
         torch_build.asked_build({"TORCH": "2.13.0"})
     for asked in ("cuda", "cu13", "cu1300", "CPU", "rocm", "cpu/../x", "http://x", " cpu"):
         with pytest.raises(BuildError, match="which is not a build of torch"):

@@ -169,15 +169,12 @@ def test_nor_what_the_files_of_a_received_run_name(tmp_path, tiny_llama):
     assert [(one["code"], one["asked"]) for one in answers] == [(2, []), (0, [])], answers
 
 
-THEIR_ADAPTER = {"peft_type": "XLORA", "base_model_name_or_path": "owner/base", "adapters": {"one": "owner/adapter"}}
-
-
 @pytest.mark.build
 def test_an_adapter_beside_the_weights_of_a_received_run_is_not_looked_for(tmp_path, tiny_llama):
     from sft_play.finished.load import load_model_folder
 
     folder = shutil.copytree(tiny_llama, tmp_path / "model")
-    (folder / "adapter_config.json").write_text(json.dumps(THEIR_ADAPTER))
+    (folder / "adapter_config.json").write_text(json.dumps(NAMED["an adapter"]["adapter_config.json"]))
     assert not getattr(load_model_folder(folder), "_hf_peft_config_loaded", False)
 
 
@@ -187,7 +184,8 @@ def test_a_repository_with_an_adapter_beside_its_weights_is_trained_itself(tmp_p
     """transformers would load the base that the adapter names in its place."""
     cached = tmp_path / "hub" / "models--owner--mine"
     snapshot = shutil.copytree(tiny_llama, cached / "snapshots" / ("0" * 40))
-    (snapshot / "adapter_config.json").write_text(json.dumps(THEIR_ADAPTER | {"peft_type": "LORA"}))
+    adapter = NAMED["an adapter"]["adapter_config.json"] | {"peft_type": "LORA"}
+    (snapshot / "adapter_config.json").write_text(json.dumps(adapter))
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0" * 40)
     config = model_of_a_stranger(tmp_path, tiny_llama, {})

@@ -1,8 +1,7 @@
 """Runs on Unsloth: why they cannot run, what crosses the process boundary, and that they train what the others train.
 
-Without Unsloth a package of its name in `unsloth_standin/` is run in its place, by a process of its own. Where an
-environment with Unsloth is there (UNSLOTH_VENV, .venv-unsloth), its own functions are looked at, and run by `slow`
-tests.
+Without Unsloth a package of its name in `unsloth_standin/` is run in its place; where an environment with Unsloth is
+there (UNSLOTH_VENV, .venv-unsloth), `slow` tests run that.
 """
 
 import dataclasses
@@ -213,18 +212,6 @@ def test_models_that_it_cannot_train_as_the_run_says_are_named(monkeypatch):
     assert "image-text" in str(said(dataclasses.replace(llama, text_only_note="only the language model is trained")))
     assert "Conv1D" in str(said(dataclasses.replace(llama, model_type="gpt2")))
     assert "loads float32 and computes in bfloat16" in str(said(llama, "model.dtype=float32", "train.bf16=true"))
-
-
-def test_a_model_that_its_shapes_belie_is_found_before_its_weights_are_loaded():
-    def said(*dtypes: str, **changes: bool) -> str:
-        load, compute = dtypes or ("bfloat16", "bfloat16")
-        usual = {"is_text_tower": False, "is_transposed": False}
-        return str(backend.unsloth_model_problem(Precision(load, compute, ""), **{**usual, **changes}))
-
-    assert said() == "None"
-    assert "image-text" in said(is_text_tower=True)
-    assert "Conv1D" in said(is_transposed=True)
-    assert "loads bfloat16 and computes in float32" in said("float32", "bfloat16")
 
 
 def test_the_types_with_transposed_layers_are_those_whose_code_has_them():

@@ -45,12 +45,10 @@ def test_an_empty_table_is_not_good():
         ({"HARDWARE": "2xH200"}, "HARDWARE=2xH200"),
     ],
 )
-def test_what_cannot_be_compared_is_one_message(command, monkeypatch, variables, message):
+def test_what_cannot_be_compared_is_one_message(refuse, monkeypatch, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    code, printed = command("verify-layouts")
-    assert code == 2, printed
-    assert message in printed
+    assert message in refuse("verify-layouts")
 
 
 @pytest.mark.slow
@@ -59,10 +57,7 @@ def test_a_run_that_trains_another_model_is_found(monkeypatch, tmp_path, command
     honest = _LayoutBench.settings
 
     def cheating(self, case, *, start):
-        return [
-            *honest(self, case, start=start),
-            *(["train.learning_rate=3e-3"] if case.ranks == 2 and not start else []),
-        ]
+        return [*honest(self, case, start=start), *["train.learning_rate=3e-3"] * (case.ranks == 2 and not start)]
 
     cases = [LayoutCase("ddp", 2, "lora", 1)]
     monkeypatch.setattr(_LayoutBench, "settings", cheating)
