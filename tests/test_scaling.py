@@ -36,8 +36,6 @@ def test_published_runs_scale_as_predicted():
 
 
 def test_nothing_of_it_comes_out_without_a_term(monkeypatch):
-    """Each constant is needed: without it the same published runs are predicted worse."""
-
     def error() -> float:
         return statistics.mean(abs(compare_scaling(point)["ratio"] - 1) for point in SCALING_POINTS)
 

@@ -144,7 +144,6 @@ def test_durations_are_in_the_unit_that_a_person_would_take():
 
 @pytest.fixture
 def config(tmp_path, tiny_llama, sums) -> Path:
-    """A run YAML of an epoch."""
     train = {"effective_batch_size": 4, "epochs": 1, "max_steps": None, "logging_steps": 1, "save_steps": 10}
     answers = {"generate_rows": 4, "max_new_tokens": 4}
     sections = {"data": {"val_fraction": 0.2}, "train": train, "eval": answers, "output": {"name": "one"}}
@@ -234,7 +233,6 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, config, 
 
 @pytest.mark.build
 def test_a_run_in_stages_begins_in_twelve_lines_and_says_of_each_stage_what_it_trains(config, succeed):
-    """Two lines a stage before the first (its plan, and that its steps are few); its rows when it begins."""
     names = ("short", "middle", "long")
     stages = [{"name": name, "max_steps": 1, "max_seq_len": 64 - 8 * at} for at, name in enumerate(names)]
     settings = {**json.loads(config.read_text()), "curriculum": stages}

@@ -296,14 +296,8 @@ def test_evaluation_and_generation_switch_it_off(
     monkeypatch.setattr(PlannedTrainer, "training_step", stepped)
     rows = [{"text": "a b c d " * 40}] * 8 if evaluates_on else [chat(f"{number}", "yes") for number in range(40)]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    train = {
-        "effective_batch_size": 2,
-        "batch_size": 2,
-        "device": "cpu",
-        "bf16": False,
-        "gradient_checkpointing": False,
-    }
-    sections = {"model": {"max_seq_len": 32}, "data": {"val_fraction": 0.25}, "train": train}
+    train = {"effective_batch_size": 2, "batch_size": 2, "bf16": False, "gradient_checkpointing": False}
+    sections = {"model": {"max_seq_len": 32}, "data": {"val_fraction": 0.25}, "train": {**train, "device": "cpu"}}
     path = write_run(tmp_path, tiny_llama, data, **sections, eval={"generate_rows": 2, "max_new_tokens": 2})
     succeed("train", "--config", str(path), *words)
     assert seen["training"] == {True}

@@ -193,7 +193,6 @@ def test_nine_trials_hold_every_pair_of_settings():
 
 @pytest.fixture
 def on_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialBench:
-    """A bench with the large model's config, beside a GPU that is not there."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(KNOWN_MODELS[LARGE_MODEL].config))
     write_trial_rows(tmp_path, GPU_SIZE)
@@ -311,7 +310,6 @@ def test_a_model_that_cannot_be_made_is_tried_once_and_said_of_every_trial(monke
 
 
 def test_one_that_was_broken_off_goes_on_and_one_that_was_finished_begins_again(tmp_path, monkeypatch):
-    """No part is begun after the minutes; the next start with the same file makes those that are missing."""
     now, made = [0.0], []
     monkeypatch.setattr(selftest.time, "monotonic", lambda: now[0])
 
@@ -481,7 +479,6 @@ def test_a_trial_of_full_rows_on_a_gpu_is_recorded(tmp_path, monkeypatch):
 
 @pytest.mark.build
 def test_a_few_parts_on_the_cpu(tmp_path, monkeypatch):
-    """One trial and the environment."""
     monkeypatch.setattr(sys, "executable", warm.python())
     trial = "train/full/checkpointed/equal/evaluate"
     book = selftest.selftest(tmp_path / "a.json", only=lambda name: name.startswith("environment/") or name == trial)

@@ -55,7 +55,6 @@ def world(tmp_path_factory) -> Path:
 
 @contextlib.contextmanager
 def started(service: serve.Service) -> Iterator[serve.ServedEndpoint]:
-    """A service in this process, ended afterwards."""
     try:
         yield service.start()
     finally:
@@ -66,7 +65,6 @@ def started(service: serve.Service) -> Iterator[serve.ServedEndpoint]:
 
 @pytest.fixture(scope="module")
 def lora(world) -> Iterator[serve.ServedEndpoint]:
-    """The run lora, served."""
     with started(of_run(world / "lora")) as endpoint:
         yield endpoint
 
@@ -296,7 +294,6 @@ def test_only_this_machines_names_reach_a_server_that_only_it_can_reach(lora):
 
 
 def ask_for_long(port: int) -> socket.socket:
-    """A connection on which an answer is streamed that does not end by itself."""
     body = json.dumps({**CHAT, "model": "endless", "max_tokens": 10**6, "stream": True}).encode()
     connection = socket.create_connection(("127.0.0.1", port))
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
@@ -326,7 +323,6 @@ def test_the_command_prints_one_object_and_ends_by_its_pid_without_waiting_for_a
 
 @pytest.mark.parametrize("settings", [{"system_into_user": True}, {"merge_consecutive": True}])
 def test_prompt_ids_are_those_of_training_rows(world, settings):
-    """Against the rows that training reads, cut before their answers."""
     from sft_play.data.masks.render import Renderer
     from sft_play.data.masks.token_row import IGNORED
     from sft_play.data.sources.formats import Chat, detect_format, to_example

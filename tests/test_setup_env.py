@@ -9,6 +9,7 @@ import time
 import tomllib
 import zipfile
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,6 @@ def checkout(tmp_path, monkeypatch):
 
 @pytest.fixture
 def ready(checkout):
-    """The same with .venv built."""
     setup_env.ensure(checkout, {}, FakeBuild())
     return checkout
 
@@ -94,14 +94,12 @@ def refusal(checkout, monkeypatch, capfd):
 
 
 def edit(path, old, new):
-    """Replaces a text that must be there."""
     text = path.read_text(encoding="utf-8")
     assert old in text
     path.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def program(path, script):
-    """A shell script that can be run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     path.chmod(0o755)
@@ -114,7 +112,6 @@ def fake_python(path, answer):
 
 
 def never(command, root):
-    """A build step that must not run."""
     raise AssertionError(f"unexpected build step {command}")
 
 
@@ -122,11 +119,9 @@ def test_a_first_build_makes_the_environment_then_setuptools_then_the_project(ch
     fake = FakeBuild()
     setup_env.ensure(checkout, {}, fake)
     create, tool, project = fake.commands
-    assert create[0] == str(BASE)
-    assert create[-3:] == ["-m", "venv", str(checkout / ".venv")]
-    for command in (tool, project):
-        assert command[:4] == [str(checkout / ".venv/bin/python"), "-m", "pip", "install"]
-        assert command[4:6] == ["--constraint", "requirements.lock"]
+    assert (create[0], create[-3:]) == (str(BASE), ["-m", "venv", str(checkout / ".venv")])
+    pip = [str(checkout / ".venv/bin/python"), "-m", "pip", "install", "--constraint", "requirements.lock"]
+    assert tool[:6] == project[:6] == pip
     assert tool[-1] == "setuptools"
     assert not [word for command in fake.commands for word in command if "index" in word]
     assert project[-3:] == ["--no-build-isolation", "--editable", ".[dev]"]
@@ -245,18 +240,16 @@ def test_two_makes_at_once_build_once_and_the_second_says_that_it_waits(checkout
         assert go_on.wait(30)
         return fake(command, root)
 
-    first = threading.Thread(target=setup_env.ensure, args=(checkout, {}, slow))
-    second = threading.Thread(target=setup_env.ensure, args=(checkout, {}, never))
-    first.start()
-    assert begun.wait(30)
-    second.start()
-    output, end = "", time.monotonic() + 30
-    while "waiting for another make" not in output and time.monotonic() < end:
-        time.sleep(0.01)
-        output += capfd.readouterr().err
-    go_on.set()
-    first.join()
-    second.join()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(setup_env.ensure, checkout, {}, slow)
+        assert begun.wait(30)
+        second = pool.submit(setup_env.ensure, checkout, {}, never)
+        output, end = "", time.monotonic() + 30
+        while "waiting for another make" not in output and time.monotonic() < end:
+            time.sleep(0.01)
+            output += capfd.readouterr().err
+        go_on.set()
+    second.result()
     assert "waiting for another make that builds .venv" in output
     assert fake.builds == 1
     setup_env.ensure(checkout, {}, never)
@@ -335,7 +328,6 @@ def test_torch_rebuilds_for_another_build_alone(ready, monkeypatch):
 
 
 def test_uv_installs_the_same_pins_into_the_same_environment(checkout, tmp_path, monkeypatch, capfd):
-    """The whole build with a uv that notes its words, and a real venv."""
     notes = tmp_path / "notes"
     uv = program(tmp_path / "bin" / "uv", f'echo "$@" >> "{notes}"\necho "Resolved 3 packages"')
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
@@ -574,8 +566,8 @@ def test_an_extra_is_added_once_at_its_pins(ready, capfd):
     capfd.readouterr()
     add_documents(lambda command, root: commands.append(list(command)) or 0)
     (command,) = commands
-    assert command[:4] == [str(ready / ".venv/bin/python"), "-m", "pip", "install"]
-    assert command[4:6] == ["--constraint", "requirements.lock"]
+    pip = [str(ready / ".venv/bin/python"), "-m", "pip", "install", "--constraint", "requirements.lock"]
+    assert command[:6] == pip
     assert command[-len(of_extra("documents")) :] == of_extra("documents")
     assert capfd.readouterr().err.count("adding the packages for reading documents to .venv, once") == 1
     add_documents(never)

@@ -75,7 +75,6 @@ def done(*words: str, **options) -> str:
 
 
 def tensors(folder: Path):
-    """Every tensor of the whole files in a folder, by name."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -101,7 +100,6 @@ def stopped(world) -> Path:
 
 @pytest.fixture(scope="module")
 def unbroken(world) -> Path:
-    """The same run in one process, never stopped."""
     done("train", "--config", f"{world}/run.yaml", "tuning.mode=full", "output.name=unbroken")
     return world / "outputs" / "unbroken"
 

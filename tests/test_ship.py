@@ -49,7 +49,6 @@ def task(base, tuned) -> TaskEvidence:
 
 
 def evidence(*, of_task=None, text=None, chats=None, merge=None) -> Evidence:
-    """What ships, but for the parts that are given."""
     draw = np.random.default_rng(0)
     base = draw.uniform(1, 2, 40)
     same = half([1.0] * 40, [1.0] * 40)
@@ -61,7 +60,6 @@ def evidence(*, of_task=None, text=None, chats=None, merge=None) -> Evidence:
 
 
 def refused(given: Evidence, thresholds: Thresholds = QUICK) -> dict[str, str]:
-    """The checks that fail, with their reasons."""
     verdict = judge_evidence(given, thresholds)
     assert verdict.ok == all(check.ok for check in verdict.checks)
     return {check.name: check.reason for check in verdict.checks if not check.ok}
@@ -137,8 +135,6 @@ def test_no_held_out_rows_and_no_merge_never_ship():
 
 
 def plain_rule(given: Evidence, asked: Thresholds) -> dict[str, bool]:
-    """The rule written again: whether each check passes."""
-
     def rises(losses, bound):
         if None in losses.base + losses.tuned:
             return False
@@ -467,7 +463,6 @@ def random_run(folder: Path, mode: str, *, rows: int) -> Path:
 
 @pytest.fixture
 def recorded(tmp_path) -> dict:
-    """What ship.json holds of evidence that ships."""
     given = evidence()
     whole = ShipResult(tmp_path, given, Thresholds(), judge_evidence(given, Thresholds()), {})
     return json.loads(json.dumps(whole.as_json()))

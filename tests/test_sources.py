@@ -15,6 +15,8 @@ from sft_play.errors import ConfigError, DataError
 from tests.conftest import chat, write_rows
 from tests.test_train import logged as series
 
+pytestmark = pytest.mark.build
+
 
 def test_shares_add_up_and_every_row_comes_as_often_as_the_others_of_its_source():
     assert share_counts([1, 1, 1], 8) == (3, 3, 2)  # 2.67 each: of equal remainders the first
@@ -127,7 +129,6 @@ def run_yaml(tmp_path: Path, tiny_llama: Path) -> Path:
     return path
 
 
-@pytest.mark.build
 def test_a_run_on_sources_stopped_and_resumed_has_the_losses_of_an_unbroken_one(run_yaml, succeed, refuse, tmp_path):
     """32 rows an epoch, 24 of the first source and 8 of the second: 4 steps an epoch, stopped within the second."""
     for name, words in (("whole", []), ("broken", ["train.stop_after_steps=5"])):
@@ -184,7 +185,6 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
     return trainer, order
 
 
-@pytest.mark.build
 def test_the_trainer_sees_the_shares_of_every_epoch(run_yaml):
     trainer, (first, second) = rows_of_steps(run_yaml)
     for rows in (first, second):
@@ -196,7 +196,6 @@ def test_the_trainer_sees_the_shares_of_every_epoch(run_yaml):
     assert not of_second[0] & of_second[1]
 
 
-@pytest.mark.build
 def test_packs_hold_rows_of_one_source_and_their_shares_are_exact(run_yaml):
     trainer, (rows, _) = rows_of_steps(run_yaml, "data.packing=best_fit", "model.max_seq_len=160")
     found = [trainer.train_dataset[row]["sources"] for row in rows]
@@ -207,7 +206,6 @@ def test_packs_hold_rows_of_one_source_and_their_shares_are_exact(run_yaml):
     assert sum(sizes) < 32
 
 
-@pytest.mark.build
 def test_max_rows_held_out_shares_and_one_held_out_file_for_all_sources(run_yaml, succeed, refuse, tmp_path):
     text = run_yaml.read_text().replace(f", val_path: {tmp_path}/held.jsonl", "")
     run_yaml.write_text(text.replace("weight: 1", "weight: 1, max_rows: 9"))
@@ -223,7 +221,6 @@ def test_max_rows_held_out_shares_and_one_held_out_file_for_all_sources(run_yaml
     assert ("data.sources[1].path: " in said, "colors.jsonl does not exist" in said) == (True, True)
 
 
-@pytest.mark.build
 def test_plain_text_of_several_sources_is_mixed_by_blocks(run_yaml, succeed, tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text(f"the light in the {name} is on. " * 200)
@@ -233,7 +230,6 @@ def test_plain_text_of_several_sources_is_mixed_by_blocks(run_yaml, succeed, tmp
     assert series(tmp_path / "outputs" / "text", "loss_two")
 
 
-@pytest.mark.build
 def test_a_bad_row_of_a_source_is_named_with_the_source(run_yaml, refuse, tmp_path):
     with (tmp_path / "colours.jsonl").open("a") as file:
         file.write("{}\n")
@@ -241,7 +237,6 @@ def test_a_bad_row_of_a_source_is_named_with_the_source(run_yaml, refuse, tmp_pa
     assert f"data.sources[1].path: 1 of 21 rows of {tmp_path}/colours.jsonl (messages) cannot be used" in said
 
 
-@pytest.mark.build
 def test_check_render_and_preview_read_every_source(run_yaml, succeed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = succeed("check", "--config", str(run_yaml))

@@ -30,7 +30,6 @@ def published():
 
 
 def test_speeds_that_were_not_fitted_are_predicted_within_15_percent(published):
-    """The median of 115 runs of eight sources, and of the sources' own medians."""
     found = published_speeds.errors_by_class(published)
     assert found["all"]["n"] >= 100
     assert min(found[name]["n"] for name in ("all sources", "one GPU", "full", "lora", "qlora")) >= 8
@@ -132,7 +131,6 @@ def test_a_plan_says_its_error_in_words_and_json_and_a_rank_receives_it():
 
 
 def test_what_the_error_does_not_tell_apart_is_about_as_fast():
-    """In the reasons of random plans too: never a gain that is negative or within the error."""
     chance = random.Random("about")
     for _ in range(500):
         ratio, share = chance.uniform(0.2, 2.5), chance.uniform(0, 0.6)

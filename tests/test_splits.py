@@ -37,7 +37,6 @@ def write(path: Path, *rows: object) -> Path:
 
 
 def said_of(report: RowStats) -> str:
-    """What a run says of a split."""
     data = DataConfig(on_bad_row="skip", max_lost_fraction=1.0)
     return "\n".join(found.found for found in judge_split(report, data, max_seq_len=32, max_positions=None))
 

@@ -16,6 +16,7 @@ from sft_play.runs.folder import RunFolder
 from tests.conftest import ROOT, chat, write_rows
 from tests.test_train import metrics, weights
 
+pytestmark = pytest.mark.build
 BASE = "model: {name: x, max_seq_len: 512}\ndata: {train_path: a.jsonl}\ntrain: {max_steps: 9}\n"
 
 
@@ -111,7 +112,6 @@ WHOLE = ["tuning.mode=full"]
 
 
 def write_run(tmp_path: Path, tiny_llama: Path) -> Path:
-    """Three steps on one file, then six on another with longer rows, half the rate."""
     for name, answer in (("sums", "it is"), ("colours", "red red"), ("held", "it is")):
         rows = (chat(f"what is {n} of {name}?", f"{answer} {n}.") for n in range(24))
         write_rows(tmp_path / f"{name}.jsonl", rows)
@@ -136,7 +136,6 @@ def run_yaml(tmp_path: Path, tiny_llama: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
-    """The folder of the run, never stopped."""
     folder = tmp_path_factory.mktemp("whole")
     assert main(["train", "--config", str(write_run(folder, tiny_llama)), "output.name=whole"]) == 0
     return folder / "outputs" / "whole"
@@ -156,7 +155,6 @@ def same_bits(one: Path, other: Path) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
-@pytest.mark.build
 @pytest.mark.parametrize("bf16", ["false", "true"])
 def test_two_stages_are_two_runs_chained_by_hand(run_yaml, succeed, tmp_path, bf16):
     def run(name: str, *words: str) -> Path:
@@ -177,7 +175,6 @@ def test_two_stages_are_two_runs_chained_by_hand(run_yaml, succeed, tmp_path, bf
         torch.testing.assert_close(weights(whole)[name], tensor, rtol=1e-5, atol=atol)
 
 
-@pytest.mark.build
 def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_time(
     run_yaml, succeed, tmp_path, monkeypatch
 ):
@@ -217,7 +214,6 @@ def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_tim
     assert "Stage 2 of 2, long: 2 epochs, learning rate 0.0005, rows of at most 80 tokens" in said
 
 
-@pytest.mark.build
 @pytest.mark.parametrize("steps", [pytest.param(3, marks=pytest.mark.slow), 5])
 def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, whole, command, succeed, tmp_path, steps):
     words = ["output.name=broken", f"train.stop_after_steps={steps}"]
@@ -237,7 +233,6 @@ def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, wh
     assert json.loads((broken / "manifest.json").read_text())["status"] == "finished"
 
 
-@pytest.mark.build
 def test_a_run_killed_while_a_stage_ended_takes_no_step_again(run_yaml, whole, succeed, tmp_path):
     """The last checkpoint of a stage is there, and what it trained, or that it ended, is not written yet."""
     for name in ("unsaid", "unsaved"):
@@ -253,7 +248,6 @@ def test_a_run_killed_while_a_stage_ended_takes_no_step_again(run_yaml, whole, s
         assert same_bits(run.path, whole)
 
 
-@pytest.mark.build
 def test_only_the_parts_that_a_stage_names_are_trained(run_yaml, succeed, tmp_path, tiny_llama):
     words = [*WHOLE, "curriculum.0.trainable=[layers.0.mlp]", "curriculum.1.trainable=[norm]", "output.name=one"]
     said = succeed("train", "--config", str(run_yaml), *words)
@@ -266,7 +260,6 @@ def test_only_the_parts_that_a_stage_names_are_trained(run_yaml, succeed, tmp_pa
     assert "Trainable: norm: 5 of" in said
 
 
-@pytest.mark.build
 @pytest.mark.parametrize(("words", "said"), [
     (["curriculum.1.trainable=[mlpp]"],
      "stage long: tuning.trainable: mlpp names no weight that tuning.mode=full trains (did you mean mlp?)"),
@@ -280,7 +273,6 @@ def test_a_later_stage_that_cannot_be_is_refused_before_the_first(run_yaml, comm
     assert not (tmp_path / "outputs" / "one").exists()
 
 
-@pytest.mark.build
 def test_every_stage_is_planned_and_one_that_does_not_fit_is_named(tmp_path, command, succeed):
     path = tmp_path / "run.yaml"
     path.write_text(
@@ -317,7 +309,6 @@ def test_stages_share_the_layout_that_fits_them_all():
     assert common_layout(requests[:1] * 2) == alone[0]
 
 
-@pytest.mark.build
 def test_check_preview_render_and_consolidate_know_stages(run_yaml, succeed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = succeed("check", "--config", str(run_yaml))

@@ -72,7 +72,6 @@ def test_always_giving_the_most_frequent_answer_scores_under_ten_percent(rows):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """A cache of its own, which no other run has written to."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -109,7 +108,6 @@ def test_the_recipe_changes_with_what_the_base_is_made_of(tmp_path, monkeypatch)
 
 
 def test_the_shipped_tokenizer_and_shape_are_made_from_the_corpus_and_the_table(tmp_path):
-    """Unlike the weights, they come out the same on every machine."""
     documents = corpus_documents()
     starter_base.make_tokenizer(documents).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "chat_template.jinja"):
@@ -131,7 +129,6 @@ def test_what_two_bases_differ_by_is_said_of_random_weights():
 
 
 def test_a_wheel_has_every_data_file_of_the_package():
-    """By the patterns that setuptools reads; the base is among them."""
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     taken = {path for pattern in tools["package-data"]["sft_play"] for path in (ROOT / "sft_play").glob(pattern)}
     files = {path for path in (ROOT / "sft_play").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
@@ -164,7 +161,6 @@ def test_the_base_copies_every_slot():
 
 @pytest.mark.story
 def test_make_train_without_a_config_really_learns(cache, tmp_path):
-    """Shortened; the whole run, and what README says that it reaches, are in the slow test below."""
     printed = train(cache, tmp_path, "output.name=starter", "train.epochs=1")
     summary = json.loads((tmp_path / "starter" / "summary.json").read_text())
     assert summary["split"] == "test"
@@ -183,7 +179,6 @@ def test_make_train_without_a_config_really_learns(cache, tmp_path):
 
 @pytest.mark.story
 def test_from_own_rows_to_a_model_that_is_judged_exported_and_reported(cache, tmp_path):
-    """A user's whole way, every command after the one before it."""
     own = tmp_path / "commands.jsonl"
     rows = starter_rows()["train"][:800]
     turns = ([turn["content"] for turn in row["messages"][:2]] for row in rows)
@@ -234,7 +229,6 @@ def test_from_own_rows_to_a_model_that_is_judged_exported_and_reported(cache, tm
 
 @pytest.mark.slow
 def test_the_starter_reaches_95_percent(cache, tmp_path):
-    """What is wanted of every seed, processor and number of threads."""
     train(cache, tmp_path, "output.name=starter")
     assert json.loads((tmp_path / "starter" / "summary.json").read_text())["after"]["exact_match"] >= 0.95
 

@@ -60,7 +60,6 @@ with open("found.json", "w") as file:
 
 
 def in_a_process(code: str, folder: Path, *words: str, given: str = "") -> str:
-    """What a Python that has imported nothing says."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=folder, input=given, env=environment, text=True,
                           capture_output=True, timeout=300, check=False)  # fmt: skip
@@ -93,13 +92,8 @@ def place(tmp_path_factory, tiny_llama, sums):
     for name, text in FILES.items():
         (folder / f"{name}.jsonl").write_text(text)
     (folder / "good.jsonl").write_text(sums.read_text())
-    sections = {
-        "tuning": {"mode": "qlora"},
-        "train": {"max_steps": 1},
-        "eval": {"steps": 0},
-        "output": {"dir": "outputs"},
-    }
-    write_run(folder, tiny_llama, Path("good.jsonl"), **sections)
+    sections = {"train": {"max_steps": 1}, "eval": {"steps": 0}, "output": {"dir": "outputs"}}
+    write_run(folder, tiny_llama, Path("good.jsonl"), tuning={"mode": "qlora"}, **sections)
     held = RunFolder(folder / "outputs" / "held")
     held.path.mkdir(parents=True)
     write_json(held.manifest_path, {"format": MANIFEST_FORMAT, "status": "running"})
@@ -195,7 +189,6 @@ def test_every_source_is_looked_at_and_plain_text_is_none_of_chats(tmp_path):
 
 @pytest.fixture(scope="module")
 def watched(place):
-    """A whole run in a process of its own: exit code, libraries at each line, frozen objects, collections on or off."""
     in_a_process(WATCHED, place, "train", "--config", "run.yaml")
     return json.loads((place / "found.json").read_text())
 

@@ -91,7 +91,6 @@ def base(folder: Path, kind: str, quantisation: dict, *, width: int = 48) -> Pat
 
 
 def plain_copy(folder: Path) -> Path:
-    """The same model stored in bfloat16, by what is read of it."""
     to = folder.with_name("plain")
     to.mkdir()
     make_tokenizer(to)

@@ -141,7 +141,6 @@ def test_a_template_without_end_is_stopped(name, short_limit):
 
 
 def test_a_template_is_stopped_in_any_thread(short_limit):
-    """The server renders in one of its own."""
     made, found = template(ENDLESS["lists in lists, compared"]), []
 
     def render():

@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +50,6 @@ OPENS_AT = "?smoothing=0#custom_scalars&_smoothingWeight=0"
 
 
 def fetch(url: str) -> bytes:
-    """A page of this machine's own; no proxy is asked."""
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=20) as page:
         content: bytes = page.read()
         return content
@@ -109,7 +108,6 @@ ASKING: list[tuple[dict[str, str], int]] = [
 
 
 def status_of(url: str, headers: dict[str, str]) -> int:
-    """The status of a page that is asked for with these headers."""
     request = urllib.request.Request(url, headers=headers)
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20) as page:
@@ -290,7 +288,6 @@ with board.sidecar(logs, environment={}, port=0, python=python) as sidecar:
 
 @pytest.fixture
 def owner(tmp_path, fake) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A process with a sidecar beside it, and the sidecar's pid."""
     words = [sys.executable, "-c", OWNER, str(tmp_path / "tb"), fake]
     process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True)
     yield process, int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
@@ -322,7 +319,6 @@ def make_run(base: Path, name: str, status: str | None, *, files: int = 1) -> Ru
 
 
 def events(base: Path) -> set[str]:
-    """The runs that have event files."""
     return {path.parents[1].name for path in base.rglob("events.out.tfevents.*")}
 
 
@@ -349,7 +345,6 @@ def on(command, tmp_path, tiny_llama) -> Callable[..., tuple[int, str]]:
 
 
 def answer_in(printed: str) -> dict[str, Any]:
-    """The JSON that a command printed."""
     return next(json.loads(line) for line in printed.splitlines() if line.startswith("{"))
 
 
@@ -474,8 +469,6 @@ def test_a_command_with_tensorboard_reports_to_it(tmp_path, tiny_llama, caplog):
 
 @dataclass
 class Training:
-    """A command that trains, with what it prints in a file."""
-
     process: subprocess.Popen[bytes]
     printed_to: Path
     run: Path
@@ -485,42 +478,42 @@ class Training:
     def printed(self) -> str:
         return self.printed_to.read_text()
 
-    def end(self) -> int:
-        """Its exit code; fails where it takes longer than a step and a checkpoint."""
-        try:
-            return self.process.wait(WAIT_S)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"not ended; it printed:\n{self.printed}")
-
 
 @dataclass(frozen=True)
 class World:
-    """A folder with a run YAML, and how its commands are started."""
+    """A folder with a run YAML, how its commands are started, and the runs that were."""
 
     folder: Path
     environment: dict[str, str]
+    trainings: list[Training] = field(default_factory=list)
 
-    def command(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """A command that has ended."""
+    def command(self, *words: str, **variables: str) -> str:
+        """What a command prints that has ended."""
         line = [warm.python(), "-m", "sft_play", *words, "--config", f"{self.folder}/run.yaml"]
         environment = self.environment | variables
-        return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+        return done.stdout
 
     def train(self, name: str, *words: str, command: str = "train", **variables: str) -> Training:
         """A run with TensorBoard beside it, just started."""
         line = [sys.executable, "-u", "-m", "sft_play", command, "--tensorboard", "--config", f"{self.folder}/run.yaml"]
         line += [f"output.name={name}", "tuning.mode=lora", "train.logging_steps=1", *words]
-        to = self.folder / f"{name}.txt"
+        to, environment = self.folder / f"{name}.txt", self.environment | variables
         with to.open("wb") as file:
-            process = subprocess.Popen(
-                line, cwd=ROOT, env=self.environment | variables, stdout=file, stderr=subprocess.STDOUT
-            )
-        return Training(process, to, self.folder / "outputs" / name)
+            process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        self.trainings.append(Training(process, to, self.folder / "outputs" / name))
+        return self.trainings[-1]
 
 
-def make_world(folder: Path, model: Path) -> World:
-    uneven_run(folder, model)
-    return World(folder, clean_environment(SFT_PLAY_CACHE=str(folder / "cache")))
+@pytest.fixture
+def world(tmp_path, tiny_llama) -> Iterator[World]:
+    uneven_run(tmp_path, tiny_llama)
+    made = World(tmp_path, clean_environment(SFT_PLAY_CACHE=str(tmp_path / "cache")))
+    yield made
+    for training in made.trainings:
+        training.process.kill()
+        training.process.wait()
+    made.command("tb-stop")
 
 
 def until_curves(training: Training, *, points: int = 3) -> dict[int, float]:
@@ -555,48 +548,31 @@ def boards_of(world: World) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.build
-def test_two_runs_at_the_same_time_show_their_curves_and_end_with_their_tensorboards(tmp_path, tiny_llama):
-    """Both on one page of `make tensorboard`; then Ctrl-C for one, kill -9 for the other."""
-    world, port = make_world(tmp_path, tiny_llama), free_port()
-    trainings: list[Training] = []
-    try:
-        for name, rate in (("stopped", "1e-3"), ("killed", "3e-2")):
-            words = ("train.max_steps=100000", f"train.learning_rate={rate}", "train.warmup_steps=0")
-            trainings.append(world.train(name, *words, TB_PORT=str(port)))
-            said = trainings[-1]
-            wait_for(lambda said=said: "TensorBoard: " in said.printed, said=lambda said=said: said.printed)
-        stopped, killed = trainings
-        for training in trainings:
-            shown, logged = until_curves(training), losses(training.run)
-            assert {step: logged[step] for step in shown} == pytest.approx(shown, rel=1e-5)
-        assert f"TensorBoard: http://127.0.0.1:{port}/{OPENS_AT}\n" in stopped.printed
-        assert f"/{OPENS_AT} (port {port} is taken)" in killed.printed
-        answer = world.command("tensorboard", TB_PORT=str(free_port()))
-        page = answer.stdout.partition("TensorBoard: ")[2].partition("?")[0]
-        for name in ("stopped/tb", "killed/tb"):
-            wait_for(lambda name=name: scalars(page, name, "train/loss"), within_s=END_S)
-        boards = boards_of(world)
-        pids = [boards[str(training.run / "tb")]["pid"] for training in trainings]
-        stopped.process.send_signal(signal.SIGINT)
-        killed.process.kill()
-        assert [training.end() for training in trainings] == [130, -signal.SIGKILL]
-        assert list((stopped.run / "checkpoints").iterdir())
-        assert re.search(rf"saving at the end of this step[^$]*TensorBoard \(pid {pids[0]}\) stopped", stopped.printed)
-        wait_for(lambda: not any(map(is_alive, pids)), within_s=END_S)
-        assert " stopped: http://" in world.command("tb-stop").stdout
-    finally:
-        for training in trainings:
-            training.process.kill()
-            training.process.wait()
-        world.command("tb-stop")
-
-
-@pytest.fixture
-def world(tmp_path, tiny_llama) -> Iterator[World]:
-    """A folder with a run YAML; its boards are stopped at the end."""
-    made = make_world(tmp_path, tiny_llama)
-    yield made
-    made.command("tb-stop")
+def test_two_runs_at_the_same_time_show_their_curves_and_end_with_their_tensorboards(world):
+    port = free_port()
+    for name, rate in (("stopped", "1e-3"), ("killed", "3e-2")):
+        words = ("train.max_steps=100000", f"train.learning_rate={rate}", "train.warmup_steps=0")
+        said = world.train(name, *words, TB_PORT=str(port))
+        wait_for(lambda said=said: "TensorBoard: " in said.printed, said=lambda said=said: said.printed)
+    stopped, killed = world.trainings
+    for training in world.trainings:
+        shown, logged = until_curves(training), losses(training.run)
+        assert {step: logged[step] for step in shown} == pytest.approx(shown, rel=1e-5)
+    assert f"TensorBoard: http://127.0.0.1:{port}/{OPENS_AT}\n" in stopped.printed
+    assert f"/{OPENS_AT} (port {port} is taken)" in killed.printed
+    answer = world.command("tensorboard", TB_PORT=str(free_port()))
+    page = answer.partition("TensorBoard: ")[2].partition("?")[0]
+    for name in ("stopped/tb", "killed/tb"):
+        wait_for(lambda name=name: scalars(page, name, "train/loss"), within_s=END_S)
+    boards = boards_of(world)
+    pids = [boards[str(training.run / "tb")]["pid"] for training in world.trainings]
+    stopped.process.send_signal(signal.SIGINT)
+    killed.process.kill()
+    assert [training.process.wait(WAIT_S) for training in world.trainings] == [130, -signal.SIGKILL]
+    assert list((stopped.run / "checkpoints").iterdir())
+    assert re.search(rf"saving at the end of this step[^$]*TensorBoard \(pid {pids[0]}\) stopped", stopped.printed)
+    wait_for(lambda: not any(map(is_alive, pids)), within_s=END_S)
+    assert " stopped: http://" in world.command("tb-stop")
 
 
 @pytest.mark.slow
@@ -613,7 +589,7 @@ def test_several_ranks_have_one_tensorboard_that_ends_with_their_command(world, 
     pid = boards_of(world)[str(training.run / "tb")]["pid"]
     assert len(boards_of(world)) == 1
     training.process.send_signal(number)
-    assert training.end() == (130 if number == signal.SIGTERM else -number)
+    assert training.process.wait(WAIT_S) == (130 if number == signal.SIGTERM else -number)
     wait_for(lambda: not is_alive(pid), within_s=END_S)
     wait_for(lambda: any((training.run / "checkpoints").glob("*/complete.json")), said=lambda: training.printed)
     wait_for(lambda: "stopped at step " in training.printed, said=lambda: training.printed)

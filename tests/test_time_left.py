@@ -114,20 +114,12 @@ def test_a_line_has_what_follows_and_not_what_came_between_steps() -> None:
 
 @pytest.fixture
 def config(tmp_path, tiny_llama, monkeypatch) -> Path:
-    """A run YAML of 18 rows and 6 held out, in a cache of its own."""
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     rows = [chat(f"what is {n}?", f"it is {n}.") for n in range(24)]
     val = write_rows(tmp_path / "val.jsonl", rows[:6])
     data = write_rows(tmp_path / "rows.jsonl", rows[6:])
-    output = {"name": "one"}
-    return write_run(
-        tmp_path,
-        tiny_llama,
-        data,
-        data={"val_path": str(val)},
-        train={"effective_batch_size": 2, "logging_steps": 1},
-        output=output,
-    )
+    train = {"effective_batch_size": 2, "logging_steps": 1}
+    return write_run(tmp_path, tiny_llama, data, data={"val_path": str(val)}, train=train, output={"name": "one"})
 
 
 def test_a_profiles_export_is_no_steps_time(config: Path, succeed, monkeypatch) -> None:

@@ -289,7 +289,6 @@ RAG = "{% for d in documents %}{{ d.title }}{% endfor %}"
 
 
 def saved(folder: Any, templates: dict[str, str], how: str) -> Any:
-    """A tokenizer with named templates, saved and loaded again."""
     from transformers import AutoTokenizer
 
     make_tokenizer(folder, template=None)

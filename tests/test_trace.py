@@ -52,7 +52,6 @@ def changed(changes: dict) -> StepSettings:
 
 
 def phase_peaks(log: StorageLog) -> dict[str, int]:
-    """Highest live bytes inside each phase, blocks not rounded."""
     live: dict[object, int] = {}
     phase, current, peaks = "build", 0, {}
     for kind, key, number, _ in log.events:
@@ -142,17 +141,10 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
 
     make_tokenizer(tmp_path)
     model = LLAMA | {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 8000}
-    settings = StepSettings(
-        model=model | {"max_position_embeddings": 512},
-        mode=mode,
-        peft=None if mode == "full" else LORA,
-        micro_batch=4,
-        seq_len=512,
-        attention="eager",
-        checkpointing=mode == "lora",
-        optimizer_steps=3,
-        capability=(8, 0),
-    )
+    model |= {"max_position_embeddings": 512}
+    options = {"mode": mode, "peft": None if mode == "full" else LORA, "checkpointing": mode == "lora"}
+    sizes = {"micro_batch": 4, "seq_len": 512, "optimizer_steps": 3}
+    settings = StepSettings(model=model, attention="eager", capability=(8, 0), **options, **sizes)
     ids = torch.randint(5, 300, (16, 512)).tolist()
     log = StorageLog(workspace_sizes=kernels.workspace_sizes)
     args = SFTConfig(
@@ -163,6 +155,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         activation_checkpointing_kwargs={"use_reentrant": False},
     )  # fmt: skip
     with log, patches.install_patches(patches.TraceState(settings, log)):
+        config = build.language_model_config(settings)
         trainer = PlannedTrainer(
             plan=SimpleNamespace(
                 choice=SimpleNamespace(layout=SINGLE, step=SimpleNamespace(cudnn=False)),
@@ -170,9 +163,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
                 batch=SimpleNamespace(effective_batch=4),
                 memory=SimpleNamespace(terms={}),
             ),
-            model=AutoModelForCausalLM.from_config(
-                build.language_model_config(settings), dtype=torch.bfloat16, attn_implementation="eager"
-            ),
+            model=AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager"),
             args=args,
             train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
             processing_class=AutoTokenizer.from_pretrained(tmp_path),

@@ -129,8 +129,7 @@ def test_a_run_writes_its_whole_folder(train, mode):
     assert (peak["measured_rss"] > 0, peak["measured_allocated"], peak["predicted_allocated"] > 0) == (True, None, True)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["status"], manifest["seed"]) == ("finished", 42)
-    assert manifest["versions"]["torch"] == torch.__version__
-    assert len(manifest["data"]["train"]["sha256"]) == 64
+    assert (manifest["versions"]["torch"], len(manifest["data"]["train"]["sha256"])) == (torch.__version__, 64)
     assert "template_date" not in manifest  # the template writes none
     assert "Starting new bnb run with fp32 precision on the CPU" in printed
     assert json.loads((folder / "plan.json").read_text())["effective_batch"] == 8
@@ -217,7 +216,6 @@ def test_the_short_command_goes_on_with_the_settings_of_the_start(run_yaml, succ
 
 @pytest.mark.parametrize("whole", [(), ("config", "dir")])
 def test_a_run_and_its_config_are_named_from_the_current_folder_on(run_yaml, succeed, tmp_path, monkeypatch, whole):
-    """However they are given: all lines of all commands name them alike."""
     monkeypatch.chdir(tmp_path)
     here = f"{tmp_path}/"
     text = run_yaml.read_text()
@@ -312,7 +310,6 @@ def test_checkpoints_are_kept_to_the_limit(train):
 
 @pytest.fixture
 def any_rate(monkeypatch):
-    """Lets a run have a learning rate that ruins it."""
     monkeypatch.setattr("sft_play.config.validation.MAX_LEARNING_RATE", float("inf"))
 
 
@@ -504,8 +501,6 @@ def without_a_weight(folder: Path) -> None:
 
 
 def configured(**changes: Any) -> Callable[[Path], None]:
-    """Changes a base's config.json."""
-
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text()) | changes
         (folder / "config.json").write_text(json.dumps(config))
@@ -607,7 +602,6 @@ def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(trained, t
 
 @pytest.mark.parametrize(("way", "save_steps"), [("renamed", 1), ("emptied", 500)])
 def test_a_folder_that_goes_away_under_its_run_is_one_message(train, trained, monkeypatch, tmp_path, way, save_steps):
-    """At a checkpoint, or when the trained weights are written."""
     real = PlannedLoop.training_step
 
     def takes_away(self, *arguments, **options):

@@ -24,7 +24,6 @@ def translated(text: str, *, rows: str = "") -> Translation:
 
 
 def config_of(text: str, *, rows: str = "") -> RunConfig:
-    """The run that is written for a file of another tool."""
     return config_from_text(format_run_yaml(translated(text, rows=rows).settings), name="x.yaml")
 
 
@@ -136,7 +135,6 @@ def test_a_run_yaml_of_ours_gets_no_other_tools_defaults():
 
 
 def test_a_default_never_counts_against_the_file():
-    """A value that is not taken is not replaced by the tool's default without a word."""
     said = comments(f"{TRL}lr_scheduler_type: warmup_stable_decay\noptim: sgd\n")
     assert "lr_scheduler_type (value warmup_stable_decay)" in said.replace('"', "")
     assert "warmup_stable_decay is not supported" in said

@@ -105,7 +105,6 @@ QUOTED = {"model_type": f"llama{HOSTILE}", "rope_scaling": {"rope_type": HOSTILE
 
 
 def asked_of_hub(folder: Path, commands: list[list[str]]) -> list[dict[str, Any]]:
-    """What became of each command line, and what it asked the hub for."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.asked_of_hub", str(folder / "packages")], input=json.dumps(commands),
         capture_output=True, text=True, cwd=ROOT, env=clean_environment(SFT_PLAY_CACHE=str(folder / "cache")),
@@ -144,7 +143,6 @@ def test_what_a_models_files_name_is_never_asked_of_the_hub(tmp_path, tiny_llama
 
 @pytest.mark.build
 def test_the_users_own_word_asks_the_hub_for_a_kernel(tmp_path, tiny_llama):
-    """The double itself: what is asked for is noted."""
     kernel = f"{KERNEL}@{'0' * 40}"
     file = model_of_a_stranger(tmp_path, tiny_llama, {})
     words = ["train", "--config", str(file), f"model.attn_implementation={kernel}", "train.device=cpu"]
@@ -232,7 +230,6 @@ SECRETS = {"HF_TOKEN": "correct-horse-battery-staple-1", "WANDB_API_KEY": "corre
 
 @pytest.mark.build
 def test_no_token_of_the_environment_reaches_any_file_of_a_trained_run(tmp_path, tiny_llama, succeed, monkeypatch):
-    """Curves, card, report and logs too: a data file, the config and the row that is shown spell the tokens."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     rows = [chat(f"say {value} {n}", "no.") for n in range(6) for value in SECRETS.values()]
@@ -283,7 +280,6 @@ def test_a_server_of_this_machine_alone_knows_its_names(host):
 
 
 def test_what_listens_listens_on_this_machine_unless_asked():
-    """Every default of an address in the package is the loopback's."""
     import inspect
 
     from sft_play.finished import serve

@@ -214,7 +214,6 @@ def test_a_kill_while_it_is_converted_leaves_the_checkpoint_and_the_next_resume_
 
 @pytest.mark.slow
 def test_the_best_checkpoint_may_be_of_another_number_of_ranks(world):
-    """A learning rate that makes every step worse: the first checkpoint stays the best."""
     words = ["tuning.mode=full", "train.learning_rate=1.0", "eval.steps=1", "train.save_steps=1", DECAY]
     words += ["train.load_best_model_at_end=true", "train.warmup_steps=0"]
     done(world, "train-distributed", *words, "output.name=best", "train.stop_after_steps=2",

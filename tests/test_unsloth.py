@@ -87,14 +87,12 @@ def train(command, tiny_llama, tmp_path):
 
 @pytest.fixture
 def no_unsloth(monkeypatch, tmp_path):
-    """No environment of Unsloth's anywhere."""
     monkeypatch.delenv("UNSLOTH_VENV", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(software, "ROOT", tmp_path)
 
 
 def config(*overrides: str) -> Any:
-    """A run that asks for Unsloth."""
     return config_from_text("model: {name: none}", name="x", overrides=("tuning.backend=unsloth", *overrides))
 
 
@@ -215,7 +213,6 @@ def test_models_that_it_cannot_train_as_the_run_says_are_named(monkeypatch):
 
 
 def test_the_types_with_transposed_layers_are_those_whose_code_has_them():
-    """Of all causal language models of transformers."""
     folder = Path(transformers.__file__).parent / "models"
     transposed = set()
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -294,7 +291,6 @@ def test_the_first_failure_that_follows_from_no_other_is_raised(tmp_path, words,
 
 
 def test_a_backend_is_not_changed_by_going_on(tmp_path, tiny_llama):
-    """Either way, also where the config is the same and a fallback took the other one."""
     path = uneven_run(tmp_path, tiny_llama)
     for was, now in (("unsloth", "bnb"), ("bnb", "unsloth"), (None, "unsloth")):
         words = ("tuning.backend=unsloth", "tuning.backend_fallback=bnb", f"output.name={was}")
@@ -463,7 +459,6 @@ def test_qlora_trains_as_the_other_backend_does(trained, standin):  # noqa: F811
 
 @pytest.mark.slow
 def test_two_processes_train_and_judge_as_one(trained, standin):  # noqa: F811
-    """DDP on two CPU processes."""
     one = trained("one", "tuning.backend=unsloth")
     two = trained("two", "tuning.backend=unsloth", verb="train-distributed", flags=("--nproc", "2"))
     assert "ddp proved: the model is a DistributedDataParallel over 2 ranks" in (two / "train.log").read_text()

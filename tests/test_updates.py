@@ -239,7 +239,6 @@ def test_the_plan_counts_adapters_gradients_and_states_of_qlora_in_fp32(layout, 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    """A folder with a bf16 base and a run YAML that computes in bf16 at a usual learning rate."""
     folder = tmp_path_factory.mktemp("updates")
     base = make_llama(folder / "base")
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)

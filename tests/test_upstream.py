@@ -27,7 +27,6 @@ KNOWN = {**upstream.OVERRIDDEN_METHODS, **upstream.USED_MEMBERS, **upstream.TRL_
 
 
 def test_every_private_override_is_listed_and_nothing_else_is():
-    """An override of a name that the libraries have, and that begins with an underscore."""
     overridden = {
         name
         for loop in LOOPS
@@ -105,8 +104,6 @@ def test_the_installed_libraries_are_known():
 
 @pytest.mark.parametrize("known", KNOWN)
 def test_a_name_that_the_library_uses_no_more_is_named(monkeypatch, known):
-    """It would be overridden or read in vain."""
-
     def moved(self, *args, **options): ...
 
     owner = SFTTrainer if known in upstream.TRL_MEMBERS else Trainer

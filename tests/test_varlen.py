@@ -53,7 +53,6 @@ def attended(q: Any, k: Any, v: Any, lengths: list[int], **options: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_exact_against_one_chat_at_a_time(dtype):
-    """Random chats, windows, grouped heads and scales: outputs and gradients."""
     draw = np.random.default_rng(11)
     # bf16 has 8 bits; outputs are means of values of about 1
     tolerance = 1e-5 if dtype == "float32" else 2e-2
@@ -78,7 +77,6 @@ def test_it_is_exact_against_one_chat_at_a_time(dtype):
 
 @pytest.mark.parametrize(("window", "width", "is_told"), [(None, 16, True), (4, 20, True), (4, 16, False)])
 def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width, is_told):
-    """The only call that differs, by a stand-in that does what torch documents; 2.11's is not told of grouped heads."""
     from torch.nn.attention import varlen as torchs
 
     draw, lengths, asked = np.random.default_rng(3), [5, 9, 1], []

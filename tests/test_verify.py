@@ -53,7 +53,6 @@ def test_what_cannot_be_compared_is_one_message(refuse, monkeypatch, variables, 
 
 @pytest.mark.slow
 def test_a_run_that_trains_another_model_is_found(monkeypatch, tmp_path, command):
-    """Two ranks that train with another learning rate than the single process differ, and the exit code says so."""
     honest = _LayoutBench.settings
 
     def cheating(self, case, *, start):

@@ -20,7 +20,6 @@ from sft_play.process.waiting import WaitProgress, report_wait
 
 @pytest.fixture
 def quickly(monkeypatch):
-    """The first line after a hundredth of the time."""
     monkeypatch.setattr(module, "FIRST_LINE_S", 0.03)
 
 

@@ -268,7 +268,6 @@ def world(tmp_path_factory, tiny_llama) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(world) -> list[float]:
-    """Losses of the same run in one process."""
     (ended,) = together(world, [run_words(world, "alone")], [{}])
     assert ended.returncode == 0, ended.stdout
     return losses(world / "outputs" / "alone")
@@ -334,7 +333,6 @@ def test_accelerates_own_file_makes_two_nodes_of_make_train_distributed(world, a
 
 @build
 def test_accelerate_launch_runs_the_layout_of_its_file(world, alone, tmp_path):
-    """`accelerate launch --config_file fsdp.yaml scripts/train.py --config my.yaml`."""
     fsdp = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
             "fsdp_offload_params": False, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}  # fmt: skip
     file = accelerate_file(tmp_path / "fsdp.yaml", "FSDP", fsdp_config=fsdp, main_process_port=free_port())
@@ -355,7 +353,6 @@ def test_ranks_without_a_meeting_place_are_on_one_machine():
 @build
 @needs_deepspeed
 def test_deepspeeds_launcher_starts_the_ranks_of_a_script(world, alone):
-    """`deepspeed --num_gpus=2 scripts/train.py --config my.yaml`."""
     launcher = [program("deepspeed"), "--num_gpus=2", f"--master_port={free_port()}", "scripts/train.py"]
     ended = together(world, [run_words(world, "by-deepspeed", launcher)], [{}])
     assert_trained(world, "by-deepspeed", alone, ended, DDP)
@@ -379,7 +376,6 @@ def test_a_number_of_processes_that_the_launcher_did_not_start_is_refused(monkey
 
 
 def test_a_ranks_settings_are_its_words_alone():
-    """make exports SET, which the ranks that it starts inherit beside their own words."""
     environment = {"SET": "train.save_steps=2 model.max_seq_len=64"}
     alone = read_request(["train", "--config", "x.yaml"], environment).overrides
     assert alone == ("train.save_steps=2", "model.max_seq_len=64")
