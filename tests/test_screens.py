@@ -151,7 +151,7 @@ def config(tmp_path, tiny_llama, sums) -> Path:
 
 
 @pytest.mark.build
-def test_check_says_one_line_or_what_is_wrong(tmp_path, tiny_llama, sums, command, succeed, monkeypatch):
+def test_check_says_one_line_or_what_is_wrong(config, tmp_path, sums, command, succeed, monkeypatch):
     said = succeed("check", "--config", str(config))
     *waited, line = said.splitlines()
     assert all(one.endswith(" s so far") for one in waited)  # what takes long on a busy machine says so

@@ -252,7 +252,7 @@ def switched():
     torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def test_before_a_plan_decides_and_with_unsloth_it_is_off(monkeypatch, switched):
+def test_before_a_plan_decides_it_is_off_and_the_switch_is_put_back_whatever_happens(monkeypatch, switched):
     from sft_play.training import run
 
     attention_functions.enable_cudnn(enabled=True)
@@ -260,9 +260,6 @@ def test_before_a_plan_decides_and_with_unsloth_it_is_off(monkeypatch, switched)
     with pytest.raises(ZeroDivisionError):
         run.train_stage(SimpleNamespace(plan=None), None, None)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_the_switch_is_put_back_whatever_happens(switched):
     for before in (True, False):
         attention_functions.enable_cudnn(enabled=before)
         with contextlib.suppress(KeyError), attention_functions.without_cudnn():

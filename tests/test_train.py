@@ -282,15 +282,6 @@ def test_evaluating_before_and_while_training_changes_no_number(train):
     assert_same_bits(weights(silent), weights(judged))
 
 
-def test_resuming_with_other_settings_lists_them(train):
-    train("one", "train.max_steps=4", "train.stop_after_steps=2")
-    code, printed, folder = train("one", "train.max_steps=4", "tuning.mode=lora", "train.seed=1", verb="resume")
-    assert code == 2
-    assert 'tuning.mode: the run has "qlora", now "lora"' in printed
-    assert "train.seed: the run has 42, now 1" in printed
-    assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
-
-
 def test_if_exists_resume_starts_goes_on_and_then_has_nothing_to_do(train):
     same = ["output.if_exists=resume", "train.max_steps=4"]
     assert train("one", *same, "train.stop_after_steps=3")[0] == 0

@@ -134,19 +134,15 @@ def test_what_a_models_files_name_is_never_asked_of_the_hub(tmp_path, tiny_llama
     """Nor do control characters in them reach the terminal, whoever quotes them (`asked_of_hub`)."""
     cases = NAMED | {name: {"config.json": {name: value}} for name, value in QUOTED.items()}
     files = [model_of_a_stranger(tmp_path / str(n), tiny_llama, more) for n, more in enumerate(cases.values())]
-    answers = asked_of_hub(tmp_path, [[verb, "--config", str(file)] for file in files])
+    (tmp_path / "own").mkdir()
+    own = ["train", "--config", str(model_of_a_stranger(tmp_path / "own", tiny_llama, {})), "train.device=cpu"]
+    own.append(f"model.attn_implementation={KERNEL}@{'0' * 40}")  # the user's own word is asked of it, and noted
+    *answers, asked = asked_of_hub(tmp_path, [*([verb, "--config", str(file)] for file in files), own])
+    assert f"/kernels/{KERNEL}" in asked["asked"]
     for name, answer in zip(cases, answers, strict=True):
         is_refused = name in (*REFUSED, *QUOTED)
         assert answer["asked"] == [], (name, answer["said"])
         assert (answer["code"], "Traceback" in answer["said"]) == (2 * is_refused, False), answer["said"]
-
-
-@pytest.mark.build
-def test_the_users_own_word_asks_the_hub_for_a_kernel(tmp_path, tiny_llama):
-    kernel = f"{KERNEL}@{'0' * 40}"
-    file = model_of_a_stranger(tmp_path, tiny_llama, {})
-    words = ["train", "--config", str(file), f"model.attn_implementation={kernel}", "train.device=cpu"]
-    assert f"/kernels/{KERNEL}" in asked_of_hub(tmp_path, [words])[0]["asked"]
 
 
 @pytest.mark.build

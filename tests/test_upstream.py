@@ -97,11 +97,6 @@ def test_the_mean_loss_of_a_run_is_that_of_all_ranks_and_steps_however_many_came
     assert logged["train_loss"] == pytest.approx(10.0 / (first_step + steps))
 
 
-def test_the_installed_libraries_are_known():
-    for base in (Trainer, SFTTrainer):
-        upstream.require_upstream_names(base)
-
-
 @pytest.mark.parametrize("known", KNOWN)
 def test_a_name_that_the_library_uses_no_more_is_named(monkeypatch, known):
     def moved(self, *args, **options): ...
@@ -122,7 +117,9 @@ def test_a_name_that_the_library_uses_no_more_is_named(monkeypatch, known):
                     upstream.require_upstream_names(SFTTrainer)
 
 
-def test_a_loop_that_is_not_trls_needs_nothing_of_trl(monkeypatch):
+def test_the_installed_libraries_are_known_and_a_loop_that_is_not_trls_needs_nothing_of_trl(monkeypatch):
+    for base in (Trainer, SFTTrainer):
+        upstream.require_upstream_names(base)
     monkeypatch.setattr(SFTTrainer, "log", lambda self, logs, start_time=None: None)
     upstream.require_upstream_names(Trainer)
 

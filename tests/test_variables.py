@@ -122,6 +122,8 @@ def test_a_section_of_the_run_yaml_that_has_a_variables_name_is_still_a_setting(
 
 
 def test_a_variable_of_another_command_in_the_environment_is_not_judged(tmp_path, command, monkeypatch):
+    answer = make("-n", "train", CONFIG="x", ROW="5", RUN="", config="y")
+    assert (answer.returncode, answer.stderr) == (0, "")
     monkeypatch.setenv("BASE", "/home/me")  # of make merge, and of many a shell
     assert command("runs", "--config", STARTER, f"output.dir={tmp_path}")[0] == 0
 
@@ -162,11 +164,6 @@ def test_make_refuses_before_anything_runs(words, message, tmp_path):
     assert message in answer.stderr
     assert answer.stderr.count("***") == (2 if "-C" in words else 1)  # the outer make says that the inner failed
     assert not (tmp_path / "ran").exists()
-
-
-def test_what_the_environment_holds_is_not_judged():
-    answer = make("-n", "train", CONFIG="x", ROW="5", RUN="", config="y")
-    assert (answer.returncode, answer.stderr) == (0, "")
 
 
 VALUES = {"NPROC": "2", "NNODES": "1", "STRATEGY": "ddp", "GPUS": "0", "N": "2", "ROW": "2", "STEPS": "2", "PRICE": "2",
