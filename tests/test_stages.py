@@ -287,8 +287,7 @@ def test_every_stage_is_planned_and_one_that_does_not_fit_is_named(tmp_path, com
     shown = [(stage["name"], stage["max_seq_len"], stage["fits"]) for stage in stages]
     assert shown == [("short", 512, True), ("long", 2048, True)]
     code, said = command("plan", "--config", str(path), "--hardware", "1xRTX3060", "curriculum.1.max_seq_len=32768")
-    assert code == 3
-    assert "stage long: Qwen/Qwen2.5-3B-Instruct with tuning.mode=qlora does not fit" in said
+    assert (code, "stage long: Qwen/Qwen2.5-3B-Instruct with tuning.mode=qlora does not fit" in said) == (3, True), said
 
 
 def test_stages_share_the_layout_that_fits_them_all():

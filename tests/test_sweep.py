@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -217,16 +218,12 @@ def test_what_a_cells_process_says_decides_its_state(world, monkeypatch, code, w
 
 
 def test_every_cell_is_what_train_with_its_words_is(world, monkeypatch):
-    asked = []
-
-    def ended(module, words, **_):
-        asked.append(list(words))
-        return sweep.signals.ChildResult(1, "", was_stopped=False)
-
-    monkeypatch.setattr(sweep.signals, "run_child", ended)
+    run_child = Mock(return_value=sweep.signals.ChildResult(1, "", was_stopped=False))
+    monkeypatch.setattr(sweep.signals, "run_child", run_child)
     planned = cells(LISTED, "tuning.lora.target_modules=[q_proj, v_proj]", "train.seed=1,2")
     sweep.train_cells(planned, {})
-    for cell, words in zip(planned, asked, strict=True):
+    for cell, call in zip(planned, run_child.call_args_list, strict=True):
+        words = list(call.args[1])
         assert words[:4] == ["train", "--config", "my run.yaml", "--json"]
         assert load_config("my run.yaml", overrides=words[4:]).config == cell.loaded.config
         assert cell.loaded.config.tuning.lora.target_modules == ("q_proj", "v_proj")

@@ -350,8 +350,7 @@ def answer_in(printed: str) -> dict[str, Any]:
 
 def test_clean_removes_the_event_files_of_finished_runs_and_nothing_else(several, tmp_path, on):
     code, printed = on("tb-clean", several, "--yes", "--json")
-    assert code == 0
-    assert "Removed: 2 event files, 2.0 KiB" in printed
+    assert (code, "Removed: 2 event files, 2.0 KiB" in printed) == (0, True), printed
     assert f"kept: {several}/stopped is not finished (stopped)" in printed
     assert f"kept: {several}/running is not finished (failed)" in printed, "no process writes it: it was killed"
     assert events(several) == {"running", "stopped", "failed", "foreign"}

@@ -32,7 +32,7 @@ from sft_play.training.checkpoints import checkpoints
 from sft_play.training.loop import trainer
 from sft_play.training.loop.callbacks import GradientCheck, Progress
 from sft_play.training.loop.loop import PlannedLoop
-from tests.conftest import chat
+from tests.conftest import chat, write_rows
 from tests.models import make_llama, make_tokenizer
 
 pytestmark = pytest.mark.build
@@ -144,14 +144,12 @@ def test_a_run_writes_its_whole_folder(train, mode):
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_one_times_eight_equals_eight_times_one(train, tmp_path, mode):
+def test_one_times_eight_equals_eight_times_one(trained, tmp_path, mode):
     """Eight rows, one with a long answer: the mean is over tokens, however they are split into micro-batches."""
-    path = tmp_path / "rows.jsonl"
     rows = [chat("hello", "yes no yes no yes no yes no"), *(chat(f"what is {n}?", "no") for n in range(7))]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     same = [f"data.train_path={path}", "data.val_fraction=0.0", f"tuning.mode={mode}", "train.max_steps=3"]
-    _, _, one = train("one", *same, "train.batch_size=1")
-    _, _, eight = train("eight", *same, "train.batch_size=8")
+    one, eight = (trained(f"by-{size}", *same, f"train.batch_size={size}") for size in (1, 8))
     assert json.loads((one / "plan.json").read_text())["grad_accum"] == 8
     assert losses(one) == pytest.approx(losses(eight), rel=1e-4)
     for name, tensor in weights(one).items():
@@ -253,8 +251,7 @@ def test_a_run_does_not_go_on_with_other_base_weights(train, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     code, printed, _ = train("one", *same, verb="resume")
-    assert code == 2
-    assert "data weights: the content of" in printed
+    assert (code, "data weights: the content of" in printed) == (2, True), printed
 
 
 def test_a_full_run_of_a_mixture_of_experts_resumes_to_the_same_numbers(trained, tmp_path):
@@ -270,12 +267,10 @@ SMALL = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 128, "num_hi
          "num_attention_heads": 4, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None}  # fmt: skip
 
 
-def test_evaluating_before_and_while_training_changes_no_number(train):
+def test_evaluating_before_and_while_training_changes_no_number(trained):
     """The trap of bitsandbytes on CPUs with AVX512-BF16: an evaluation repacks 4-bit weights, gradients stop."""
-    same = ["train.max_steps=3", "tuning.mode=qlora"]
-    _, _, silent = train("silent", *same)
     evaluating = ["eval.before_training=true", "eval.steps=1", "eval.generate_rows=3", "eval.max_new_tokens=4"]
-    _, _, judged = train("judged", *same, *evaluating)
+    silent, judged = (trained(name, "train.max_steps=3", *words) for name, words in (("a", []), ("b", evaluating)))
     assert losses(silent) == losses(judged)
     assert min(logged(silent, "grad_norm")) > 0
     assert logged(silent, "grad_norm") == logged(judged, "grad_norm")
@@ -288,8 +283,7 @@ def test_if_exists_resume_starts_goes_on_and_then_has_nothing_to_do(train):
     code, printed, folder = train("one", *same)
     assert (code, "Resuming bnb run from step 3" in printed) == (0, True)
     code, printed, _ = train("one", *same)
-    assert code == 0
-    assert "is finished; there is nothing to resume" in printed
+    assert (code, "is finished; there is nothing to resume" in printed) == (0, True), printed
     assert json.loads((folder / "summary.json").read_text())["steps"] == 4
 
 
@@ -372,8 +366,7 @@ class TestGradientCheck:
     def test_a_run_that_its_learning_rate_broke_names_the_learning_rate(self, train):
         """At the third step no gradient is left, or the loss is not a number."""
         code, printed, _ = train("one", "train.learning_rate=1e6", "train.max_steps=8", "train.on_nan=stop")
-        assert code == 2
-        assert "start a new run with a lower train.learning_rate" in printed
+        assert (code, "start a new run with a lower train.learning_rate" in printed) == (2, True), printed
 
     def test_a_run_whose_frozen_layers_pass_no_gradient_stops(self, train, monkeypatch):
         """As the trap would do it: the first layer's adapters get nothing."""
@@ -385,8 +378,7 @@ class TestGradientCheck:
 
         monkeypatch.setattr(LlamaDecoderLayer, "forward", cut)
         code, printed, _ = train("one", "tuning.mode=lora")
-        assert code == 2
-        assert "trainable tensors have no gradient" in printed
+        assert (code, "trainable tensors have no gradient" in printed) == (2, True), printed
         assert "layers.0" in printed
 
 
@@ -444,17 +436,14 @@ REFUSALS = {
 def test_a_refusal_is_one_message_with_exit_code_2_and_nothing_is_left(train, tmp_path, case):
     override, message = REFUSALS[case]
     code, printed, _ = train("one", override)
-    assert code == 2, printed
+    assert (code, printed.count("error:"), "Traceback" in printed) == (2, 1, False), printed
     assert message in printed
-    assert printed.count("error:") == 1
-    assert "Traceback" not in printed
     assert not (tmp_path / "outputs").exists() or not list((tmp_path / "outputs").iterdir())
 
 
 def test_a_backend_that_falls_back_says_so_and_records_it(train):
     code, printed, folder = train("one", "tuning.backend=unsloth", "tuning.backend_fallback=bnb")
-    assert code == 0
-    assert "warning: Backend: bnb instead of unsloth" in printed
+    assert (code, "warning: Backend: bnb instead of unsloth" in printed) == (0, True), printed
     assert "bnb instead of unsloth" in str(json.loads((folder / "manifest.json").read_text())["choices"])
 
 
@@ -463,20 +452,17 @@ def test_a_base_model_without_template_is_refused_before_all_rows_are_read(train
     broken = tmp_path / "broken.jsonl"
     broken.write_text(json.dumps(chat("hello", "hello")) + "\n{not json\n")
     code, printed, _ = train("one", f"model.name={folder}", f"data.train_path={broken}")
-    assert code == 2
-    assert "has no chat template" in printed
+    assert (code, "has no chat template" in printed) == (2, True), printed
     assert "chatml, plain" in printed
     assert "not valid JSON" not in printed
     code, printed, _ = train("one", f"model.name={folder}", "data.chat_template=plain", "train.max_steps=1")
-    assert code == 0, printed
-    assert "Chat template: the built-in plain" in printed
+    assert (code, "Chat template: the built-in plain" in printed) == (0, True), printed
 
 
 def test_a_tokenizer_larger_than_the_model_resizes_only_where_it_is_trained(train, tmp_path):
     small, large = make_llama(tmp_path / "small", vocab_size=262), make_llama(tmp_path / "large", vocab_size=512)
     code, printed, _ = train("one", f"model.name={small}")
-    assert code == 2
-    assert "modules_to_save=[embed_tokens, lm_head]" in printed
+    assert (code, "modules_to_save=[embed_tokens, lm_head]" in printed) == (2, True), printed
     for name, folder in (("two", small), ("three", large)):  # a smaller one shrinks nothing
         code, printed, run = train(name, f"model.name={folder}", "tuning.mode=full", "train.max_steps=1")
         assert code == 0, printed
@@ -541,8 +527,7 @@ def test_the_text_tower_of_an_image_text_model_is_trained(train, tmp_path):
     whole = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision))
     whole.save_pretrained(folder)
     code, printed, run = train("one", f"model.name={folder}", "tuning.mode=full", "train.learning_rate=1e-12")
-    assert code == 0, printed
-    assert "only the language model of this gemma3 is trained" in printed
+    assert (code, "only the language model of this gemma3 is trained" in printed) == (0, True), printed
     trained, source = weights(run), load_file(folder / "model.safetensors")
     assert trained.keys() == source.keys()
     for name, tensor in trained.items():
@@ -556,11 +541,9 @@ def test_plain_text_trains_every_token_and_mixed_runs_both_kinds(train, tmp_path
     text = tmp_path / "t.txt"
     text.write_text("the light in the kitchen is on. " * 300)
     code, printed, _ = train("cpt", "task_mode=cpt", f"data.train_path={text}", "tuning.mode=full")
-    assert code == 0, printed
-    assert "packed into" in printed
+    assert (code, "packed into" in printed) == (0, True), printed
     code, printed, _ = train("mixed", "task_mode=cpt_mixed", f"data.text_path={text}", "data.text_fraction=0.3")
-    assert code == 0, printed
-    assert "0.3 of the sequences" in printed
+    assert (code, "0.3 of the sequences" in printed) == (0, True), printed
 
 
 def test_speed_and_time_left_count_training_steps_only():
@@ -608,10 +591,7 @@ def test_a_folder_that_goes_away_under_its_run_is_one_message(train, trained, mo
     monkeypatch.setattr(PlannedLoop, "training_step", takes_away)
     words = ("train.max_steps=3", f"train.save_steps={save_steps}", "tuning.mode=lora")
     code, said, folder = train("one", *words)
-    assert code == 2, said
-    assert f"{folder} was removed or renamed while the run trained in it" in said
-    assert said.count("] error: ") == 1
-    assert "Traceback" not in said
-    assert "could not be written" not in said
+    assert (code, f"{folder} was removed or renamed while the run trained in it" in said) == (2, True), said
+    assert (said.count("] error: "), "Traceback" in said, "could not be written" in said) == (1, False, False)
     if way == "renamed":  # and there it goes on
         trained("other", *words, verb="resume")

@@ -371,16 +371,14 @@ def test_a_run_on_unsloth_stops_resumes_and_equals_the_other_backends(
     other = trained("bnb", "eval.generate_rows=2", "eval.max_new_tokens=4")
     asked = ("tuning.backend=unsloth", "eval.generate_rows=2", "eval.max_new_tokens=4")
     code, printed, folder = train("mine", *asked, "train.stop_after_steps=3")
-    assert code == 0, printed
-    assert "Starting new unsloth run with fp32 precision on the CPU" in printed
+    assert (code, "Starting new unsloth run with fp32 precision on the CPU" in printed) == (0, True), printed
     assert "Unsloth trains on the CPU without its kernels" in printed
     assert not (folder / "adapter").exists()
     code, printed, _ = train("mine", "tuning.backend=bnb", *asked[1:], verb="resume", flags=("--run", "mine"))
     assert code == 2
     assert 'tuning.backend: the run has "unsloth", now "bnb"' in printed
     code, printed, _ = train("mine", *asked, verb="resume", flags=("--run", "mine"))
-    assert code == 0, printed
-    assert "Resuming unsloth run from step 3" in printed
+    assert (code, "Resuming unsloth run from step 3" in printed) == (0, True), printed
 
     said = notes(standin)
     assert batches_of(said) == batches
