@@ -9,11 +9,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sft_play.config.load import config_from_text
+from sft_play.config.load import config_from_text, load_config, split_overrides
+from sft_play.launch.refusals import require_usable_hardware
+from sft_play.log import set_up_logging
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.advice import make_advised_plan
@@ -250,7 +253,6 @@ def test_a_run_in_stages_begins_in_twelve_lines_and_says_of_each_stage_what_it_t
 
 @pytest.mark.build
 def test_step_lines_are_the_same_in_a_terminal_in_a_pipe_and_in_the_log(capsys, monkeypatch):
-    from sft_play.log import set_up_logging
     from sft_play.training.loop.callbacks import Progress
 
     written: dict[bool, str] = {}
@@ -272,10 +274,6 @@ def test_step_lines_are_the_same_in_a_terminal_in_a_pipe_and_in_the_log(capsys, 
 
 
 def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
-    from types import SimpleNamespace
-
-    from sft_play.config.load import load_config, split_overrides
-    from sft_play.launch.refusals import require_usable_hardware
     from sft_play.training.measure.summary import _next_step_lines
 
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)

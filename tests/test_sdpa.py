@@ -18,6 +18,7 @@ from sft_play.machine import software
 from sft_play.machine.hardware import parse_hardware
 from sft_play.machine.software import CudaLibraries
 from sft_play.models.config_json import load_model_shape, parse_model_shape
+from sft_play.planner.candidates import PlanInputs
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.kernels import SdpaCall, prefers_cudnn, sdpa_kernel
 from sft_play.planner.memory.estimate import estimate_memory
@@ -28,6 +29,7 @@ from sft_play.trace import kernels
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import trace_step
 from sft_play.trace.storages import StorageLog
+from sft_play.training import run
 from sft_play.training.loop.rows import CHAT_LENGTHS, Collator
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.model import attention_functions
@@ -253,8 +255,6 @@ def switched():
 
 
 def test_before_a_plan_decides_it_is_off_and_the_switch_is_put_back_whatever_happens(monkeypatch, switched):
-    from sft_play.training import run
-
     attention_functions.enable_cudnn(enabled=True)
     monkeypatch.setattr(run, "explain_out_of_memory", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -272,8 +272,6 @@ def test_before_a_plan_decides_it_is_off_and_the_switch_is_put_back_whatever_hap
 def test_evaluation_and_generation_switch_it_off(
     succeed, monkeypatch, tmp_path, tiny_llama, switched, words, evaluates_on
 ):
-    from sft_play.planner.candidates import PlanInputs
-
     monkeypatch.setattr(PlanInputs, "uses_cudnn", lambda *_: True)
     seen: dict[str, set[bool]] = {}
     shapes = set()

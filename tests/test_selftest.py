@@ -18,11 +18,13 @@ from benchmarks.gpu_selftest.checks import Peak
 from benchmarks.gpu_selftest.material import CPU_SIZE, GPU_SIZE, LARGE_MODEL, ROW_KINDS, write_trial_rows
 from benchmarks.gpu_selftest.record import DEFERRED_REASON, Part, SelftestRecord, open_record
 from benchmarks.gpu_selftest.trials import TrialBench
+from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError
 from sft_play.machine.hardware import Hardware, parse_hardware
-from sft_play.models.config_json import KNOWN_MODELS
+from sft_play.models.config_json import KNOWN_MODELS, load_model_shape
 from sft_play.planner import calibration
 from sft_play.planner.batching import BatchPlan
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.text import GIB
 from tests import warm
 from tests.conftest import ROOT
@@ -443,10 +445,6 @@ def test_plans_learn_speeds_of_the_self_test_until_a_run_says_more():
 
 
 def test_the_plan_says_what_it_learned_from_the_self_test():
-    from sft_play.config.load import config_from_text
-    from sft_play.models.config_json import load_model_shape
-    from sft_play.planner.decide import PlanRequest, make_plan
-
     config = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\ntuning: {mode: lora}", name="x")
     machine, shape = parse_hardware("1xH100"), load_model_shape("Qwen/Qwen2.5-3B-Instruct")
     earlier = [measured(device=machine.gpus[0].name)]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -20,6 +21,10 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.token_row import IGNORED
+from sft_play.data.sources.formats import Chat, detect_format, to_example
+from sft_play.data.sources.raw import RawRow
 from sft_play.errors import BackendError, DataError
 from sft_play.finished import serve
 from sft_play.finished.run import find_finished_run
@@ -225,8 +230,6 @@ def streamed(endpoint: serve.ServedEndpoint, body: dict[str, object]) -> tuple[s
 
 def test_the_stop_text_is_not_part_of_the_answer(lora):
     """Stop texts of every length from every place of the answer, streamed and not: cut where Python's find says."""
-    import random
-
     body = {**CHAT, "max_tokens": 24}
     whole = post(lora, body)[1]["choices"][0]["message"]["content"]
     assert len(whole) > 8
@@ -243,8 +246,6 @@ def test_the_stop_text_is_not_part_of_the_answer(lora):
 
 
 def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
-    import random
-
     from sft_play.finished.openai import StopTextFilter, cut_at_stop
 
     draw = random.Random(1)
@@ -323,10 +324,6 @@ def test_the_command_prints_one_object_and_ends_by_its_pid_without_waiting_for_a
 
 @pytest.mark.parametrize("settings", [{"system_into_user": True}, {"merge_consecutive": True}])
 def test_prompt_ids_are_those_of_training_rows(world, settings):
-    from sft_play.data.masks.render import Renderer
-    from sft_play.data.masks.token_row import IGNORED
-    from sft_play.data.sources.formats import Chat, detect_format, to_example
-    from sft_play.data.sources.raw import RawRow
     from sft_play.finished.openai import request_prompt_ids
     from sft_play.finished.respond import Responder
 

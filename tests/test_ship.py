@@ -10,10 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from sft_play.cli import main
+from sft_play.data.masks.render import Renderer
 from sft_play.errors import ConfigError
-from sft_play.finished import ship_measurement
+from sft_play.finished import load, ship_measurement
+from sft_play.finished.export.checks import MergeTest, mean_divergence
+from sft_play.finished.load import load_held_out_rows
 from sft_play.finished.metrics import paired_bootstrap
+from sft_play.finished.run import find_finished_run
 from sft_play.finished.ship import (
     Evidence,
     GeneralEvidence,
@@ -274,11 +282,6 @@ def _part_of_the_sample(monkeypatch) -> None:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
     """A base that has learned the general sample, and two runs on it, a good one and a ruined one."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from sft_play.cli import main
-    from sft_play.data.masks.render import Renderer
     from tests.models import make_llama
 
     folder = tmp_path_factory.mktemp("ship")
@@ -312,8 +315,6 @@ def world(tmp_path_factory) -> Path:
 
 def adapter_copy(world: Path, name: str, factor: float = 1.0) -> Path:
     """A copy of the good run, with the half of its adapter that began at zero times a factor."""
-    from safetensors.torch import load_file, save_file
-
     folder = world / "outputs" / name
     left_out = shutil.ignore_patterns("merged", "ship.json", "complete.json")
     shutil.copytree(world / "outputs" / "good", folder, ignore=left_out)
@@ -392,10 +393,6 @@ def test_a_wrong_merge_is_refused_for_the_merge(world, command):
 
 
 def test_a_merge_that_is_not_numbers_is_not_the_adapters(tmp_path):
-    import torch
-
-    from sft_play.finished.export.checks import MergeTest, mean_divergence
-
     row = (torch.zeros(2, 4).log_softmax(-1), torch.zeros(2))
     divergence = mean_divergence([row], [(row[0] * math.nan, row[1])])
     assert math.isnan(divergence)
@@ -404,9 +401,6 @@ def test_a_merge_that_is_not_numbers_is_not_the_adapters(tmp_path):
 
 @pytest.mark.build
 def test_repeated_rows_and_training_rows_are_no_evidence(world, tmp_path):
-    from sft_play.finished.load import load_held_out_rows
-    from sft_play.finished.run import find_finished_run
-
     run = find_finished_run(world / "outputs", "good")
     held = load_held_out_rows(run)
     rows, left_out = distinct_rows(held, 20)
@@ -430,8 +424,6 @@ def test_both_models_of_a_run_that_trained_all_weights_are_measured(tmp_path, co
 @pytest.mark.build
 @pytest.mark.parametrize("rows", [24, 0])
 def test_rows_that_cannot_be_enough_refuse_the_run_before_a_model_loads(tmp_path, command, monkeypatch, rows):
-    from sft_play.finished import load
-
     loaded: list[str] = []
     monkeypatch.setattr(load, "load_model", lambda *_, **__: loaded.append("a model"))
     folder = random_run(tmp_path, "lora", rows=rows or 24)
@@ -449,9 +441,6 @@ def test_rows_that_cannot_be_enough_refuse_the_run_before_a_model_loads(tmp_path
 
 def random_run(folder: Path, mode: str, *, rows: int) -> Path:
     """A finished run of random weights, of whose rows half are held out."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from tests.finished_runs import SMALL, finished_run, make_base
 
     torch.manual_seed(0)

@@ -8,10 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sft_play.config.load import config_from_text
-from sft_play.data.build.splits import MixedSources, SourceMix, draw_rows, format_mix_table, share_counts
+from sft_play.config.load import config_from_text, load_config
+from sft_play.data.build.splits import MixedSources, SourceMix, build_splits, draw_rows, format_mix_table, share_counts
+from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import ConfigError, DataError
+from sft_play.machine.hardware import Hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.runs.folder import RunFolder
+from sft_play.training.loop.trainer import build_trainer
+from sft_play.training.measure.monitor import Monitor
 from tests.conftest import chat, write_rows
 from tests.test_train import logged as series
 
@@ -152,18 +160,6 @@ def test_a_run_on_sources_stopped_and_resumed_has_the_losses_of_an_unbroken_one(
 
 def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any, list[list[int]]]:
     """The trainer of a run in this process, and the rows of each epoch as its order gives them."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from sft_play.config.load import load_config
-    from sft_play.data.build.splits import build_splits
-    from sft_play.data.sources.files import find_data_paths
-    from sft_play.machine.hardware import Hardware
-    from sft_play.models.config_json import load_model_shape
-    from sft_play.planner.decide import PlanRequest, make_plan
-    from sft_play.runs.folder import RunFolder
-    from sft_play.training.loop.trainer import build_trainer
-    from sft_play.training.measure.monitor import Monitor
-
     config = load_config(run_yaml, overrides=overrides).config
     name = config.model.name
     tokenizer = AutoTokenizer.from_pretrained(name)

@@ -1,12 +1,15 @@
 """Splits of token rows: what is kept, what stops a run, blocks of text, mixes, and the cache they lie in."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from datetime import date
 from pathlib import Path
 
@@ -177,10 +180,6 @@ class TestCache:
         assert ran.exists()
 
     def test_on_a_disk_without_locks_the_processes_of_this_machine_still_wait(self, tmp_path, monkeypatch, caplog):
-        import errno
-        import fcntl
-        import tempfile
-
         taken, flock = [], fcntl.flock
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "here"))
         (tmp_path / "here").mkdir()

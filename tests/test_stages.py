@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from sft_play.cli import main
 from sft_play.config.load import LoadedConfig, config_from_text, load_config, resolved_config
 from sft_play.errors import ConfigError
+from sft_play.launch.planning import build_plan_request, common_layout, plan_run
+from sft_play.machine.hardware import parse_hardware
+from sft_play.planner.layout import LAYOUT_NAMES
 from sft_play.runs.folder import RunFolder
+from sft_play.training.prepare.lora_config import select_names
 from tests.conftest import ROOT, chat, write_rows
 from tests.test_train import metrics, weights
 
@@ -96,8 +101,6 @@ def test_a_setting_that_every_stage_gives_itself_is_not_set_in_vain(tmp_path):
 
 
 def test_patterns_mean_names_by_their_pieces():
-    from sft_play.training.prepare.lora_config import select_names
-
     names = [f"model.layers.{n}.{part}.weight" for n in (1, 3, 11) for part in ("mlp.up_proj", "input_layernorm")]
     names += ["model.norm.weight", "lm_head.weight", "base.layers.1.q_proj.lora_A.default.weight"]
     assert select_names(["layers.1"], names) == [names[0], names[1], names[8]]
@@ -178,8 +181,6 @@ def test_two_stages_are_two_runs_chained_by_hand(run_yaml, succeed, tmp_path, bf
 def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_time(
     run_yaml, succeed, tmp_path, monkeypatch
 ):
-    from transformers import PreTrainedModel
-
     from sft_play.training.loop import curriculum
 
     def models() -> int:  # by its type: isinstance asks every object of torch for its class, and some warn then
@@ -292,10 +293,6 @@ def test_every_stage_is_planned_and_one_that_does_not_fit_is_named(tmp_path, com
 
 def test_stages_share_the_layout_that_fits_them_all():
     """LoRA of a 3B over two 24 GiB cards: short rows alone would take DDP, which rows of 32,768 tokens do not fit."""
-    from sft_play.launch.planning import build_plan_request, common_layout, plan_run
-    from sft_play.machine.hardware import parse_hardware
-    from sft_play.planner.layout import LAYOUT_NAMES
-
     machine, only = parse_hardware("2xRTX4090"), tuple(name for name in LAYOUT_NAMES if name != "single")
     model = "model: {name: Qwen/Qwen2.5-3B-Instruct, max_seq_len: %d}\ntuning: {mode: lora}\n"
     short, long = (config_from_text(model % length, name="x") for length in (256, 32_768))

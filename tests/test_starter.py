@@ -9,9 +9,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import starter_base
 from benchmarks.starter_corpus import corpus_documents, normalise, starter_rows, unseen_documents
+from sft_play.config.load import load_config
+from sft_play.data.build.splits import build_splits
+from sft_play.data.sources.files import find_data_paths
 from sft_play.models.config_json import KNOWN_MODELS, find_model_folder, parse_model_shape
 from sft_play.starter import BASE, BASE_NAME
 from tests import warm
@@ -107,8 +112,6 @@ def test_the_shipped_tokenizer_and_shape_are_made_from_the_corpus_and_the_table(
 
 
 def test_what_two_bases_differ_by_is_said_of_random_weights():
-    import torch
-
     one = {"a": torch.zeros(5), "b": torch.zeros(3)}
     other = one | {"a": torch.tensor([0.0, 8.0, 0.0, -9.0, 0.0])}
     assert starter_base.difference(one, one).startswith("the same as the shipped base")
@@ -127,9 +130,6 @@ def test_a_wheel_has_every_data_file_of_the_package():
 
 def test_the_base_copies_every_slot():
     """What fine-tuning builds on: a base that copies eight slots of nine falls below 95% whatever follows."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model, tokenizer = AutoModelForCausalLM.from_pretrained(BASE), AutoTokenizer.from_pretrained(BASE)
     notes = re.compile(r"<\|im_start\|>user\n[^<]*<\|im_end\|>\n<\|im_start\|>assistant\nnote [^<]*<\|im_end\|>\n")
     chats = [text for text in unseen_documents() if notes.fullmatch(text)]
@@ -242,10 +242,6 @@ def test_real_files_train_on_the_starters_base(cache, tmp_path, file, overrides)
 
 def test_the_base_reads_the_turns_of_its_corpus_as_the_tokens_that_fine_tuning_uses(tmp_path):
     """As plain text each `<|im_start|>` is five tokens, and the base never sees the one that every chat begins with."""
-    from sft_play.config.load import load_config
-    from sft_play.data.build.splits import build_splits
-    from sft_play.data.sources.files import find_data_paths
-
     documents = corpus_documents(300)
     tokenizer = starter_base.make_tokenizer(documents)
     write_rows(tmp_path / "corpus.jsonl", ({"text": text} for text in documents))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError
@@ -129,8 +129,6 @@ def test_it_loads_as_its_16_bit_copy_does(tmp_path, kind, stored, mode):
 @pytest.mark.build
 @pytest.mark.parametrize(("kind", "stored"), CASES, ids=["mxfp4", "fp8"])
 def test_values_are_those_of_transformers_own_dequantisation(tmp_path, kind, stored):
-    from transformers import FineGrainedFP8Config, Mxfp4Config
-
     folder = base(tmp_path / "base", kind, stored, width=64)  # it takes whole blocks only
     wanted = Mxfp4Config(dequantize=True) if stored is MXFP4 else FineGrainedFP8Config(dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=wanted)

@@ -7,12 +7,14 @@ import random
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks import fitted_template, token_row
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
+from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.formats import recognise_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import TokenizerError
@@ -81,23 +83,17 @@ def trained(made: TokenRow) -> str:
 
 @pytest.fixture(scope="module")
 def mistral():
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(shared("tokenizers/Mistral-7B-Instruct-v0.3"))
 
 
 def tokenizer_for(name: str) -> Any:
     """A fresh tokenizer with square brackets for a template: Mistral's for the shared ones, else our own."""
-    from transformers import AutoTokenizer
-
     own = name.startswith(("bundled/", "trl/"))
     return AutoTokenizer.from_pretrained(tokenizer_folder("bundled/metaspace" if own else "Mistral-7B-Instruct-v0.3"))
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    from transformers import AutoTokenizer
-
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(folder)
     return AutoTokenizer.from_pretrained(folder)
@@ -289,8 +285,6 @@ RAG = "{% for d in documents %}{{ d.title }}{% endfor %}"
 
 
 def saved(folder: Any, templates: dict[str, str], how: str) -> Any:
-    from transformers import AutoTokenizer
-
     make_tokenizer(folder, template=None)
     if how == "folder":
         (folder / "additional_chat_templates").mkdir()
@@ -379,8 +373,6 @@ def test_arguments_that_a_table_made_up_are_left_out_and_counted(tmp_path, store
     """Written by `datasets`, which gives every object of a column the keys of all: read back as the rows were."""
     import datasets
 
-    from sft_play.data.sources.examples import ExampleReader
-
     table = datasets.Dataset.from_list(ROWS_OF_CALLS)
     told = table[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
     path = tmp_path / {"parquet": "rows.parquet", "saved": "saved"}[stored]
@@ -397,8 +389,6 @@ def test_arguments_that_a_table_made_up_are_left_out_and_counted(tmp_path, store
 
 
 def test_a_null_that_somebody_wrote_into_jsonl_stays(tmp_path):
-    from sft_play.data.sources.examples import ExampleReader
-
     row = {"messages": [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "", "tool_calls": [

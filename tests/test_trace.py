@@ -1,15 +1,16 @@
 """The traced step against real tensors: the same events, the same bytes; every patch against what it stands for."""
 
 import dataclasses
-import importlib
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, masking_utils
 
 from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
 from benchmarks.memory_model.script_settings import to_script_settings
@@ -25,6 +26,7 @@ from sft_play.trace import build, kernels, patches, step
 from sft_play.trace.confirm import cached_trace
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.storages import ALLOC, FREE, PHASE_START, StorageLog
+from sft_play.training.loop.trainer import PlannedTrainer
 from tests.ranks import found_by_ranks
 
 pytestmark = pytest.mark.build
@@ -117,7 +119,7 @@ def test_fake_tensors_live_and_die_like_real_ones(name):
     assert max(fake.values()) > fake["build"] > 0
 
 
-class Marks(importlib.import_module("transformers").TrainerCallback):
+class Marks(TrainerCallback):
     def __init__(self, log: StorageLog) -> None:
         self.log = log
 
@@ -133,10 +135,8 @@ class Marks(importlib.import_module("transformers").TrainerCallback):
 def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
     """`PlannedTrainer.train` on real CPU tensors, under the same log and patches: the same highest bytes to 0.1%."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig
 
-    from sft_play.training.loop.trainer import PlannedTrainer
     from tests.models import make_tokenizer
 
     make_tokenizer(tmp_path)
@@ -304,8 +304,6 @@ def test_autocast_takes_layer_norm_and_powers_in_fp32_as_cuda_does(dtype):
 @pytest.mark.parametrize(("mask", "is_square"), [("ones", False), ("padded", True), ("packed", True), ("none", False)])
 def test_masks_are_those_that_transformers_makes_of_real_values(mask, is_square):
     """Real values without any patch against patches without values: the mask's shape, or none."""
-    from transformers import masking_utils
-
     config = build.language_model_config(SMALL)
     config._attn_implementation = "sdpa"
     embeds = torch.zeros(2, 12, 64)
@@ -340,8 +338,6 @@ def test_8bit_states_are_those_that_bitsandbytes_makes(elements):
 
 
 def test_buckets_are_cut_as_pytorch_cuts_them():
-    import torch.distributed as dist
-
     shapes = [(300_000,), (100,), (7_000_000,), (64, 64), (2_000_000,), (5,), (9_000_000,)]
     tensors = [torch.empty(shape, dtype=torch.float32 if i % 3 else torch.bfloat16) for i, shape in enumerate(shapes)]
     limits = [1 << 20, 25 << 20]

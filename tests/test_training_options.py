@@ -13,7 +13,9 @@ from sft_play.config.schema import ADAMW_OPTIMIZERS, ExternalNames, RunConfig, T
 from sft_play.config.validation import find_conflicts
 from sft_play.config.yaml_io import YamlDocument
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed import PlanValues, deepspeed_options, fill_auto_values
+from sft_play.launch.deepspeed import KNOWN_DEEPSPEED_KEYS, PlanValues, deepspeed_options, fill_auto_values
+from sft_play.planner import backend
+from sft_play.runs.folder import RunFolder
 
 EPSILON = ExternalNames(
     "adam_epsilon", deepspeed="optimizer.params.eps", other_tools="adam_eps epsilon", optimizers=ADAMW_OPTIMIZERS
@@ -50,8 +52,6 @@ def longer(monkeypatch):
 
 
 def test_the_trainer_and_unsloths_process_are_given_a_new_option(longer, monkeypatch, tmp_path):
-    from sft_play.planner import backend
-    from sft_play.runs.folder import RunFolder
     from sft_play.training.loop.trainer import training_arguments
 
     plan = SimpleNamespace(
@@ -103,8 +103,6 @@ def test_an_optimizer_that_does_not_read_a_new_option_is_refused(longer):
 
 def test_the_table_names_real_arguments_of_the_trainer_and_real_keys_of_deepspeed():
     from transformers import TrainingArguments
-
-    from sft_play.launch.deepspeed import KNOWN_DEEPSPEED_KEYS
 
     assert len(optimizer_options()) == 8
     for option in optimizer_options():

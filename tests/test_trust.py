@@ -1,6 +1,7 @@
 """docs/trust.md: what strangers' files, and pages in a browser, cannot do. Every test that the page names exists."""
 
 import ast
+import inspect
 import io
 import json
 import logging
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from sft_play.errors import ConfigError
+from sft_play.launch import tensorboard
 from sft_play.log import set_up_logging
 from sft_play.machine.network import allowed_host_names, is_local_request
 from tests.conftest import ROOT, chat, clean_environment, write_rows, write_run
@@ -208,7 +211,6 @@ def test_every_librarys_record_is_shown_safely(capsys):
 
 @pytest.mark.parametrize("name", ["conversion/../../out", "gguf-py/gguf/../../../out"])
 def test_a_file_of_the_converters_archive_stays_in_its_folder(tmp_path, name):
-    from sft_play.errors import ConfigError
     from sft_play.finished.export.llama_cpp import _VENDOR_PREFIX, CONVERTER_FILE, unpack_converter
 
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as package:
@@ -276,9 +278,6 @@ def test_a_server_of_this_machine_alone_knows_its_names(host):
 
 
 def test_what_listens_listens_on_this_machine_unless_asked():
-    import inspect
-
     from sft_play.finished import serve
-    from sft_play.launch import tensorboard
 
     assert inspect.signature(tensorboard.start_server).parameters["host"].default == "127.0.0.1" == serve.DEFAULT_HOST

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.optimization import Adafactor
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
@@ -62,7 +63,6 @@ def test_numbers_that_bf16_holds_and_those_that_are_none_stay():
 
 def optimizers() -> dict[str, tuple[type, dict]]:
     from bitsandbytes.optim import PagedAdamW
-    from transformers.optimization import Adafactor
 
     return {
         "fused": (torch.optim.AdamW, {"fused": True}),

@@ -8,14 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
+from torch.nn.attention import varlen as torchs
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, ModelError
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner import kernels
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.training.class_checks import masking, small_model
+from sft_play.training.loop import trainer
+from sft_play.training.loop.rows import Collator
+from sft_play.training.measure.monitor import count_tokens
 from sft_play.training.model import attention_functions
 from sft_play.training.model.attention_functions import full_rows_attention
+from sft_play.training.prepare import model_spec
 from tests.test_packing import metrics, run_yaml
 
 pytestmark = pytest.mark.build
@@ -77,8 +86,6 @@ def test_it_is_exact_against_one_chat_at_a_time(dtype):
 
 @pytest.mark.parametrize(("window", "width", "is_told"), [(None, 16, True), (4, 20, True), (4, 16, False)])
 def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width, is_told):
-    from torch.nn.attention import varlen as torchs
-
     draw, lengths, asked = np.random.default_rng(3), [5, 9, 1], []
 
     def documented(
@@ -209,8 +216,6 @@ def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
 
 
 def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_llama, succeed, monkeypatch):
-    from sft_play.training.loop import trainer
-
     calls: list[int] = []
     real = attention_functions.packed_attention
 
@@ -241,9 +246,6 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
 
 
 def test_a_batch_without_a_mask_has_positions_and_its_counts():
-    from sft_play.training.loop.rows import Collator
-    from sft_play.training.measure.monitor import count_tokens
-
     draw = np.random.default_rng(5)
     for _ in range(20):
         lengths = draw.integers(1, 12, size=int(draw.integers(1, 5)))
@@ -258,7 +260,6 @@ def test_a_batch_without_a_mask_has_positions_and_its_counts():
 
 def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, succeed, monkeypatch):
     from sft_play.training.loop import rows
-    from sft_play.training.prepare import model_spec
 
     given: list[set[str]] = []
     real, figures = rows.Collator.__call__, {}
@@ -318,14 +319,6 @@ def test_a_kernel_of_the_hub_is_pinned_to_a_commit(wanted):
 
 
 def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
-    from transformers import GptOssForCausalLM, LlamaForCausalLM
-
-    from sft_play.machine.hardware import parse_hardware
-    from sft_play.models.config_json import load_model_shape
-    from sft_play.planner import kernels
-    from sft_play.planner.decide import PlanRequest, make_plan
-    from sft_play.training.prepare import model_spec
-
     def config(wanted: str) -> Any:
         text = f"model: {{name: Qwen/Qwen2.5-0.5B, attn_implementation: '{wanted}'}}\ndata: {{packing: best_fit}}\n"
         return config_from_text(text, name="run")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.config import config_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,8 +134,6 @@ def accelerate_file(path: Path, kind: str = "MULTI_GPU", **changes: object) -> P
 @pytest.mark.parametrize("variable", ["HF_HOME", "XDG_CACHE_HOME", "HOME"])
 def test_accelerates_own_place_is_where_accelerate_says(tmp_path, variable, monkeypatch):
     """`default_yaml_config_file` of accelerate, which reads the variables as it is imported."""
-    from accelerate.commands.config import config_args
-
     with monkeypatch.context() as patch:
         for name in ("HF_HOME", "XDG_CACHE_HOME"):
             patch.delenv(name, raising=False)

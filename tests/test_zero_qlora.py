@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sft_play.config.load import config_from_text
+from sft_play.errors import TrainingError
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.candidates import evaluate_candidates
@@ -21,6 +22,7 @@ from sft_play.planner.memory.model_states import large_tensors, nf4_bytes, weigh
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
+from sft_play.training.engines import _require_divided
 from tests.models import uneven_run
 from tests.test_distributed import losses, start
 from tests.test_going_on import tensors
@@ -187,9 +189,6 @@ def test_a_run_that_zero3_divides_is_resumed_and_written_out(world):
 
 
 def test_frozen_weights_that_were_not_divided_are_found_out():
-    from sft_play.errors import TrainingError
-    from sft_play.training.engines import _require_divided
-
     model = torch.nn.Module()  # its parameters, if it had any, would be looked at for tensor-parallel axes
     _require_divided(model, Layout("zero3", 2, 2), "frozen", 100_000, [50_000, 50_000])
     with pytest.raises(TrainingError, match=r"a rank holds 100,000 of 100,000 bytes of frozen weights"):
