@@ -119,19 +119,15 @@ def test_what_a_file_leaves_out_is_what_its_tool_takes_then(text, expected):
 
 
 def test_an_adapter_that_is_continued_keeps_its_own_options():
-    config = config_of(f"{FACTORY}adapter_name_or_path: saves/first\n")
-    assert config.model.adapter == "saves/first"
+    assert config_of(f"{FACTORY}adapter_name_or_path: saves/first\n").model.adapter == "saves/first"
     assert not any(path.startswith("tuning.lora.") for path in translated(f"{FACTORY}adapter_folder: x\n").settings)
 
 
 def test_a_run_yaml_of_ours_gets_no_other_tools_defaults():
     text = "model: {name: a/b, max_seq_len: 64}\ndata: {packing: best_fit, train_path: x.jsonl}\ntuning: {mode: lora}\n"
     found = translate_file(text, name="x.yaml", user_settings={})
-    assert found.left_out_keys == []
-    assert found.settings == {
-        "model.name": "a/b", "model.max_seq_len": 64, "data.train_path": "x.jsonl", "data.packing": "best_fit",
-        "tuning.mode": "lora",
-    }  # fmt: skip
+    given = {"model.name": "a/b", "model.max_seq_len": 64, "data.train_path": "x.jsonl", "data.packing": "best_fit"}
+    assert (found.left_out_keys, found.settings) == ([], {**given, "tuning.mode": "lora"})
 
 
 def test_a_default_never_counts_against_the_file():

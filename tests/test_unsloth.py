@@ -259,19 +259,6 @@ def test_rows_are_read_token_for_token_as_they_were_written(tmp_path, seed):
     assert set(read["source"]) == {seed % 2}
 
 
-def ended(tmp_path: Path, *words: tuple[int, tuple[str, str, str, int] | None]) -> list[Any]:
-    """Workers that ended with a code and, where they wrote one, a failure (kind, class, message, time)."""
-    exits = []
-    for rank, (code, own) in enumerate(words):
-        file = tmp_path / f"{rank}.json"
-        if own is not None:
-            kind, name, message, time = own
-            failure = Failure(kind, code, name, message, "", float(time), rank, "host", 1)  # type: ignore[arg-type]
-            file.write_text(json.dumps({"sft_play": dataclasses.asdict(failure)}))
-        exits.append((code, read_failure(file)))
-    return exits
-
-
 @pytest.mark.parametrize(
     ("words", "stopped", "kind", "message"),
     [
@@ -285,9 +272,18 @@ def ended(tmp_path: Path, *words: tuple[int, tuple[str, str, str, int] | None]) 
     ],
 )  # fmt: skip
 def test_the_first_failure_that_follows_from_no_other_is_raised(tmp_path, words, stopped, kind, message):
+    """Workers that ended with a code and, where they wrote one, a failure (kind, class, message, time)."""
+    exits = []
+    for rank, (code, own) in enumerate(words):
+        file = tmp_path / f"{rank}.json"
+        if own is not None:
+            *what, time_s = own
+            failure = Failure(what[0], code, *what[1:], "", float(time_s), rank, "host", 1)
+            file.write_text(json.dumps({"sft_play": dataclasses.asdict(failure)}))
+        exits.append((code, read_failure(file)))
     with pytest.raises(kind, match=message):
-        unsloth_run._raise_first_failure(ended(tmp_path, *words), signal_count=stopped)
-    unsloth_run._raise_first_failure(ended(tmp_path, (0, None), (0, None)), signal_count=0)
+        unsloth_run._raise_first_failure(exits, signal_count=stopped)
+    unsloth_run._raise_first_failure([(0, None)] * 2, signal_count=0)
 
 
 def test_a_backend_is_not_changed_by_going_on(tmp_path, tiny_llama):
@@ -365,8 +361,7 @@ def batches_of(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_a_run_on_unsloth_stops_resumes_and_equals_the_other_backends(
     train, trained, standin, monkeypatch, succeed, tmp_path  # noqa: F811
 ):  # fmt: skip
-    """The same rows with the same labels in the same order, the same losses (LoRA, fp32, 1e-5), files and figures; its
-    adapter is read by PEFT and its checkpoint by `consolidate`."""
+    """The same rows, labels, order, losses (LoRA, fp32, 1e-5) and files; PEFT and `consolidate` read what it saves."""
     batches = recorded(monkeypatch)
     other = trained("bnb", "eval.generate_rows=2", "eval.max_new_tokens=4")
     asked = ("tuning.backend=unsloth", "eval.generate_rows=2", "eval.max_new_tokens=4")
