@@ -286,21 +286,14 @@ with board.sidecar(logs, environment={}, port=0, python=python) as sidecar:
 """
 
 
-@pytest.fixture
-def owner(tmp_path, fake) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    words = [sys.executable, "-c", OWNER, str(tmp_path / "tb"), fake]
-    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True)
-    yield process, int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
-    process.kill()
-    process.wait()
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_it_ends_when_the_process_that_wanted_it_ends_by_a_signal(owner, number):
-    process, pid = owner
-    assert os.getsid(process.pid) != os.getsid(pid)  # a terminal's Ctrl-C does not reach it
-    process.send_signal(number)
-    process.wait(END_S)
+def test_it_ends_when_the_process_that_wanted_it_ends_by_a_signal(tmp_path, fake, number):
+    words = [sys.executable, "-c", OWNER, str(tmp_path / "tb"), fake]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, env=environment, start_new_session=True) as process:
+        pid = int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+        assert os.getsid(process.pid) != os.getsid(pid)  # a terminal's Ctrl-C does not reach it
+        process.send_signal(number)
     wait_for(lambda: not is_alive(pid), within_s=END_S)
     assert board.running_servers() == []
 
