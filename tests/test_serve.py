@@ -385,7 +385,10 @@ def test_packages_that_are_missing_or_have_another_server_are_named(world, monke
     monkeypatch.delitem(sys.modules, "sft_play.finished.openai", raising=False)
     monkeypatch.setitem(sys.modules, "transformers.cli.serving.chat_completion", None)
     service = of_run(world / "lora")
-    with contextlib.closing(service._listener), pytest.raises(BackendError, match=r"chat_completion.*sft-play\[serve"):
+    with (
+        contextlib.closing(service._listener),
+        pytest.raises(BackendError, match=r"chat_completion.*sft-play\[serve\]"),
+    ):
         service.start()
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")

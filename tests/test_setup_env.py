@@ -55,6 +55,13 @@ class FakeBuild:
         return sum("venv" in command for command in self.commands)
 
 
+def built(root, **environ):
+    """The build that a checkout needs."""
+    fake = FakeBuild()
+    setup_env.ensure(root, environ, fake)
+    return fake
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A checkout with pins, and a Python on PATH to build with."""
@@ -116,8 +123,7 @@ def never(command, root):
 
 
 def test_a_first_build_makes_the_environment_then_setuptools_then_the_project(checkout, capfd):
-    fake = FakeBuild()
-    setup_env.ensure(checkout, {}, fake)
+    fake = built(checkout)
     create, tool, project = fake.commands
     assert (create[0], create[-3:]) == (str(BASE), ["-m", "venv", str(checkout / ".venv")])
     pip = [str(checkout / ".venv/bin/python"), "-m", "pip", "install", "--constraint", "requirements.lock"]
@@ -153,9 +159,7 @@ def test_pins_that_change_rebuild_from_nothing_and_nothing_else_does(name, old, 
     setup_env.ensure(ready, {}, never)
     assert capfd.readouterr() == ("", "")
     edit(ready / name, old, new)
-    fake = FakeBuild()
-    setup_env.ensure(ready, {}, fake)
-    assert (fake.builds == 1) is rebuilds
+    assert (built(ready).builds == 1) is rebuilds
     assert (ready / ".venv" / "left over").exists() is not rebuilds
     setup_env.ensure(ready, {}, never)
 
@@ -172,9 +176,7 @@ def test_pins_that_change_rebuild_from_nothing_and_nothing_else_does(name, old, 
 )
 def test_an_environment_that_is_damaged_or_moved_is_built_anew(damage, ready):
     damage(ready / ".venv")
-    fake = FakeBuild()
-    setup_env.ensure(ready if ready.exists() else ready.with_name("moved"), {}, fake)
-    assert fake.builds == 1
+    assert built(ready if ready.exists() else ready.with_name("moved")).builds == 1
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -184,9 +186,7 @@ def test_a_build_that_did_not_end_is_one_message_and_is_repaired(step, error, ch
     assert ("interrupted; the next make repairs .venv" if error else "run make again: it repairs .venv") in message
     assert error or "ended with exit code 1" in message
     assert (checkout / ".venv" / STAMP).read_text("utf-8") == "building\n"
-    fake = FakeBuild()
-    setup_env.ensure(checkout, {}, fake)
-    assert len(fake.commands) == 3
+    assert len(built(checkout).commands) == 3
     setup_env.ensure(checkout, {}, never)
 
 
@@ -211,8 +211,7 @@ def test_another_python_rebuilds_on_the_disk_that_a_link_names_and_is_then_kept(
     venv.rename(disk)
     venv.symlink_to(disk)
     monkeypatch.setattr(setup_env, "named_python", lambda name: Python("/other/python", (3, 99), True))
-    fake = FakeBuild()
-    setup_env.ensure(ready, {"PYTHON": "other"}, fake)
+    fake = built(ready, PYTHON="other")
     assert (fake.commands[0][0], fake.builds) == ("/other/python", 1)
     assert venv.is_symlink()
     assert (disk / STAMP).read_text("utf-8").startswith("ready ")
@@ -220,9 +219,7 @@ def test_another_python_rebuilds_on_the_disk_that_a_link_names_and_is_then_kept(
     setup_env.ensure(ready, {"PYTHON": "other"}, never)
     setup_env.ensure(ready, {}, never)
     monkeypatch.setattr(setup_env, "live_version", lambda venv: (3, 98))  # a system upgrade
-    fake = FakeBuild()
-    setup_env.ensure(ready, {}, fake)
-    assert fake.builds == 1
+    assert built(ready).builds == 1
 
 
 def test_a_checkout_without_permission_is_one_message_and_a_fault_of_ours_a_traceback(refusal):
@@ -282,8 +279,7 @@ def test_another_build_comes_first_from_its_index_and_is_kept_by_its_name(checko
         ["torch==2.0+cu126", "--no-build-isolation", "--editable", ".[dev]"],
     ]
     assert (checkout / ".venv" / STAMP).read_text("utf-8").endswith(" torch cu126\n")
-    rocm = FakeBuild()  # what its torch needs is looked for on its index too
-    setup_env.ensure(checkout, {"TORCH": "rocm7.2"}, rocm)
+    rocm = built(checkout, TORCH="rocm7.2")  # what its torch needs is looked for on its index too
     assert told(rocm.commands)[-1][:2] == ["--extra-index-url", torch_build.WHEELS + "rocm7.2"]
     assert f"installing torch for CUDA 12.6 from {source}" in capfd.readouterr().err
     monkeypatch.setenv("TORCH", "2.13.0")  # no build
@@ -318,9 +314,7 @@ def test_torch_rebuilds_for_another_build_alone(ready, monkeypatch):
     for torch in ("cu130", "auto", ""):
         setup_env.ensure(ready, {"TORCH": torch}, never)
     for torch in ("cpu", "auto"):
-        fake = FakeBuild()
-        setup_env.ensure(ready, {"TORCH": torch}, fake)
-        assert fake.builds == 1
+        assert built(ready, TORCH=torch).builds == 1
         setup_env.ensure(ready, {}, never)  # an environment that works stays as it was asked for
     assert (ready / ".venv" / STAMP).read_text("utf-8").endswith(" torch cu130\n")
 
@@ -348,8 +342,7 @@ def test_uv_installs_the_same_pins_into_the_same_environment(checkout, tmp_path,
 def test_with_an_index_in_pips_settings_no_other_is_named(checkout, monkeypatch):
     monkeypatch.setattr(installer, "pip_settings", lambda python, environ: "global.index-url='https://m.example'")
     monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64"))
-    fake = FakeBuild()
-    setup_env.ensure(checkout, {}, fake)
+    fake = built(checkout)
     assert told(fake.commands) == [["setuptools"], ["--no-build-isolation", "--editable", ".[dev]"]]
 
 

@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -39,9 +39,12 @@ def written(folder: Path, ranks: int) -> Path:
 
 
 def trainer(*, is_deepspeed: bool = True) -> Any:
-    made = MagicMock(is_deepspeed_enabled=is_deepspeed, model_wrapped=None)
-    made.accelerator.state.deepspeed_plugin.deepspeed_config = {}
-    return made
+    plugin = SimpleNamespace(deepspeed_config={})
+    return SimpleNamespace(
+        is_deepspeed_enabled=is_deepspeed, heartbeat=SimpleNamespace(note=lambda *_: None), model_wrapped=None,
+        wait_for_disk=lambda: None,
+        accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)),
+    )  # fmt: skip
 
 
 def test_what_as_many_ranks_wrote_is_read_as_it_is(tmp_path):
