@@ -1,10 +1,9 @@
 """The score of published peaks: rows as settings, the table, the JSON, and files that are none."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory_model import published, published_sources
+from benchmarks.memory_model import old_scripts, published, published_sources  # noqa: F401  (the tracer runs them)
 from benchmarks.memory_model.published import read_runs
 from benchmarks.memory_model.published_columns import NotExpressible
 from benchmarks.memory_model.published_sources import step_settings
@@ -20,19 +19,14 @@ from benchmarks.memory_model.score import plain_strategy, score, spread
 from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.errors import ConfigError, ModelError
 from sft_play.models.config_json import parse_model_shape
+from sft_play.trace import build
 from sft_play.trace.settings import TracedPeak, TraceUnavailable
+from sft_play.trace.step import record_step, trace_step
+from sft_play.trace.storages import EMPTY_CACHE
 from tests.conftest import ROOT, shared
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "tie_word_embeddings": False,
-}
+LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False}
 ROW = {
     "id": "someone/run-1", "class": "A", "source": "someone/else benchmarks.md",
     "model": "someone/tiny", "gpu": "NVIDIA A100-SXM4-80GB", "n_gpus": "1", "mode": "lora",
@@ -55,12 +49,6 @@ def settings_of(**changed: str) -> ScriptSettings:
     return step_settings({**ROW, **changed}, config_of=config_of)
 
 
-def reason_of(**changed: str) -> str:
-    with pytest.raises(NotExpressible) as why:
-        settings_of(**changed)
-    return str(why.value)
-
-
 def write(path: Path, rows: list[dict[str, str]], *, columns: list[str] | None = None, encoding: str = "utf-8") -> Path:
     with path.open("w", newline="", encoding=encoding) as file:
         writer = csv.DictWriter(file, columns or list(ROW), extrasaction="ignore")
@@ -69,18 +57,13 @@ def write(path: Path, rows: list[dict[str, str]], *, columns: list[str] | None =
     return path
 
 
-def peak(allocated: int, reserved: int) -> TracedPeak:
-    return TracedPeak(allocated, reserved, {}, 0)
-
-
 def fixed(settings: ScriptSettings) -> TracedPeak:
-    return peak(2**30, 2**31)
+    return TracedPeak(2**30, 2**31, {}, 0)
 
 
 def test_columns_become_settings() -> None:
     made = settings_of()
     assert (made.mode, made.micro_batch, made.seq_len, made.world) == ("lora", 2, 64, 1)
-    assert made.peft is not None
     assert (made.peft["r"], made.peft["target_modules"]) == (8, ["q_proj", "v_proj"])
     assert (made.weights, made.adapters, made.optimizer) == ("bfloat16", "float32", "adamw_foreach")
     assert made.capability == (8, 0)
@@ -155,24 +138,18 @@ def test_a_column_changes_its_setting(changed: dict[str, str], field: str, value
     ],
 )
 def test_a_row_that_cannot_be_expressed_says_why(changed: dict[str, str], part: str) -> None:
-    assert part in reason_of(**changed)
+    with pytest.raises(NotExpressible, match=re.escape(part)):
+        settings_of(**changed)
 
 
 def test_fms_baseline_keeps_norms_in_fp32_under_autocast() -> None:
-    row = {
-        "source": "foundation-model-stack/fms-acceleration refs",
-        "mode": "qlora",
-        "quant": "bnb-nf4",
-        "weights_dtype": "4bit (+bf16)",
-        "transformers": "4.48.1",
-        "attention": "flash2",
-        "notes": "framework_config=baseline-peft-bnb; x",
-    }
-    baseline = settings_of(**row)
-    accelerated = settings_of(**{**row, "notes": "framework_config=accelerated-peft-bnb; x"})
+    row = {"source": "foundation-model-stack/fms-acceleration refs", "mode": "qlora", "quant": "bnb-nf4"}
+    row |= {"weights_dtype": "4bit (+bf16)", "transformers": "4.48.1", "attention": "flash2"}
+    baseline, accelerated = (
+        settings_of(**row, notes=f"framework_config={kind}-peft-bnb; x") for kind in ("baseline", "accelerated")
+    )
     assert (baseline.fp32_norms, accelerated.fp32_norms) == (True, False)
     assert baseline.autocast == accelerated.autocast == "bfloat16"
-    assert baseline.peft is not None
     assert baseline.peft["lora_dropout"] == 0.1
 
 
@@ -189,11 +166,8 @@ def test_peft_rows_are_one_length_and_take_the_whole_config(tmp_path: Path) -> N
     entry = {"id": "one", "run_info": {"peft_config": saved, "train_config": {"grad_norm_clip": 1.0}}}
     (tmp_path / "peaks_peft_configs.jsonl").write_text(json.dumps(entry) + "\n")
     first, second = (run.settings for run in read_runs(path, config_of=config_of))
-    assert first is not None
-    assert second is not None
     assert first.seq_len == second.seq_len == published_sources.PEFT_LONGEST_ROW
     assert first.peft == {"peft_type": "LORA", "r": 32, "target_modules": ["v_proj"], "task_type": "CAUSAL_LM"}
-    assert second.peft is not None
     assert second.peft["r"] == 8
 
 
@@ -201,9 +175,7 @@ def test_a_spread_names_the_worst_on_either_side() -> None:
     assert spread([0.02, None, -0.05, 0.01]) == {
         "n": 3, "median_abs_error": 0.02, "p95_abs_error": 0.047, "worst_over": 0.02, "worst_under": -0.05,
     }  # fmt: skip
-    only_over = spread([0.1])
-    assert only_over is not None
-    assert only_over["worst_under"] == 0.0
+    assert spread([0.1])["worst_under"] == 0.0
     assert spread([]) is None
 
 
@@ -236,14 +208,10 @@ def test_rows_groups_and_reasons(tmp_path: Path) -> None:
     assert (third["class"], third["measured_reserved_bytes"]) == ("B", None)
     assert sum(answer["not_expressible"].values()) == 2
     # 1 GiB predicted: measured 1 and 0.5, so errors 0 and 1, median 0.5.
-    assert answer["summary"]["class A"]["n"] == 2
-    assert answer["summary"]["class A"]["allocated"]["median_abs_error"] == 0.5
-    assert answer["summary"]["class A"]["allocated"]["worst_over"] == 1.0
+    of_a = answer["summary"]["class A"]
+    assert (of_a["n"], of_a["allocated"]["median_abs_error"], of_a["allocated"]["worst_over"]) == (2, 0.5, 1.0)
     assert answer["summary"]["class B"]["reserved"] is None
-
-
-def test_the_table_shows_rows_groups_and_reasons(tmp_path: Path) -> None:
-    path = write(tmp_path / "peaks.csv", [ROW, {**ROW, "id": "x", "strategy": "tp"}])
+    path = write(tmp_path / "table.csv", [ROW, {**ROW, "id": "x", "strategy": "tp"}])
     text = "\n".join(score(path, trace=fixed, config_of=config_of).table_lines())
     assert "A lora single: someone/run-1" in text
     assert all(group in text for group in ("mode lora", "strategy single", "source someone/else"))
@@ -252,9 +220,7 @@ def test_the_table_shows_rows_groups_and_reasons(tmp_path: Path) -> None:
 
 
 def test_a_tracer_that_fails_is_counted_and_does_not_end_the_score(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "peaks.csv", [ROW, {**ROW, "id": "x", "seq_len": "32"}, {**ROW, "id": "y", "seq_len": "16"}]
-    )
+    rows = [ROW, {**ROW, "id": "x", "seq_len": "32"}, {**ROW, "id": "y", "seq_len": "16"}]
 
     def trace(settings: ScriptSettings) -> TracedPeak:
         if settings.seq_len == 32:
@@ -263,12 +229,10 @@ def test_a_tracer_that_fails_is_counted_and_does_not_end_the_score(tmp_path: Pat
             raise RuntimeError("boom")
         return fixed(settings)
 
-    report = score(path, trace=trace, config_of=config_of)
+    report = score(write(tmp_path / "peaks.csv", rows), trace=trace, config_of=config_of)
     assert [row.run.id for row in report.rows] == ["someone/run-1"]
-    assert set(report.not_expressible) == {
-        "lora cannot be traced: no such kernel",
-        "lora cannot be traced: RuntimeError: boom",
-    }
+    why = ("no such kernel", "RuntimeError: boom")
+    assert set(report.not_expressible) == {f"lora cannot be traced: {words}" for words in why}
 
 
 def test_a_simulated_card_that_is_too_small_is_tried_without_its_bound(tmp_path: Path) -> None:
@@ -282,24 +246,17 @@ def test_a_simulated_card_that_is_too_small_is_tried_without_its_bound(tmp_path:
     assert len(score(write(tmp_path / "peaks.csv", [row]), trace=trace, config_of=config_of).rows) == 1
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_byte_order_marks_and_empty_lines_are_fine(tmp_path: Path, encoding: str) -> None:
-    path = write(tmp_path / "peaks.csv", [ROW], encoding=encoding)
-    path.write_bytes(path.read_bytes() + b"\r\n,,,\r\n")
-    assert len(read_runs(path, config_of=config_of)) == 1
-
-
-def test_a_file_without_rows_scores_nothing(tmp_path: Path) -> None:
+def test_byte_order_marks_empty_lines_no_rows_and_missing_columns_are_fine(tmp_path: Path) -> None:
+    for encoding in ("utf-8", "utf-8-sig"):
+        path = write(tmp_path / "peaks.csv", [ROW], encoding=encoding)
+        path.write_bytes(path.read_bytes() + b"\r\n,,,\r\n")
+        assert len(read_runs(path, config_of=config_of)) == 1
     report = score(write(tmp_path / "peaks.csv", []), trace=fixed, config_of=config_of)
     assert (report.as_json()["rows"], report.as_json()["summary"]) == ([], {})
     assert any("0 of 0 rows" in line for line in report.table_lines())
-
-
-def test_other_columns_may_be_missing(tmp_path: Path) -> None:
     path = write(tmp_path / "peaks.csv", [ROW], columns=list(published.COLUMNS))
     (run,) = read_runs(path, config_of=config_of)
-    assert run.settings is None
-    assert run.reason
+    assert (run.settings, bool(run.reason)) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -309,18 +266,15 @@ def test_other_columns_may_be_missing(tmp_path: Path) -> None:
         (b"", "no column id"),
         (b"\xff\xfe\x00\x01", "UTF-8"),
         (b'{"rows": []}\n', "no column id"),
+        (None, "does not exist"),
     ],
 )
-def test_a_file_that_is_no_table_of_peaks_is_one_message(tmp_path: Path, content: bytes, part: str) -> None:
+def test_a_file_that_is_no_table_of_peaks_is_one_message(tmp_path: Path, content: bytes | None, part: str) -> None:
     path = tmp_path / "peaks.csv"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(ConfigError, match=part):
         score(path, trace=fixed, config_of=config_of)
-
-
-def test_paths_that_cannot_be_used_are_one_message(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        score(tmp_path / "none.csv", trace=fixed, config_of=config_of)
     with pytest.raises(ConfigError, match="cannot be read"):
         score(tmp_path, trace=fixed, config_of=config_of)
 
@@ -343,8 +297,7 @@ def test_published_rows_nearest_to_this_toolkit_are_described() -> None:
     """Each row of the table in benchmarks/ has settings, or a reason that says what of it cannot be expressed."""
     runs = read_runs(ROOT / "benchmarks" / "published_nearest.csv")
     expressed = {run.id for run in runs if run.settings is not None}
-    assert len(runs) == 113
-    assert len({run.id for run in runs}) == 113
+    assert len(runs) == len({run.id for run in runs}) == 113
     assert sum(one.startswith("halo-trl/") for one in expressed) == 15
     assert sum(one.startswith("prime-rl/") for one in expressed) == 7
     assert "deepspeed-bf16-master/fp32-master" in expressed
@@ -379,16 +332,10 @@ LOGITS = 2 * 2 * 64 * 512
 
 
 def traced(**changed: Any) -> TracedPeak:
-    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
-    from sft_play.trace.step import trace_step
-
     return trace_step(replace(TINY, **changed))
 
 
 def test_fp32_norms_cost_two_bytes_more_a_weight() -> None:
-    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
-    from sft_play.trace import build
-
     model = build.load_skeleton(build.build_skeleton(TINY), replace(TINY, fp32_norms=True))
     kinds = {name: str(one.dtype) for name, one in model.named_parameters()}
     assert {kind for name, kind in kinds.items() if "norm" in name} == {"torch.float32"}
@@ -408,10 +355,6 @@ def test_gradients_cleared_late_leave_the_next_step_as_it_was() -> None:
 
 
 def test_the_cache_is_emptied_after_each_step() -> None:
-    from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
-    from sft_play.trace.step import record_step
-    from sft_play.trace.storages import EMPTY_CACHE
-
     def times(settings: ScriptSettings) -> int:
         return sum(event[0] == EMPTY_CACHE for event in record_step(settings).events)
 
@@ -419,15 +362,12 @@ def test_the_cache_is_emptied_after_each_step() -> None:
 
 
 def test_older_losses_copy_the_logits_once_more() -> None:
-    allocated = {loss: traced(loss=loss, checkpointing=False).phases["forward"][0] for loss in published_losses()}
+    losses = ("model", "logits_shifted", "logits_shifted_float", "logits_shifted_half")
+    allocated = {loss: traced(loss=loss, checkpointing=False).phases["forward"][0] for loss in losses}
     shifted = 2 * 63 * 512  # elements of the shifted logits
     assert allocated["logits_shifted"] - allocated["model"] == pytest.approx(4 * shifted, rel=0.05)
     assert allocated["logits_shifted"] - allocated["logits_shifted_float"] == pytest.approx(LOGITS, rel=0.05)
     assert allocated["logits_shifted_half"] < allocated["logits_shifted_float"]
-
-
-def published_losses() -> tuple[str, ...]:
-    return ("model", "logits_shifted", "logits_shifted_float", "logits_shifted_half")
 
 
 def test_lora_fa_trains_no_a() -> None:

@@ -1,20 +1,22 @@
 """What a person sees of help, plan, check and train: how many lines, and that the rest is where it is said to be."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
+import math
 import random
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sft_play.config.load import config_from_text
+from sft_play.config.load import config_from_text, load_config, split_overrides
+from sft_play.launch.refusals import require_usable_hardware
+from sft_play.log import set_up_logging
 from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.advice import make_advised_plan
@@ -24,7 +26,7 @@ from sft_play.planner.plan import Plan, RunLength
 from sft_play.text import format_duration
 from sft_play.variables import VARIABLES, takes_variable
 from tests import warm
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, clean_environment, write_run
 
 BEFORE_STEP_1 = 12
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -40,9 +42,6 @@ def make(*words: str) -> str:
     answer = subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, env=clean_environment())
     assert (answer.returncode, answer.stderr) == (0, ""), answer
     return answer.stdout
-
-
-# --- make -------------------------------------------------------------------------------------------------------------
 
 
 def test_make_alone_is_twelve_lines_at_most_and_names_targets_that_there_are():
@@ -72,17 +71,9 @@ def test_help_of_a_target_names_its_variables_and_runs_nothing():
         assert sorted(path.name for path in ROOT.iterdir()) == before
 
 
-# --- plan -------------------------------------------------------------------------------------------------------------
-
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")
-MACHINES = (
-    "1xRTX3060",
-    "1xRTX4090,ram=64GiB",
-    "2xH200",
-    "8xH100,ram=512GiB",
-    "2x8xH100,ram=1TiB",
-    "cpu,ram=64GiB,cores=8",
-)
+MACHINES = ("1xRTX3060", "1xRTX4090,ram=64GiB", "2xH200", "8xH100,ram=512GiB", "2x8xH100,ram=1TiB")
+MACHINES += ("cpu,ram=64GiB,cores=8",)
 
 
 def random_plan(chance: random.Random) -> tuple[Any, Plan]:
@@ -104,11 +95,8 @@ def test_the_page_of_a_plan_is_four_lines_and_a_line_for_each_warning():
         assert ("FITS" in head, "DOES NOT FIT" in head) == (plan.fits, not plan.fits)
         assert head.startswith(config.model.name.split("/")[1])
         product_of = re.sub(r"groups of \d+", "groups", batch.partition(";")[0])
-        numbers = [int(text) for text in re.findall(r"\d+", product_of)]
-        product = 1
-        for number in numbers[1:]:
-            product *= number
-        assert numbers[0] == product == plan.batch.effective_batch
+        whole, *numbers = (int(text) for text in re.findall(r"\d+", product_of))
+        assert whole == math.prod(numbers) == plan.batch.effective_batch
         assert "not here" in data
         assert ("make train" in last) == plan.fits
         assert last.endswith("Why, and what else was compared: make plan ... WHY=1")
@@ -157,33 +145,24 @@ def test_durations_are_in_the_unit_that_a_person_would_take():
     ]  # fmt: skip
 
 
-# --- check and train --------------------------------------------------------------------------------------------------
-
-
-def run_yaml(folder: Path, model: Path, rows: Path) -> Path:
-    path = folder / "my.yaml"
-    path.write_text(
-        f"model: {{name: {model}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {rows}, val_path: null, test_path: null, val_fraction: 0.2}}\n"
-        "train: {effective_batch_size: 4, epochs: 1, report_to: [], logging_steps: 1, save_steps: 10}\n"
-        f"eval: {{generate_rows: 4, max_new_tokens: 4}}\noutput: {{dir: {folder}/outputs, name: one}}\n"
-    )
-    return path
+@pytest.fixture
+def config(tmp_path, tiny_llama, sums) -> Path:
+    train = {"effective_batch_size": 4, "epochs": 1, "max_steps": None, "logging_steps": 1, "save_steps": 10}
+    answers = {"generate_rows": 4, "max_new_tokens": 4}
+    sections = {"data": {"val_fraction": 0.2}, "train": train, "eval": answers, "output": {"name": "one"}}
+    return write_run(tmp_path, tiny_llama, sums, **sections)
 
 
 @pytest.mark.build
-def test_check_says_one_line_or_what_is_wrong(tmp_path, tiny_llama, sums, command, monkeypatch):
-    config = run_yaml(tmp_path, tiny_llama, sums)
-    code, said = command("check", "--config", str(config))
-    assert code == 0, said
+def test_check_says_one_line_or_what_is_wrong(config, tmp_path, sums, command, succeed, monkeypatch):
+    said = succeed("check", "--config", str(config))
     *waited, line = said.splitlines()
     assert all(one.endswith(" s so far") for one in waited)  # what takes long on a busy machine says so
     assert re.fullmatch(r"\[check\] Ready to train: \d+ ok \([^)]+\); WHY=1 shows each", line)
     broken = tmp_path / "broken.jsonl"
     broken.write_text(sums.read_text() + '{"messages": []}\n')
     code, said = command("check", "--config", str(config), f"data.train_path={broken}")
-    assert code == 2
-    assert "PROBLEM  rows: train" in said
+    assert (code, "PROBLEM  rows: train" in said) == (2, True), said
     assert not re.search(r"^ok ", said, re.MULTILINE)
     assert re.search(r"^Not ready: 1 problem", said, re.MULTILINE)
     with monkeypatch.context() as patch:  # what make train would refuse is a problem here too
@@ -199,28 +178,17 @@ def test_check_says_one_line_or_what_is_wrong(tmp_path, tiny_llama, sums, comman
 
 
 def messages(text: str) -> list[str]:
-    """What lines of a terminal, or of train.log, say."""
-    return [re.sub(r"^(\[[a-z-]+\]( warning:)?|\S+ [A-Z]+ [\w.]+:) ", "", line) for line in text.splitlines()]
+    """What lines of a terminal, or of train.log, say, without those of what takes long."""
+    lines = (re.sub(r"^(\[[a-z-]+\]( warning:)?|\S+ [A-Z]+ [\w.]+:) ", "", line) for line in text.splitlines())
+    return [line for line in lines if not line.endswith(" s so far")]
 
 
-ONLY_IN_THE_LOG = (
-    *("Because: ", "Choice: ", "Predicted peak: ", "Data train: masks: verified", "Trainable parameters: "),
-)
-
-
-def known_words(ranks: int) -> list[str]:
-    where = "the CPU" if ranks == 1 else f"the CPU ({ranks} ranks)"
-    return [
-        f"Auto-calculated batch size: {4 // ranks} per process, gradient accumulation: 1",
-        "Effective batch size: 4",
-        f"Starting new bnb {'distributed ' if ranks > 1 else ''}run with fp32 precision on {where}",
-    ]
+ONLY_IN_THE_LOG = ("Because: ", "Choice: ", "Predicted peak: ", "Data train: masks: verified", "Trainable parameters: ")
 
 
 @pytest.mark.build
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, tmp_path, tiny_llama, sums):
-    config = run_yaml(tmp_path, tiny_llama, sums)
+def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, config, tmp_path, tiny_llama, sums):
     command = "train" if ranks == 1 else "train-distributed"
     environment = clean_environment(SFT_PLAY_CACHE=str(tmp_path / "cache"))
     answer = subprocess.run(
@@ -228,18 +196,20 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, tmp_path
         cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    shown = [line for line in messages(answer.stdout) if not line.endswith(" s so far")]
+    shown = messages(answer.stdout)
     first = next(number for number, line in enumerate(shown) if line.startswith("step 1/"))
     assert first <= BEFORE_STEP_1, "\n".join(shown[:first])
     assert shown[0] == f"Base model: {tiny_llama} ({config})"
-    for words in known_words(ranks):
+    spread, where = ("", "the CPU") if ranks == 1 else ("distributed ", "the CPU (2 ranks)")
+    for words in (
+        f"Auto-calculated batch size: {4 // ranks} per process, gradient accumulation: 1", "Effective batch size: 4",
+        f"Starting new bnb {spread}run with fp32 precision on {where}",
+    ):  # fmt: skip
         assert shown[:first].count(words) == 1, words
     begun = "\n".join(shown[:first])
     assert re.search(r"^Plan: LoRA( in ddp)? fits, [\d.]+ of [\d.]+ GiB per process; \d+ steps; ", begun, re.MULTILINE)
-    rows = (
-        rf"^Data: \d+ rows of {re.escape(str(sums))}, \d+% of [\d,]+ tokens trained, longest \d+, none cut; held out: "
-    )
-    assert re.search(rows + r"\d+ val$", begun, re.MULTILINE)
+    rows = rf"^Data: \d+ rows of {re.escape(str(sums))}, \d+% of [\d,]+ tokens trained, longest \d+, none cut; held out"
+    assert re.search(rows + r": \d+ val$", begun, re.MULTILINE)
     assert re.search(r"^First training row, trained part in \[\[ \]\]: .*\[\[", begun, re.MULTILINE)
     assert f"Run folder: {tmp_path}/outputs/one" in begun
     assert re.search(r"^\d+ optimizer steps are few: more train.epochs", begun, re.MULTILINE)
@@ -264,18 +234,13 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, tmp_path
 
 
 @pytest.mark.build
-def test_a_run_in_stages_begins_in_twelve_lines_and_says_of_each_stage_what_it_trains(
-    tmp_path, tiny_llama, sums, command
-):
-    """Two lines a stage before the first (its plan, and that its steps are few); its rows when it begins."""
-    config = run_yaml(tmp_path, tiny_llama, sums)
+def test_a_run_in_stages_begins_in_twelve_lines_and_says_of_each_stage_what_it_trains(config, succeed):
     names = ("short", "middle", "long")
-    stages = "".join(f"- {{name: {name}, max_steps: 1, max_seq_len: {64 - 8 * at}}}\n" for at, name in enumerate(names))
-    config.write_text(f"{config.read_text()}curriculum:\n{stages}")
-    code, said = command("train", "--config", str(config), "eval.generate_rows=0", "eval.before_training=false")
-    assert code == 0, said
+    stages = [{"name": name, "max_steps": 1, "max_seq_len": 64 - 8 * at} for at, name in enumerate(names)]
+    settings = {**json.loads(config.read_text()), "curriculum": stages}
+    config.write_text(json.dumps(settings))
+    said = succeed("train", "--config", str(config), "eval.generate_rows=0", "eval.before_training=false")
     shown = messages(said)
-    shown = [line for line in shown if not line.endswith(" s so far")]
     assert sum(line.startswith("step 1/") for line in shown) == 3
     first = next(number for number, line in enumerate(shown) if line.startswith("step 1/"))
     assert first <= BEFORE_STEP_1, "\n".join(shown[:first])
@@ -288,9 +253,6 @@ def test_a_run_in_stages_begins_in_twelve_lines_and_says_of_each_stage_what_it_t
 
 @pytest.mark.build
 def test_step_lines_are_the_same_in_a_terminal_in_a_pipe_and_in_the_log(capsys, monkeypatch):
-    import logging
-
-    from sft_play.log import set_up_logging
     from sft_play.training.loop.callbacks import Progress
 
     written: dict[bool, str] = {}
@@ -309,14 +271,9 @@ def test_step_lines_are_the_same_in_a_terminal_in_a_pipe_and_in_the_log(capsys, 
         written[is_terminal] = capsys.readouterr().out
     assert written[True] == written[False] != ""
     assert all(line.startswith("[train] step ") for line in written[True].splitlines())
-    logging.getLogger().handlers[:] = []
 
 
 def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
-    from types import SimpleNamespace
-
-    from sft_play.config.load import load_config, split_overrides
-    from sft_play.launch.refusals import require_usable_hardware
     from sft_play.training.measure.summary import _next_step_lines
 
     machine = dataclasses.replace(parse_hardware("cpu,ram=64GiB,cores=8"), named=False)

@@ -1,8 +1,6 @@
 """Which kernel sdpa runs: one table for plan, trace, self-test and run, against PyTorch's own dispatch, written a
 second time from its C++ source; and where cuDNN's kernel is switched on."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -20,6 +18,7 @@ from sft_play.machine import software
 from sft_play.machine.hardware import parse_hardware
 from sft_play.machine.software import CudaLibraries
 from sft_play.models.config_json import load_model_shape, parse_model_shape
+from sft_play.planner.candidates import PlanInputs
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.kernels import SdpaCall, prefers_cudnn, sdpa_kernel
 from sft_play.planner.memory.estimate import estimate_memory
@@ -30,9 +29,11 @@ from sft_play.trace import kernels
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import trace_step
 from sft_play.trace.storages import StorageLog
+from sft_play.training import run
 from sft_play.training.loop.rows import CHAT_LENGTHS, Collator
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.model import attention_functions
+from tests.conftest import chat, write_rows, write_run
 
 pytestmark = pytest.mark.build
 
@@ -41,7 +42,6 @@ WHEELS = {"cu130": CudaLibraries((13, 0), 92000), "cu126": CudaLibraries((12, 6)
 """What the two builds of torch 2.13.0 bring (nvidia-cudnn-cu13 9.20.0.48, nvidia-cudnn-cu12 9.10.2.21)."""
 
 
-# --- PyTorch's dispatch, by aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of 2.13 ------------------------------
 @dataclasses.dataclass
 class Machine:
     """A GPU and a build of torch. `choose` is `select_sdp_backend` for dense inputs without dropout."""
@@ -75,13 +75,9 @@ class Machine:
         return max(call.head_dim, call.value_head_dim) <= limit and call.head_dim % 8 == call.value_head_dim % 8 == 0
 
     def flash(self, call: SdpaCall, heads: int, kv_heads: int) -> bool:
-        if (
-            call.masked
-            or not call.half_precision
-            or call.head_dim != call.value_head_dim
-            or call.head_dim > 256
-            or heads % kv_heads
-        ):
+        if call.masked or not call.half_precision or call.head_dim != call.value_head_dim:
+            return False
+        if call.head_dim > 256 or heads % kv_heads:
             return False
         if not (8, 0) <= self.sm <= (12, 1):
             return False
@@ -145,7 +141,6 @@ def test_the_libraries_are_those_of_the_installed_torch(monkeypatch, built, pack
     assert software.cuda_libraries() == CudaLibraries(*found)
 
 
-# --- the plan ---------------------------------------------------------------------------------------------------------
 def plan_of(machine: str, *words: str, model: str = LLAMA, wheel: str = "cu130") -> Any:
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=lora", *words])
     return make_plan(PlanRequest(config, load_model_shape(model), parse_hardware(machine), libraries=WHEELS[wheel]))
@@ -180,7 +175,6 @@ def test_cudnn_s_kernel_is_planned_where_all_batches_have_one_shape(machine, wor
     assert plan_from_json(written).choice.step.cudnn == takes
 
 
-# --- the trace --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(60))
 def test_the_trace_calls_the_operator_of_the_table(seed):
     call, capability, wheel = drawn(random.Random(seed))
@@ -209,15 +203,11 @@ def test_the_trace_calls_the_operator_of_the_table(seed):
 
 
 def test_the_buffer_of_cudnn_s_backward_pass():
-    """Two rows, 4 heads of queries and 2 of keys, 10 tokens, heads of 8: dO * O (4 bytes for each of 80 places) and dq
-    (8 times as much), and dk and dv of all heads in bf16 (2 x 2 bytes for each of 640 elements) where they are
-    grouped."""
+    # Two rows, 4 heads of queries and 2 of keys, 10 tokens, heads of 8: dO * O (4 bytes for each of 80 places) and dq
+    # (8 times as much), and dk and dv of all heads in bf16 (2 x 2 bytes for each of 640 elements) where grouped.
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
     for kv_heads, more in ((4, 0), (2, 2560)):
-        query, key = (
-            torch.zeros(2, 4, 10, 8, dtype=torch.bfloat16),
-            torch.zeros(2, kv_heads, 10, 8, dtype=torch.bfloat16),
-        )
+        query, key = (torch.zeros(2, heads, 10, 8, dtype=torch.bfloat16) for heads in (4, kv_heads))
         assert kernels.workspace_sizes(backward, (query, query, key, key), {}, None) == (320 + 2560 + more,)
 
 
@@ -247,17 +237,15 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
     )
     step = Step(2, 1, 1024, checkpointed_layers=None if checkpointing else 0, loss="logits", padded=masked, saves=False)
     shape = parse_model_shape(MODEL, name="m")
-    planned = {
-        on: estimate_memory(config, shape, precision, dataclasses.replace(step, cudnn=on)) for on in (True, False)
-    }
+    planned = {}
     for on in (True, False):
+        planned[on] = estimate_memory(config, shape, precision, dataclasses.replace(step, cudnn=on))
         assert planned[on].allocated == pytest.approx(traced[on].allocated, rel=0.03 if checkpointing else 0.01)
     if not half:
         assert traced[True].allocated == traced[False].allocated
         assert planned[True].allocated == planned[False].allocated
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def switched():
     """The switch as it was before the test."""
@@ -266,17 +254,12 @@ def switched():
     torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def test_before_a_plan_decides_and_with_unsloth_it_is_off(monkeypatch, switched):
-    from sft_play.training import run
-
+def test_before_a_plan_decides_it_is_off_and_the_switch_is_put_back_whatever_happens(monkeypatch, switched):
     attention_functions.enable_cudnn(enabled=True)
     monkeypatch.setattr(run, "explain_out_of_memory", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.train_stage(SimpleNamespace(plan=None), None, None)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_the_switch_is_put_back_whatever_happens(switched):
     for before in (True, False):
         attention_functions.enable_cudnn(enabled=before)
         with contextlib.suppress(KeyError), attention_functions.without_cudnn():
@@ -285,18 +268,10 @@ def test_the_switch_is_put_back_whatever_happens(switched):
         assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
-@pytest.mark.parametrize(
-    ("words", "evaluates_on"),
-    [
-        ((*BLOCKS, "eval.generate_rows=2", "eval.max_new_tokens=2"), True),
-        ((*MASKED_PACKS, "eval.generate_rows=2", "eval.max_new_tokens=2"), False),
-    ],
-)
+@pytest.mark.parametrize(("words", "evaluates_on"), [(BLOCKS, True), (MASKED_PACKS, False)])
 def test_evaluation_and_generation_switch_it_off(
-    command, monkeypatch, tmp_path, tiny_llama, switched, words, evaluates_on
+    succeed, monkeypatch, tmp_path, tiny_llama, switched, words, evaluates_on
 ):
-    from sft_play.planner.candidates import PlanInputs
-
     monkeypatch.setattr(PlanInputs, "uses_cudnn", lambda *_: True)
     seen: dict[str, set[bool]] = {}
     shapes = set()
@@ -314,30 +289,18 @@ def test_evaluation_and_generation_switch_it_off(
 
     step = PlannedTrainer.training_step
     monkeypatch.setattr(PlannedTrainer, "training_step", stepped)
-    text = tmp_path / "rows.jsonl"
-    rows = [{"text": "a b c d " * 40}] * 8
-    if "task_mode=cpt" not in words:
-        rows = [{"messages": [{"role": "user", "content": f"{number}"}, {"role": "assistant", "content": "yes"}]}
-                for number in range(40)]  # fmt: skip
-    text.write_text("\n".join(map(json.dumps, rows)))
-    config = {
-        "model": {"name": str(tiny_llama), "max_seq_len": 32}, "tuning": {"mode": "lora"},
-        "data": {"train_path": str(text), "val_fraction": 0.25},
-        "train": {"effective_batch_size": 2, "batch_size": 2, "max_steps": 2, "device": "cpu", "bf16": False,
-                  "gradient_checkpointing": False},
-        "output": {"dir": str(tmp_path / "out")},
-    }  # fmt: skip
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(config))
-    code, said = command("train", "--config", str(path), *words)
-    assert code == 0, said
+    rows = [{"text": "a b c d " * 40}] * 8 if evaluates_on else [chat(f"{number}", "yes") for number in range(40)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    train = {"effective_batch_size": 2, "batch_size": 2, "bf16": False, "gradient_checkpointing": False}
+    sections = {"model": {"max_seq_len": 32}, "data": {"val_fraction": 0.25}, "train": {**train, "device": "cpu"}}
+    path = write_run(tmp_path, tiny_llama, data, **sections, eval={"generate_rows": 2, "max_new_tokens": 2})
+    succeed("train", "--config", str(path), *words)
     assert seen["training"] == {True}
     assert len(shapes) == 1
     assert seen.get("answers") == (None if evaluates_on else {False})
     assert seen.get("evaluation", {False}) == {evaluates_on}
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
 def test_packs_are_padded_to_full_rows_where_that_gives_batches_one_shape():
     packs = [{"input_ids": [5] * 7, "labels": [5] * 7, CHAT_LENGTHS: [3, 4]}]
     batch = Collator(0, min_tokens=10)(packs)

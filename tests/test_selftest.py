@@ -1,7 +1,5 @@
 """gpu-selftest: its verdicts on random figures, what it leaves out, what breaks, and a few of its parts on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -20,11 +18,13 @@ from benchmarks.gpu_selftest.checks import Peak
 from benchmarks.gpu_selftest.material import CPU_SIZE, GPU_SIZE, LARGE_MODEL, ROW_KINDS, write_trial_rows
 from benchmarks.gpu_selftest.record import DEFERRED_REASON, Part, SelftestRecord, open_record
 from benchmarks.gpu_selftest.trials import TrialBench
+from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError
 from sft_play.machine.hardware import Hardware, parse_hardware
-from sft_play.models.config_json import KNOWN_MODELS
+from sft_play.models.config_json import KNOWN_MODELS, load_model_shape
 from sft_play.planner import calibration
 from sft_play.planner.batching import BatchPlan
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.text import GIB
 from tests import warm
 from tests.conftest import ROOT
@@ -46,12 +46,8 @@ def test_a_peak_fails_exactly_where_it_leaves_the_margin():
         assert len(checks.peak_problems(peak)) == over + above + below
         assert len(checks.peak_problems(replace(peak, measured_allocated=None))) == over
     assert len(seen) == 6  # a peak is not above and below at once
-    edge = Peak(100, 120, 10, 110, 130, exact=True)
-    assert checks.peak_problems(edge) == []
-    assert checks.peak_problems(replace(edge, measured_allocated=90)) == []
-    assert checks.peak_problems(replace(edge, measured_reserved=131)) != []
-    assert checks.peak_problems(replace(edge, measured_allocated=111)) != []
-    assert checks.peak_problems(replace(edge, measured_allocated=89)) != []
+    for held, kept, wrong in ((110, 130, 0), (90, 130, 0), (110, 131, 1), (111, 130, 1), (89, 130, 1)):
+        assert len(checks.peak_problems(Peak(100, 120, 10, held, kept, exact=True))) == wrong
 
 
 def test_speeds_may_be_twice_or_half_and_no_further():
@@ -96,9 +92,6 @@ def test_another_attention_kernel_than_the_plan_counts_on_is_found():
     assert checks.attention_problems(predicted, predicted) == []
     for case in predicted:
         assert len(checks.attention_problems(predicted, {**predicted, case: "cudnn"})) == 1
-    assert checks.attention_problems(predicted, {**predicted, "a": "math"}) == [
-        "a: the plan counts on flash, but math runs"
-    ]
     assert checks.attention_problems(predicted, {"a": "flash", "b": "efficient"}) != []
 
 
@@ -169,17 +162,20 @@ def out_of_memory_found(said: str, **changes: Any) -> list[str]:
 
 def test_the_message_of_a_run_out_of_memory_must_be_true():
     assert out_of_memory_found(own_message()) == []
-    assert out_of_memory_found(own_message(), exit_code=1) == ["the exit code is 1, not 3"]
-    assert out_of_memory_found(own_message(), micro_batch=16) == ["it says micro-batch 32, and 16 was asked for"]
-    assert len(out_of_memory_found(own_message(), required=40 * GIB)) == 1
-    assert len(out_of_memory_found(own_message(), budget=10 * GIB)) == 1
-    assert out_of_memory_found(own_message(), free_after=20 * GIB) == ["3.00 GiB are not free again after it"]
-    other = own_message(TORCH_SAYS.replace("1.20 GiB is free", "9.00 GiB is free"))
-    assert out_of_memory_found(other) == ["3.50 GiB were asked for and 9.00 GiB free: that is another fault"]
-    small = own_message(TORCH_SAYS.replace("3.50 GiB", "900.00 MiB"))
-    assert len(out_of_memory_found(small)) == 1
-    assert out_of_memory_found(own_message("no words")) == ["it does not say what was asked for and what was free"]
-    assert out_of_memory_found("Killed") == ["the message does not say what was predicted"]
+    for changes, words in (
+        ({"exit_code": 1}, "the exit code is 1"), ({"micro_batch": 16}, "16 was asked for"),
+        ({"required": 40 * GIB}, ""), ({"budget": 10 * GIB}, ""), ({"free_after": 20 * GIB}, "not free again"),
+    ):  # fmt: skip
+        (line,) = out_of_memory_found(own_message(), **changes)
+        assert words in line
+    for said, words in (
+        (own_message(TORCH_SAYS.replace("1.20 GiB is free", "9.00 GiB is free")), "another fault"),
+        (own_message(TORCH_SAYS.replace("3.50 GiB", "900.00 MiB")), ""),
+        (own_message("no words"), "does not say what was asked for"),
+        ("Killed", "does not say what was predicted"),
+    ):
+        (line,) = out_of_memory_found(said)
+        assert words in line
     fitting = own_message().replace("plan predicted 30.0 of", "plan predicted 20.0 of")
     assert any("would have fitted" in line for line in out_of_memory_found(fitting))
 
@@ -199,7 +195,6 @@ def test_nine_trials_hold_every_pair_of_settings():
 
 @pytest.fixture
 def on_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialBench:
-    """A bench with the large model's config, beside a GPU that is not there."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(KNOWN_MODELS[LARGE_MODEL].config))
     write_trial_rows(tmp_path, GPU_SIZE)
@@ -244,9 +239,9 @@ def test_rows_are_of_their_kinds(tmp_path):
 
     needed = CPU_SIZE.effective_batch * CPU_SIZE.steps
     assert words("equal") == [2 * CPU_SIZE.seq_len] * needed
-    assert len(words("unequal")) == needed
-    assert len(set(words("unequal"))) > 20
-    assert max(words("unequal")) == 2 * CPU_SIZE.seq_len  # the longest rows are those that a plan assumes
+    unequal = words("unequal")
+    assert (len(unequal), len(set(unequal)) > 20) == (needed, True)
+    assert max(unequal) == 2 * CPU_SIZE.seq_len  # the longest rows are those that a plan assumes
     assert max(words("packed")) < CPU_SIZE.seq_len
     assert len(words("out-of-memory")) >= 13
 
@@ -258,15 +253,13 @@ def numbers(**changes: Any) -> dict[str, Any]:
 
 
 def test_speed_is_judged_of_full_rows_on_a_device_whose_rates_are_known():
-    slow = numbers(tokens_per_s=10.0)
-    assert len(trials.find_problems(numbers(), slow, rows="equal")) == 1
-    assert len(trials.find_problems(numbers(), slow, rows="packed")) == 1
-    assert trials.find_problems(numbers(), slow, rows="unequal") == []
+    slow, little, much = numbers(tokens_per_s=10.0), numbers(allocated=GIB), numbers(reserved=4 * GIB)
+    for measured, rows, wrong in (
+        (slow, "equal", 1), (slow, "packed", 1), (slow, "unequal", 0), (little, "equal", 1), (little, "unequal", 0),
+        (much, "unequal", 1),
+    ):  # fmt: skip
+        assert len(trials.find_problems(numbers(), measured, rows=rows)) == wrong
     assert trials.find_problems(numbers(tokens_per_s=None), slow, rows="equal") == []
-    little = numbers(allocated=GIB)
-    assert len(trials.find_problems(numbers(), little, rows="equal")) == 1
-    assert trials.find_problems(numbers(), little, rows="unequal") == []
-    assert len(trials.find_problems(numbers(), numbers(reserved=4 * GIB), rows="unequal")) == 1
 
 
 def test_the_first_steps_do_not_count_for_the_speed(tmp_path):
@@ -303,7 +296,7 @@ def test_a_part_that_breaks_is_a_failure_and_the_others_go_on(tmp_path, monkeypa
     assert book.parts["second"].status == "pass"
     assert any(line.startswith("FAIL  first") for line in said)
     page = (tmp_path / "a.txt").read_text()
-    assert "Report each part that fails in the project's issue tracker, with a.json, a.txt and its log:" in page
+    assert [line[:4] for line in page.splitlines() if line[:4] in ("PASS", "FAIL", "SKIP")] == ["FAIL", "PASS"]
     assert "gpu-selftest: first fails on the CPU (no log)" in page
 
 
@@ -319,7 +312,6 @@ def test_a_model_that_cannot_be_made_is_tried_once_and_said_of_every_trial(monke
 
 
 def test_one_that_was_broken_off_goes_on_and_one_that_was_finished_begins_again(tmp_path, monkeypatch):
-    """No part is begun after the minutes; the next start with the same file makes those that are missing."""
     now, made = [0.0], []
     monkeypatch.setattr(selftest.time, "monotonic", lambda: now[0])
 
@@ -381,25 +373,19 @@ def test_the_file_of_another_command_is_not_written_over(tmp_path, text):
     ("out", "said"),
     [("/proc/nowhere/a.json", "cannot be written"), ("{}", "is not a file"), ("/dev/null", "is not a file")],
 )
-def test_an_answer_that_cannot_be_written_is_one_message_before_any_work(command, tmp_path, monkeypatch, out, said):
+def test_an_answer_that_cannot_be_written_is_one_message_before_any_work(refuse, tmp_path, monkeypatch, out, said):
     monkeypatch.setattr(selftest, "_steps", lambda *_: pytest.fail("work was begun"))
     monkeypatch.setenv("OUT", out.format(tmp_path))
-    code, printed = command("gpu-selftest")
-    assert code == 2, printed
-    assert printed.count("error:") == 1
-    assert said in printed
+    assert said in refuse("gpu-selftest")
 
 
-def test_minutes_are_given_to_the_command(command, tmp_path, monkeypatch):
+def test_minutes_are_given_to_the_command(command, refuse, tmp_path, monkeypatch):
     fake(monkeypatch, selftest.Step("one", lambda: pytest.fail("it was begun")))
     now = itertools.count()
     monkeypatch.setattr(selftest.time, "monotonic", lambda: next(now))
     code, printed = command("gpu-selftest", "--out", str(tmp_path / "a.json"), "--minutes", "0.01")
-    assert code == 2, printed
-    assert f"SKIP  {'one':<34} {DEFERRED_REASON}" in printed
-    code, printed = command("gpu-selftest", "--minutes", "few")
-    assert code == 2
-    assert "MINUTES=few is not a number of minutes, such as MINUTES=3" in printed
+    assert (code, f"SKIP  {'one':<34} {DEFERRED_REASON}" in printed) == (2, True), printed
+    assert "MINUTES=few is not a number of minutes" in refuse("gpu-selftest", "--minutes", "few")
 
 
 def test_the_exit_code_is_2_where_a_part_fails_and_0_where_none_does(command, tmp_path, monkeypatch):
@@ -421,10 +407,9 @@ def left_out(hardware: Hardware) -> dict[str, str | None]:
 def test_what_a_machine_lacks_is_left_out_by_name(monkeypatch):
     monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: object())
     on_cpu, one, two = left_out(ALONE), left_out(parse_hardware("1xH100")), left_out(parse_hardware("2xH100"))
-    assert {name for name, why in on_cpu.items() if why} == {
-        "environment/nvml", "out-of-memory", "several/verify-layouts"
-    }  # fmt: skip
-    assert all("GPU" in why for why in on_cpu.values() if why)
+    left = {name: why for name, why in on_cpu.items() if why}
+    assert left.keys() == {"environment/nvml", "out-of-memory", "several/verify-layouts"}
+    assert all("GPU" in why for why in left.values())
     assert {name for name, why in one.items() if why} == {name for name in one if name.startswith("several/")}
     assert not any(two.values())
 
@@ -433,21 +418,8 @@ def test_a_package_that_is_missing_leaves_out_what_needs_it(monkeypatch):
     real = selftest.importlib.util.find_spec
     monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: None if name == "trl" else real(name))
     found = left_out(ALONE)
-    trial = found["train/qlora/checkpointed/packed/evaluate"]
-    assert trial == "needs packages that are not installed (make setup): trl"
-    assert found["environment/nf4"] is None
-    assert found["several/all-reduce"] is None
-
-
-def test_the_page_names_every_part(tmp_path):
-    book = SelftestRecord(tmp_path / "a.json", {**MACHINE, "gpus": [{"name": "NVIDIA L4"}, {"name": "NVIDIA L4"}]})
-    for number, status in enumerate(("pass", "fail", "skipped")):
-        book.add(Part(f"part-{number}", status, f"why {number}", log="x.log"))  # type: ignore[arg-type]
-    book.write_page()
-    page = book.page.read_text().splitlines()
-    assert any(line.startswith("2 x NVIDIA L4; CPU, 2 cores") for line in page)
-    assert sum(line[:4] in ("PASS", "FAIL", "SKIP") for line in page) == 3
-    assert "  gpu-selftest: part-1 fails on NVIDIA L4 (x.log)" in page
+    assert found["train/qlora/checkpointed/packed/evaluate"].endswith("not installed (make setup): trl")
+    assert found["environment/nf4"] is found["several/all-reduce"] is None
 
 
 def measured(**changes: Any) -> calibration.MeasuredRun:
@@ -466,8 +438,6 @@ def test_plans_learn_speeds_of_the_self_test_until_a_run_says_more():
 
     tested = learned(measured())
     assert (tested.speed_factor, tested.memory_factor, tested.run_count) == (0.7, 1.0, 0)
-    assert tested.reason is not None
-    assert tested.reason.startswith("make gpu-selftest measured 0.70 of the roofline's speed in this mode")
     both = learned(measured(), measured(model="mine", measured_tokens_per_s=50.0, measured_reserved=1100))
     assert (both.speed_factor, both.memory_factor, both.run_count) == (0.5, 1.1, 1)
     assert "selftest" not in (both.reason or "")
@@ -475,10 +445,6 @@ def test_plans_learn_speeds_of_the_self_test_until_a_run_says_more():
 
 
 def test_the_plan_says_what_it_learned_from_the_self_test():
-    from sft_play.config.load import config_from_text
-    from sft_play.models.config_json import load_model_shape
-    from sft_play.planner.decide import PlanRequest, make_plan
-
     config = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\ntuning: {mode: lora}", name="x")
     machine, shape = parse_hardware("1xH100"), load_model_shape("Qwen/Qwen2.5-3B-Instruct")
     earlier = [measured(device=machine.gpus[0].name)]
@@ -510,7 +476,6 @@ def test_a_trial_of_full_rows_on_a_gpu_is_recorded(tmp_path, monkeypatch):
 
 @pytest.mark.build
 def test_a_few_parts_on_the_cpu(tmp_path, monkeypatch):
-    """One trial and the environment."""
     monkeypatch.setattr(sys, "executable", warm.python())
     trial = "train/full/checkpointed/equal/evaluate"
     book = selftest.selftest(tmp_path / "a.json", only=lambda name: name.startswith("environment/") or name == trial)
@@ -519,16 +484,11 @@ def test_a_few_parts_on_the_cpu(tmp_path, monkeypatch):
         "environment/device": "skipped", "environment/nf4": "pass", "environment/attention": "pass",
         "environment/nvml": "skipped", trial: "pass",
     }  # fmt: skip
-    part = book.parts[trial]
-    assert part.predicted is not None
-    assert part.measured is not None
-    assert part.predicted["reserved"] > 0
-    assert part.measured["reserved"] > 0
+    part: Any = book.parts[trial]
     assert part.measured["evaluations"] == 2
-    assert part.measured["tokens_per_s"] > 0
-    assert part.log is not None
+    assert min(part.predicted["reserved"], part.measured["reserved"], part.measured["tokens_per_s"]) > 0
     assert "step 20/20" in Path(part.log).read_text()
-    assert len(book.parts["environment/attention"].measured["kernels"]) == 24  # type: ignore[index]
+    assert len(book.parts["environment/attention"].measured["kernels"]) == 24
     assert json.loads((tmp_path / "a.json").read_text())["finished"]
 
 
@@ -537,21 +497,17 @@ def test_a_trial_that_fails_says_the_last_line_and_its_log(tmp_path):
     bench = TrialBench(tmp_path, tmp_path, on_gpu=False)
     write_trial_rows(tmp_path, CPU_SIZE)
     part = trials.run_trial(trials.Trial("lora", True, "equal", "evaluate"), bench)  # without a model
-    assert part.status == "fail"
-    assert "(exit code 2)" in part.reason
-    assert part.log is not None
-    assert Path(part.log).is_file()
+    assert (part.status, "(exit code 2)" in part.reason) == ("fail", True)
+    assert Path(str(part.log)).is_file()
 
 
 @pytest.mark.build
 def test_a_process_that_hangs_or_raises_is_worded(tmp_path):
     bench = TrialBench(tmp_path, tmp_path, on_gpu=False)
     hung = trials.run_module(["benchmarks.gpu_selftest.probes", "nf4", "a"], tmp_path / "a.log", bench, limit_s=0.2)
-    assert hung.code is None
-    assert "not done after" in hung.message
+    assert (hung.code, "not done after" in hung.message) == (None, True)
     raised = trials.run_module(["benchmarks.gpu_selftest.probes", "nothing", "a"], tmp_path / "b.log", bench)
-    assert raised.code == 1
-    assert raised.message == "KeyError: 'nothing' (exit code 1)"
+    assert (raised.code, raised.message) == (1, "KeyError: 'nothing' (exit code 1)")
 
 
 @pytest.mark.slow

@@ -1,11 +1,10 @@
 """`make serve`: the real server and OpenAI's client; its prompts are training's, its answers those of `make infer`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -22,6 +21,10 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.token_row import IGNORED
+from sft_play.data.sources.formats import Chat, detect_format, to_example
+from sft_play.data.sources.raw import RawRow
 from sft_play.errors import BackendError, DataError
 from sft_play.finished import serve
 from sft_play.finished.run import find_finished_run
@@ -29,6 +32,7 @@ from sft_play.machine.network import is_local
 from tests.bundled import template_of
 from tests.conftest import ROOT
 from tests.finished_runs import finished_run, make_base
+from tests.processes import wait_for
 from tests.test_merge import llama
 
 pytestmark = pytest.mark.build
@@ -56,13 +60,18 @@ def world(tmp_path_factory) -> Path:
 
 @contextlib.contextmanager
 def started(service: serve.Service) -> Iterator[serve.ServedEndpoint]:
-    """A service in this process, ended afterwards."""
     try:
         yield service.start()
     finally:
         if isinstance(service, serve.TransformersService):
             service._server.should_exit = service._server.force_exit = True
             service._thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def lora(world) -> Iterator[serve.ServedEndpoint]:
+    with started(of_run(world / "lora")) as endpoint:
+        yield endpoint
 
 
 def of_run(run: Path, engine: str = "transformers") -> serve.Service:
@@ -89,20 +98,16 @@ def serving(run: Path, *words: str, **variables: str) -> Iterator[tuple[subproce
             process.stdout.close()
 
 
-def answer_of_infer(run: Path, folder: Path) -> str:
-    from sft_play.finished.respond import infer
-
-    prompts, answers = folder / "prompts.jsonl", folder / "answers.jsonl"
-    prompts.write_text(json.dumps({"messages": ASKED}) + "\n")
-    infer(find_finished_run(run.parent, str(run)), prompts, answers, max_new_tokens=TOKENS)
-    return str(json.loads(answers.read_text())["answer"])
-
-
 @pytest.mark.parametrize("name", ["qlora run", "full"])
 def test_openais_client_gets_the_answers_of_infer(world, tmp_path, name):
     import openai
 
-    expected = answer_of_infer(world / name, tmp_path)
+    from sft_play.finished.respond import infer
+
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text(json.dumps({"messages": ASKED}) + "\n")
+    infer(find_finished_run(world, str(world / name)), prompts, answers, max_new_tokens=TOKENS)
+    expected = json.loads(answers.read_text())["answer"]
     assert expected.strip("\N{REPLACEMENT CHARACTER}")
     with started(of_run(world / name)) as endpoint:
         client = openai.OpenAI(base_url=endpoint.url, api_key="none", max_retries=0)
@@ -120,26 +125,22 @@ def test_openais_client_gets_the_answers_of_infer(world, tmp_path, name):
         assert texts != {expected}  # a client's temperature counts, although the base's own default is greedy
 
 
-def test_requests_that_cannot_be_answered_say_why(world):
-    with started(of_run(world / "lora")) as endpoint:
-        for more, words in (
-            ({"messages": [{"role": "nobody", "content": "x"}]}, "unknown role"),
-            ({"messages": [*ASKED, {"role": "assistant", "content": "6"}]}, "no turn that an answer can follow"),
-            ({"messages": [{"role": "user", "content": "x " * 1000}]}, "256 positions"),
-            ({"model": "another"}, "pinned"),
-        ):
-            code, said = post(endpoint, {**CHAT, **more})
-            assert (code, words in said["error"]["message"]) == (400, True), said
-        assert post(endpoint, {**CHAT, "max_tokens": 10_000})[1]["usage"]["total_tokens"] <= 256
-        for path in ("completions", "responses", "audio/transcriptions"):
-            assert post(endpoint, {}, path)[0] == 404
-        for path in ("load_model", "reset"):  # with which transformers' own server takes another model
-            request = urllib.request.Request(endpoint.url.removesuffix("v1") + path, data=b"{}", method="POST")
-            with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(request, timeout=10)
-
-
-# --- what is asked ----------------------------------------------------------------------------------------------------
+def test_requests_that_cannot_be_answered_say_why(lora):
+    for more, words in (
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "unknown role"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "6"}]}, "no turn that an answer can follow"),
+        ({"messages": [{"role": "user", "content": "x " * 1000}]}, "256 positions"),
+        ({"model": "another"}, "pinned"),
+    ):
+        code, said = post(lora, {**CHAT, **more})
+        assert (code, words in said["error"]["message"]) == (400, True), said
+    assert post(lora, {**CHAT, "max_tokens": 10_000})[1]["usage"]["total_tokens"] <= 256
+    for path in ("completions", "responses", "audio/transcriptions"):
+        assert post(lora, {}, path)[0] == 404
+    for path in ("load_model", "reset"):  # with which transformers' own server takes another model
+        request = urllib.request.Request(lora.url.removesuffix("v1") + path, data=b"{}", method="POST")
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(request, timeout=10)
 
 
 def post(
@@ -173,13 +174,10 @@ REFUSED: list[dict[str, object]] = [
 ]  # fmt: skip
 
 
-def test_what_is_not_supported_is_refused_by_name_and_the_connection_is_still_good(world):
+def test_what_is_not_supported_is_refused_by_name_and_the_connection_is_still_good(lora):
     import http.client
 
-    with started(of_run(world / "lora")) as endpoint, contextlib.ExitStack() as stack:
-        connection = stack.enter_context(
-            contextlib.closing(http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=60))
-        )
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", lora.port, timeout=60)) as connection:
         for wrong in REFUSED:
             (option,) = wrong
             body = json.dumps({**CHAT, **wrong})
@@ -188,15 +186,14 @@ def test_what_is_not_supported_is_refused_by_name_and_the_connection_is_still_go
             said = json.loads(answer.read())["error"]
             assert (answer.status, said["type"], said["param"]) == (400, "invalid_request_error", option), (wrong, said)
             assert option in said["message"] or option == "messages"
-        for raw, status in ((b"{", 400), (b"[]", 400), (b"", 400), (b'{"messages": "\\ud83d"}', 400)):
-            code, said = post(endpoint, raw)
-            assert (code, said["error"]["type"]) == (status, "invalid_request_error"), raw
-        half = {**CHAT, "messages": [{"role": "user", "content": "\ud83d"}]}
-        assert post(endpoint, half)[0] == 400
-        assert post(endpoint, {}, "no/such/path")[1]["error"]["type"] == "invalid_request_error"
+    for raw in (b"{", b"[]", b"", b'{"messages": "\\ud83d"}'):
+        code, said = post(lora, raw)
+        assert (code, said["error"]["type"]) == (400, "invalid_request_error"), raw
+    assert post(lora, {**CHAT, "messages": [{"role": "user", "content": "\ud83d"}]})[0] == 400
+    assert post(lora, {}, "no/such/path")[1]["error"]["type"] == "invalid_request_error"
 
 
-def test_tools_are_taken_where_the_chat_template_writes_them(world, tmp_path):
+def test_tools_are_taken_where_the_chat_template_writes_them(lora, tmp_path):
     base = make_base(tmp_path / "base", llama())
     (base / "chat_template.jinja").write_text(template_of("bundled/tools"))
     run = finished_run(tmp_path / "calls", base)
@@ -204,23 +201,21 @@ def test_tools_are_taken_where_the_chat_template_writes_them(world, tmp_path):
         plain, given = (post(endpoint, {**CHAT, **more}) for more in ({}, {"tools": TOOLS, "tool_choice": "auto"}))
         assert (plain[0], given[0]) == (200, 200), given
         assert given[1]["usage"]["prompt_tokens"] > plain[1]["usage"]["prompt_tokens"] + 20
-    with started(of_run(world / "lora")) as endpoint:
-        code, said = post(endpoint, {**CHAT, "tools": TOOLS, "stream": True})
-        assert (code, said["error"]["param"]) == (400, "tools")
-        assert "the model's chat template writes no tools" in said["error"]["message"]
-        assert post(endpoint, {**CHAT, "tools": []})[0] == 200  # which asks for nothing
+    code, said = post(lora, {**CHAT, "tools": TOOLS, "stream": True})
+    assert (code, said["error"]["param"]) == (400, "tools")
+    assert "the model's chat template writes no tools" in said["error"]["message"]
+    assert post(lora, {**CHAT, "tools": []})[0] == 200  # which asks for nothing
 
 
-def test_options_that_ask_for_nothing_change_nothing(world):
+def test_options_that_ask_for_nothing_change_nothing(lora):
     nothing = {
         "n": 1, "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "presence_penalty": 0,
         "frequency_penalty": 0.0, "stop": None, "stream_options": None, "user": "me", "metadata": {"a": "b"},
         "tool_choice": "auto", "store": False, "seed": -5, "service_tier": "auto",
     }  # fmt: skip
-    with started(of_run(world / "lora")) as endpoint:
-        plain = post(endpoint, CHAT)[1]["choices"]
-        assert post(endpoint, {**CHAT, **nothing})[1]["choices"] == plain
-        assert post(endpoint, {**CHAT, "temperature": 1e-300})[0] == 200  # logits / 1e-300 would be infinite
+    plain = post(lora, CHAT)[1]["choices"]
+    assert post(lora, {**CHAT, **nothing})[1]["choices"] == plain
+    assert post(lora, {**CHAT, "temperature": 1e-300})[0] == 200  # logits / 1e-300 would be infinite
 
 
 def streamed(endpoint: serve.ServedEndpoint, body: dict[str, object]) -> tuple[str, str]:
@@ -233,29 +228,24 @@ def streamed(endpoint: serve.ServedEndpoint, body: dict[str, object]) -> tuple[s
     return "".join(one.get("delta", {}).get("content") or "" for one in pieces), lines[-1]
 
 
-def test_the_stop_text_is_not_part_of_the_answer(world):
+def test_the_stop_text_is_not_part_of_the_answer(lora):
     """Stop texts of every length from every place of the answer, streamed and not: cut where Python's find says."""
-    import random
-
     body = {**CHAT, "max_tokens": 24}
-    with started(of_run(world / "lora")) as endpoint:
-        whole = post(endpoint, body)[1]["choices"][0]["message"]["content"]
-        assert len(whole) > 8
-        draw = random.Random(0)
-        for _ in range(5):
-            # not in the bytes of a character that never came whole, which a stream decodes differently
-            cuts = [whole[at : at + n] for n in (1, 2, 3) for at in range(len(whole) - 3)]
-            stops = [draw.choice([cut for cut in cuts if "\N{REPLACEMENT CHARACTER}" not in cut]), "never said"]
-            expected = whole[: whole.find(stops[0])]
-            answer = post(endpoint, {**body, "stop": stops})[1]
-            assert answer["choices"][0]["message"]["content"] == expected, stops
-            assert streamed(endpoint, {**body, "stop": stops}) == (expected, "data: [DONE]")
-            assert answer["usage"]["completion_tokens"] <= 24
+    whole = post(lora, body)[1]["choices"][0]["message"]["content"]
+    assert len(whole) > 8
+    draw = random.Random(0)
+    for _ in range(5):
+        # not in the bytes of a character that never came whole, which a stream decodes differently
+        cuts = [whole[at : at + n] for n in (1, 2, 3) for at in range(len(whole) - 3)]
+        stops = [draw.choice([cut for cut in cuts if "\N{REPLACEMENT CHARACTER}" not in cut]), "never said"]
+        expected = whole[: whole.find(stops[0])]
+        answer = post(lora, {**body, "stop": stops})[1]
+        assert answer["choices"][0]["message"]["content"] == expected, stops
+        assert streamed(lora, {**body, "stop": stops}) == (expected, "data: [DONE]")
+        assert answer["usage"]["completion_tokens"] <= 24
 
 
 def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
-    import random
-
     from sft_play.finished.openai import StopTextFilter, cut_at_stop
 
     draw = random.Random(1)
@@ -276,48 +266,36 @@ def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
         assert cut_at_stop(text, stops) == shown
 
 
-def test_long_bodies_and_long_prompts_do_not_stop_the_others(world):
-    with started(of_run(world / "lora")) as endpoint:
-        code, said = post(endpoint, {**CHAT, "messages": [{"role": "user", "content": "x" * 30_000_000}]})
-        assert (code, said["error"]["type"]) == (413, "invalid_request_error")
-        answers = []
-        many = [{"role": ("user", "assistant")[n % 2], "content": "x y"} for n in range(19_999)]
-        for messages in (many, [{"role": "user", "content": "x y " * 200_000}]):
-            asking = threading.Thread(target=lambda m=messages: answers.append(post(endpoint, {**CHAT, "messages": m})))
-            asking.start()
-            while asking.is_alive():
-                begun = time.monotonic()
-                with urllib.request.urlopen(endpoint.url.removesuffix("/v1") + "/health", timeout=60) as health:
-                    assert health.status == 200
-                assert time.monotonic() - begun < 30
-            asking.join()
-        assert [code for code, _ in answers] == [400, 400]
-        assert all("256 positions" in said["error"]["message"] for _, said in answers)
+def test_long_bodies_and_long_prompts_do_not_stop_the_others(lora):
+    code, said = post(lora, {**CHAT, "messages": [{"role": "user", "content": "x" * 30_000_000}]})
+    assert (code, said["error"]["type"]) == (413, "invalid_request_error")
+    answers = []
+    many = [{"role": ("user", "assistant")[n % 2], "content": "x y"} for n in range(19_999)]
+    for messages in (many, [{"role": "user", "content": "x y " * 200_000}]):
+        asking = threading.Thread(target=lambda m=messages: answers.append(post(lora, {**CHAT, "messages": m})))
+        asking.start()
+        while asking.is_alive():
+            begun = time.monotonic()
+            with urllib.request.urlopen(lora.url.removesuffix("/v1") + "/health", timeout=60) as health:
+                assert health.status == 200
+            assert time.monotonic() - begun < 30
+        asking.join()
+    assert [code for code, _ in answers] == [400, 400]
+    assert all("256 positions" in said["error"]["message"] for _, said in answers)
 
 
-def test_only_this_machines_names_reach_a_server_that_only_it_can_reach(world):
-    with started(of_run(world / "lora")) as endpoint:
-        for host, status in (
-            ("localhost", 200), ("[::1]:8000", 200), ("evil.example", 403), ("127.0.0.1.evil.example", 403), ("", 403),
-        ):  # fmt: skip
-            assert post(endpoint, {**CHAT, "max_tokens": 1}, Host=host)[0] == status, host
-        for origin, status in (
-            ("http://localhost:3000", 200), ("http://evil.example", 403), ("null", 403),
-        ):  # fmt: skip
-            code, said = post(endpoint, {**CHAT, "max_tokens": 1}, Origin=origin)
-            assert code == status, origin
-            assert code == 200 or said["error"]["type"] == "invalid_request_error"
+def test_only_this_machines_names_reach_a_server_that_only_it_can_reach(lora):
+    for host, status in (("[::1]:8000", 200), ("evil.example", 403), ("127.0.0.1.evil.example", 403), ("", 403)):
+        assert post(lora, {**CHAT, "max_tokens": 1}, Host=host)[0] == status, host
+    for origin, status in (("http://localhost:3000", 200), ("http://evil.example", 403), ("null", 403)):
+        code, said = post(lora, {**CHAT, "max_tokens": 1}, Origin=origin)
+        assert code == status, origin
+        assert code == 200 or said["error"]["type"] == "invalid_request_error"
     assert serve.allowed_host_names("0.0.0.0") is None
 
 
-# --- its end ----------------------------------------------------------------------------------------------------------
-
-
 def ask_for_long(port: int) -> socket.socket:
-    """A connection on which an answer is streamed that does not end by itself."""
-    body = json.dumps(
-        {"model": "endless", "messages": ASKED, "temperature": 0, "max_tokens": 10**6, "stream": True}
-    ).encode()  # fmt: skip
+    body = json.dumps({**CHAT, "model": "endless", "max_tokens": 10**6, "stream": True}).encode()
     connection = socket.create_connection(("127.0.0.1", port))
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -346,11 +324,6 @@ def test_the_command_prints_one_object_and_ends_by_its_pid_without_waiting_for_a
 
 @pytest.mark.parametrize("settings", [{"system_into_user": True}, {"merge_consecutive": True}])
 def test_prompt_ids_are_those_of_training_rows(world, settings):
-    """Against the rows that training reads, cut before their answers."""
-    from sft_play.data.masks.render import Renderer
-    from sft_play.data.masks.token_row import IGNORED
-    from sft_play.data.sources.formats import Chat, detect_format, to_example
-    from sft_play.data.sources.raw import RawRow
     from sft_play.finished.openai import request_prompt_ids
     from sft_play.finished.respond import Responder
 
@@ -373,11 +346,10 @@ def test_prompt_ids_are_those_of_training_rows(world, settings):
         request_prompt_ids(responder, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
-def test_the_lines_are_commands_that_can_be_pasted_and_say_the_models_positions(world):
-    context = "Context: the model's own 256 positions; rows of training had at most 64 tokens (model.max_seq_len)"
-    with started(of_run(world / "lora")) as endpoint:
-        assert endpoint.as_json()["context"] == context
-    lines = dataclasses.replace(endpoint, model='it\'s "a run"').lines()
+def test_the_lines_are_commands_that_can_be_pasted_and_say_the_models_positions(lora):
+    context = lora.as_json()["context"]
+    assert "256 positions; rows of training had at most 64 tokens" in context
+    lines = dataclasses.replace(lora, model='it\'s "a run"').lines()
     assert context in lines
     curl = next(line for line in lines if "curl" in line)
     assert json.loads(shlex.split(curl)[-1])["model"] == 'it\'s "a run"'
@@ -428,8 +400,6 @@ def test_packages_that_are_missing_or_have_another_server_are_named(world, monke
         of_run(world / "full", "vllm")
 
 
-# --- vLLM, by a program that records its words: no real vLLM runs here ----------------------------------------------
-
 VLLM = """#!{python}
 import json, os, sys, time
 print("a line of vLLM's own", flush=True)
@@ -439,26 +409,16 @@ time.sleep(300)
 """
 
 
-def fake_vllm(folder: Path) -> Path:
-    """A program `vllm` in a folder; it writes its pid and its words to `words` there."""
-    program = folder / "bin" / "vllm"
-    program.parent.mkdir(parents=True)
-    program.write_text(VLLM.format(python=sys.executable, record=str(folder / "words")))
-    program.chmod(0o755)
-    return program.parent
-
-
 @pytest.mark.parametrize("name", ["lora", "full"])
 def test_vllm_takes_the_place_of_the_command_over_the_whole_model(world, tmp_path, name):
-    path = f"{fake_vllm(tmp_path)}{os.pathsep}{os.environ['PATH']}"
+    (tmp_path / "vllm").write_text(VLLM.format(python=sys.executable, record=str(tmp_path / "words")))
+    (tmp_path / "vllm").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     whole = world / name / ("merged" if name == "lora" else "model")
     with serving(world / name, "--engine", "vllm", PATH=path) as (process, answer):
         assert (answer["engine"], answer["weights"], answer["pid"]) == ("vllm", str(whole), process.pid)
         assert (whole / "config.json").is_file()
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "words").is_file():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for((tmp_path / "words").is_file, within_s=30)
         assert json.loads((tmp_path / "words").read_text()) == [process.pid, [
             "serve", str(whole), "--served-model-name", name, "--host", "127.0.0.1", "--port", str(answer["port"]),
             "--dtype", "float32",

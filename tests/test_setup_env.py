@@ -9,6 +9,7 @@ import time
 import tomllib
 import zipfile
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,13 @@ class FakeBuild:
         return sum("venv" in command for command in self.commands)
 
 
+def built(root, **environ):
+    """The build that a checkout needs."""
+    fake = FakeBuild()
+    setup_env.ensure(root, environ, fake)
+    return fake
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A checkout with pins, and a Python on PATH to build with."""
@@ -73,43 +81,53 @@ def checkout(tmp_path, monkeypatch):
 
 @pytest.fixture
 def ready(checkout):
-    """The same with .venv built."""
     setup_env.ensure(checkout, {}, FakeBuild())
     return checkout
 
 
+@pytest.fixture
+def refusal(checkout, monkeypatch, capfd):
+    """Builds by a stand-in in a process of setup's that has to be refused; returns its message."""
+
+    def run(build, root=checkout, code=2):
+        monkeypatch.setattr(setup_env.ensure, "__defaults__", (build,))
+        capfd.readouterr()
+        assert setup_env.main(root) == code
+        message = capfd.readouterr().err
+        assert "Traceback" not in message
+        return message
+
+    return run
+
+
 def edit(path, old, new):
-    """Replaces a text that must be there."""
     text = path.read_text(encoding="utf-8")
     assert old in text
     path.write_text(text.replace(old, new), encoding="utf-8")
 
 
-def fake_python(path, answer):
-    """A program that answers the probe as a Python would."""
+def program(path, script):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\necho '{answer}'\n", encoding="utf-8")
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     path.chmod(0o755)
     return str(path)
 
 
+def fake_python(path, answer):
+    """A program that answers the probe as a Python would."""
+    return program(path, f"echo '{answer}'")
+
+
 def never(command, root):
-    """A build step that must not run."""
     raise AssertionError(f"unexpected build step {command}")
 
 
-# Building
-
-
 def test_a_first_build_makes_the_environment_then_setuptools_then_the_project(checkout, capfd):
-    fake = FakeBuild()
-    setup_env.ensure(checkout, {}, fake)
+    fake = built(checkout)
     create, tool, project = fake.commands
-    assert create[0] == str(BASE)
-    assert create[-3:] == ["-m", "venv", str(checkout / ".venv")]
-    for command in (tool, project):
-        assert command[:4] == [str(checkout / ".venv/bin/python"), "-m", "pip", "install"]
-        assert command[4:6] == ["--constraint", "requirements.lock"]
+    assert (create[0], create[-3:]) == (str(BASE), ["-m", "venv", str(checkout / ".venv")])
+    pip = [str(checkout / ".venv/bin/python"), "-m", "pip", "install", "--constraint", "requirements.lock"]
+    assert tool[:6] == project[:6] == pip
     assert tool[-1] == "setuptools"
     assert not [word for command in fake.commands for word in command if "index" in word]
     assert project[-3:] == ["--no-build-isolation", "--editable", ".[dev]"]
@@ -141,28 +159,16 @@ def test_pins_that_change_rebuild_from_nothing_and_nothing_else_does(name, old, 
     setup_env.ensure(ready, {}, never)
     assert capfd.readouterr() == ("", "")
     edit(ready / name, old, new)
-    fake = FakeBuild()
-    setup_env.ensure(ready, {}, fake)
-    assert (fake.builds == 1) is rebuilds
+    assert (built(ready).builds == 1) is rebuilds
     assert (ready / ".venv" / "left over").exists() is not rebuilds
     setup_env.ensure(ready, {}, never)
-
-
-def no_python(venv):
-    (venv / "bin" / "python").unlink()
-    (venv / "bin" / "python").symlink_to("/no/such/python")
-
-
-def emptied(venv):
-    setup_env.empty(venv)
-    (venv / STAMP).unlink()
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        no_python,
-        emptied,  # as an interrupted first step leaves it
+        lambda venv: (venv / "bin" / "python").rename(venv / "bin" / "gone"),
+        lambda venv: setup_env.empty(venv) or (venv / STAMP).unlink(),  # as an interrupted first step leaves it
         lambda venv: (venv / STAMP).write_text("", encoding="utf-8"),
         lambda venv: (venv / STAMP).write_text("ready 0000 python 3.11\n", encoding="utf-8"),
         lambda venv: venv.parent.rename(venv.parent.with_name("moved")),  # its scripts name the old place
@@ -170,42 +176,33 @@ def emptied(venv):
 )
 def test_an_environment_that_is_damaged_or_moved_is_built_anew(damage, ready):
     damage(ready / ".venv")
-    fake = FakeBuild()
-    setup_env.ensure(ready if ready.exists() else ready.with_name("moved"), {}, fake)
-    assert fake.builds == 1
+    assert built(ready if ready.exists() else ready.with_name("moved")).builds == 1
 
 
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt()], ids=["failed", "interrupted"])
-def test_a_build_that_did_not_end_is_one_message_and_is_repaired(step, error, checkout, monkeypatch, capfd):
-    monkeypatch.setattr(setup_env.ensure, "__defaults__", (FakeBuild(fail_at=step, error=error),))
-    assert setup_env.main(checkout) == (130 if error else 2)
-    message = capfd.readouterr().err
-    assert "Traceback" not in message
+def test_a_build_that_did_not_end_is_one_message_and_is_repaired(step, error, checkout, refusal):
+    message = refusal(FakeBuild(fail_at=step, error=error), code=130 if error else 2)
     assert ("interrupted; the next make repairs .venv" if error else "run make again: it repairs .venv") in message
     assert error or "ended with exit code 1" in message
     assert (checkout / ".venv" / STAMP).read_text("utf-8") == "building\n"
-    fake = FakeBuild()
-    setup_env.ensure(checkout, {}, fake)
-    assert len(fake.commands) == 3
+    assert len(built(checkout).commands) == 3
     setup_env.ensure(checkout, {}, never)
 
 
-def test_the_environment_of_another_checkout_is_never_built_through_a_link(ready, monkeypatch, capfd):
+def test_the_environment_of_another_checkout_is_never_built_through_a_link(ready, refusal):
     other = ready.with_name("another worktree")
     other.mkdir()
     for name in ("requirements.lock", "pyproject.toml"):
         (other / name).write_bytes((ready / name).read_bytes())
     (other / ".venv").symlink_to(ready / ".venv")
     before = sorted((ready / ".venv").rglob("*"))
-    monkeypatch.setattr(setup_env.ensure, "__defaults__", (never,))
-    assert setup_env.main(other) == 2
-    message = capfd.readouterr().err
+    message = refusal(never, other)
     assert f"is a link to the environment of {ready}, so it is not changed" in message
     assert "VENV=.venv" in message
     assert sorted((ready / ".venv").rglob("*")) == before
     (ready / ".venv" / STAMP).write_text("building\n", "utf-8")  # of a build there that is not done
-    assert setup_env.main(other) == 2
+    refusal(never, other)
     setup_env.ensure(other, {"VENV": str(other / ".venv")}, never)  # which uses it, unchanged
 
 
@@ -214,8 +211,7 @@ def test_another_python_rebuilds_on_the_disk_that_a_link_names_and_is_then_kept(
     venv.rename(disk)
     venv.symlink_to(disk)
     monkeypatch.setattr(setup_env, "named_python", lambda name: Python("/other/python", (3, 99), True))
-    fake = FakeBuild()
-    setup_env.ensure(ready, {"PYTHON": "other"}, fake)
+    fake = built(ready, PYTHON="other")
     assert (fake.commands[0][0], fake.builds) == ("/other/python", 1)
     assert venv.is_symlink()
     assert (disk / STAMP).read_text("utf-8").startswith("ready ")
@@ -223,24 +219,14 @@ def test_another_python_rebuilds_on_the_disk_that_a_link_names_and_is_then_kept(
     setup_env.ensure(ready, {"PYTHON": "other"}, never)
     setup_env.ensure(ready, {}, never)
     monkeypatch.setattr(setup_env, "live_version", lambda venv: (3, 98))  # a system upgrade
-    fake = FakeBuild()
-    setup_env.ensure(ready, {}, fake)
-    assert fake.builds == 1
+    assert built(ready).builds == 1
 
 
-@pytest.mark.parametrize(
-    "error", [PermissionError(13, "Permission denied", "/closed/.venv"), FileNotFoundError("pins")]
-)
-def test_a_checkout_without_permission_is_one_message_and_a_fault_of_ours_a_traceback(
-    error, checkout, monkeypatch, capfd
-):
-    monkeypatch.setattr(setup_env.ensure, "__defaults__", (FakeBuild(fail_at=1, error=error),))
-    if isinstance(error, PermissionError):
-        assert setup_env.main(checkout) == 2
-        assert "/closed/.venv: Permission denied: .venv cannot be read or built there" in capfd.readouterr().err
-    else:
-        with pytest.raises(FileNotFoundError):
-            setup_env.main(checkout)
+def test_a_checkout_without_permission_is_one_message_and_a_fault_of_ours_a_traceback(refusal):
+    closed = PermissionError(13, "Permission denied", "/closed/.venv")
+    assert "/closed/.venv: Permission denied" in refusal(FakeBuild(fail_at=1, error=closed))
+    with pytest.raises(FileNotFoundError):
+        refusal(FakeBuild(fail_at=1, error=FileNotFoundError("pins")))
 
 
 def test_two_makes_at_once_build_once_and_the_second_says_that_it_waits(checkout, capfd):
@@ -251,46 +237,26 @@ def test_two_makes_at_once_build_once_and_the_second_says_that_it_waits(checkout
         assert go_on.wait(30)
         return fake(command, root)
 
-    first = threading.Thread(target=setup_env.ensure, args=(checkout, {}, slow))
-    second = threading.Thread(target=setup_env.ensure, args=(checkout, {}, never))
-    first.start()
-    assert begun.wait(30)
-    second.start()
-    output, end = "", time.monotonic() + 30
-    while "waiting for another make" not in output and time.monotonic() < end:
-        time.sleep(0.01)
-        output += capfd.readouterr().err
-    go_on.set()
-    first.join()
-    second.join()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(setup_env.ensure, checkout, {}, slow)
+        assert begun.wait(30)
+        second = pool.submit(setup_env.ensure, checkout, {}, never)
+        output, end = "", time.monotonic() + 30
+        while "waiting for another make" not in output and time.monotonic() < end:
+            time.sleep(0.01)
+            output += capfd.readouterr().err
+        go_on.set()
+    second.result()
     assert "waiting for another make that builds .venv" in output
     assert fake.builds == 1
     setup_env.ensure(checkout, {}, never)
 
 
 def test_pip_keeps_the_users_settings_but_not_what_leads_it_astray():
-    environ = {
-        "HTTPS_PROXY": "p",
-        "PIP_INDEX_URL": "i",
-        "PIP_USER": "1",
-        "PIP_TARGET": "/x",
-        "PYTHONPATH": "/y",
-        "UV_INDEX_URL": "u",
-        "UV_TORCH_BACKEND": "auto",
-    }
-    environ |= {"MAKEFLAGS": " -- SET=x", "MAKELEVEL": "1"}
-    kept = installer.clean_environ(environ)
-    assert kept == {
-        "HTTPS_PROXY": "p",
-        "PIP_INDEX_URL": "i",
-        "PIP_USER": "0",
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PIP_NO_INPUT": "1",
-        "UV_INDEX_URL": "u",
-    }
-
-
-# Which torch, by what
+    kept = {"HTTPS_PROXY": "p", "PIP_INDEX_URL": "i", "UV_INDEX_URL": "u"}
+    dropped = {"PIP_TARGET": "/x", "PYTHONPATH": "/y", "UV_TORCH_BACKEND": "auto", "MAKEFLAGS": "x", "MAKELEVEL": "1"}
+    own = {"PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    assert installer.clean_environ(kept | dropped | {"PIP_USER": "1"}) == kept | own
 
 
 def told(commands):
@@ -303,7 +269,7 @@ def told(commands):
     return found
 
 
-def test_another_build_comes_first_from_its_index_and_is_kept_by_its_name(checkout, monkeypatch, capfd):
+def test_another_build_comes_first_from_its_index_and_is_kept_by_its_name(checkout, monkeypatch, capfd, refusal):
     monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64", "550.54.15"))
     fake, source = FakeBuild(), torch_build.WHEELS + "cu126"
     setup_env.ensure(checkout, {}, fake)
@@ -313,41 +279,24 @@ def test_another_build_comes_first_from_its_index_and_is_kept_by_its_name(checko
         ["torch==2.0+cu126", "--no-build-isolation", "--editable", ".[dev]"],
     ]
     assert (checkout / ".venv" / STAMP).read_text("utf-8").endswith(" torch cu126\n")
-    rocm = FakeBuild()  # what its torch needs is looked for on its index too
-    setup_env.ensure(checkout, {"TORCH": "rocm7.2"}, rocm)
+    rocm = built(checkout, TORCH="rocm7.2")  # what its torch needs is looked for on its index too
     assert told(rocm.commands)[-1][:2] == ["--extra-index-url", torch_build.WHEELS + "rocm7.2"]
     assert f"installing torch for CUDA 12.6 from {source}" in capfd.readouterr().err
-    monkeypatch.setattr(setup_env.ensure, "__defaults__", (never,))
     monkeypatch.setenv("TORCH", "2.13.0")  # no build
-    assert setup_env.main(checkout) == 2
-    assert "make -C benchmarks lock TORCH=X.Y.Z" in capfd.readouterr().err
+    assert "make -C benchmarks lock TORCH=X.Y.Z" in refusal(never)
 
 
-class NoPytorchOrg(FakeBuild):
-    """A network on which everything answers but pytorch.org."""
-
-    def __call__(self, command, root):
-        super().__call__(command, root)
-        return int("--index-url" in command)
-
-
-@pytest.mark.parametrize("asked", ["cpu", "cu126"])
-def test_without_a_way_to_pytorch_org_a_build_that_is_needed_is_an_error(asked, checkout, monkeypatch, capfd):
-    monkeypatch.setattr(setup_env.ensure, "__defaults__", (NoPytorchOrg(),))
-    monkeypatch.setenv("TORCH", asked)
-    assert setup_env.main(checkout) == 2
-    message = capfd.readouterr().err
+def test_without_a_way_to_pytorch_org_a_build_that_is_needed_is_an_error(monkeypatch, refusal):
+    build = FakeBuild()
+    monkeypatch.setenv("TORCH", "cpu")
+    message = refusal(lambda command, root: build(command, root) or int("--index-url" in command))
     assert "make setup TORCH=index" in message
     assert "ended with exit code 1" in message
 
 
-def test_a_driver_that_runs_no_build_is_one_message(checkout, monkeypatch, capfd):
+def test_a_driver_that_runs_no_build_is_one_message(checkout, monkeypatch, refusal):
     monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64", "470.57.02"))
-    monkeypatch.setattr(setup_env.ensure, "__defaults__", (FakeBuild(),))
-    assert setup_env.main(checkout) == 2
-    message = capfd.readouterr().err
-    assert "torch has no build that runs with NVIDIA's driver 470.57.02 here" in message
-    assert "Traceback" not in message
+    assert "torch has no build that runs with NVIDIA's driver 470.57.02 here" in refusal(FakeBuild())
     setup_env.ensure(checkout, {"TORCH": "cpu"}, FakeBuild())
 
 
@@ -364,23 +313,16 @@ def test_what_does_not_fit_the_disk_is_refused_before_anything_is_fetched(lackin
 def test_torch_rebuilds_for_another_build_alone(ready, monkeypatch):
     for torch in ("cu130", "auto", ""):
         setup_env.ensure(ready, {"TORCH": torch}, never)
-    fake = FakeBuild()
-    setup_env.ensure(ready, {"TORCH": "cpu"}, fake)
-    assert fake.builds == 1
-    setup_env.ensure(ready, {}, never)  # an environment that works stays as it was asked for
-    fake = FakeBuild()
-    setup_env.ensure(ready, {"TORCH": "auto"}, fake)
-    assert fake.builds == 1
+    for torch in ("cpu", "auto"):
+        assert built(ready, TORCH=torch).builds == 1
+        setup_env.ensure(ready, {}, never)  # an environment that works stays as it was asked for
     assert (ready / ".venv" / STAMP).read_text("utf-8").endswith(" torch cu130\n")
 
 
 def test_uv_installs_the_same_pins_into_the_same_environment(checkout, tmp_path, monkeypatch, capfd):
-    """The whole build with a uv that notes its words, and a real venv."""
-    notes, program = tmp_path / "notes", tmp_path / "bin" / "uv"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\necho "$@" >> "{notes}"\necho "Resolved 3 packages"\n', encoding="utf-8")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    notes = tmp_path / "notes"
+    uv = program(tmp_path / "bin" / "uv", f'echo "$@" >> "{notes}"\necho "Resolved 3 packages"')
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     assert setup_env.main(checkout) == 0
     python = checkout / ".venv/bin/python"
     start = f"pip install --python {python} --constraint requirements.lock --compile-bytecode"
@@ -390,32 +332,26 @@ def test_uv_installs_the_same_pins_into_the_same_environment(checkout, tmp_path,
     ]
     assert python.exists()
     message = capfd.readouterr().err
-    assert f"uv installs ({program})" in message
+    assert f"uv installs ({uv})" in message
     assert "Resolved" not in message
     log = (checkout / ".venv.log").read_text("utf-8")
     assert log.count("Resolved 3 packages") == 2
-    assert f"$ {program} pip install" in log
+    assert f"$ {uv} pip install" in log
 
 
 def test_with_an_index_in_pips_settings_no_other_is_named(checkout, monkeypatch):
     monkeypatch.setattr(installer, "pip_settings", lambda python, environ: "global.index-url='https://m.example'")
     monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64"))
-    fake = FakeBuild()
-    setup_env.ensure(checkout, {}, fake)
+    fake = built(checkout)
     assert told(fake.commands) == [["setuptools"], ["--no-build-isolation", "--editable", ".[dev]"]]
 
 
 def test_a_failed_install_shows_the_end_of_its_log_and_where_it_is(checkout, tmp_path, monkeypatch, capfd):
-    program = tmp_path / "bin" / "uv"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\nseq 40 | sed "s/^/line /"\necho "error: no network" >&2\nexit 2\n', "utf-8")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    python = tmp_path / "python"  # its last word is the folder of the environment
+    program(tmp_path / "bin" / "uv", 'seq 40 | sed "s/^/line /"\necho "error: no network" >&2\nexit 2')
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     made = f'mkdir -p "$last/bin" && ln -s "{BASE}" "$last/bin/python"'
-    python.write_text(f"#!/bin/sh\nfor last; do :; done; {made}\n", "utf-8")
-    python.chmod(0o755)
-    monkeypatch.setattr(setup_env, "search_python", lambda: Python(str(python), HERE, True))
+    python = program(tmp_path / "python", f"for last; do :; done; {made}")  # its last word is the environment's folder
+    monkeypatch.setattr(setup_env, "search_python", lambda: Python(python, HERE, True))
     assert setup_env.main(checkout) == 2
     message = capfd.readouterr().err
     assert f"ended with exit code 2; the last lines of {checkout / '.venv.log'}:\n" in message
@@ -464,9 +400,6 @@ def test_real_pip_takes_torch_from_one_index_and_all_else_at_its_pins_from_the_o
     assert {"alpha==1.0", "beta==1.1", "torch==2.0+cpu" if has_build else "torch==2.0"} <= found
 
 
-# What is not ours
-
-
 @pytest.mark.parametrize(
     "create",
     [
@@ -476,14 +409,12 @@ def test_real_pip_takes_torch_from_one_index_and_all_else_at_its_pins_from_the_o
     ],
     ids=["folder", "file", "dangling link"],
 )
-def test_a_foreign_venv_stays_untouched_and_the_ways_out_are_named(create, checkout, monkeypatch, capfd):
+def test_a_foreign_venv_stays_untouched_and_the_ways_out_are_named(create, checkout, refusal):
     venv = checkout / ".venv"
     create(venv)
     before = sorted((str(path), path.lstat().st_mtime_ns) for path in [venv, *venv.rglob("*")])
-    monkeypatch.setattr(setup_env.ensure, "__defaults__", (never,))
-    assert setup_env.main(checkout) == 2
+    message = refusal(never)
     assert sorted((str(path), path.lstat().st_mtime_ns) for path in [venv, *venv.rglob("*")]) == before
-    message = capfd.readouterr().err
     assert "was not built by this project" in message
     assert "VENV=.venv" in message
     assert "mv .venv .venv.mine" in message
@@ -502,9 +433,6 @@ def test_an_environment_of_the_users_is_taken_as_it_is(ready, tmp_path, monkeypa
         assert ("~ inside quotes" in message) is name.startswith("~")
 
 
-# Which Python
-
-
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -516,10 +444,9 @@ def test_an_environment_of_the_users_is_taken_as_it_is(ready, tmp_path, monkeypa
 )
 def test_a_named_python_that_cannot_be_used_is_refused(answer, words, tmp_path):
     name = fake_python(tmp_path / "python", answer)
-    with pytest.raises(SetupError) as caught:
+    with pytest.raises(SetupError, match=f"PYTHON={name}") as caught:
         setup_env.named_python(name)
     assert words in str(caught.value)
-    assert f"PYTHON={name}" in str(caught.value)
 
 
 def test_the_search_takes_the_first_python_that_fits(tmp_path, monkeypatch):
@@ -550,15 +477,12 @@ def test_when_nothing_fits_the_message_says_what_was_found(answer, words, tmp_pa
     assert setup_env.probe(sys.executable).version == HERE
 
 
-# The files that pin
-
-
 def pyproject():
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def pins():
-    return lock.read_pins((ROOT / "requirements.lock").read_text(encoding="utf-8"))
+def pins(name="requirements.lock"):
+    return lock.read_pins((ROOT / name).read_text(encoding="utf-8"))
 
 
 def test_the_lock_is_sorted_and_free_of_local_builds_and_of_what_torch_pins():
@@ -599,9 +523,6 @@ def test_renewing_writes_the_lock_in_one_step(tmp_path, monkeypatch, capsys):
         lock.torch_pin({"TORCH": "new"}, {"torch": "2.13.0"})
 
 
-# Extras
-
-
 def of_extra(extra):
     return pyproject()["project"]["optional-dependencies"][extra]
 
@@ -612,8 +533,7 @@ def test_an_extra_is_read_as_pyproject_has_it_pinned_and_not_in_the_core(extra):
     assert setup_env.extra_requirements(text, extra) == of_extra(extra)
     names = {Requirement(text).name for text in of_extra(extra)}
     assert not names & {Requirement(text).name for text in pyproject()["project"]["dependencies"]}
-    pins = lock.read_pins((ROOT / "requirements.lock").read_text(encoding="utf-8"))
-    assert {lock.canonical(name) for name in names} <= {lock.canonical(name) for name in pins}
+    assert {lock.canonical(name) for name in names} <= {lock.canonical(name) for name in pins()}
     covered = "\n".join(setup_env.dependency_lines(text))
     assert all(f'"{requirement}"' in covered for requirement in lock.requirements(pyproject()))
     if extra == "documents":
@@ -630,21 +550,17 @@ def test_a_target_gets_the_extras_that_it_needs():
 
 
 def test_an_extra_is_added_once_at_its_pins(ready, capfd):
-    commands = []
-
     def add_documents(run):
         setup_env.add_extra("documents", "reading documents", ready, {}, run)
 
+    commands = []
     capfd.readouterr()
     add_documents(lambda command, root: commands.append(list(command)) or 0)
     (command,) = commands
-    assert command[:4] == [str(ready / ".venv/bin/python"), "-m", "pip", "install"]
-    assert command[4:6] == ["--constraint", "requirements.lock"]
+    pip = [str(ready / ".venv/bin/python"), "-m", "pip", "install", "--constraint", "requirements.lock"]
+    assert command[:6] == pip
     assert command[-len(of_extra("documents")) :] == of_extra("documents")
-    assert capfd.readouterr().err.splitlines() == [
-        "[setup] adding the packages for reading documents to .venv, once, as requirements.lock pins them: "
-        "beautifulsoup4, lxml_html_clean, markitdown[docx,pdf,pptx,xlsx], trafilatura"
-    ]
+    assert capfd.readouterr().err.count("adding the packages for reading documents to .venv, once") == 1
     add_documents(never)
     assert capfd.readouterr().err == ""
     setup_env.ensure(ready, {}, never)  # .venv is what it was
@@ -658,17 +574,11 @@ def test_an_extra_is_added_once_at_its_pins(ready, capfd):
 def test_an_extra_that_cannot_be_installed_names_the_way_by_hand(ready, monkeypatch, capfd):
     monkeypatch.setattr(setup_env.add_extra, "__defaults__", (lambda *_: 1,))
     assert setup_env.main(ready, targets=["dapt-docx"]) == 2
-    printed = capfd.readouterr().err
-    assert "installing the documents extra ended with exit code 1" in printed
-    assert "Check the network" in printed
-    assert "pip install 'sft-play[documents]'" in printed
+    assert "pip install 'sft-play[documents]'" in capfd.readouterr().err
     assert not setup_env.has_extra(ready / ".venv", "documents")
     monkeypatch.setattr(setup_env.add_extra, "__defaults__", (lambda *_: 0,))
     assert setup_env.main(ready, targets=["dapt-docx"]) == 0
     assert setup_env.has_extra(ready / ".venv", "documents")
-
-
-# Unsloth's own environment
 
 
 def test_unsloths_environment_is_built_beside_ours_from_pins_of_its_own(checkout, monkeypatch, capfd):
@@ -693,16 +603,13 @@ def test_unsloths_environment_is_built_beside_ours_from_pins_of_its_own(checkout
 
 def test_unsloths_pins_exclude_ours_and_hold_what_is_needed():
     """Why there are two environments; the day that this fails, one may do."""
-    ours, theirs = (lock.read_pins((ROOT / name).read_text()) for name in ("requirements.lock", setup_env.UNSLOTH.pins))
-    for needed in setup_env.UNSLOTH.needs:
-        requirement = Requirement(needed)
-        version = theirs[lock.canonical(requirement.name)]
-        assert requirement.specifier.contains(version), needed
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    ranges = {Requirement(item).name: Requirement(item).specifier for item in project}
+    theirs = pins(setup_env.UNSLOTH.pins)
+    for requirement in map(Requirement, setup_env.UNSLOTH.needs):
+        assert requirement.specifier.contains(theirs[lock.canonical(requirement.name)]), requirement
+    ranges = {one.name: one.specifier for one in map(Requirement, pyproject()["project"]["dependencies"])}
     assert not ranges["trl"].contains(theirs["trl"])
     assert ranges["transformers"].contains(theirs["transformers"])
-    assert not ours.keys() & {"unsloth", "unsloth-zoo"}
+    assert not pins().keys() & {"unsloth", "unsloth-zoo"}
     assert list(theirs) == sorted(theirs)
     assert not [name for name in theirs if name != "nvidia-ml-py" and lock.TORCH_OWN.match(name)]
     assert not [version for version in theirs.values() if "+" in version]

@@ -1,7 +1,5 @@
 """data.sources: exact shares of every epoch, the loss of each, the same rows after a stop, and every refusal."""
 
-from __future__ import annotations
-
 import json
 import random
 from fractions import Fraction
@@ -10,13 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sft_play.config.load import config_from_text
-from sft_play.data.build.splits import MixedSources, SourceMix, draw_rows, format_mix_table, share_counts
+from sft_play.config.load import config_from_text, load_config
+from sft_play.data.build.splits import MixedSources, SourceMix, build_splits, draw_rows, format_mix_table, share_counts
+from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import ConfigError, DataError
-from tests.conftest import chat
+from sft_play.machine.hardware import Hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner.decide import PlanRequest, make_plan
+from sft_play.runs.folder import RunFolder
+from sft_play.training.loop.trainer import build_trainer
+from sft_play.training.measure.monitor import Monitor
+from tests.conftest import chat, write_rows
+from tests.test_train import logged as series
 
-# --- which rows an epoch has ------------------------------------------------------------------------------------------
+pytestmark = pytest.mark.build
 
 
 def test_shares_add_up_and_every_row_comes_as_often_as_the_others_of_its_source():
@@ -58,7 +65,6 @@ def test_epochs_of_a_source_that_is_not_used_whole_have_other_rows():
     assert sorted(unweighted.epoch_rows(3).tolist()) == list(range(40))
     assert draw_rows(5, 5, seed=1) is None
     kept, again, other = (draw_rows(1000, 10, seed=seed) for seed in (1, 1, 2))
-    assert kept is not None
     assert len(set(kept.tolist())) == 10
     assert (np.array_equal(kept, again), np.array_equal(kept, other)) == (True, False)
 
@@ -75,9 +81,6 @@ def test_the_table_says_rows_share_and_passes():
     assert lines[0].split() == ["source", "rows", "an", "epoch", "share", "passes"]
     assert lines[1].split() == ["code", "10", "30", "75.00%", "3"]
     assert lines[2].split() == ["chat", "30", "10", "25.00%", "0.333"]
-
-
-# --- the run YAML -----------------------------------------------------------------------------------------------------
 
 
 def refusal(data: str, more: str = "") -> str:
@@ -113,15 +116,13 @@ def test_sources_have_names_and_no_default_files_beside_them():
     assert (data.train_path, data.val_path, data.test_path) == (None, None, None)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def run_yaml(tmp_path: Path, tiny_llama: Path) -> Path:
     """Two files of chats and one to judge on, three quarters of an epoch from the smaller."""
     for name, count, answer in (("sums", 12, "it is"), ("colours", 20, "red red red"), ("held", 6, "it is")):
-        rows = [json.dumps(chat(f"what is {n} of {name}?", f"{answer} {n}.")) + "\n" for n in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+        write_rows(
+            tmp_path / f"{name}.jsonl", (chat(f"what is {n} of {name}?", f"{answer} {n}.") for n in range(count))
+        )
     path = tmp_path / "run.yaml"
     path.write_text(
         f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
@@ -136,19 +137,15 @@ def run_yaml(tmp_path: Path, tiny_llama: Path) -> Path:
     return path
 
 
-def series(folder: Path, key: str) -> list[Any]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line[key] for line in lines if key in line]
-
-
-@pytest.mark.build
-def test_a_run_on_sources_stopped_and_resumed_has_the_losses_of_an_unbroken_one(run_yaml, command, tmp_path):
+def test_a_run_on_sources_stopped_and_resumed_has_the_losses_of_an_unbroken_one(run_yaml, succeed, refuse, tmp_path):
     """32 rows an epoch, 24 of the first source and 8 of the second: 4 steps an epoch, stopped within the second."""
     for name, words in (("whole", []), ("broken", ["train.stop_after_steps=5"])):
-        code, said = command("train", "--config", str(run_yaml), f"output.name={name}", *words)
-        assert code == 0, said
-    code, more = command("resume", "--config", str(run_yaml), "--run", "broken")
-    assert code == 0, more
+        said = succeed("train", "--config", str(run_yaml), f"output.name={name}", *words)
+    given = run_yaml.read_text()
+    run_yaml.write_text(given.replace("weight: 3", "weight: 2"))
+    assert "data.sources: the run has" in refuse("resume", "--config", str(run_yaml), "--run", "broken")
+    run_yaml.write_text(given)
+    succeed("resume", "--config", str(run_yaml), "--run", "broken")
     whole, broken = (tmp_path / "outputs" / name for name in ("whole", "broken"))
     for key in ("loss", "loss_sums", "loss_colours", "eval_loss"):
         assert series(broken, key) == series(whole, key), key
@@ -161,30 +158,8 @@ def test_a_run_on_sources_stopped_and_resumed_has_the_losses_of_an_unbroken_one(
     assert len(facts["source sums"]["sha256"]) == len(facts["source sums (val)"]["sha256"]) == 64
 
 
-@pytest.mark.build
-def test_a_resumed_run_on_other_weights_is_refused(run_yaml, command):
-    code, said = command("train", "--config", str(run_yaml), "output.name=one", "train.stop_after_steps=1")
-    assert code == 0, said
-    run_yaml.write_text(run_yaml.read_text().replace("weight: 3", "weight: 2"))
-    code, said = command("resume", "--config", str(run_yaml), "--run", "one")
-    assert code == 2
-    assert "data.sources: the run has" in said
-
-
 def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any, list[list[int]]]:
     """The trainer of a run in this process, and the rows of each epoch as its order gives them."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from sft_play.config.load import load_config
-    from sft_play.data.build.splits import build_splits
-    from sft_play.data.sources.files import find_data_paths
-    from sft_play.machine.hardware import Hardware
-    from sft_play.models.config_json import load_model_shape
-    from sft_play.planner.decide import PlanRequest, make_plan
-    from sft_play.runs.folder import RunFolder
-    from sft_play.training.loop.trainer import build_trainer
-    from sft_play.training.measure.monitor import Monitor
-
     config = load_config(run_yaml, overrides=overrides).config
     name = config.model.name
     tokenizer = AutoTokenizer.from_pretrained(name)
@@ -206,7 +181,6 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
     return trainer, order
 
 
-@pytest.mark.build
 def test_the_trainer_sees_the_shares_of_every_epoch(run_yaml):
     trainer, (first, second) = rows_of_steps(run_yaml)
     for rows in (first, second):
@@ -218,7 +192,6 @@ def test_the_trainer_sees_the_shares_of_every_epoch(run_yaml):
     assert not of_second[0] & of_second[1]
 
 
-@pytest.mark.build
 def test_packs_hold_rows_of_one_source_and_their_shares_are_exact(run_yaml):
     trainer, (rows, _) = rows_of_steps(run_yaml, "data.packing=best_fit", "model.max_seq_len=160")
     found = [trainer.train_dataset[row]["sources"] for row in rows]
@@ -229,58 +202,47 @@ def test_packs_hold_rows_of_one_source_and_their_shares_are_exact(run_yaml):
     assert sum(sizes) < 32
 
 
-@pytest.mark.build
-def test_max_rows_held_out_shares_and_one_held_out_file_for_all_sources(run_yaml, command, tmp_path):
+def test_max_rows_held_out_shares_and_one_held_out_file_for_all_sources(run_yaml, succeed, refuse, tmp_path):
     text = run_yaml.read_text().replace(f", val_path: {tmp_path}/held.jsonl", "")
     run_yaml.write_text(text.replace("weight: 1", "weight: 1, max_rows: 9"))
     for name, word in (("shares", "data.val_fraction=0.3"), ("one", f"data.val_path={tmp_path}/held.jsonl")):
         words = [f"output.name={name}", word, "train.max_steps=1", "eval.steps=1"]
-        code, said = command("train", "--config", str(run_yaml), *words)
-        assert code == 0, said
+        said = succeed("train", "--config", str(run_yaml), *words)
         assert "rows of colours are used (max_rows)" in said
         run = tmp_path / "outputs" / name
         assert bool(series(run, "eval_loss_sums")) is bool(series(run, "eval_loss_colours")) is (name == "shares")
         assert series(run, "eval_loss") or name == "shares"
     run_yaml.write_text(run_yaml.read_text().replace("colours.jsonl", "colors.jsonl"))
-    code, said = command("train", "--config", str(run_yaml))
-    assert (code, "data.sources[1].path: " in said, "colors.jsonl does not exist" in said) == (2, True, True)
+    said = refuse("train", "--config", str(run_yaml))
+    assert ("data.sources[1].path: " in said, "colors.jsonl does not exist" in said) == (True, True)
 
 
-@pytest.mark.build
-def test_plain_text_of_several_sources_is_mixed_by_blocks(run_yaml, command, tmp_path):
+def test_plain_text_of_several_sources_is_mixed_by_blocks(run_yaml, succeed, tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text(f"the light in the {name} is on. " * 200)
     sources = f"[{{path: {tmp_path}/one.txt, weight: 1}}, {{path: {tmp_path}/two.txt, weight: 2}}]"
     words = ["task_mode=cpt", f"data.sources={sources}", "train.max_steps=1", "output.name=text"]
-    code, said = command("train", "--config", str(run_yaml), *words)
-    assert code == 0, said
+    succeed("train", "--config", str(run_yaml), *words)
     assert series(tmp_path / "outputs" / "text", "loss_two")
 
 
-@pytest.mark.build
-def test_a_bad_row_of_a_source_is_named_with_the_source(run_yaml, command, tmp_path):
+def test_a_bad_row_of_a_source_is_named_with_the_source(run_yaml, refuse, tmp_path):
     with (tmp_path / "colours.jsonl").open("a") as file:
         file.write("{}\n")
-    code, said = command("train", "--config", str(run_yaml))
-    assert code == 2
+    said = refuse("train", "--config", str(run_yaml))
     assert f"data.sources[1].path: 1 of 21 rows of {tmp_path}/colours.jsonl (messages) cannot be used" in said
 
 
-@pytest.mark.build
-def test_check_render_and_preview_read_every_source(run_yaml, command, tmp_path, monkeypatch):
+def test_check_render_and_preview_read_every_source(run_yaml, succeed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, said = command("check", "--config", str(run_yaml))
-    assert code == 0, said
+    said = succeed("check", "--config", str(run_yaml))
     assert "colours.jsonl" in said
-    code, said = command("render", "--config", str(run_yaml))
-    assert code == 0, said
+    succeed("render", "--config", str(run_yaml))
     names = {path.name for path in (tmp_path / "data" / "rendered").glob("*.jsonl")}
     assert names == {"train-sums.jsonl", "train-colours.jsonl", "val-sums.jsonl"}
-    code, said = command("preview", "--config", str(run_yaml))
-    assert code == 0, said
+    said = succeed("preview", "--config", str(run_yaml))
     assert "The first of data.sources; not shown: colours" in said
-    code, said = command("plan", "--config", str(run_yaml))
-    assert code == 0, said
+    succeed("plan", "--config", str(run_yaml))
 
 
 @pytest.mark.slow
@@ -288,10 +250,8 @@ def test_check_render_and_preview_read_every_source(run_yaml, command, tmp_path,
 def test_sources_are_the_same_over_ranks(run_yaml, tmp_path, strategy):
     from tests.test_distributed import start
 
-    for name, command, given in (
-        ("one", "train", {}),
-        ("two", "train-distributed", {"STRATEGY": strategy, "NPROC": "2"}),
-    ):
+    asked = {"STRATEGY": strategy, "NPROC": "2"}
+    for name, command, given in (("one", "train", {}), ("two", "train-distributed", asked)):
         answer = start(tmp_path, command, "--config", str(run_yaml), f"output.name={name}", **given)
         assert answer.returncode == 0, answer.stdout + answer.stderr
     one, two = (tmp_path / "outputs" / name for name in ("one", "two"))

@@ -1,7 +1,5 @@
 """Predicted against published speeds that no constant was fitted to, and what a plan says of its error."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -20,15 +18,7 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed import (
-    DATA_CENTRE_ERROR,
-    LONG_ROW_ERROR,
-    SMALL_MODEL_ERROR,
-    SPEED_ERROR_CLASSES,
-    WORKSTATION_ERROR,
-    SpeedError,
-    find_speed_error,
-)
+from sft_play.planner.speed import DATA_CENTRE_ERROR, LONG_ROW_ERROR, SMALL_MODEL_ERROR, WORKSTATION_ERROR, SpeedError
 from tests.conftest import ROOT
 
 BF16 = Precision("bfloat16", "bfloat16", "")
@@ -40,15 +30,10 @@ def published():
 
 
 def test_speeds_that_were_not_fitted_are_predicted_within_15_percent(published):
-    """The median of 115 runs of eight sources, and of the sources' own medians."""
     found = published_speeds.errors_by_class(published)
     assert found["all"]["n"] >= 100
-    assert found["all sources"]["n"] >= 8
-    assert found["all"]["median"] < 0.15
-    assert found["all sources"]["median"] < 0.15
-    assert found["one GPU"]["median"] < 0.15
-    assert found["several GPUs"]["median"] < 0.15
-    assert min(found[name]["n"] for name in ("one GPU", "full", "lora", "qlora")) >= 8
+    assert min(found[name]["n"] for name in ("all sources", "one GPU", "full", "lora", "qlora")) >= 8
+    assert max(found[name]["median"] for name in ("all", "all sources", "one GPU", "several GPUs")) < 0.15
 
 
 def test_each_row_says_where_and_when_it_was_read_and_whether_it_was_fitted():
@@ -79,8 +64,7 @@ def test_the_class_of_small_models_holds_for_the_rows_that_were_recorded():
 
 
 def test_starting_kernels_is_neither_added_nor_hidden(monkeypatch, published):
-    """Rows of 256 to 8,192 tokens of Qwen-14B, which no constant was fitted to: the sum of starting and computing is
-    too slow where rows are short, and the larger of both too fast for the others of the source."""
+    """The sum of both is too slow where rows are short, and the larger of both too fast for others of the source."""
 
     def off(size: str) -> float:
         rows = [row for row in published_speeds.read_speed_rows() if row["id"].startswith(f"qwen/{size}-")]
@@ -110,7 +94,9 @@ def test_a_pass_takes_the_longer_of_starting_and_computing_and_half_of_the_short
 
 def classed(model: str, machine: str, *, length: int = 2048, compute: str = "bfloat16", **more):
     precision = Precision(compute, compute, "")
-    return find_speed_error(load_model_shape(model), precision, parse_hardware(machine), Step(1, 1, length, **more))
+    return speed.find_speed_error(
+        load_model_shape(model), precision, parse_hardware(machine), Step(1, 1, length, **more)
+    )
 
 
 def test_the_class_is_that_of_card_precision_model_and_row():
@@ -127,17 +113,15 @@ def test_the_class_is_that_of_card_precision_model_and_row():
         assert others.share is None
         assert "no published run" in others.text
     assert DATA_CENTRE_ERROR.text == "±15%, bf16 on data-centre cards"
-    assert [one.share for one in SPEED_ERROR_CLASSES] == [0.15, 0.40, 0.25, 0.60]
+    assert [one.share for one in speed.SPEED_ERROR_CLASSES] == [0.15, 0.40, 0.25, 0.60]
 
 
 def test_a_plan_says_its_error_in_words_and_json_and_a_rank_receives_it():
     config = config_from_text("model: {name: meta-llama/Llama-3.1-8B}\ntuning: {mode: lora}", name="x")
     request = PlanRequest(config, load_model_shape(config.model.name), parse_hardware("1xH100"))
     plan = make_plan(request)
-    assert (
-        f"Speed: about {plan.speed.tokens_per_s:,.0f} tokens/s (±15%, bf16 on data-centre cards), "
-        in speed_lines(plan)[0]
-    )
+    words = f"about {plan.speed.tokens_per_s:,.0f} tokens/s (±15%, bf16 on data-centre cards), "
+    assert words in speed_lines(plan)[0]
     data = json.loads(json.dumps(plan.as_json()))
     assert data["speed_error"] == {"share": 0.15, "of": "bf16 on data-centre cards"}
     assert plan_from_json(data).speed_error == plan.speed_error
@@ -147,8 +131,6 @@ def test_a_plan_says_its_error_in_words_and_json_and_a_rank_receives_it():
 
 
 def test_what_the_error_does_not_tell_apart_is_about_as_fast():
-    """On random quotients and errors, and in the reasons of random plans: never a gain that is negative or within the
-    error."""
     chance = random.Random("about")
     for _ in range(500):
         ratio, share = chance.uniform(0.2, 2.5), chance.uniform(0, 0.6)
@@ -166,9 +148,8 @@ def test_what_the_error_does_not_tell_apart_is_about_as_fast():
         plan = make_plan(request)
         error = plan.speed_error
         for candidate in plan.candidates:
-            why = rejection_reason(
-                build_plan_inputs(request), candidate, plan.choice, fastest_tokens_per_s=plan.speed.tokens_per_s
-            )
+            fastest = {"fastest_tokens_per_s": plan.speed.tokens_per_s}
+            why = rejection_reason(build_plan_inputs(request), candidate, plan.choice, **fastest)
             reasons.append(why)
             for number, sign in re.findall(r"(-?[\d.]+)% (faster|slower)", why):
                 assert float(number) / 100 > (error.share or 0.0) - 0.01, (why, sign)

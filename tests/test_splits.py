@@ -1,13 +1,15 @@
 """Splits of token rows: what is kept, what stops a run, blocks of text, mixes, and the cache they lie in."""
 
-from __future__ import annotations
-
+import dataclasses
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from datetime import date
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from tests.bundled import SHARED_SLOWLY, data_file, tokenizer_folder
 from tests.conftest import ROOT, chat
 
 ROW = chat("hello there", "how are you today?")
+MIXED = "task_mode: cpt_mixed\ndata: {train_path: t.jsonl, text_path: t.txt"
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -37,28 +40,27 @@ def write(path: Path, *rows: object) -> Path:
 
 
 def said_of(report: RowStats) -> str:
-    """What a run says of a split."""
     data = DataConfig(on_bad_row="skip", max_lost_fraction=1.0)
     return "\n".join(found.found for found in judge_split(report, data, max_seq_len=32, max_positions=None))
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_llama)
+
+
+def build(tokenizer, text, *, limit=64):
+    config = config_from_text(f"model: {{name: x}}\n{text}", name="run.yaml")
+    return build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=limit)
+
+
 class TestSplits:
-    @pytest.fixture
-    def tokenizer(self, tiny_llama):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(tiny_llama)
-
-    def build(self, tokenizer, text, *, limit=64):
-        config = config_from_text(f"model: {{name: x}}\n{text}", name="run.yaml")
-        return build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=limit)
-
     def test_a_split_by_content_hash_does_not_move_when_rows_are_added(self, tokenizer, tmp_path):
         def held_out(count):
             path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(count)))
-            splits = self.build(
-                tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null, val_fraction: 0.2}}"
-            )
+            splits = build(tokenizer, f"data: {{train_path: {path}, val_path: null, val_fraction: 0.2}}")
             assert len(splits.train.rows) + len(splits.val.rows) == count
             return {item.messages[0]["content"] for item in splits.val.chats}
 
@@ -67,18 +69,16 @@ class TestSplits:
         assert 3 <= len(few) <= 20
 
     def test_bad_rows_stop_the_run_with_their_lines_and_reasons(self, tokenizer, tmp_path):
-        path = write(
-            tmp_path / "t.jsonl", ROW, {"messages": []}, {"messages": [{"role": "x", "content": "a"}]}, {"y": 1}
-        )
-        with pytest.raises(DataError) as error:
-            self.build(tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null}}")
-        text = str(error.value)
-        assert "3 of 4 rows" in text
-        for part in ("t.jsonl:2: messages is empty", 't.jsonl:3: unknown role "x"', "t.jsonl:4: messages is missing"):
-            assert part in text
-        assert "data.on_bad_row=skip" in text
-        assert "turns of known roles in the other rows: user 1, assistant 1" in text
-        skipped = self.build(tokenizer, f"data: {{train_path: {path}, val_path: null, on_bad_row: skip}}")
+        bad = ({"messages": []}, {"messages": [{"role": "x", "content": "a"}]}, {"y": 1})
+        path = write(tmp_path / "t.jsonl", ROW, *bad)
+        with pytest.raises(DataError, match="3 of 4 rows") as error:
+            build(tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null}}")
+        for part in (
+            *("t.jsonl:2: messages is empty", 't.jsonl:3: unknown role "x"', "t.jsonl:4: messages is missing"),
+            *("data.on_bad_row=skip", "turns of known roles in the other rows: user 1, assistant 1"),
+        ):
+            assert part in str(error.value)
+        skipped = build(tokenizer, f"data: {{train_path: {path}, val_path: null, on_bad_row: skip}}")
         assert len(skipped.train.rows) == 1
         assert skipped.train.stats.dropped_rows["messages is empty"] == 1
 
@@ -87,14 +87,8 @@ class TestSplits:
         [
             ("task_mode: cpt\ndata: {train_path: w.txt, test_path: null}", "less than one block of max_seq_len 64"),
             ("task_mode: cpt\ndata: {train_path: t.jsonl}", r"task_mode is cpt.*use task_mode=sft"),
-            (
-                "task_mode: cpt\ndata: {train_path: t.txt, val_path: t.jsonl}",
-                r"trains plain text, and 1 rows are chats .*data\.val_path=null",
-            ),
-            (
-                "task_mode: cpt_mixed\ndata: {train_path: t.jsonl, text_path: t.txt, text_fraction: 0.9999999}",
-                "passes over it; lower it",
-            ),
+            ("task_mode: cpt\ndata: {train_path: t.txt, val_path: t.jsonl}", r"1 rows are chats .*data\.val_path=null"),
+            (f"{MIXED}, text_fraction: 0.9999999}}", "passes over it; lower it"),
             ("data: {train_path: q.jsonl, columns: {prompt: nix, completion: r}}", r"names nix; the columns are: q, r"),
             ("data: {train_path: q.jsonl, columns: {prompt: q, completion: q}}", "q is mapped to two columns"),
             ("data: {train_path: q.jsonl, columns: {promt: q}}", "did you mean prompt"),
@@ -107,29 +101,27 @@ class TestSplits:
         Path("t.txt").write_text("the light in the kitchen is on. " * 200)
         Path("w.txt").write_text("yes no")
         with pytest.raises(DataError, match=said):
-            self.build(tokenizer, data)
+            build(tokenizer, data)
 
     def test_rows_that_stand_twice_or_in_two_splits_are_counted(self, tokenizer, tmp_path):
         rows = [chat(f"q {n}", f"a {n}") for n in range(8)]
         train = write(tmp_path / "t.jsonl", *rows, rows[0], rows[0], rows[3])
         val = write(tmp_path / "v.jsonl", rows[1], rows[2], rows[2], chat("other", "row"))
         config = f"data: {{train_path: {train}, val_path: {val}, test_path: {train}, workers: 2}}"
-        splits = self.build(tokenizer, config)
+        splits = build(tokenizer, config)
         assert [split.stats.repeated_rows for split in (splits.train, splits.val, splits.test)] == [3, 1, 3]
         assert splits.train.stats.shared_rows == {}
         assert splits.val.stats.shared_rows == {"train": 2}
         assert splits.test.stats.shared_rows == {"train": 8, "val": 2}
         assert "3 rows of train with the tokens of an earlier one" in said_of(splits.train.stats)
         assert "2 rows with the same tokens as in train" in said_of(splits.val.stats)
-        again = self.build(tokenizer, config)
+        again = build(tokenizer, config)
         assert (again.train.stats, again.val.stats) == (splits.train.stats, splits.val.stats)
 
     def test_plain_text_is_packed_into_full_blocks_and_every_token_is_trained(self, tokenizer, tmp_path):
         path = tmp_path / "t.txt"
         path.write_text("the light in the kitchen is on. " * 100)
-        splits = self.build(
-            tokenizer, f"task_mode: cpt\ndata: {{train_path: {path}, val_path: null, test_path: null}}", limit=32
-        )
+        splits = build(tokenizer, f"task_mode: cpt\ndata: {{train_path: {path}, val_path: null}}", limit=32)
         assert len(splits.train.rows) > 10
         for row in splits.train.rows:
             assert len(row["input_ids"]) == 32
@@ -137,15 +129,11 @@ class TestSplits:
             assert row["source"] == 1
         assert any("packed into" in note for note in splits.notes)
 
-    def test_mixed_runs_keep_the_ratio_and_each_kind_its_own_mask(self, tokenizer, tmp_path):
-        chats = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(30)))
-        text = tmp_path / "t.txt"
-        text.write_text("the light in the kitchen is on. " * 60)
-        splits = self.build(
-            tokenizer,
-            f"task_mode: cpt_mixed\ndata: {{train_path: {chats}, text_path: {text}, text_fraction: 0.25, "
-            "val_path: null, test_path: null}",
-        )
+    def test_mixed_runs_keep_the_ratio_and_each_kind_its_own_mask(self, tokenizer, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        write(Path("t.jsonl"), *(chat(f"q {n}", f"a {n}") for n in range(30)))
+        Path("t.txt").write_text("the light in the kitchen is on. " * 60)
+        splits = build(tokenizer, f"{MIXED}, text_fraction: 0.25, val_path: null}}")
         blocks = [row for row in splits.train.rows if IGNORED not in row["labels"]]
         assert len(blocks) == 10  # 10 / (10 + 30) = 0.25
         assert len(splits.train.rows) == 40
@@ -158,12 +146,9 @@ class TestCache:
     """The token cache: keyed by what decides the tokens, whole or not there, the same however it was made."""
 
     @pytest.fixture
-    def recipe(self, tiny_llama):
-        from transformers import AutoTokenizer
-
-        parts = TokenizerParts.from_tokenizer(AutoTokenizer.from_pretrained(tiny_llama))
+    def recipe(self, tokenizer):
         data = config_from_text("model: {name: x}", name="run.yaml").data
-        return BuildRecipe(parts, data, 64, date(2026, 1, 2))
+        return BuildRecipe(TokenizerParts.from_tokenizer(tokenizer), data, 64, date(2026, 1, 2))
 
     @pytest.fixture(autouse=True)
     def cache(self, tmp_path, monkeypatch):
@@ -195,10 +180,6 @@ class TestCache:
         assert ran.exists()
 
     def test_on_a_disk_without_locks_the_processes_of_this_machine_still_wait(self, tmp_path, monkeypatch, caplog):
-        import errno
-        import fcntl
-        import tempfile
-
         taken, flock = [], fcntl.flock
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "here"))
         (tmp_path / "here").mkdir()
@@ -218,28 +199,26 @@ class TestCache:
         with Path(taken[0]).open("a") as other:
             flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    @pytest.mark.parametrize("change", ["content", "template", "limit", "option", "date"])
-    def test_what_decides_the_tokens_makes_another_cache(self, recipe, tmp_path, cache, change):
-        import dataclasses
-
+    def test_what_decides_the_tokens_makes_another_cache_and_nothing_else_does(self, recipe, tmp_path, cache):
         path = write(tmp_path / "t.jsonl", ROW)
         source = dict(recipe.tokenizer.templates)["default"]
-        if change == "date":
-            dated = recipe.tokenizer.replace_template("{{ strftime_now('%Y') }}" + source)
-            recipe = dataclasses.replace(recipe, tokenizer=dated)
-        build_rows(path, recipe, split="train")
-        if change == "content":
-            write(path, chat("hello there", "how are you this day?"))
-        elif change == "template":
-            recipe = dataclasses.replace(recipe, tokenizer=recipe.tokenizer.replace_template(source + " "))
-        elif change == "limit":
-            recipe = dataclasses.replace(recipe, max_seq_len=63)
-        elif change == "option":
-            recipe = dataclasses.replace(recipe, data=recipe.data.model_copy(update={"loss_on": "all"}))
-        else:
-            recipe = dataclasses.replace(recipe, today=date(2027, 1, 2))
-        build_rows(path, recipe, split="train")
-        assert len([item for item in cache.iterdir() if item.is_dir()]) == 2
+        dated = dataclasses.replace(
+            recipe, tokenizer=recipe.tokenizer.replace_template("{{ strftime_now('%Y') }}" + source)
+        )
+        no_token = {"max_lost_fraction": 0.5, "on_bad_row": "skip", "packing": "best_fit"}
+        later = {"today": date(2030, 1, 1)}
+
+        def caches(recipe, **changes):
+            build_rows(path, dataclasses.replace(recipe, **changes), split="train")
+            return len([item for item in cache.iterdir() if item.is_dir()])
+
+        assert caches(recipe) == caches(recipe, data=recipe.data.model_copy(update=no_token), **later) == 1
+        assert caches(recipe, tokenizer=recipe.tokenizer.replace_template(source + " ")) == 2
+        assert caches(recipe, max_seq_len=63) == 3
+        assert caches(recipe, data=recipe.data.model_copy(update={"loss_on": "all"})) == 4
+        assert (caches(dated), caches(dated, **later)) == (5, 6)
+        write(path, chat("hello there", "how are you this day?"))
+        assert caches(recipe) == 7
 
     def test_code_and_tables_of_rows_decide_the_cache_and_compiled_files_do_not(self, tmp_path):
         """Python compiles modules as they are imported, so that a second start has more files than the first."""
@@ -253,15 +232,6 @@ class TestCache:
         with_words = build_module._code_digest(tmp_path)
         (tmp_path / "masks" / "render.py").write_text("x = 2\n")
         assert len({digest, with_words, build_module._code_digest(tmp_path)}) == 3
-
-    def test_options_that_change_no_token_find_the_same_cache(self, recipe, tmp_path, cache):
-        import dataclasses
-
-        path = write(tmp_path / "t.jsonl", ROW)
-        build_rows(path, recipe, split="train")
-        data = recipe.data.model_copy(update={"max_lost_fraction": 0.5, "on_bad_row": "skip", "packing": "best_fit"})
-        build_rows(path, dataclasses.replace(recipe, data=data, today=date(2030, 1, 1)), split="train")
-        assert len([item for item in cache.iterdir() if item.is_dir()]) == 1
 
     def test_a_script_without_a_main_guard_may_prepare_rows_with_workers(self, tiny_llama, tmp_path):
         """Workers do not run the script again: they would each begin workers of their own, and wait for them."""
@@ -278,10 +248,9 @@ class TestCache:
             f"built = build_rows(Path({str(path)!r}), recipe, split='train', workers=2)\n"
             "print(len(built.files['kept']), built.stats['kept'].kept_rows)\n"
         )
-        environment = {**os.environ, "SFT_PLAY_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-        answer = subprocess.run(
-            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
-        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        words = [sys.executable, str(script)]
+        answer = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
         assert answer.returncode == 0, answer.stderr
         pieces, rows = map(int, answer.stdout.split()[-2:])
         assert pieces > 2
@@ -348,63 +317,29 @@ def _count_rows(path, recipe):
 
 
 def _die(*_):
-    import os
-
     os._exit(9)
 
 
-class TestLimits:
-    """What is lost to max_seq_len is told, and stops the run where it is too much."""
-
-    @pytest.fixture
-    def tokenizer(self, tiny_llama):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(tiny_llama)
-
-    def splits(self, tokenizer, path, options="", *, limit, positions=None):
-        config = config_from_text(
-            f"model: {{name: x}}\ndata: {{train_path: {path}, val_path: null, test_path: null{options}}}",
-            name="run.yaml",
-        )
-        return build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=limit, max_positions=positions)
-
-    @pytest.fixture
-    def path(self, tmp_path):
-        long = [chat("yes", "no " * 100) for _ in range(5)]
-        return write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(20)), *long)
-
-    def test_too_much_lost_says_which_limit_keeps_how_much(self, tokenizer, path):
-        with pytest.raises(DataError) as error:
-            self.splits(tokenizer, path, limit=32)
-        text = str(error.value)
-        assert "more than data.max_lost_fraction=0.05" in text
-        assert "5 rows are cut" in text
-        assert "128 keeps all" in text
-        with pytest.raises(
-            DataError, match=r"all \d+ rows lose their answer at max_seq_len 4 \(shortest prompt: \d+ tok"
-        ):
-            self.splits(tokenizer, path, limit=4)
-        report = self.splits(tokenizer, path, ", max_lost_fraction: 1.0", limit=32).train.stats
-        assert report.cut_rows == 5
-        assert report.as_json()["lost_fraction"] == report.lost_tokens / (report.lost_tokens + report.trained_tokens)
-        assert "5 of 25 rows are cut at max_seq_len" in said_of(report)
+def test_too_much_lost_says_which_limit_keeps_how_much(tokenizer, tmp_path):
+    long = [chat("yes", "no " * 100) for _ in range(5)]
+    path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(20)), *long)
+    data = f"data: {{train_path: {path}, val_path: null"
+    with pytest.raises(DataError, match=r"5 of 25 rows are cut[^$]*max_lost_fraction=0\.05[^$]*128 keeps all"):
+        build(tokenizer, f"{data}}}", limit=32)
+    with pytest.raises(DataError, match=r"all \d+ rows lose their answer at max_seq_len 4 \(shortest prompt: \d+ tok"):
+        build(tokenizer, f"{data}}}", limit=4)
+    report = build(tokenizer, f"{data}, max_lost_fraction: 1.0}}", limit=32).train.stats
+    assert report.cut_rows == 5
+    assert report.as_json()["lost_fraction"] == report.lost_tokens / (report.lost_tokens + report.trained_tokens)
+    assert "5 of 25 rows are cut at max_seq_len" in said_of(report)
 
 
-def test_a_mixed_run_holds_text_out_beside_its_chats(tiny_llama, tmp_path):
-    from transformers import AutoTokenizer
-
+def test_a_mixed_run_holds_text_out_beside_its_chats(tokenizer, tmp_path):
     chats = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(30)))
     val = write(tmp_path / "v.jsonl", *(chat(f"v {n}", f"a {n}") for n in range(5)))
     text = write(tmp_path / "x.jsonl", *({"text": f"the light {n} in the kitchen is on. " * 30} for n in range(200)))
-    config = config_from_text(
-        f"model: {{name: x}}\ntask_mode: cpt_mixed\ndata: {{train_path: {chats}, text_path: {text}, val_path: {val}, "
-        "test_path: null}",
-        name="run.yaml",
-    )
-    splits = build_splits(
-        config, find_data_paths(config.data), AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=64
-    )
+    data = f"data: {{train_path: {chats}, text_path: {text}, val_path: {val}}}"
+    splits = build(tokenizer, f"task_mode: cpt_mixed\n{data}")
     sources = splits.val.rows["source"][:]
     assert sources.count(0) == 5
     assert sources.count(1) >= 1
@@ -436,9 +371,7 @@ def test_real_files_render_whole_with_a_real_tokenizer(origin):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(tokenizer_name))
     folder = data_file("bundled/rows" if origin == "bundled" else "sft")
     for name, count in files.items():
-        data = f"{{train_path: {folder}/{name}, val_path: null, test_path: null}}"
-        config = config_from_text(f"model: {{name: x}}\ndata: {data}", name="run.yaml")
-        splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=32_768)
+        splits = build(tokenizer, f"data: {{train_path: {folder}/{name}, val_path: null}}", limit=32_768)
         assert len(splits.train.rows) == count
         assert not splits.train.stats.dropped_rows
         assert all(any(label != IGNORED for label in row["labels"]) for row in splits.train.rows)

@@ -1,7 +1,5 @@
 """A curriculum: stages equal to runs chained by hand, resumed in and between them, planned, and refused before any."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path
@@ -10,15 +8,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from sft_play.cli import main
 from sft_play.config.load import LoadedConfig, config_from_text, load_config, resolved_config
 from sft_play.errors import ConfigError
+from sft_play.launch.planning import build_plan_request, common_layout, plan_run
+from sft_play.machine.hardware import parse_hardware
+from sft_play.planner.layout import LAYOUT_NAMES
 from sft_play.runs.folder import RunFolder
-from tests.conftest import ROOT, chat
+from sft_play.training.prepare.lora_config import select_names
+from tests.conftest import ROOT, chat, write_rows
+from tests.test_train import metrics, weights
 
-# --- the run YAML -----------------------------------------------------------------------------------------------------
-
+pytestmark = pytest.mark.build
 BASE = "model: {name: x, max_seq_len: 512}\ndata: {train_path: a.jsonl}\ntrain: {max_steps: 9}\n"
 
 
@@ -63,12 +66,10 @@ def test_stages_of_recorded_settings_have_the_held_out_rows_that_they_had(tmp_pa
         "model: {name: x}\ncurriculum:\n- {name: a, epochs: 1}\n- {name: b, data: {train_path: own.jsonl}}\n"
         "- {name: c, data: {sources: [{path: own.jsonl, val_path: held.jsonl}]}}\n"
     )
-    given = load_config(path)
-    path.write_text(json.dumps(resolved_config(given.config)))
-    read = load_config(path)
-    held = ["data/processed/val.jsonl", None, None]
-    assert [stage.config.data.val_path for stage in given.stages] == held
-    assert [stage.config.data.val_path for stage in read.stages] == held
+    for _ in ("given", "read again"):
+        given = load_config(path)
+        assert [stage.config.data.val_path for stage in given.stages] == ["data/processed/val.jsonl", None, None]
+        path.write_text(json.dumps(resolved_config(given.config)))
 
 
 @pytest.mark.parametrize(
@@ -99,12 +100,7 @@ def test_a_setting_that_every_stage_gives_itself_is_not_set_in_vain(tmp_path):
     assert "there are 2 stages, counted from 0" in refusal(tmp_path, stages, "curriculum.2.epochs=3")
 
 
-# --- what trains ------------------------------------------------------------------------------------------------------
-
-
 def test_patterns_mean_names_by_their_pieces():
-    from sft_play.training.prepare.lora_config import select_names
-
     names = [f"model.layers.{n}.{part}.weight" for n in (1, 3, 11) for part in ("mlp.up_proj", "input_layernorm")]
     names += ["model.norm.weight", "lm_head.weight", "base.layers.1.q_proj.lora_A.default.weight"]
     assert select_names(["layers.1"], names) == [names[0], names[1], names[8]]
@@ -115,16 +111,13 @@ def test_patterns_mean_names_by_their_pieces():
     assert not select_names(["layer", "proj", "1.layers"], names)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
 WHOLE = ["tuning.mode=full"]
 
 
 def write_run(tmp_path: Path, tiny_llama: Path) -> Path:
-    """Three steps on one file, then six on another with longer rows, half the rate."""
     for name, answer in (("sums", "it is"), ("colours", "red red"), ("held", "it is")):
-        rows = [json.dumps(chat(f"what is {n} of {name}?", f"{answer} {n}.")) + "\n" for n in range(24)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+        rows = (chat(f"what is {n} of {name}?", f"{answer} {n}.") for n in range(24))
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     path = tmp_path / "run.yaml"
     path.write_text(
         f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
@@ -146,14 +139,9 @@ def run_yaml(tmp_path: Path, tiny_llama: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
-    """The folder of the run, never stopped."""
     folder = tmp_path_factory.mktemp("whole")
     assert main(["train", "--config", str(write_run(folder, tiny_llama)), "output.name=whole"]) == 0
     return folder / "outputs" / "whole"
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(folder: Path, stage: str | None = None) -> list[Any]:
@@ -165,24 +153,15 @@ def losses(folder: Path, stage: str | None = None) -> list[Any]:
     ]
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    (file,) = [*folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors")]
-    return load_file(file)
-
-
 def same_bits(one: Path, other: Path) -> bool:
     mine, theirs = weights(one), weights(other)
     return mine.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
-@pytest.mark.build
 @pytest.mark.parametrize("bf16", ["false", "true"])
-def test_two_stages_are_two_runs_chained_by_hand(run_yaml, command, tmp_path, bf16):
+def test_two_stages_are_two_runs_chained_by_hand(run_yaml, succeed, tmp_path, bf16):
     def run(name: str, *words: str) -> Path:
-        code, said = command(
-            "train", "--config", str(run_yaml), *WHOLE, f"train.bf16={bf16}", f"output.name={name}", *words
-        )
-        assert code == 0, said
+        succeed("train", "--config", str(run_yaml), *WHOLE, f"train.bf16={bf16}", f"output.name={name}", *words)
         return tmp_path / "outputs" / name
 
     whole = run("whole")
@@ -192,35 +171,25 @@ def test_two_stages_are_two_runs_chained_by_hand(run_yaml, command, tmp_path, bf
         "train.learning_rate=5e-4", f"data.train_path={tmp_path}/colours.jsonl",
     )  # fmt: skip
     by_hand = [number for _, _, _, number in (*losses(one), *losses(two))]
-    assert [number for _, _, _, number in losses(whole)] == pytest.approx(
-        by_hand, rel=1e-5 if bf16 == "false" else 1e-2
-    )
+    tolerance, atol = (1e-5, 1e-6) if bf16 == "false" else (1e-2, 1e-3)
+    assert [number for _, _, _, number in losses(whole)] == pytest.approx(by_hand, rel=tolerance)
     assert len(by_hand) == 9 + 4
     for name, tensor in weights(two).items():
-        torch.testing.assert_close(weights(whole)[name], tensor, rtol=1e-5, atol=1e-6 if bf16 == "false" else 1e-3)
+        torch.testing.assert_close(weights(whole)[name], tensor, rtol=1e-5, atol=atol)
 
 
-@pytest.mark.build
 def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_time(
-    run_yaml, command, tmp_path, monkeypatch
+    run_yaml, succeed, tmp_path, monkeypatch
 ):
-    from transformers import PreTrainedModel
-
     from sft_play.training.loop import curriculum
 
-    left = []
-
-    def count() -> None:
+    def models() -> int:  # by its type: isinstance asks every object of torch for its class, and some warn then
         gc.collect()
-        left.append(len(models()))
+        return sum(issubclass(type(item), PreTrainedModel) for item in gc.get_objects())
 
-    def models() -> list[Any]:  # by its type: isinstance asks every object of torch for its class, and some warn then
-        return [item for item in gc.get_objects() if issubclass(type(item), PreTrainedModel)]
-
-    before = len(models())
-    monkeypatch.setattr(curriculum, "free_memory", count)
-    code, said = command("train", "--config", str(run_yaml), "output.name=one", "train.report_to=[tensorboard]")
-    assert code == 0, said
+    before, left = models(), []
+    monkeypatch.setattr(curriculum, "free_memory", lambda: left.append(models()))
+    said = succeed("train", "--config", str(run_yaml), "output.name=one", "train.report_to=[tensorboard]")
     assert [count <= before for count in left] == [True, True], left
     run = tmp_path / "outputs" / "one"
     assert {path.name for path in run.iterdir()} == {
@@ -233,11 +202,9 @@ def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_tim
     }  # fmt: skip
     assert not (run / "stages" / "long" / "adapter").exists()  # what the last stage trained is the run's
     summary = json.loads((run / "summary.json").read_text())
-    assert [(stage["name"], stage["steps"], stage["status"]) for stage in summary["stages"]] == [
-        ("short", 3, "finished"), ("long", 6, "finished"),
-    ]  # fmt: skip
     assert (summary["steps"], summary["status"], summary["exit"]) == (9, "finished", 0)
     short, long = summary["stages"]
+    assert [(one["name"], one["steps"]) for one in (short, long)] == [("short", 3), ("long", 6)]
     assert long["before"]["loss"] == pytest.approx(short["after"]["loss"], rel=1e-6)  # the adapter went over
     assert summary["before"] == short["before"]
     assert summary["after"] == long["after"]
@@ -248,12 +215,10 @@ def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_tim
     assert "Stage 2 of 2, long: 2 epochs, learning rate 0.0005, rows of at most 80 tokens" in said
 
 
-@pytest.mark.build
 @pytest.mark.parametrize("steps", [pytest.param(3, marks=pytest.mark.slow), 5])
-def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, whole, command, tmp_path, steps):
+def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, whole, command, succeed, tmp_path, steps):
     words = ["output.name=broken", f"train.stop_after_steps={steps}"]
-    code, said = command("train", "--config", str(run_yaml), *words)
-    assert code == 0, said
+    succeed("train", "--config", str(run_yaml), *words)
     broken = tmp_path / "outputs" / "broken"
     assert json.loads((broken / "summary.json").read_text())["status"] == "stopped"
     assert len([one for one in losses(broken) if one[2] == "loss"]) == steps
@@ -263,36 +228,30 @@ def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, wh
     code, said = command("resume", "--config", str(run_yaml), "--run", "broken")
     assert (code, "curriculum: the run has" in said) == (2, True), said
     run_yaml.write_text(given)
-    code, said = command("resume", "--config", str(run_yaml), "--run", "broken")
-    assert code == 0, said
+    succeed("resume", "--config", str(run_yaml), "--run", "broken")
     assert set(losses(broken)) == set(losses(whole))
     assert same_bits(broken, whole)
     assert json.loads((broken / "manifest.json").read_text())["status"] == "finished"
 
 
-@pytest.mark.build
-def test_a_run_killed_while_a_stage_ended_takes_no_step_again(run_yaml, whole, command, tmp_path):
+def test_a_run_killed_while_a_stage_ended_takes_no_step_again(run_yaml, whole, succeed, tmp_path):
     """The last checkpoint of a stage is there, and what it trained, or that it ended, is not written yet."""
-    for name, lost in (("unsaid", None), ("unsaved", "adapter")):
-        code, said = command("train", "--config", str(run_yaml), f"output.name={name}", "train.stop_after_steps=3")
-        assert code == 0, said
+    for name in ("unsaid", "unsaved"):
+        succeed("train", "--config", str(run_yaml), f"output.name={name}", "train.stop_after_steps=3")
         run = RunFolder(tmp_path / "outputs" / name)
         stage = run.stage_folder("short")
         stage.update_manifest(status="running")
         run.update_manifest(status="running")
-        if lost:
-            (stage.path / lost).rename(tmp_path / f"{name}-moved")
-        code, said = command("resume", "--config", str(run_yaml), "--run", name)
-        assert code == 0, said
+        if name == "unsaved":
+            (stage.path / "adapter").rename(tmp_path / "moved")
+        said = succeed("resume", "--config", str(run_yaml), "--run", name)
         assert "Resuming bnb run from step 3" in said
         assert same_bits(run.path, whole)
 
 
-@pytest.mark.build
-def test_only_the_parts_that_a_stage_names_are_trained(run_yaml, command, tmp_path, tiny_llama):
+def test_only_the_parts_that_a_stage_names_are_trained(run_yaml, succeed, tmp_path, tiny_llama):
     words = [*WHOLE, "curriculum.0.trainable=[layers.0.mlp]", "curriculum.1.trainable=[norm]", "output.name=one"]
-    code, said = command("train", "--config", str(run_yaml), *words)
-    assert code == 0, said
+    said = succeed("train", "--config", str(run_yaml), *words)
     run, base = tmp_path / "outputs" / "one", load_file(tiny_llama / "model.safetensors")
     first, last = weights(run / "stages" / "short"), weights(run)
     moved = {name for name, tensor in first.items() if not torch.equal(tensor, base[name])}
@@ -302,7 +261,6 @@ def test_only_the_parts_that_a_stage_names_are_trained(run_yaml, command, tmp_pa
     assert "Trainable: norm: 5 of" in said
 
 
-@pytest.mark.build
 @pytest.mark.parametrize(("words", "said"), [
     (["curriculum.1.trainable=[mlpp]"],
      "stage long: tuning.trainable: mlpp names no weight that tuning.mode=full trains (did you mean mlp?)"),
@@ -316,40 +274,28 @@ def test_a_later_stage_that_cannot_be_is_refused_before_the_first(run_yaml, comm
     assert not (tmp_path / "outputs" / "one").exists()
 
 
-@pytest.mark.build
-def test_every_stage_is_planned_and_one_that_does_not_fit_is_named(tmp_path, command):
+def test_every_stage_is_planned_and_one_that_does_not_fit_is_named(tmp_path, command, succeed):
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: {name: Qwen/Qwen2.5-3B-Instruct, max_seq_len: 512}\ndata: {train_path: none.jsonl}\n"
         "curriculum:\n  - {name: short}\n  - {name: long, max_seq_len: 2048, epochs: 2, trainable: [lora]}\n"
     )
-    code, said = command("plan", "--config", str(path), "--hardware", "1xRTX3060")
-    assert code == 0, said
+    said = succeed("plan", "--config", str(path), "--hardware", "1xRTX3060")
     assert "The plan of stage long, the one with the longest rows:" in said
     assert "2 long: 2 epochs, learning rate 0.0002, rows of at most 2,048 tokens, trains lora; micro" in said
-    code, answer = command("plan", "--config", str(path), "--hardware", "1xRTX3060", "--json")
+    _, answer = command("plan", "--config", str(path), "--hardware", "1xRTX3060", "--json")
     stages = json.loads(answer[answer.index("{") :].splitlines()[0])["stages"]
-    assert [(stage["name"], stage["max_seq_len"], stage["fits"]) for stage in stages] == [
-        ("short", 512, True), ("long", 2048, True),
-    ]  # fmt: skip
+    shown = [(stage["name"], stage["max_seq_len"], stage["fits"]) for stage in stages]
+    assert shown == [("short", 512, True), ("long", 2048, True)]
     code, said = command("plan", "--config", str(path), "--hardware", "1xRTX3060", "curriculum.1.max_seq_len=32768")
-    assert code == 3
-    assert "stage long: Qwen/Qwen2.5-3B-Instruct with tuning.mode=qlora does not fit" in said
+    assert (code, "stage long: Qwen/Qwen2.5-3B-Instruct with tuning.mode=qlora does not fit" in said) == (3, True), said
 
 
 def test_stages_share_the_layout_that_fits_them_all():
     """LoRA of a 3B over two 24 GiB cards: short rows alone would take DDP, which rows of 32,768 tokens do not fit."""
-    from sft_play.launch.planning import build_plan_request, common_layout, plan_run
-    from sft_play.machine.hardware import parse_hardware
-    from sft_play.planner.layout import LAYOUT_NAMES
-
     machine, only = parse_hardware("2xRTX4090"), tuple(name for name in LAYOUT_NAMES if name != "single")
-    short, long = (
-        config_from_text(
-            f"model: {{name: Qwen/Qwen2.5-3B-Instruct, max_seq_len: {length}}}\ntuning: {{mode: lora}}\n", name="x"
-        )
-        for length in (256, 32_768)
-    )
+    model = "model: {name: Qwen/Qwen2.5-3B-Instruct, max_seq_len: %d}\ntuning: {mode: lora}\n"
+    short, long = (config_from_text(model % length, name="x") for length in (256, 32_768))
     alone = [plan_run(config, machine, layouts=only, include_suggestions=False).layout for config in (short, long)]
     requests = [build_plan_request(config, machine, only) for config in (short, long)]
     found = common_layout(requests)
@@ -359,20 +305,15 @@ def test_stages_share_the_layout_that_fits_them_all():
     assert common_layout(requests[:1] * 2) == alone[0]
 
 
-@pytest.mark.build
-def test_check_preview_render_and_consolidate_know_stages(run_yaml, command, tmp_path, monkeypatch):
+def test_check_preview_render_and_consolidate_know_stages(run_yaml, succeed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, said = command("check", "--config", str(run_yaml))
-    assert code == 0, said
+    said = succeed("check", "--config", str(run_yaml))
     assert "2 of 2, long" in said
     for name in ("preview", "render"):
-        code, said = command(name, "--config", str(run_yaml))
-        assert code == 0, said
+        said = succeed(name, "--config", str(run_yaml))
         assert "The rows of stage short, the first of 2" in said
-    code, said = command("train", "--config", str(run_yaml), "output.name=one", "train.stop_after_steps=5")
-    assert code == 0, said
-    code, said = command("consolidate", "--config", str(run_yaml), "--run", str(tmp_path / "outputs" / "one"))
-    assert code == 0, said
+    succeed("train", "--config", str(run_yaml), "output.name=one", "train.stop_after_steps=5")
+    succeed("consolidate", "--config", str(run_yaml), "--run", str(tmp_path / "outputs" / "one"))
     assert list((tmp_path / "outputs" / "one" / "stages" / "long").glob("consolidated-2/*.safetensors"))
 
 

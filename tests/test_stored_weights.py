@@ -1,7 +1,5 @@
 """Bases whose weights are stored quantised: read as 16-bit ones, tensor by tensor; others refused by name."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError
@@ -22,6 +20,7 @@ from sft_play.trace.confirm import load_run_model_shape
 from sft_play.training.checkpoints.model_saving import open_tensors
 from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.model_spec import build_model_spec
+from tests.conftest import chat, write_rows, write_run
 from tests.finished_runs import finished_run
 from tests.models import make_tokenizer
 
@@ -92,15 +91,11 @@ def base(folder: Path, kind: str, quantisation: dict, *, width: int = 48) -> Pat
 
 
 def plain_copy(folder: Path) -> Path:
-    """The same model stored in bfloat16, by what is read of it."""
     to = folder.with_name("plain")
     to.mkdir()
     make_tokenizer(to)
-    save_file(
-        {name: one.read().contiguous() for name, one in open_tensors(folder).items()},
-        to / "model.safetensors",
-        {"format": "pt"},
-    )
+    tensors = {name: one.read().contiguous() for name, one in open_tensors(folder).items()}
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
     config = dequantised_config(json.loads((folder / "config.json").read_text()))
     (to / "config.json").write_text(json.dumps(config))
     return to
@@ -134,8 +129,6 @@ def test_it_loads_as_its_16_bit_copy_does(tmp_path, kind, stored, mode):
 @pytest.mark.build
 @pytest.mark.parametrize(("kind", "stored"), CASES, ids=["mxfp4", "fp8"])
 def test_values_are_those_of_transformers_own_dequantisation(tmp_path, kind, stored):
-    from transformers import FineGrainedFP8Config, Mxfp4Config
-
     folder = base(tmp_path / "base", kind, stored, width=64)  # it takes whole blocks only
     wanted = Mxfp4Config(dequantize=True) if stored is MXFP4 else FineGrainedFP8Config(dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=wanted)
@@ -151,9 +144,8 @@ def test_any_grid_of_scales_is_undone(tmp_path, seed):
     rows, columns, block = draw.randint(1, 90), 2 * draw.randint(1, 45), draw.choice([8, 16, 32])
     weight = torch.randn(rows, columns)
     name = draw.choice(["a.weight", "experts.gate_up_proj"])
-    scale_name = draw.choice(
-        [f"{name}_scale_inv", "a.scale", "a.qscale_weight"] if name == "a.weight" else [f"{name}_scale_inv"]
-    )
+    others = ["a.scale", "a.qscale_weight"] if name == "a.weight" else []
+    scale_name = draw.choice([f"{name}_scale_inv", *others])
     kind = draw.choice(["fp8", "single", "fp4"])
     if kind == "fp8":
         stored, scales = as_fp8(weight, block)
@@ -170,13 +162,11 @@ def test_any_grid_of_scales_is_undone(tmp_path, seed):
     used = {name: stored, scale_name: scales, "a.input_scale": torch.ones(1), "norm.weight": torch.ones(4)}
     save_file(used, tmp_path / "model.safetensors")
     size = [block, block] if kind == "fp8" else None
-    (tmp_path / "config.json").write_text(
-        json.dumps({"quantization_config": {"quant_method": "fp8", "weight_block_size": size}})
-    )
+    quantisation = {"quant_method": "fp8", "weight_block_size": size}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantisation}))
     found = open_tensors(tmp_path)
     assert set(found) == {name, "norm.weight"}
-    assert found[name].shape == tuple(expected.shape)
-    assert open_tensors(tmp_path)[name].dtype == "BF16"
+    assert (found[name].shape, found[name].dtype) == (tuple(expected.shape), "BF16")
     assert torch.equal(found[name].read(), expected)
 
 
@@ -208,10 +198,8 @@ def test_a_merge_is_a_16_bit_model_that_answers_as_trained(tmp_path, kind, store
     assert {one.dtype for one in open_tensors(merged.path).values()} <= {"F32", "BF16"}  # some classes keep norms
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
-        ours, theirs = (
-            load_model_folder(merged.path)(input_ids=ids).logits,
-            load_trained_model(run)(input_ids=ids).logits,
-        )
+        models = (load_model_folder(merged.path), load_trained_model(run))
+        ours, theirs = (model(input_ids=ids).logits for model in models)
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-4, atol=1e-4)
 
 
@@ -224,26 +212,16 @@ def test_other_ways_are_refused_everywhere_with_the_original(tmp_path, command, 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
     make_tokenizer(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text(
-        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-    )
-    (tmp_path / "run.yaml").write_text(
-        f"model: {{name: {tmp_path}/model, max_seq_len: 64}}\ndata: {{train_path: {tmp_path}/rows.jsonl}}\n"
-        f"output: {{dir: {tmp_path}/outputs}}\n"
-    )
-    code, printed = command(
-        verb, "--config", str(tmp_path / "run.yaml"), *(["--hardware", "1xH100"] * (verb == "plan"))
-    )
-    assert code == 2
-    assert f"already quantised ({method})" in printed
+    rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "b")])
+    config = write_run(tmp_path, tmp_path / "model", rows)
+    code, printed = command(verb, "--config", str(config), *(["--hardware", "1xH100"] * (verb == "plan")))
+    assert (code, f"already quantised ({method})" in printed) == (2, True), printed
     assert "take the unquantised model" in printed
 
 
-def test_the_plan_says_how_weights_are_stored(command):
-    code, printed = command(
-        "plan", "--hardware", "1xH100", "model.name=openai/gpt-oss-20b", "--config", "configs/run_bnb.yaml"
-    )
-    assert code == 0
+def test_the_plan_says_how_weights_are_stored(succeed):
+    words = ("--hardware", "1xH100", "model.name=openai/gpt-oss-20b", "--config", "configs/run_bnb.yaml")
+    printed = succeed("plan", *words)
     assert "stored in MXFP4: dequantised tensor by tensor while loading, and packed as NF4" in printed
     config = config_from_text("model: {name: openai/gpt-oss-20b}", name="run")
     assert load_run_model_shape(config).stored_dtype == "mxfp4"

@@ -1,13 +1,12 @@
 """`make sweep`: cells read, refused and planned before the first trains; each a run; again, only what is left."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
 import random
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,15 +20,14 @@ from sft_play.planner.advice import parse_grid
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.lookup import check_run_name
 from tests import warm
-from tests.conftest import ROOT, chat
+from tests.conftest import ROOT, chat, write_rows
 
 LISTED = "train.learning_rate=1e-3,1e-2"
 
 
 @pytest.fixture
 def world(tmp_path, tiny_llama, monkeypatch) -> Path:
-    rows = [json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(40)]
-    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    write_rows(tmp_path / "rows.jsonl", (chat(f"what is {n}?", f"it is {n}.") for n in range(40)))
     (tmp_path / "my run.yaml").write_text(
         f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora, lora: {{r: 4}}}}\n"
         "data: {train_path: rows.jsonl, val_path: null, test_path: null, val_fraction: 0.2}\n"
@@ -45,20 +43,14 @@ def cells(*words: str) -> list[sweep.SweepCell]:
     return plan_cells(expand_cells(Path("my run.yaml"), words))
 
 
-# --- read -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_every_combination_is_a_cell_and_commas_in_brackets_or_quotes_part_no_values(seed):
     draw = random.Random(seed)
     pool = ["1e-4", "16", "[a, b]", "{a: 1, b: [2, 3]}", '"x, y"', "'it, [is'", "null", "it's", "text"]
     axes = {f"s.key{n}": draw.sample(pool, draw.randint(1, 4)) for n in range(draw.randint(1, 4))}
     words = [f"{key}={draw.choice([',', ', ']).join(values)}" for key, values in axes.items()]
-    expected = [
-        tuple(f"{key}={value}" for key, value in zip(axes, values, strict=True))
-        for values in itertools.product(*axes.values())
-    ]
-    assert parse_grid(words, variable="SET") == expected
+    pairs = ([f"{key}={value}" for value in values] for key, values in axes.items())
+    assert parse_grid(words, variable="SET") == list(itertools.product(*pairs))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -105,9 +97,6 @@ def test_the_starter_takes_no_other_model(monkeypatch, capsys):
     assert "without CONFIG sweep uses the starter" in capsys.readouterr().err
 
 
-# --- planned ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.build
 def test_cells_that_do_not_fit_are_named_with_their_peak_and_skipped(world, monkeypatch, capsys):
     fixed = ("train.effective_batch_size=1", "train.gradient_checkpointing=true", "eval.batch_size=1")
@@ -136,13 +125,8 @@ def test_cells_that_do_not_fit_are_named_with_their_peak_and_skipped(world, monk
     capsys.readouterr()
     assert main(["sweep", "--config", "my run.yaml", "--json", *words]) == 3
     answer = json.loads(capsys.readouterr().out)
-    assert answer["ok"] is False
-    assert answer["kind"] == "does_not_fit"
+    assert (answer["ok"], answer["kind"], answer["compare"]) == (False, "does_not_fit", None)
     assert [one["status"] for one in answer["cells"]] == ["does_not_fit"] * 4
-    assert answer["compare"] is None
-
-
-# --- trained ----------------------------------------------------------------------------------------------------------
 
 
 def swept(*words: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> dict:
@@ -163,10 +147,8 @@ def test_each_cell_is_a_run_one_that_fails_keeps_no_other_and_again_only_what_is
     answer = swept(*words, capsys=capsys, code=2)
     assert [one["status"] for one in answer["cells"]] == ["failed", "finished", "finished"]
     assert answer["cells"][0]["error"]
-    assert [one["name"] for one in answer["compare"]["runs"]] == [
-        "my-run-learning_rate=1e-3",
-        "my-run-learning_rate=1e-2",
-    ]
+    names = ["my-run-learning_rate=1e-3", "my-run-learning_rate=1e-2"]
+    assert [one["name"] for one in answer["compare"]["runs"]] == names
     assert answer["compare"]["differing"]["train.learning_rate"] == [1e-3, 1e-2]
     assert Path(answer["compare"]["path"]).is_file()
     folders = [Path(one["path"]) for one in answer["cells"]]
@@ -236,16 +218,12 @@ def test_what_a_cells_process_says_decides_its_state(world, monkeypatch, code, w
 
 
 def test_every_cell_is_what_train_with_its_words_is(world, monkeypatch):
-    asked = []
-
-    def ended(module, words, **_):
-        asked.append(list(words))
-        return sweep.signals.ChildResult(1, "", was_stopped=False)
-
-    monkeypatch.setattr(sweep.signals, "run_child", ended)
+    run_child = Mock(return_value=sweep.signals.ChildResult(1, "", was_stopped=False))
+    monkeypatch.setattr(sweep.signals, "run_child", run_child)
     planned = cells(LISTED, "tuning.lora.target_modules=[q_proj, v_proj]", "train.seed=1,2")
     sweep.train_cells(planned, {})
-    for cell, words in zip(planned, asked, strict=True):
+    for cell, call in zip(planned, run_child.call_args_list, strict=True):
+        words = list(call.args[1])
         assert words[:4] == ["train", "--config", "my run.yaml", "--json"]
         assert load_config("my run.yaml", overrides=words[4:]).config == cell.loaded.config
         assert cell.loaded.config.tuning.lora.target_modules == ("q_proj", "v_proj")

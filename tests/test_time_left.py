@@ -1,7 +1,5 @@
 """The time that a run says is left has what follows its steps too, and what takes long says how far it is."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -18,7 +16,8 @@ from sft_play.training.loop.callbacks import Progress
 from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.measure import exact_match, profile
 from sft_play.training.measure.evaluate import EvalSet, estimate_remaining, remaining_events
-from tests.conftest import Command, chat
+from tests.conftest import chat, write_rows, write_run
+from tests.test_train import metrics
 
 pytestmark = pytest.mark.build
 
@@ -113,23 +112,17 @@ def test_a_line_has_what_follows_and_not_what_came_between_steps() -> None:
     assert progress.format_line(3, 3, logs).endswith(" left, evaluations not counted")
 
 
-def run_yaml(folder: Path, model: Path, more: str) -> Path:
-    rows = [json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(24)]
-    (folder / "rows.jsonl").write_text("".join(rows[6:]))
-    (folder / "val.jsonl").write_text("".join(rows[:6]))
-    path = folder / "run.yaml"
-    path.write_text(
-        f"model: {{name: {model}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {folder}/rows.jsonl, val_path: {folder}/val.jsonl, test_path: null}}\n"
-        f"output: {{dir: {folder}/outputs, name: one}}\n{more}"
-    )
-    return path
-
-
-def test_a_profiles_export_is_no_steps_time(
-    tmp_path: Path, tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def config(tmp_path, tiny_llama, monkeypatch) -> Path:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    rows = [chat(f"what is {n}?", f"it is {n}.") for n in range(24)]
+    val = write_rows(tmp_path / "val.jsonl", rows[:6])
+    data = write_rows(tmp_path / "rows.jsonl", rows[6:])
+    train = {"effective_batch_size": 2, "logging_steps": 1}
+    return write_run(tmp_path, tiny_llama, data, data={"val_path": str(val)}, train=train, output={"name": "one"})
+
+
+def test_a_profiles_export_is_no_steps_time(config: Path, succeed, monkeypatch) -> None:
     real = profile.profile.export_chrome_trace
 
     def slow(self: Any, path: str) -> None:
@@ -137,25 +130,16 @@ def test_a_profiles_export_is_no_steps_time(
         real(self, path)
 
     monkeypatch.setattr(profile.profile, "export_chrome_trace", slow)
-    more = (
-        "train: {effective_batch_size: 2, max_steps: 5, report_to: [], profile_steps: 1, logging_steps: 1}\n"
-        "eval: {steps: 0}\n"
-    )
-    code, said = command("train", "--config", str(run_yaml(tmp_path, tiny_llama, more)))
-    assert code == 0, said
-    folder = tmp_path / "outputs" / "one"
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [one for one in steps if "step_time_s" in one]
+    succeed("train", "--config", str(config), "train.max_steps=5", "train.profile_steps=1", "eval.steps=0")
+    folder = config.parent / "outputs" / "one"
+    steps = [one for one in metrics(folder) if "step_time_s" in one]
     assert len(steps) == 5
     assert steps[2]["time_profile_s"] > 2.0  # the third step was profiled, and logged after the export
     assert max(one["step_time_s"] for one in steps[2:]) < 2.0
     assert json.loads((folder / "summary.json").read_text())["tokens_per_s"] > steps[2]["num_tokens"] / 30
 
 
-def test_evaluations_and_answers_say_how_far_they_are(
-    tmp_path: Path, tiny_llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+def test_evaluations_and_answers_say_how_far_they_are(config: Path, succeed, monkeypatch) -> None:
     monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.1)
     real, real_loss, rows_at_once = exact_match._generate, PlannedTrainer.compute_loss, 2
 
@@ -173,12 +157,8 @@ def test_evaluations_and_answers_say_how_far_they_are(
         exact_match, "batch_by_tokens",
         lambda order, tokens, most: (list(order[n : n + rows_at_once]) for n in range(0, len(order), rows_at_once)),
     )  # fmt: skip
-    more = (
-        "train: {effective_batch_size: 2, max_steps: 1, report_to: []}\n"
-        "eval: {steps: 1, generate_rows: 6, max_new_tokens: 2, batch_size: 2}\n"
-    )
-    code, said = command("train", "--config", str(run_yaml(tmp_path, tiny_llama, more)))
-    assert code == 0, said
+    words = ("eval.steps=1", "eval.generate_rows=6", "eval.max_new_tokens=2", "eval.batch_size=2")
+    said = succeed("train", "--config", str(config), "train.max_steps=1", *words)
     before, after = said.split("step 1/1", 1)
     for part in (before, after):
         for words in ("Evaluating: (\\d) of 6 rows", "Generating answers: (\\d) of 6 answers"):

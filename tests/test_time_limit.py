@@ -1,7 +1,5 @@
 """`train.max_hours`: a run stops in time for its longest step, evaluation and checkpoint, whatever the clock says."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -11,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.process import signals
-from tests.conftest import chat
+from tests.conftest import chat, write_rows, write_run
 
 pytestmark = pytest.mark.build
 STEPS = 1000
@@ -76,20 +74,16 @@ def test_the_limit_counts_from_the_start_and_a_clock_that_is_set_moves_nothing(m
     assert signals.START_TIME_VARIABLE in os.environ
 
 
-def test_a_run_that_stops_for_its_limit_ends_with_a_checkpoint_and_is_resumed_without_it(tmp_path, tiny_llama, command):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(chat(f"what is {n}?", f"{n}.")) + "\n" for n in range(8)))
-    (tmp_path / "run.yaml").write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ndata: {{train_path: {tmp_path}/rows.jsonl}}\n"
-        "train: {effective_batch_size: 2, max_steps: 4, report_to: [], bf16: false}\ntuning: {mode: lora}\n"
-        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
-    )
+def test_a_run_that_stops_for_its_limit_ends_with_a_checkpoint_and_is_resumed_without_it(
+    tmp_path, tiny_llama, command, succeed
+):
+    rows = write_rows(tmp_path / "rows.jsonl", (chat(f"what is {n}?", f"{n}.") for n in range(8)))
+    write_run(tmp_path, tiny_llama, rows, train={"effective_batch_size": 2, "max_steps": 4}, output={"name": "one"})
     code, said = command("train", "--config", str(tmp_path / "run.yaml"), "train.max_hours=0.000001")
     folder = tmp_path / "outputs" / "one"
-    assert code == 0, said
-    assert "train.max_hours=1e-06: saving at the end of step 1, then stopping" in said
+    assert (code, "train.max_hours=1e-06: saving at the end of step 1, then stopping" in said) == (0, True), said
     assert "make resume" in said
     assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
     assert (folder / "checkpoints" / "checkpoint-1" / "complete.json").is_file()
-    code, said = command("resume", "--config", str(tmp_path / "run.yaml"), "--run", "one", "train.max_hours=1")
-    assert code == 0, said
+    succeed("resume", "--config", str(tmp_path / "run.yaml"), "--run", "one", "train.max_hours=1")
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"

@@ -1,7 +1,5 @@
 """Tokenizer rules, on real tokenizers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +10,7 @@ from sft_play.config.load import config_from_text
 from sft_play.errors import TokenizerError
 from sft_play.training.prepare.tokenizer import load_tokenizer
 from tests.bundled import template_of, there, tokenizer_folder
-from tests.conftest import chat
+from tests.conftest import chat, write_rows, write_run
 
 pytestmark = pytest.mark.build
 
@@ -45,11 +43,11 @@ def test_a_pad_token_that_is_also_the_end_token_is_said_aloud(name):
 
 
 @named("bundled/chatml", "Qwen2.5-Instruct")
-def test_a_tokenizer_that_needs_nothing_is_left_as_it_is(name):
-    loaded = load(tokenizer_folder(name), "task_mode: sft")
-    assert loaded.notes == ()
-    assert loaded.tokenizer.pad_token == "<|endoftext|>"
-    assert len(loaded.sha256) == 64
+def test_a_tokenizer_that_needs_nothing_is_left_as_it_is_and_its_digest_has_the_template(name):
+    folder = tokenizer_folder(name)
+    loaded = load(folder, "task_mode: sft")
+    assert (loaded.notes, loaded.tokenizer.pad_token, len(loaded.sha256)) == ((), "<|endoftext|>", 64)
+    assert load(folder).sha256 != load(folder, "data: {chat_template: chatml}").sha256
 
 
 @named("bundled/bytes", "gpt2")
@@ -67,12 +65,6 @@ def test_a_sentencepiece_model_loads(name):
     assert load(tokenizer_folder(name)).tokenizer("hello")["input_ids"]
 
 
-@named("bundled/chatml", "Qwen2.5-Instruct")
-def test_the_digest_changes_with_the_template(name):
-    folder = tokenizer_folder(name)
-    assert load(folder).sha256 != load(folder, "data: {chat_template: chatml}").sha256
-
-
 def test_the_training_variant_of_a_template_is_taken_from_trl_or_there_is_none(tiny_llama, tmp_path):
     copied = shutil.copytree(tiny_llama, tmp_path / "own")
     for file in copied.glob("chat_template*"):
@@ -88,9 +80,6 @@ def test_the_training_variant_of_a_template_is_taken_from_trl_or_there_is_none(t
         load(copied, "data: {chat_template: training}")
 
 
-# --- a library that panics --------------------------------------------------------------------------------------------
-
-
 def backtracking(folder: Path, base: Path) -> Path:
     """A run YAML, and its model, whose tokenizer splits by a regular expression that backtracks over `aaaa!`."""
     shutil.copytree(base, folder / "model")
@@ -99,19 +88,11 @@ def backtracking(folder: Path, base: Path) -> Path:
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, state["pre_tokenizer"]]}
     path.write_text(json.dumps(state))
-    rows = [chat(f"say {n}", "a" * (50 if n == 40 else 1) + "!") for n in range(60)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "my.yaml").write_text(
-        f"model: {{name: {folder}/model, max_seq_len: 64}}\ndata: {{train_path: {folder}/rows.jsonl}}\n"
-        f"tuning: {{mode: lora}}\ntrain: {{report_to: []}}\noutput: {{dir: {folder}/outputs}}\n"
-    )
-    return folder / "my.yaml"
+    rows = (chat(f"say {n}", "a" * (50 if n == 40 else 1) + "!") for n in range(60))
+    return write_run(folder, folder / "model", write_rows(folder / "rows.jsonl", rows))
 
 
-CASES = [("train", ("data.workers=2",)), ("check", ())]
-
-
-@pytest.mark.parametrize(("verb", "words"), CASES)
+@pytest.mark.parametrize(("verb", "words"), [("train", ("data.workers=2",)), ("check", ())])
 def test_a_regular_expression_that_backtracks_is_an_error_of_the_tokenizer(
     tmp_path, tiny_llama, command, monkeypatch, verb, words
 ):

@@ -1,7 +1,5 @@
 """Tool calls: rendered as transformers renders the row of their author, with the template of rows with tools."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -9,13 +7,15 @@ import random
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks import fitted_template, token_row
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
-from sft_play.data.sources.formats import Chat, recognise_format, to_example
+from sft_play.data.sources.examples import ExampleReader
+from sft_play.data.sources.formats import recognise_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import TokenizerError
 from tests.bundled import template_of, there, tokenizer_folder
@@ -70,10 +70,9 @@ def rendered(renderer: Renderer, data: dict[str, Any]) -> TokenRow | BadRow:
 
 
 def by_transformers(tokenizer: Any, data: dict[str, Any]) -> str | None:
+    messages, tools = copy.deepcopy(data["messages"]), data.get("tools") or None
     try:
-        return tokenizer.apply_chat_template(
-            copy.deepcopy(data["messages"]), tools=data.get("tools") or None, tokenize=False
-        )
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     except Exception:  # whatever a template raises
         return None
 
@@ -84,23 +83,17 @@ def trained(made: TokenRow) -> str:
 
 @pytest.fixture(scope="module")
 def mistral():
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(shared("tokenizers/Mistral-7B-Instruct-v0.3"))
 
 
 def tokenizer_for(name: str) -> Any:
     """A fresh tokenizer with square brackets for a template: Mistral's for the shared ones, else our own."""
-    from transformers import AutoTokenizer
-
     own = name.startswith(("bundled/", "trl/"))
     return AutoTokenizer.from_pretrained(tokenizer_folder("bundled/metaspace" if own else "Mistral-7B-Instruct-v0.3"))
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    from transformers import AutoTokenizer
-
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(folder)
     return AutoTokenizer.from_pretrained(folder)
@@ -109,9 +102,6 @@ def small(tmp_path_factory):
 def renderer_of(tokenizer: Any, template: str, **data: Any) -> Renderer:
     tokenizer.chat_template = template
     return Renderer(tokenizer, DataConfig(**{**ENDLESS, **data}), max_seq_len=NO_LIMIT)
-
-
-# The form of the arguments.
 
 
 def rows_of_every_form() -> list[dict[str, Any]]:
@@ -152,10 +142,9 @@ def test_calls_of_every_shared_template_are_what_transformers_renders_or_said(mi
     for file in sorted(shared("chat_templates").glob("*/*.jinja")):
         tokenizer = copy.copy(mistral)
         tokenizer.chat_template = file.read_text(encoding="utf-8")
+        own = parts.replace_template(tokenizer.chat_template)
+        renderer = Renderer(own, DataConfig(**ENDLESS), max_seq_len=NO_LIMIT)
         try:
-            renderer = Renderer(
-                parts.replace_template(tokenizer.chat_template), DataConfig(**ENDLESS), max_seq_len=NO_LIMIT
-            )
             renderer.turn_locator()
         except TokenizerError:
             continue
@@ -167,7 +156,6 @@ def test_mistrals_calls_are_json_in_both_forms(name):
     renderer = renderer_of(tokenizer_for(name), template_of(name))
     for arguments, notes in ((ODD, (fitted_template.NOTE_TEXT_FOR_OBJECT,)), (as_text(ODD), ())):
         made = rendered(renderer, row(call(arguments)))
-        assert isinstance(made, TokenRow)
         assert made.notes == notes
         written = trained(made).partition("[TOOL_CALLS]")[2].partition("</s>")[0]
         assert json.loads(written)[0] == {"name": "get_weather", "arguments": ODD, "id": "Ab3dE6gH9"}
@@ -181,13 +169,13 @@ GOLDEN = """
 """What mistral-common 1.13.1 (MistralTokenizer.v3) encodes the call of the test below as, through its end token."""
 
 
-@pytest.mark.parametrize("form", [lambda arguments: arguments, as_text])
-def test_a_call_has_the_ids_of_mistral_common(mistral, form):
+def test_a_call_has_the_ids_of_mistral_common(mistral):
     renderer = renderer_of(copy.copy(mistral), template_of("mistral-common/v3_spm"))
-    data = row(call(form({"city": 'Bram "x" <b> & it\'s é', "days": 3})))
-    made = rendered(renderer, {**data, "messages": data["messages"][:-1]})
-    assert isinstance(made, TokenRow)
-    assert [label for label in made.labels if label != IGNORED] == list(map(int, GOLDEN.split()))
+    arguments = {"city": 'Bram "x" <b> & it\'s é', "days": 3}
+    for form in (arguments, as_text(arguments)):
+        data = row(call(form))
+        made = rendered(renderer, {**data, "messages": data["messages"][:-1]})
+        assert [label for label in made.labels if label != IGNORED] == list(map(int, GOLDEN.split()))
 
 
 EACH = (
@@ -226,8 +214,8 @@ def test_the_form_that_a_template_writes_rightly_is_found_by_asking_it(small, wa
         data = row(call(arguments))
         made = rendered(renderer, data)
         if right == "none":
-            assert isinstance(made, BadRow) or arguments == {}  # which needs no escaping in one of the two
-            assert isinstance(made, BadRow) or made.text == by_transformers(small, data)
+            if not isinstance(made, BadRow):
+                assert (arguments, made.text) == ({}, by_transformers(small, data))  # which needs no escaping
             continue
         assert isinstance(made, TokenRow), made
         own = "text" if isinstance(arguments, str) else "object"
@@ -235,13 +223,10 @@ def test_the_form_that_a_template_writes_rightly_is_found_by_asking_it(small, wa
             assert made.notes == ()
             assert made.text == by_transformers(small, data)
         else:
-            assert made.notes == (
-                fitted_template.NOTE_TEXT_FOR_OBJECT if own == "object" else fitted_template.NOTE_OBJECT_FOR_TEXT,
-            )
+            for_object, for_text = fitted_template.NOTE_TEXT_FOR_OBJECT, fitted_template.NOTE_OBJECT_FOR_TEXT
+            assert made.notes == (for_object if own == "object" else for_text,)
         other = json.loads(arguments) if isinstance(arguments, str) else as_text(arguments)
-        again = rendered(renderer, row(call(other)))
-        assert isinstance(again, TokenRow)
-        assert trained(again) == trained(made)
+        assert trained(rendered(renderer, row(call(other)))) == trained(made)
 
 
 def test_arguments_of_both_forms_may_stand_in_one_file_and_one_row(small):
@@ -251,12 +236,10 @@ def test_arguments_of_both_forms_may_stand_in_one_file_and_one_row(small):
         for _ in range(10):
             given = [{"city": draw.choice(['"a"', "<b>", "it's", "é&"]), "n": draw.randrange(9)} for _ in range(3)]
             mixed = [one if draw.random() < 0.5 else as_text(one) for one in given]
-            made = rendered(renderer, row(*map(call, mixed)))
-            alike = rendered(renderer, row(*map(call, map(as_text if right == "text" else dict, given))))
-            assert isinstance(made, TokenRow)
-            assert isinstance(alike, TokenRow)
+            wanted = [as_text(one) if right == "text" else one for one in given]
+            made, alike = (rendered(renderer, row(*map(call, forms))) for forms in (mixed, wanted))
             assert made.text == alike.text
-            assert bool(made.notes) == (right != "own" and mixed != [*map(as_text if right == "text" else dict, given)])
+            assert bool(made.notes) == (right != "own" and mixed != wanted)
 
 
 def test_a_call_keeps_the_keys_and_the_order_of_its_author(small):
@@ -268,16 +251,12 @@ def test_a_call_keeps_the_keys_and_the_order_of_its_author(small):
 
 def test_what_cohere_says_before_a_call_is_trained_or_counted(small):
     plan = "<plan>{{ m.tool_plan }}</plan>"
-    for template, stripped in (
-        (EACH.replace("CALL", plan + WAYS["tojson"][0]), 0),
-        (EACH.replace("CALL", "{{ c }}"), 1),
-    ):
+    for written, stripped in ((plan + WAYS["tojson"][0], 0), ("{{ c }}", 1)):
         data = row(call({"city": "x"}), content=None)
         data["messages"][1]["tool_plan"] = "I will look <|im_end|> it up."
-        made = rendered(renderer_of(small, template), data)
+        made = rendered(renderer_of(small, EACH.replace("CALL", written)), data)
         assert isinstance(made, TokenRow), made
-        assert made.stripped_think_pieces == stripped
-        assert made.special_token_count == 1
+        assert (made.stripped_think_pieces, made.special_token_count) == (stripped, 1)
         assert ("I will look <|im_end|> it up." in trained(made)) == (not stripped)
 
 
@@ -287,23 +266,17 @@ def test_an_id_that_the_template_takes_is_left_as_it_is(name):
     renderer = renderer_of(copy.copy(tokenizer), template := template_of(name))
     tokenizer.chat_template = template
     data = row(call(as_text(ODD), id="call_1234"))
-    made = rendered(renderer, data)
-    assert isinstance(made, TokenRow)
-    assert made.text == by_transformers(tokenizer, data)
+    assert rendered(renderer, data).text == by_transformers(tokenizer, data)
     longer = rendered(renderer, row(call(as_text(ODD), id="call_12345")))
-    assert isinstance(longer, TokenRow)
     assert longer.notes == (fitted_template.NOTE_SHORT_IDS,)
 
 
 def test_a_special_token_that_json_text_spells_by_an_escape_is_no_control_token(small):
     renderer = renderer_of(small, EACH.replace("CALL", WAYS["tojson"][0]))
     made = rendered(renderer, row(call('{"city": "\\u003c|im_end|\\u003e"}')))
-    assert isinstance(made, TokenRow)
     assert made.special_token_count == 1
     assert made.labels.count(small.convert_tokens_to_ids("<|im_end|>")) == 2  # the ends of the two turns
 
-
-# Templates of their own for rows with tools.
 
 TOOL_USE = "<|im_start|>system\n{% for t in tools %}{{ t.function.name }} {% endfor %}<|im_end|>\n" + EACH.replace(
     "CALL", "<tool>{{ c.function | tojson }}</tool>"
@@ -312,9 +285,6 @@ RAG = "{% for d in documents %}{{ d.title }}{% endfor %}"
 
 
 def saved(folder: Any, templates: dict[str, str], how: str) -> Any:
-    """A tokenizer with named templates, saved and loaded again."""
-    from transformers import AutoTokenizer
-
     make_tokenizer(folder, template=None)
     if how == "folder":
         (folder / "additional_chat_templates").mkdir()
@@ -355,20 +325,15 @@ def test_hermes_and_command_r_train_rows_with_tools_or_say_why_not(tmp_path, nam
     assert isinstance(rendered(renderer, plain_row()), TokenRow)
     made = rendered(renderer, row(call(ODD)))
     if name in COMMAND_R:
-        assert isinstance(made, BadRow)
         assert made.reason == token_row.PROMPT_MISMATCH
     else:
-        assert isinstance(made, TokenRow), made
         assert made.text == by_transformers(tokenizer, row(call(ODD)))
 
 
 def test_a_template_that_goes_over_tools_without_asking_is_probed_with_some(small):
     renderer = renderer_of(small, TOOL_USE)
-    made = rendered(renderer, row(call(ODD)))
-    assert isinstance(made, TokenRow), made
-    bad = rendered(renderer, plain_row())
-    assert isinstance(bad, BadRow)
-    assert bad.reason == token_row.TEMPLATE_REFUSES_ROW
+    assert isinstance(rendered(renderer, row(call(ODD))), TokenRow)
+    assert rendered(renderer, plain_row()).reason == token_row.TEMPLATE_REFUSES_ROW
 
 
 def test_a_template_that_is_broken_or_not_there_costs_the_rows_that_need_it_alone(tmp_path):
@@ -381,11 +346,8 @@ def test_a_template_that_is_broken_or_not_there_costs_the_rows_that_need_it_alon
             good, bad = bad, good
         assert isinstance(rendered(renderer, good), TokenRow)
         refused = rendered(renderer, bad)
-        assert isinstance(refused, BadRow)
         assert "rag, tool_use; set data.chat_template" in refused.detail if name == "b" else "tools" in refused.reason
 
-
-# --- nulls that tables make -------------------------------------------------------------------------------------------
 
 ROWS_OF_CALLS = [
     {
@@ -411,8 +373,6 @@ def test_arguments_that_a_table_made_up_are_left_out_and_counted(tmp_path, store
     """Written by `datasets`, which gives every object of a column the keys of all: read back as the rows were."""
     import datasets
 
-    from sft_play.data.sources.examples import ExampleReader
-
     table = datasets.Dataset.from_list(ROWS_OF_CALLS)
     told = table[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
     path = tmp_path / {"parquet": "rows.parquet", "saved": "saved"}[stored]
@@ -422,7 +382,6 @@ def test_arguments_that_a_table_made_up_are_left_out_and_counted(tmp_path, store
         table.save_to_disk(str(path))
     found = [example for _, example in ExampleReader(path, DataConfig(), split="train").numbered_examples()]
     for row, example in zip(ROWS_OF_CALLS, found, strict=True):
-        assert isinstance(example, Chat), example
         assert example.messages[1]["tool_calls"][0]["function"] == row["messages"][1]["tool_calls"][0]["function"]
         assert example.tools == tuple(row["tools"])
     if isinstance(told, dict) and None in told.values():  # this release of datasets fills the keys
@@ -430,8 +389,6 @@ def test_arguments_that_a_table_made_up_are_left_out_and_counted(tmp_path, store
 
 
 def test_a_null_that_somebody_wrote_into_jsonl_stays(tmp_path):
-    from sft_play.data.sources.examples import ExampleReader
-
     row = {"messages": [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "", "tool_calls": [
@@ -439,6 +396,5 @@ def test_a_null_that_somebody_wrote_into_jsonl_stays(tmp_path):
     ]}  # fmt: skip
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     [(_, found)] = ExampleReader(tmp_path / "rows.jsonl", DataConfig(), split="train").numbered_examples()
-    assert isinstance(found, Chat)
     assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": 1}
     assert not any("nulls" in note for note in found.notes)

@@ -1,8 +1,6 @@
 """The table of other tools' defaults: its form, that each default reaches the written YAML or a comment, and that it is
 what the tools' own source says (docs/testing.md)."""
 
-from __future__ import annotations
-
 import datetime
 from typing import Any
 

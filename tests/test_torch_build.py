@@ -27,9 +27,6 @@ def chosen(machine, asked="", configured=""):
     return choice.name, choice.source
 
 
-# Which build
-
-
 @pytest.mark.parametrize(
     ("machine", "name", "source"),
     [
@@ -71,10 +68,8 @@ def test_where_no_build_runs_the_message_says_why_and_what_to_update(machine, pa
 
 def test_a_configured_index_is_used_and_no_other():
     for machine in (linux(), linux("580.65.06", L4), linux("470.57.02", K80)):
-        assert chosen(machine, configured="pip's settings name an index (global.index-url)") == ("index", None)
-        assert chosen(machine, "auto", "pip's settings name an index (global.index-url)") == ("index", None)
-    why = torch_build.choose(linux(), configured="pip's settings name an index (x)").why
-    assert why == "pip's settings name an index (x), and no other build was asked for"
+        for asked in ("", "auto"):
+            assert chosen(machine, asked, "pip's settings name an index (global.index-url)") == ("index", None)
 
 
 @pytest.mark.parametrize(
@@ -97,16 +92,11 @@ def test_torch_takes_the_name_of_a_build_and_nothing_else():
     for asked in ("", "auto", "index", *BUILDS, "cu132", "rocm7.14"):
         assert torch_build.asked_build({"TORCH": asked}) == asked
     assert torch_build.asked_build({}) == ""
-    with pytest.raises(
-        BuildError, match=r"TORCH=2\.13\.0 was asked for, which is a version[^$]*make -C \w+ lock TORCH="
-    ):
+    with pytest.raises(BuildError, match=r"TORCH=2\.13\.0 .*which is a version[^$]*make -C \w+ lock TORCH="):
         torch_build.asked_build({"TORCH": "2.13.0"})
     for asked in ("cuda", "cu13", "cu1300", "CPU", "rocm", "cpu/../x", "http://x", " cpu"):
         with pytest.raises(BuildError, match="which is not a build of torch"):
             torch_build.asked_build({"TORCH": asked})
-
-
-# What is read of a machine
 
 
 def test_nvidia_smis_lines_are_read():
@@ -116,16 +106,10 @@ def test_nvidia_smis_lines_are_read():
         assert torch_build.read_smi(text) == ("", ())
 
 
-@pytest.mark.parametrize(
-    ("text", "driver"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\nGCC …", "535.54.03"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (x@y)\n", "570.86.15"),
-        ("", ""),
-    ],
-)
-def test_the_kernel_modules_version_is_read(text, driver):
-    assert torch_build.read_kernel(text) == driver
+def test_the_kernel_modules_version_is_read():
+    closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\nGCC …"
+    free = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (x@y)\n"
+    assert [torch_build.read_kernel(text) for text in (closed, free, "")] == ["535.54.03", "570.86.15", ""]
 
 
 def test_a_machine_with_nvidia_smi_is_asked_through_it(tmp_path, monkeypatch):
@@ -134,9 +118,6 @@ def test_a_machine_with_nvidia_smi_is_asked_through_it(tmp_path, monkeypatch):
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert torch_build.this_machine()[2:4] == ("550.54.15", (L4,))
-
-
-# What a build takes
 
 
 def test_sizes_are_said_in_gib_and_unknown_ones_as_such():

@@ -1,16 +1,16 @@
 """The traced step against real tensors: the same events, the same bytes; every patch against what it stands for."""
 
-from __future__ import annotations
-
 import dataclasses
-import importlib
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, masking_utils
 
 from benchmarks.memory_model import old_scripts  # noqa: F401  (which lets the tracer run them)
 from benchmarks.memory_model.script_settings import to_script_settings
@@ -26,6 +26,7 @@ from sft_play.trace import build, kernels, patches, step
 from sft_play.trace.confirm import cached_trace
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.storages import ALLOC, FREE, PHASE_START, StorageLog
+from sft_play.training.loop.trainer import PlannedTrainer
 from tests.ranks import found_by_ranks
 
 pytestmark = pytest.mark.build
@@ -40,6 +41,7 @@ GEMMA3 = LLAMA | {
     "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 16,
     "layer_types": 3 * ["sliding_attention"] + ["full_attention"],
 }  # fmt: skip
+TIED = LLAMA | {"tie_word_embeddings": True}
 LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 SMALL = StepSettings(model=LLAMA, mode="full", micro_batch=2, seq_len=48, attention="eager")
 OF_SCRIPTS = {"sgd", "fsdp1", "holds_outputs", "checkpoints_wrappers"}
@@ -52,7 +54,6 @@ def changed(changes: dict) -> StepSettings:
 
 
 def phase_peaks(log: StorageLog) -> dict[str, int]:
-    """Highest live bytes inside each phase, blocks not rounded."""
     live: dict[object, int] = {}
     phase, current, peaks = "build", 0, {}
     for kind, key, number, _ in log.events:
@@ -73,7 +74,6 @@ GPT2 = {
 }  # fmt: skip
 
 
-# --- the whole step ---------------------------------------------------------------------------------------------------
 CASES = {
     "full": {},
     "full, no checkpointing": {"checkpointing": False},
@@ -84,12 +84,8 @@ CASES = {
     "qlora": {"mode": "qlora", "peft": LORA},
     "qdora": {"mode": "qlora", "peft": {**LORA, "use_dora": True}, "checkpointing": False},
     "dropout, reentrant": {"mode": "lora", "peft": {**LORA, "lora_dropout": 0.1}, "reentrant": True},
-    "tied": {"model": LLAMA | {"tie_word_embeddings": True}},
-    "tied, whole logits held": {
-        "model": LLAMA | {"tie_word_embeddings": True},
-        "loss": "logits",
-        "holds_outputs": True,
-    },
+    "tied": {"model": TIED},
+    "tied, whole logits held": {"model": TIED, "loss": "logits", "holds_outputs": True},
     "foreach, shifted logits": {"loss": "logits_shifted", "optimizer": "adamw_foreach"},
     "sliding windows": {"model": GEMMA3},
     "layer norms and stepwise gelu": {"model": GPT2, "checkpointing": False},
@@ -107,11 +103,8 @@ def _not_the_first_trace() -> None:
     step.record_step(dataclasses.replace(SMALL, optimizer_steps=1))
 
 
-OFTEN = {"full", "full, no checkpointing", "lora", "dora", "qlora", "dropout, reentrant", "tied, whole logits held"} | {
-    "sliding windows",
-    "evaluation",
-    "accumulation, two of three layers checkpointed",
-}
+OFTEN = {"full", "full, no checkpointing", "lora", "dora", "qlora", "dropout, reentrant", "tied, whole logits held"}
+OFTEN |= {"sliding windows", "evaluation", "accumulation, two of three layers checkpointed"}
 """The cases that every run of the tests looks at; the others take two seconds each."""
 
 
@@ -121,15 +114,12 @@ OFTEN = {"full", "full, no checkpointing", "lora", "dora", "qlora", "dropout, re
 def test_fake_tensors_live_and_die_like_real_ones(name):
     settings = changed(CASES[name])
     torch.manual_seed(0)
-    fake, real = (
-        phase_peaks(step.record_step(settings)),
-        phase_peaks(step.record_step(settings, uses_real_tensors=True)),
-    )
+    fake, real = (phase_peaks(step.record_step(settings, uses_real_tensors=real)) for real in (False, True))
     assert fake == real
     assert max(fake.values()) > fake["build"] > 0
 
 
-class Marks(importlib.import_module("transformers").TrainerCallback):
+class Marks(TrainerCallback):
     def __init__(self, log: StorageLog) -> None:
         self.log = log
 
@@ -145,25 +135,16 @@ class Marks(importlib.import_module("transformers").TrainerCallback):
 def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
     """`PlannedTrainer.train` on real CPU tensors, under the same log and patches: the same highest bytes to 0.1%."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig
 
-    from sft_play.training.loop.trainer import PlannedTrainer
     from tests.models import make_tokenizer
 
     make_tokenizer(tmp_path)
     model = LLAMA | {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 8000}
-    settings = StepSettings(
-        model=model | {"max_position_embeddings": 512},
-        mode=mode,
-        peft=None if mode == "full" else LORA,
-        micro_batch=4,
-        seq_len=512,
-        attention="eager",
-        checkpointing=mode == "lora",
-        optimizer_steps=3,
-        capability=(8, 0),
-    )
+    model |= {"max_position_embeddings": 512}
+    options = {"mode": mode, "peft": None if mode == "full" else LORA, "checkpointing": mode == "lora"}
+    sizes = {"micro_batch": 4, "seq_len": 512, "optimizer_steps": 3}
+    settings = StepSettings(model=model, attention="eager", capability=(8, 0), **options, **sizes)
     ids = torch.randint(5, 300, (16, 512)).tolist()
     log = StorageLog(workspace_sizes=kernels.workspace_sizes)
     args = SFTConfig(
@@ -174,6 +155,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         activation_checkpointing_kwargs={"use_reentrant": False},
     )  # fmt: skip
     with log, patches.install_patches(patches.TraceState(settings, log)):
+        config = build.language_model_config(settings)
         trainer = PlannedTrainer(
             plan=SimpleNamespace(
                 choice=SimpleNamespace(layout=SINGLE, step=SimpleNamespace(cudnn=False)),
@@ -181,9 +163,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
                 batch=SimpleNamespace(effective_batch=4),
                 memory=SimpleNamespace(terms={}),
             ),
-            model=AutoModelForCausalLM.from_config(
-                build.language_model_config(settings), dtype=torch.bfloat16, attn_implementation="eager"
-            ),
+            model=AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager"),
             args=args,
             train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
             processing_class=AutoTokenizer.from_pretrained(tmp_path),
@@ -193,13 +173,11 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         trainer.train()
     trained = phase_peaks(log)
     workspaces = 2 * cublas_workspace_bytes((8, 0))
-    ours = max(
-        value for phase, value in phase_peaks(step.record_step(settings)).items() if phase.endswith((" 1", " 2"))
-    )
+    traced = phase_peaks(step.record_step(settings))
+    ours = max(value for phase, value in traced.items() if phase.endswith((" 1", " 2")))
     assert ours - workspaces == pytest.approx(max(trained["step 1"], trained["step 2"]), rel=1e-3)
 
 
-# --- patches ----------------------------------------------------------------------------------------------------------
 def test_every_shim_has_a_name_a_reason_and_passes_its_guard():
     assert len({patch.name for patch in patches.PATCHES}) == len(patches.PATCHES) >= 15
     for patch in patches.PATCHES:
@@ -230,10 +208,8 @@ def test_shims_are_gone_after_a_trace():
     step.record_step(dataclasses.replace(SMALL, mode="qlora", peft=LORA, optimizer_steps=1))
     with pytest.raises(TraceUnavailable):
         step.record_step(dataclasses.replace(SMALL, optimizer="unknown"))
-    assert all(
-        one is other
-        for one, other in zip(before, [patch.resolve_target()[2] for patch in patches.PATCHES], strict=True)
-    )
+    for patch, one in zip(patches.PATCHES, before, strict=True):
+        assert patch.resolve_target()[2] is one
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
@@ -328,8 +304,6 @@ def test_autocast_takes_layer_norm_and_powers_in_fp32_as_cuda_does(dtype):
 @pytest.mark.parametrize(("mask", "is_square"), [("ones", False), ("padded", True), ("packed", True), ("none", False)])
 def test_masks_are_those_that_transformers_makes_of_real_values(mask, is_square):
     """Real values without any patch against patches without values: the mask's shape, or none."""
-    from transformers import masking_utils
-
     config = build.language_model_config(SMALL)
     config._attn_implementation = "sdpa"
     embeds = torch.zeros(2, 12, 64)
@@ -364,8 +338,6 @@ def test_8bit_states_are_those_that_bitsandbytes_makes(elements):
 
 
 def test_buckets_are_cut_as_pytorch_cuts_them():
-    import torch.distributed as dist
-
     shapes = [(300_000,), (100,), (7_000_000,), (64, 64), (2_000_000,), (5,), (9_000_000,)]
     tensors = [torch.empty(shape, dtype=torch.float32 if i % 3 else torch.bfloat16) for i, shape in enumerate(shapes)]
     limits = [1 << 20, 25 << 20]
@@ -375,7 +347,6 @@ def test_buckets_are_cut_as_pytorch_cuts_them():
     assert sorted(ours) == sorted(sizes)
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
 SHARDED = {
     "fsdp2 full": {"strategy": "fsdp2"},
     "fsdp2 lora": {"strategy": "fsdp2", "mode": "lora", "peft": LORA},
@@ -396,41 +367,34 @@ def real_ranks(tmp_path_factory) -> dict[str, dict[str, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_sharded_step_in_one_process_is_that_of_a_rank_of_two(name, real_ranks):
-    """Equal bytes, but for gloo's threads: they may hold the buffer of the last collective a little longer.
-
-    The largest buffer is the embedding's, the head's and the last norm's gradients in bf16.
-    """
+    """Equal bytes, but for gloo's threads: they may hold the buffer of the last collective a little longer."""
     fake = phase_peaks(step.record_step(changed({"world": 2, **SHARDED[name]})))
     real = real_ranks[name]
     assert fake["build"] == real["build"]
     assert fake.keys() == real.keys()
-    largest = 2 * (2 * 1000 * 64 + 64)
+    largest = 2 * (2 * 1000 * 64 + 64)  # the embedding's, the head's and the last norm's gradients in bf16
     for phase, peak in fake.items():
         assert peak - 512 <= real[phase] <= peak + largest, phase
     assert sum(real[phase] - peak for phase, peak in fake.items()) <= 2 * largest
 
 
-def living(log: StorageLog, phase: str) -> dict[int, int]:
-    """Live bytes of each stream when a phase first begins."""
+def test_gathered_units_and_reduced_gradients_belong_to_streams_of_their_own():
+    log = step.record_step(dataclasses.replace(SMALL, world=2, strategy="fsdp2"))
+    own, gathered, reduced = sorted({one[3] for one in log.events if one[0] == ALLOC})  # in the order that they are met
+    assert own == 0
+    assert sum(one[2] for one in log.events if one[0] == ALLOC and one[3] == gathered) > 0
     live: dict[object, tuple[int, int]] = {}
     for kind, key, number, stream in log.events:
         if kind == ALLOC:
             live[key] = (stream, number)
         elif kind == FREE:
             live.pop(key)
-        elif kind == PHASE_START and key == phase:
+        elif kind == PHASE_START and key == "optimizer":
             break
-    return {stream: sum(size for one, size in live.values() if one == stream) for stream, _ in live.values()}
-
-
-def test_gathered_units_and_reduced_gradients_belong_to_streams_of_their_own():
-    """FSDP2: what is gathered is a copy on one stream, freed by the end of backward; gradients stay on another."""
-    log = step.record_step(dataclasses.replace(SMALL, world=2, strategy="fsdp2"))
-    own, gathered, reduced = sorted({one[3] for one in log.events if one[0] == ALLOC})  # in the order that they are met
-    assert own == 0
-    assert sum(one[2] for one in log.events if one[0] == ALLOC and one[3] == gathered) > 0
-    alive = living(log, "optimizer")
-    assert alive.get(gathered, 0) == 0
+    alive = Counter()
+    for stream, number in live.values():
+        alive[stream] += number
+    assert alive[gathered] == 0
     # this rank's half of fp32 gradients; a norm of 64 and a vocabulary of 1000 divide evenly
     assert alive[reduced] == 4 * parse_model_shape(LLAMA, name="m").params // 2
     assert not [one for one in log.events if one[0] == USED]  # FSDP2 waits by events and tells the allocator nothing
@@ -449,9 +413,6 @@ def test_ddp_adds_one_copy_of_the_trained_gradients():
     single, ddp = (step.trace_step(dataclasses.replace(SMALL, strategy=name, world=2)) for name in ("single", "ddp"))
     gradients = 2 * parse_model_shape(LLAMA, name="m").params
     assert gradients <= ddp.allocated - single.allocated < 1.05 * gradients + 4096
-
-
-# --- answers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """One table of training options: who adds one to the schema finds it at every reader; hints know what there is."""
 
-from __future__ import annotations
-
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,9 @@ from sft_play.config.schema import ADAMW_OPTIMIZERS, ExternalNames, RunConfig, T
 from sft_play.config.validation import find_conflicts
 from sft_play.config.yaml_io import YamlDocument
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed import PlanValues, deepspeed_options, fill_auto_values
+from sft_play.launch.deepspeed import KNOWN_DEEPSPEED_KEYS, PlanValues, deepspeed_options, fill_auto_values
+from sft_play.planner import backend
+from sft_play.runs.folder import RunFolder
 
 EPSILON = ExternalNames(
     "adam_epsilon", deepspeed="optimizer.params.eps", other_tools="adam_eps epsilon", optimizers=ADAMW_OPTIMIZERS
@@ -38,12 +39,8 @@ class LongerRun(RunConfig):
 @pytest.fixture
 def longer(monkeypatch):
     """A run with train.adam_epsilon, while the schema has it."""
-    cached = (
-        config_options.all_options,
-        config_options.sections,
-        config_options.list_item_sections,
-        other_tools.key_table,
-    )
+    cached = [config_options.all_options, config_options.sections, config_options.list_item_sections]
+    cached.append(other_tools.key_table)
     monkeypatch.setattr(schema, "TrainConfig", LongerTrain)
     monkeypatch.setattr(config_options, "RunConfig", LongerRun)
     for one in cached:
@@ -55,8 +52,6 @@ def longer(monkeypatch):
 
 
 def test_the_trainer_and_unsloths_process_are_given_a_new_option(longer, monkeypatch, tmp_path):
-    from sft_play.planner import backend
-    from sft_play.runs.folder import RunFolder
     from sft_play.training.loop.trainer import training_arguments
 
     plan = SimpleNamespace(
@@ -102,15 +97,12 @@ def test_an_optimizer_that_does_not_read_a_new_option_is_refused(longer):
     train = longer.train.model_copy(update={"optim": "adafactor"})
     config = longer.model_copy(update={"train": train})
     told = [problem for problem in find_conflicts(config, YamlDocument("run.yaml")) if "adam_epsilon" in problem.path]
-    assert [problem.message for problem in told] == [
-        "1e-06 is AdamW's, and train.optim is adafactor; remove one of them"
-    ]
+    (problem,) = told
+    assert problem.message == "1e-06 is AdamW's, and train.optim is adafactor; remove one of them"
 
 
 def test_the_table_names_real_arguments_of_the_trainer_and_real_keys_of_deepspeed():
     from transformers import TrainingArguments
-
-    from sft_play.launch.deepspeed import KNOWN_DEEPSPEED_KEYS
 
     assert len(optimizer_options()) == 8
     for option in optimizer_options():
@@ -120,21 +112,15 @@ def test_the_table_names_real_arguments_of_the_trainer_and_real_keys_of_deepspee
         assert set(option.external_names.optimizers) <= set(ADAMW_OPTIMIZERS)
 
 
-# --- hints ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_key_in_a_wrong_place_is_never_told_to_be_removed():
     """Whatever the table of other tools says of a name: what exists here is moved to its place."""
     own = {path.rpartition(".")[2]: path for path in config_options.all_options() if not path.startswith("plan.")}
-    own = {
-        name: path for name, path in own.items() if len(find_option(name)) == 1 and name not in other_tools._VAGUE_NAMES
-    }
+    own = [name for name in own if len(find_option(name)) == 1 and name not in other_tools._VAGUE_NAMES]
     assert len(own) > 80
     for name in own:
         with pytest.raises(ConfigError) as error:
             config_from_text(f"model: {{name: a}}\nplan: {{{name}: 3}}", name="run.yaml")
-        assert "remove it" not in str(error.value), str(error.value)
-        assert "not supported" not in str(error.value), str(error.value)
+        assert not re.search("remove it|not supported", str(error.value))
 
 
 def test_no_row_of_words_holds_a_name_that_the_table_answers():
@@ -143,9 +129,6 @@ def test_no_row_of_words_holds_a_name_that_the_table_answers():
     listed = other_tools.parse_known_keys(other_tools._load_tables()["rows"])
     assert len(listed) > 800
     assert not {key: ours[key] for key, row in listed.items() if key in ours and row.path != ours[key]}
-    answered = [
-        key
-        for key, row in listed.items()
-        if "remove it" in row.explanation and not (row.path or row.translations or row.read_value)
-    ]
-    assert not [key for key in answered if find_option(key) and key not in other_tools._VAGUE_NAMES]
+    for key, row in listed.items():
+        if "remove it" in row.explanation and not (row.path or row.translations or row.read_value):
+            assert not find_option(key) or key in other_tools._VAGUE_NAMES, key

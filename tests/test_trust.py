@@ -1,8 +1,7 @@
 """docs/trust.md: what strangers' files, and pages in a browser, cannot do. Every test that the page names exists."""
 
-from __future__ import annotations
-
 import ast
+import inspect
 import io
 import json
 import logging
@@ -16,14 +15,14 @@ from typing import Any
 
 import pytest
 
+from sft_play.errors import ConfigError
+from sft_play.launch import tensorboard
 from sft_play.log import set_up_logging
 from sft_play.machine.network import allowed_host_names, is_local_request
-from tests.conftest import ROOT, chat, clean_environment
-
-PAGES = ("docs/trust.md", "docs/reliability.md")
+from tests.conftest import ROOT, chat, clean_environment, write_rows, write_run
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ["docs/trust.md", "docs/reliability.md"])
 def test_every_test_that_a_page_names_is_there(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     files = set(re.findall(r"`tests/(test_\w+)\.py`|`(test_\w+)`(?!::)", text))
@@ -35,8 +34,6 @@ def test_every_test_that_a_page_names_is_there(page):
         source = (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8")
         assert re.search(rf"^\s*def {test}\(", source, re.MULTILINE), f"{file}::{test}"
 
-
-# --- the package's own code -------------------------------------------------------------------------------------------
 
 RUNS_CODE = {
     "sft_play/data/build/build.py": {"pickle.loads"},  # between processes of this run, through a pipe of its own
@@ -84,8 +81,6 @@ def test_the_search_finds_what_it_looks_for():
         assert not dangerous(calls(ast.parse(code))[0]), code
 
 
-# --- what a model's files name ----------------------------------------------------------------------------------------
-
 KERNEL = "owner/flash-attn"
 NAMED: dict[str, dict[str, dict[str, object]]] = {
     "attention": {"config.json": {"attn_implementation": KERNEL}},
@@ -113,7 +108,6 @@ QUOTED = {"model_type": f"llama{HOSTILE}", "rope_scaling": {"rope_type": HOSTILE
 
 
 def asked_of_hub(folder: Path, commands: list[list[str]]) -> list[dict[str, Any]]:
-    """What became of each command line, and what it asked the hub for."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.asked_of_hub", str(folder / "packages")], input=json.dumps(commands),
         capture_output=True, text=True, cwd=ROOT, env=clean_environment(SFT_PLAY_CACHE=str(folder / "cache")),
@@ -132,13 +126,9 @@ def model_of_a_stranger(folder: Path, base: Path, more: dict[str, dict[str, obje
         file = folder / "model" / name
         known = json.loads(file.read_text()) if file.is_file() else {}
         file.write_text(json.dumps(known | fields))
-    (folder / "rows.jsonl").write_text("".join(json.dumps(chat(f"say {n}", "no.")) + "\n" for n in range(8)))
-    (folder / "my.yaml").write_text(
-        f"model: {{name: {folder}/model, max_seq_len: 64}}\ndata: {{train_path: {folder}/rows.jsonl}}\n"
-        "tuning: {mode: lora}\ntrain: {effective_batch_size: 2, max_steps: 1, report_to: []}\n"
-        f"output: {{dir: {folder}/outputs, name: one}}\n"
-    )
-    return folder / "my.yaml"
+    rows = write_rows(folder / "rows.jsonl", (chat(f"say {n}", "no.") for n in range(8)))
+    train = {"effective_batch_size": 2, "max_steps": 1}
+    return write_run(folder, folder / "model", rows, train=train, output={"name": "one"})
 
 
 @pytest.mark.build
@@ -147,20 +137,15 @@ def test_what_a_models_files_name_is_never_asked_of_the_hub(tmp_path, tiny_llama
     """Nor do control characters in them reach the terminal, whoever quotes them (`asked_of_hub`)."""
     cases = NAMED | {name: {"config.json": {name: value}} for name, value in QUOTED.items()}
     files = [model_of_a_stranger(tmp_path / str(n), tiny_llama, more) for n, more in enumerate(cases.values())]
-    answers = asked_of_hub(tmp_path, [[verb, "--config", str(file)] for file in files])
+    (tmp_path / "own").mkdir()
+    own = ["train", "--config", str(model_of_a_stranger(tmp_path / "own", tiny_llama, {})), "train.device=cpu"]
+    own.append(f"model.attn_implementation={KERNEL}@{'0' * 40}")  # the user's own word is asked of it, and noted
+    *answers, asked = asked_of_hub(tmp_path, [*([verb, "--config", str(file)] for file in files), own])
+    assert f"/kernels/{KERNEL}" in asked["asked"]
     for name, answer in zip(cases, answers, strict=True):
         is_refused = name in (*REFUSED, *QUOTED)
         assert answer["asked"] == [], (name, answer["said"])
         assert (answer["code"], "Traceback" in answer["said"]) == (2 * is_refused, False), answer["said"]
-
-
-@pytest.mark.build
-def test_the_users_own_word_asks_the_hub_for_a_kernel(tmp_path, tiny_llama):
-    """The double itself: what is asked for is noted."""
-    kernel = f"{KERNEL}@{'0' * 40}"
-    file = model_of_a_stranger(tmp_path, tiny_llama, {})
-    words = ["train", "--config", str(file), f"model.attn_implementation={kernel}", "train.device=cpu"]
-    assert f"/kernels/{KERNEL}" in asked_of_hub(tmp_path, [words])[0]["asked"]
 
 
 @pytest.mark.build
@@ -181,15 +166,12 @@ def test_nor_what_the_files_of_a_received_run_name(tmp_path, tiny_llama):
     assert [(one["code"], one["asked"]) for one in answers] == [(2, []), (0, [])], answers
 
 
-THEIR_ADAPTER = {"peft_type": "XLORA", "base_model_name_or_path": "owner/base", "adapters": {"one": "owner/adapter"}}
-
-
 @pytest.mark.build
 def test_an_adapter_beside_the_weights_of_a_received_run_is_not_looked_for(tmp_path, tiny_llama):
     from sft_play.finished.load import load_model_folder
 
     folder = shutil.copytree(tiny_llama, tmp_path / "model")
-    (folder / "adapter_config.json").write_text(json.dumps(THEIR_ADAPTER))
+    (folder / "adapter_config.json").write_text(json.dumps(NAMED["an adapter"]["adapter_config.json"]))
     assert not getattr(load_model_folder(folder), "_hf_peft_config_loaded", False)
 
 
@@ -199,13 +181,13 @@ def test_a_repository_with_an_adapter_beside_its_weights_is_trained_itself(tmp_p
     """transformers would load the base that the adapter names in its place."""
     cached = tmp_path / "hub" / "models--owner--mine"
     snapshot = shutil.copytree(tiny_llama, cached / "snapshots" / ("0" * 40))
-    (snapshot / "adapter_config.json").write_text(json.dumps(THEIR_ADAPTER | {"peft_type": "LORA"}))
+    adapter = NAMED["an adapter"]["adapter_config.json"] | {"peft_type": "LORA"}
+    (snapshot / "adapter_config.json").write_text(json.dumps(adapter))
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0" * 40)
     config = model_of_a_stranger(tmp_path, tiny_llama, {})
-    environment = clean_environment(
-        SFT_PLAY_CACHE=str(tmp_path / "cache"), HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1"
-    )
+    places = {"SFT_PLAY_CACHE": str(tmp_path / "cache"), "HF_HUB_CACHE": str(tmp_path / "hub")}
+    environment = clean_environment(**places, HF_HUB_OFFLINE="1")
     words = [sys.executable, "-m", "sft_play", "train", "--config", str(config), "model.name=owner/mine"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -227,12 +209,8 @@ def test_every_librarys_record_is_shown_safely(capsys):
     assert not CONTROL.search(said)
 
 
-# --- archives ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["conversion/../../out", "gguf-py/gguf/../../../out"])
 def test_a_file_of_the_converters_archive_stays_in_its_folder(tmp_path, name):
-    from sft_play.errors import ConfigError
     from sft_play.finished.export.llama_cpp import _VENDOR_PREFIX, CONVERTER_FILE, unpack_converter
 
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as package:
@@ -245,26 +223,20 @@ def test_a_file_of_the_converters_archive_stays_in_its_folder(tmp_path, name):
     assert not list(tmp_path.rglob("out"))
 
 
-# --- tokens -----------------------------------------------------------------------------------------------------------
-
 SECRETS = {"HF_TOKEN": "correct-horse-battery-staple-1", "WANDB_API_KEY": "correct-horse-battery-staple-2"}
 
 
 @pytest.mark.build
-def test_no_token_of_the_environment_reaches_any_file_of_a_trained_run(tmp_path, tiny_llama, command, monkeypatch):
-    """Curves, card, report and logs too: a data file, the config and the row that is shown spell the tokens."""
+def test_no_token_of_the_environment_reaches_any_file_of_a_trained_run(tmp_path, tiny_llama, succeed, monkeypatch):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     rows = [chat(f"say {value} {n}", "no.") for n in range(6) for value in SECRETS.values()]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.yaml").write_text(
-        f"# {SECRETS['HF_TOKEN']}\nmodel: {{name: {tiny_llama}, max_seq_len: 64}}\n"
-        f"data: {{train_path: {tmp_path}/rows.jsonl, val_fraction: 0.3}}\ntuning: {{mode: lora}}\n"
-        "train: {effective_batch_size: 2, max_steps: 2, bf16: false}\n"
-        f"eval: {{generate_rows: 2, max_new_tokens: 4}}\noutput: {{dir: {tmp_path}/outputs, name: one}}\n"
-    )
-    code, said = command("train", "--config", str(tmp_path / "run.yaml"))
-    assert code == 0, said
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    train = {"effective_batch_size": 2, "bf16": False, "report_to": ["tensorboard"]}
+    sections = {"data": {"val_fraction": 0.3}, "train": train, "eval": {"generate_rows": 2, "max_new_tokens": 4}}
+    path = write_run(tmp_path, tiny_llama, data, **sections, output={"name": "one"})
+    path.write_text(f"# {SECRETS['HF_TOKEN']}\n{path.read_text()}")
+    said = succeed("train", "--config", str(tmp_path / "run.yaml"))
     files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {"README.md", "report.html", "manifest.json", "train.log", "metrics.jsonl", "config.yaml"} <= names
@@ -289,9 +261,6 @@ def test_a_traceback_of_ours_hides_tokens_too(tmp_path):
     assert SECRETS["HF_TOKEN"] not in done.stderr
 
 
-# --- who asks ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "LOCALHOST"])
 def test_a_server_of_this_machine_alone_knows_its_names(host):
     names = allowed_host_names(host)
@@ -309,10 +278,6 @@ def test_a_server_of_this_machine_alone_knows_its_names(host):
 
 
 def test_what_listens_listens_on_this_machine_unless_asked():
-    """Every default of an address in the package is the loopback's."""
-    import inspect
-
     from sft_play.finished import serve
-    from sft_play.launch import tensorboard
 
     assert inspect.signature(tensorboard.start_server).parameters["host"].default == "127.0.0.1" == serve.DEFAULT_HOST

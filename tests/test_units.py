@@ -1,7 +1,5 @@
 """One unit: sizes of memory and disk are GiB wherever a person reads them; rates of links stay GB/s."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -16,15 +14,15 @@ SOURCES = [*sorted((ROOT / "sft_play").rglob("*.py")), *sorted((ROOT / "scripts"
 
 def texts(tree: ast.AST) -> Iterator[str]:
     """Texts that a program may print: constants and f-strings, docstrings left out."""
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    skipped: set[int] = set()  # a tree is walked from its root: what holds a node comes before it
     for node in ast.walk(tree):
-        if id(node) in docs or id(node) in inner:
-            continue
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+        if isinstance(node, ast.Expr):
+            skipped.add(id(node.value))
         elif isinstance(node, ast.JoinedStr):
+            skipped.update(map(id, node.values))
             yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            yield node.value
 
 
 def decimal_sizes(text: str) -> list[str]:

@@ -1,7 +1,5 @@
 """ZeRO's checkpoints resumed over another number of ranks: the same states, and the losses of the unbroken run."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -23,7 +21,7 @@ from sft_play.training.heartbeat import Heartbeat
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
-from tests.test_train import assert_same_bits, losses
+from tests.test_train import assert_same_bits, logged, losses
 
 pytestmark = [
     pytest.mark.build,
@@ -31,7 +29,6 @@ pytestmark = [
 ]
 
 
-# --- without ranks ----------------------------------------------------------------------------------------------------
 def written(folder: Path, ranks: int) -> Path:
     """A checkpoint with the names that DeepSpeed's has."""
     checkpoint = folder / "checkpoint-3"
@@ -80,7 +77,6 @@ def test_a_conversion_that_finds_no_room_says_what_it_takes_and_leaves_nothing(t
     assert before == {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
 
 
-# --- real runs --------------------------------------------------------------------------------------------------------
 RANKS = """
 import os
 
@@ -149,6 +145,12 @@ def run(world: Path, command: str, *words: str, **environ: str) -> subprocess.Co
     return subprocess.run(given, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=400)
 
 
+def done(world: Path, command: str, *words: str, **environ: str) -> str:
+    answer = run(world, command, *words, **environ)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
 @pytest.fixture(scope="module")
 def unbroken(world) -> Callable[..., list[float]]:
     """Losses of the run over two ranks that nobody stopped."""
@@ -156,8 +158,7 @@ def unbroken(world) -> Callable[..., list[float]]:
     @functools.cache
     def losses_of(strategy: str, *words: str) -> list[float]:
         name = f"unbroken-{strategy}-{abs(hash(words))}"
-        answer = run(world, "train-distributed", *words, f"output.name={name}", STRATEGY=strategy, NPROC="2")
-        assert answer.returncode == 0, answer.stdout + answer.stderr
+        done(world, "train-distributed", *words, f"output.name={name}", STRATEGY=strategy, NPROC="2")
         return losses(world / "outputs" / name)
 
     return losses_of
@@ -183,12 +184,10 @@ DECAY = "train.weight_decay=0.1"
 def test_states_are_those_that_were_saved_and_losses_go_on(world, unbroken, strategy, words, first, then):
     name = f"{strategy}-{first}-{then}-{abs(hash(tuple(words)))}"
     kept, folder = world / name, world / "outputs" / name
-    begun = run(world, "train-distributed", *words, f"output.name={name}", "train.stop_after_steps=2",
+    done(world, "train-distributed", *words, f"output.name={name}", "train.stop_after_steps=2",
                 STRATEGY=strategy, NPROC=str(first))  # fmt: skip
-    assert begun.returncode == 0, begun.stdout + begun.stderr
-    ended = run(world, "resume", *words, RUN=name, NPROC=str(then), KEPT=str(kept))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert f"Converting the optimizer states of {first} ranks for {then}" in ended.stdout
+    ended = done(world, "resume", *words, RUN=name, NPROC=str(then), KEPT=str(kept))
+    assert f"Converting the optimizer states of {first} ranks for {then}" in ended
     saved, groups, steps = states(folder / "checkpoints" / "checkpoint-2", world / f"{name}-saved")
     loaded, groups_then, steps_then = states(kept, world / f"{name}-loaded")
     assert len([key for key in saved if key.endswith("exp_avg_sq") and saved[key].abs().max() > 0]) > 8
@@ -207,30 +206,24 @@ def test_states_are_those_that_were_saved_and_losses_go_on(world, unbroken, stra
 @pytest.mark.slow
 def test_a_kill_while_it_is_converted_leaves_the_checkpoint_and_the_next_resume_goes_on(world, unbroken):
     words, name = ["tuning.mode=lora"], "killed"
-    begun = run(world, "train-distributed", *words, f"output.name={name}", "train.stop_after_steps=2",
+    done(world, "train-distributed", *words, f"output.name={name}", "train.stop_after_steps=2",
                 STRATEGY="zero2", NPROC="2")  # fmt: skip
-    assert begun.returncode == 0, begun.stdout + begun.stderr
     folder = world / "outputs" / name
     broken = run(world, "resume", *words, RUN=name, NPROC="1", DIES="1")
     assert broken.returncode == 1, broken.stdout + broken.stderr
     assert checkpoints.find_damage(folder / "checkpoints" / "checkpoint-2") is None
-    ended = run(world, "resume", *words, RUN=name, NPROC="1")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    done(world, "resume", *words, RUN=name, NPROC="1")
     assert losses(folder) == pytest.approx(unbroken("zero2", *words), rel=1e-5)
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"checkpoint-2", "checkpoint-5"}
 
 
 @pytest.mark.slow
 def test_the_best_checkpoint_may_be_of_another_number_of_ranks(world):
-    """A learning rate that makes every step worse: the first checkpoint stays the best."""
     words = ["tuning.mode=full", "train.learning_rate=1.0", "eval.steps=1", "train.save_steps=1", DECAY]
     words += ["train.load_best_model_at_end=true", "train.warmup_steps=0"]
-    begun = run(world, "train-distributed", *words, "output.name=best", "train.stop_after_steps=2",
+    done(world, "train-distributed", *words, "output.name=best", "train.stop_after_steps=2",
                 STRATEGY="zero3", NPROC="2")  # fmt: skip
-    assert begun.returncode == 0, begun.stdout + begun.stderr
-    ended = run(world, "resume", *words, RUN="best", NPROC="1")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    lines = [json.loads(line) for line in (world / "outputs" / "best" / "metrics.jsonl").read_text().splitlines()]
-    found = [line["eval_loss"] for line in lines if "eval_loss" in line][1:]
+    done(world, "resume", *words, RUN="best", NPROC="1")
+    found = logged(world / "outputs" / "best", "eval_loss")[1:]
     assert min(found[:5]) == found[0]
     assert found[5] == pytest.approx(found[0], rel=1e-5)

@@ -1,7 +1,5 @@
 """Updates reach the weights: dtypes of adapters and states, fp32 weights or stochastic rounding, and how it is seen."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -11,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.optimization import Adafactor
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
@@ -29,6 +28,7 @@ from sft_play.training.checkpoints import full_state_dict
 from sft_play.training.checkpoints.checkpoints import checkpoint_path
 from sft_play.training.loop.optimizers import round_stochastically, stochastic_rounding_class
 from sft_play.training.measure.updates import UpdateFacts
+from tests.conftest import chat, write_rows, write_run
 from tests.models import make_llama
 
 BF16 = Precision("bfloat16", "bfloat16", "bf16: the GPU has it")
@@ -38,11 +38,8 @@ def run(mode: str, more: str = "", name: str = "Qwen/Qwen2.5-3B-Instruct") -> Ru
     return config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: {mode}}}\n{more}", name="x")
 
 
-# --- rounding ---------------------------------------------------------------------------------------------------------
 def generator(seed: int = 0) -> torch.Generator:
-    made = torch.Generator()
-    made.manual_seed(seed)
-    return made
+    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 3e4])
@@ -66,7 +63,6 @@ def test_numbers_that_bf16_holds_and_those_that_are_none_stay():
 
 def optimizers() -> dict[str, tuple[type, dict]]:
     from bitsandbytes.optim import PagedAdamW
-    from transformers.optimization import Adafactor
 
     return {
         "fused": (torch.optim.AdamW, {"fused": True}),
@@ -121,7 +117,6 @@ def test_parameters_that_are_fp32_are_stepped_as_ever():
     assert all(torch.equal(one, two) for one, two in zip(wide, other, strict=True))
 
 
-# --- decisions --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("mode", "wish", "dtype", "layout", "masters", "load", "updates"),
     [
@@ -164,8 +159,7 @@ def test_full_in_bf16_holds_fp32_weights_wherever_they_fit(machine, model):
         assert plan.precision.load == ("float32" if plan.layout in ("single", "ddp") else "bfloat16")
         assert plan.choice.memory == wide.choice.memory
     elif plan.fits and not plan.choice.layout.offloads_states:
-        assert plan.precision.updates == "stochastic"
-        assert plan.precision.load == "bfloat16"
+        assert (plan.precision.updates, plan.precision.load) == ("stochastic", "bfloat16")
     assert plan.precision == plan.choice.precision
     assert plan.precision.updates != "bfloat16"
 
@@ -177,15 +171,13 @@ def test_fp32_weights_that_do_not_fit_are_to_be_given_up_first(asked):
     shape, card = load_model_shape(config.model.name), parse_hardware("1xRTX4090")
     found = make_advised_plan(PlanRequest(config, shape, card, allowed_layouts=("single",)))
     assert not found.fits
-    way = asked.partition("=")[0] + "=auto"
-    assert way in [one.setting for one in found.suggestions]
+    assert asked.partition("=")[0] + "=auto" in [one.setting for one in found.suggestions]
 
 
 def test_somewhere_rounding_makes_a_run_fit():
     """1.5B on 24 GiB: 16 bytes a parameter do not fit, 12 do."""
     found = planned(run("full", name="Qwen/Qwen2.5-1.5B"), "1xRTX4090")
-    assert found.fits
-    assert found.precision.updates == "stochastic"
+    assert (found.fits, found.precision.updates) == (True, "stochastic")
     params = load_model_shape("Qwen/Qwen2.5-1.5B").params
     terms = found.memory.terms
     assert terms["weights"] == pytest.approx(2 * params, rel=0.02)
@@ -195,7 +187,6 @@ def test_somewhere_rounding_makes_a_run_fit():
     assert 0.5 * scales < eight.memory.terms["optimizer"] < scales  # states are paged, embeddings' have none
 
 
-# --- adapters ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 @pytest.mark.parametrize(
     ("wish", "compute", "dtype"),
@@ -246,25 +237,14 @@ def test_the_plan_counts_adapters_gradients_and_states_of_qlora_in_fp32(layout, 
     assert total == pytest.approx(trained * params, rel=1e-3)
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    """A folder with a bf16 base and a run YAML that computes in bf16 at a usual learning rate."""
     folder = tmp_path_factory.mktemp("updates")
     base = make_llama(folder / "base")
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
-    rows = [
-        {"messages": [{"role": "user", "content": f"{n} + {n}"}, {"role": "assistant", "content": f"it is {2 * n}."}]}
-        for n in range(24)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.yaml").write_text(
-        f"model: {{name: {folder}/base, max_seq_len: 64}}\n"
-        f"data: {{train_path: {folder}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.0}}\n"
-        "train: {effective_batch_size: 4, max_steps: 5, learning_rate: 1e-5, bf16: true, gradient_checkpointing: false,"
-        " report_to: [], warmup_steps: 0}\n"
-        f"output: {{dir: {folder}/outputs, if_exists: replace}}\n"
-    )
+    rows = write_rows(folder / "rows.jsonl", (chat(f"{n} + {n}", f"it is {2 * n}.") for n in range(24)))
+    train = {"effective_batch_size": 4, "max_steps": 5, "learning_rate": 1e-5, "bf16": True, "warmup_steps": 0}
+    write_run(folder, base, rows, train={**train, "gradient_checkpointing": False}, output={"if_exists": "replace"})
     return folder
 
 
@@ -289,12 +269,11 @@ def saved_dtypes(folder: Path) -> set[str]:
     ],
 )
 def test_a_run_says_and_records_its_dtypes_and_what_a_step_moves(
-    world, command, mode, more, trained, states, moved, lost
+    world, succeed, mode, more, trained, states, moved, lost
 ):
     name = "-".join([mode, *more]).replace("=", "-")
     words = ("--config", str(world / "run.yaml"), f"tuning.mode={mode}", f"output.name={name}")
-    code, printed = command("train", *words, *more)
-    assert code == 0, printed
+    printed = succeed("train", *words, *more)
     found = summary_of(world, name)["updates"]
     assert found["adapters" if mode != "full" else "weights"] == [trained]
     assert found["optimizer_states"] == [states]
@@ -311,13 +290,12 @@ def test_a_run_says_and_records_its_dtypes_and_what_a_step_moves(
 
 
 @pytest.mark.build
-def test_rounded_runs_resume_to_the_same_bits(world, command):
+def test_rounded_runs_resume_to_the_same_bits(world, command, succeed):
     same = ["--config", str(world / "run.yaml"), "tuning.mode=full", "train.weight_updates=stochastic",
             "train.learning_rate=1e-3", "train.save_steps=2"]  # fmt: skip
     assert command("train", *same, "output.name=whole")[0] == 0
     assert command("train", *same, "output.name=parts", "train.stop_after_steps=2")[0] == 0
-    code, printed = command("resume", *same, "--run", "parts")
-    assert code == 0, printed
+    succeed("resume", *same, "--run", "parts")
     one, other = (load_file(world / "outputs" / name / "model" / "model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
@@ -339,11 +317,10 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
         assert kept == (updates if is_kept else None)
         if layout in ("single", "ddp"):
             for masters in (True, False):
-                assert apply_weight_updates(
-                    BF16, config, layout, fp32_master_weights=masters, resumed_updates=kept
-                ) == apply_weight_updates(
-                    BF16, run("full", f"train: {{weight_updates: {updates if is_kept else wish}}}"), layout
-                )
+                options = {"fp32_master_weights": masters, "resumed_updates": kept}
+                wanted = run("full", f"train: {{weight_updates: {updates if is_kept else wish}}}")
+                resumed = apply_weight_updates(BF16, config, layout, **options)
+                assert resumed == apply_weight_updates(BF16, wanted, layout)
 
 
 @pytest.mark.slow
@@ -384,9 +361,8 @@ def test_the_warning_names_what_is_stepped_and_a_setting_that_would_help(weights
     assert facts.is_lost
     for changes in ({"moved_share": 0.51}, {"moved_share": None}, {"rounding": "stochastic"}):
         assert not dataclasses.replace(facts, **changes).is_lost, changes
-    warning = facts.warning
-    assert f"since {named} has too few digits" in warning
-    assert way in warning
+    assert f"since {named} has too few digits" in facts.warning
+    assert way in facts.warning
 
 
 def test_of_a_base_that_is_divided_a_checkpoint_of_adapters_reads_no_layer(world):

@@ -1,7 +1,5 @@
 """The private names of libraries that the training loop builds on: all listed, each with its guard."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterable
@@ -31,7 +29,6 @@ KNOWN = {name: users for table in TABLES for name, users in vars(upstream)[table
 
 
 def test_every_private_override_is_listed_and_nothing_else_is():
-    """An override of a name that the libraries have, and that begins with an underscore."""
     overridden = {
         name
         for loop in LOOPS
@@ -102,15 +99,8 @@ def test_the_mean_loss_of_a_run_is_that_of_all_ranks_and_steps_however_many_came
     assert logged["train_loss"] == pytest.approx(10.0 / (first_step + steps))
 
 
-def test_the_installed_libraries_are_known():
-    for base in (Trainer, SFTTrainer):
-        upstream.require_upstream_names(base)
-
-
 @pytest.mark.parametrize("known", KNOWN)
 def test_a_name_that_the_library_uses_no_more_is_named(monkeypatch, known):
-    """It would be overridden or read in vain."""
-
     def moved(self, *args, **options): ...
 
     owners = {"TRL_MEMBERS": SFTTrainer, "ACCELERATE_MEMBERS": AcceleratedOptimizer}
@@ -130,7 +120,9 @@ def test_a_name_that_the_library_uses_no_more_is_named(monkeypatch, known):
                     upstream.require_upstream_names(SFTTrainer)
 
 
-def test_a_loop_that_is_not_trls_needs_nothing_of_trl(monkeypatch):
+def test_the_installed_libraries_are_known_and_a_loop_that_is_not_trls_needs_nothing_of_trl(monkeypatch):
+    for base in (Trainer, SFTTrainer):
+        upstream.require_upstream_names(base)
     monkeypatch.setattr(SFTTrainer, "log", lambda self, logs, start_time=None: None)
     upstream.require_upstream_names(Trainer)
 

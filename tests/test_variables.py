@@ -1,7 +1,5 @@
 """Which command takes which variable and flag; the misspelt, the empty and other commands' are refused, not ignored."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -17,12 +15,14 @@ from sft_play.commands import COMMAND_FILES, INTERNAL_COMMANDS
 from sft_play.commands.request import flag_commands_table, read_request, refuse_make_variables
 from sft_play.config.options import all_options
 from sft_play.errors import ConfigError
-from tests.conftest import ROOT, chat
+from tests.conftest import ROOT, chat, write_rows, write_run
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 MAINTAINING = re.findall(r"^([a-z-]+):", (ROOT / "benchmarks/Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
 EVERY = sorted({*TARGETS, *MAINTAINING})
+COMMAND = r"\bmake +(?:-C benchmarks +)?([a-z-]+)((?: +[A-Z_]+=(?:\"[^\"\n]*\"|'[^'\n]*'|\S*))+)"
+"""`make TARGET NAME=…` as README, docs, configs, the Makefile's examples and our own messages write it."""
 STARTER = "configs/run_starter.yaml"
 OF_OTHERS = (
     *("CUDA_VISIBLE_DEVICES", "HF_TOKEN", "HF_HOME", "OMP_NUM_THREADS", "NCCL_DEBUG", "WANDB_MODE", "MAKEFLAGS", "V"),
@@ -34,9 +34,6 @@ def make(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     kept = {name: value for name, value in kept.items() if name not in variables.VARIABLES} | environment
     return subprocess.run(["make", *words], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=120)
-
-
-# the table
 
 
 def test_the_table_speaks_of_every_target_and_command():
@@ -58,23 +55,17 @@ def test_the_table_speaks_of_every_target_and_command():
 
 
 def test_every_command_that_the_papers_show_is_taken():
-    """`make TARGET NAME=…` as README, docs, configs, the Makefile's examples and our own messages write it."""
     files = [ROOT / "README.md", ROOT / "Makefile", *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.yaml")]
     files += [*ROOT.glob("sft_play/**/*.py"), *ROOT.glob("sft_play/**/*.yaml"), ROOT / "CHANGELOG.md"]
     found = 0
     for path in files:
-        for target, rest in re.findall(
-            r"\bmake +(?:-C benchmarks +)?([a-z-]+)((?: +[A-Z_]+=(?:\"[^\"\n]*\"|'[^'\n]*'|\S*))+)", path.read_text()
-        ):
+        for target, rest in re.findall(COMMAND, path.read_text()):
             if target not in EVERY:
                 continue
             names = re.findall(r"(?:^| )([A-Z_]+)=", re.sub(r"=(\"[^\"]*\"|'[^']*'|\S*)", "=", rest))
             found += 1
             assert variables.command_line_problem([target], names, []) is None, (path, target, names)
     assert found > 60
-
-
-# variables of make
 
 
 @pytest.mark.parametrize("target", ["train", "plan", "train-distributed", "eval", "fuzz", "setup", "help"])
@@ -88,11 +79,9 @@ def test_no_target_takes_a_misspelt_variable(target):
         for wrong in misspelt(name, chance):
             if wrong not in variables.VARIABLES and wrong not in variables._FOREIGN_VARIABLES:
                 tried += 1
-                said = variables.command_line_problem([target], [wrong], [])
-                assert said is not None, wrong
+                said = variables.command_line_problem([target], [wrong], []) or ""
                 assert wrong in said
-                if len(name) > 4:
-                    assert f"did you mean {name}=?" in said, said
+                assert len(name) <= 4 or f"did you mean {name}=?" in said, said
     assert tried
 
 
@@ -109,8 +98,7 @@ def test_variables_of_other_programs_pass_and_unknown_ones_do_not(target):
     for name in OF_OTHERS:
         assert variables.command_line_problem([target], [name], []) is None, name
     for name in ("BATCH_SIZE", "MODEL_NAME", "TRAIN_DATASET", "MAX_STEPS", "FOO", "ACCELERATE_CONFG", "lr"):
-        said = variables.command_line_problem([target], [name], [])
-        assert said is not None, name
+        said = variables.command_line_problem([target], [name], []) or ""
         assert said.startswith(f"{name}= is not a variable of make {target}")
 
 
@@ -120,7 +108,6 @@ def test_a_variable_of_another_target_is_refused_and_its_targets_are_named():
         if variables.takes_variable(name, target):
             assert said is None
         else:
-            assert said is not None
             assert said.startswith(f"{name}= is not used by make {target}; it belongs to make ")
             assert variables.takes_variable(name, re.findall(r"belongs to make (?:-C benchmarks )?([a-z-]+)", said)[0])
 
@@ -135,6 +122,8 @@ def test_a_section_of_the_run_yaml_that_has_a_variables_name_is_still_a_setting(
 
 
 def test_a_variable_of_another_command_in_the_environment_is_not_judged(tmp_path, command, monkeypatch):
+    answer = make("-n", "train", CONFIG="x", ROW="5", RUN="", config="y")
+    assert (answer.returncode, answer.stderr) == (0, "")
     monkeypatch.setenv("BASE", "/home/me")  # of make merge, and of many a shell
     assert command("runs", "--config", STARTER, f"output.dir={tmp_path}")[0] == 0
 
@@ -176,13 +165,6 @@ def test_make_refuses_before_anything_runs(words, message, tmp_path):
     assert answer.stderr.count("***") == (2 if "-C" in words else 1)  # the outer make says that the inner failed
     assert not (tmp_path / "ran").exists()
 
-
-def test_what_the_environment_holds_is_not_judged():
-    answer = make("-n", "train", CONFIG="x", ROW="5", RUN="", config="y")
-    assert (answer.returncode, answer.stderr) == (0, "")
-
-
-# flags of the program
 
 VALUES = {"NPROC": "2", "NNODES": "1", "STRATEGY": "ddp", "GPUS": "0", "N": "2", "ROW": "2", "STEPS": "2", "PRICE": "2",
           "BUDGET": "2", "MAX": "seq_len", "WHATIF": "train.epochs=1"}  # fmt: skip
@@ -229,14 +211,9 @@ def test_a_command_takes_its_own_flags_and_no_others(command_name):
         (["train", "config=my.yaml"], "config=my.yaml is a variable of make, not a setting"),
     ],
 )
-def test_wrong_flags_are_one_message(command, words, message):
-    code, printed = command(*words)
-    assert code == 2
-    assert message in printed
-    assert printed.count("error:") == 1
+def test_wrong_flags_are_one_message(refuse, words, message):
+    assert message in refuse(*words)
 
-
-# the starter, as such only
 
 OWN = (
     *("data.train_path=mine.jsonl", "data.val_path=mine.jsonl", "data.test_path=x.jsonl", "model.name=me/model"),
@@ -252,9 +229,7 @@ def test_without_a_config_the_starter_gets_nothing_of_the_users(name, monkeypatc
         read_request([name], {"CONFIG": ""})
     for setting in OWN:
         for words, environment in (([name, setting], {}), ([name], {"SET": shlex.quote(setting)})):
-            with pytest.raises(
-                ConfigError, match=r"(?s)is given without a run YAML.*data: \{train_path: .*CONFIG=my.yaml"
-            ):
+            with pytest.raises(ConfigError, match=r"(?s)is given without a run YAML.*data: \{train_path: .*CONFIG=my"):
                 read_request(words, environment)
         assert read_request([name, "--config", STARTER, setting], {}).overrides == (setting,)
     with pytest.raises(ConfigError, match=r'(?s)name: "me/model".*train_path: "mine.jsonl"'):
@@ -266,29 +241,14 @@ def test_without_a_config_the_starter_gets_nothing_of_the_users(name, monkeypatc
     assert request.overrides == ('data.train_path="/a b/c"',)
 
 
-# the base model comes first
-
-
-def test_every_run_says_its_base_model_first(tmp_path, tiny_llama, command, monkeypatch):
+def test_every_run_says_its_base_model_first(tmp_path, tiny_llama, succeed, monkeypatch):
     monkeypatch.chdir(ROOT)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(8)))
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {rows}, val_path: null, test_path: null}}\n"
-        "train: {effective_batch_size: 4, max_steps: 1, report_to: []}\n"
-        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
-    )
-    code, printed = command("launch-command", "--config", str(config))
-    assert code == 0, printed
-    assert printed.startswith(f"[launch-command] Base model: {tiny_llama} ({config})\n")
-    code, printed = command("train", "--config", str(config), "train.stop_after_steps=1")
-    assert code == 0, printed
-    assert printed.startswith(f"[train] Base model: {tiny_llama} ({config})\n")
+    rows = write_rows(tmp_path / "rows.jsonl", (chat(f"what is {n}?", f"it is {n}.") for n in range(8)))
+    config = write_run(tmp_path, tiny_llama, rows, train={"max_steps": 1}, output={"name": "one"})
+    for verb in ("launch-command", "train"):
+        printed = succeed(verb, "--config", str(config))
+        assert printed.startswith(f"[{verb}] Base model: {tiny_llama} ({config})\n")
     log = (tmp_path / "outputs" / "one" / "train.log").read_text(encoding="utf-8")
     assert f"Base model: {tiny_llama}" in log.splitlines()[0]
-    code, printed = command("launch-command", f"output.dir={tmp_path}")
-    assert printed.startswith(
-        "[launch-command] Base model: sft-play/starter-base, the starter's two million parameters"
-    )
+    printed = succeed("launch-command", f"output.dir={tmp_path}")
+    assert printed.startswith("[launch-command] Base model: sft-play/starter-base, the starter's")

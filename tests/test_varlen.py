@@ -1,7 +1,5 @@
 """Attention between boundaries: exact against one chat at a time, the call on CUDA, what it refuses, and its runs."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from types import SimpleNamespace
@@ -10,14 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
+from torch.nn.attention import varlen as torchs
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, ModelError
+from sft_play.machine.hardware import parse_hardware
+from sft_play.models.config_json import load_model_shape
+from sft_play.planner import kernels
+from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.training.class_checks import masking, small_model
+from sft_play.training.loop import trainer
+from sft_play.training.loop.rows import Collator
+from sft_play.training.measure.monitor import count_tokens
 from sft_play.training.model import attention_functions
 from sft_play.training.model.attention_functions import full_rows_attention
+from sft_play.training.prepare import model_spec
 from tests.test_packing import metrics, run_yaml
 
 pytestmark = pytest.mark.build
@@ -55,7 +62,6 @@ def attended(q: Any, k: Any, v: Any, lengths: list[int], **options: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_exact_against_one_chat_at_a_time(dtype):
-    """Random chats, windows, grouped heads and scales: outputs and gradients."""
     draw = np.random.default_rng(11)
     # bf16 has 8 bits; outputs are means of values of about 1
     tolerance = 1e-5 if dtype == "float32" else 2e-2
@@ -80,12 +86,6 @@ def test_it_is_exact_against_one_chat_at_a_time(dtype):
 
 @pytest.mark.parametrize(("window", "width", "is_told"), [(None, 16, True), (4, 20, True), (4, 16, False)])
 def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width, is_told):
-    """The only call that differs: its arguments, by a stand-in that does what torch documents of them.
-
-    torch 2.11's is not told of grouped heads (its source: the operator gets all heads as they are).
-    """
-    from torch.nn.attention import varlen as torchs
-
     draw, lengths, asked = np.random.default_rng(3), [5, 9, 1], []
 
     def documented(
@@ -143,7 +143,6 @@ def test_what_it_does_not_compute_is_refused(options, says):
         attended(*heads(np.random.default_rng(0), 6), [4, 2], **options)
 
 
-# --- the measurement --------------------------------------------------------------------------------------------------
 PADDING, BOUNDARIES = partial(masking.check_padding, attention="sdpa"), masking.check_boundaries
 
 
@@ -174,8 +173,7 @@ def test_a_class_that_computes_the_same_without_a_mask_needs_none(check, kind):
 )
 def test_a_class_that_reads_the_mask_keeps_it_and_says_why(check, config, says):
     found = check(config)
-    assert found.is_needed
-    assert says in found.reason
+    assert (found.is_needed, says in found.reason) == (True, True), found.reason
 
 
 @pytest.mark.parametrize("kind", ["padding", "boundaries"])
@@ -217,10 +215,7 @@ def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
     assert ask(LlamaConfig(of_its_own=object()), attention="sdpa") == (5, ""), "an object that JSON cannot hold"
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
-def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_llama, command, monkeypatch):
-    from sft_play.training.loop import trainer
-
+def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_llama, succeed, monkeypatch):
     calls: list[int] = []
     real = attention_functions.packed_attention
 
@@ -234,17 +229,15 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
     path = run_yaml(tmp_path, tiny_llama)
     for name, attention in (("masked", "sdpa"), ("apart", "auto")):
         calls.clear()
-        code, said = command(
+        said = succeed(
             "train", "--config", str(path), f"output.name={name}", "data.packing=best_fit",
             f"model.attn_implementation={attention}",
         )  # fmt: skip
-        assert code == 0, said
         assert ("Attention: chats of one row need no mask" in said) == (name == "apart")
         assert any(count > 1 for count in calls) == (name == "apart")
-        plan = json.loads((tmp_path / "outputs" / name / "plan.json").read_text())
-        assert plan["step"]["varlen"] == (name == "apart")
-        assert plan["step"]["padded"] == (name == "masked")
-        assert plan["step"]["one_by_one"] == (name == "apart")
+        step = json.loads((tmp_path / "outputs" / name / "plan.json").read_text())["step"]
+        is_apart = name == "apart"
+        assert (step["varlen"], step["one_by_one"], step["padded"]) == (is_apart, is_apart, not is_apart)
     assert tried == ["sdpa", attention_functions.VARLEN_ATTENTION]
     for key in ("loss", "grad_norm", "eval_loss", "num_tokens", "samples_seen"):
         apart, masked = ([line[key] for line in metrics(tmp_path, name) if key in line] for name in ("apart", "masked"))
@@ -253,28 +246,23 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
 
 
 def test_a_batch_without_a_mask_has_positions_and_its_counts():
-    from sft_play.training.loop.rows import Collator
-    from sft_play.training.measure.monitor import count_tokens
-
     draw = np.random.default_rng(5)
     for _ in range(20):
         lengths = draw.integers(1, 12, size=int(draw.integers(1, 5)))
         rows = [{"input_ids": draw.integers(5, 90, size=n), "labels": draw.choice([-100, 7], size=n)} for n in lengths]
         plain, masked = (Collator(pad_id=0, adds_masks=masks)(rows) for masks in (False, True))
-        assert (plain["input_ids"] == masked["input_ids"]).all()
-        assert (plain["labels"] == masked["labels"]).all()
+        assert all((plain[name] == masked[name]).all() for name in ("input_ids", "labels"))
         assert "attention_mask" not in plain
         assert plain["position_ids"].tolist() == [list(range(max(lengths)))]
         assert count_tokens(plain) == count_tokens(masked) == sum(lengths)
         assert plain["sample_count"] == sum(7 in row["labels"] for row in rows)
 
 
-def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, command, monkeypatch):
+def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, succeed, monkeypatch):
     from sft_play.training.loop import rows
-    from sft_play.training.prepare import model_spec
 
     given: list[set[str]] = []
-    real = rows.Collator.__call__
+    real, figures = rows.Collator.__call__, {}
 
     def watched(self: Any, micro_rows: Any) -> Any:
         batch = real(self, micro_rows)
@@ -282,18 +270,15 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
         return batch
 
     monkeypatch.setattr(rows.Collator, "__call__", watched)
-    path, figures = run_yaml(tmp_path, tiny_llama, rows=12), {}
+    path, needed = run_yaml(tmp_path, tiny_llama, rows=12), masking.MaskRequirement(True, "a test says so")
     for name in ("plain", "masked"):
         given.clear()
         if name == "masked":
-            monkeypatch.setattr(
-                model_spec, "check_padding", lambda *_, **__: masking.MaskRequirement(True, "a test says so")
-            )
-        code, said = command(
+            monkeypatch.setattr(model_spec, "check_padding", lambda *_, **__: needed)
+        said = succeed(
             "train", "--config", str(path), f"output.name={name}", "train.effective_batch_size=6", "train.batch_size=3",
             "train.max_steps=3", "train.group_by_length=false", "eval.steps=2",
         )  # fmt: skip
-        assert code == 0, said
         figures[name] = metrics(tmp_path, name)
         # training and evaluation; the measurement's own batches are of both kinds
         assert given[-8:] == [{"attention_mask" if name == "masked" else "position_ids"}] * 8
@@ -307,10 +292,10 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
 
 def test_a_model_generates_with_its_usual_attention(tiny_llama):
     """Prompts are padded on the left there, which boundaries do not say."""
-    own = AutoModelForCausalLM.from_pretrained(
-        tiny_llama, attn_implementation=attention_functions.VARLEN_ATTENTION, dtype=torch.float32
+    own, usual = (
+        AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation=name, dtype=torch.float32)
+        for name in (attention_functions.VARLEN_ATTENTION, "sdpa")
     )
-    usual = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation="sdpa", dtype=torch.float32)
     ids = torch.tensor([[0, 0, 0, 7, 9], [5, 6, 8, 7, 9]])
     mask = (ids > 0).long()
     asked = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -319,7 +304,6 @@ def test_a_model_generates_with_its_usual_attention(tiny_llama):
     assert own.config._attn_implementation == attention_functions.VARLEN_ATTENTION
 
 
-# --- kernels of the hub -----------------------------------------------------------------------------------------------
 HUB = f"kernels-community/flash-attn2@{'0123456789' * 4}"
 
 
@@ -335,14 +319,6 @@ def test_a_kernel_of_the_hub_is_pinned_to_a_commit(wanted):
 
 
 def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
-    from transformers import GptOssForCausalLM, LlamaForCausalLM
-
-    from sft_play.machine.hardware import parse_hardware
-    from sft_play.models.config_json import load_model_shape
-    from sft_play.planner import kernels
-    from sft_play.planner.decide import PlanRequest, make_plan
-    from sft_play.training.prepare import model_spec
-
     def config(wanted: str) -> Any:
         text = f"model: {{name: Qwen/Qwen2.5-0.5B, attn_implementation: '{wanted}'}}\ndata: {{packing: best_fit}}\n"
         return config_from_text(text, name="run")

@@ -1,7 +1,5 @@
 """What takes long says so: when, how often, with which total; and nothing else does."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -22,7 +20,6 @@ from sft_play.process.waiting import WaitProgress, report_wait
 
 @pytest.fixture
 def quickly(monkeypatch):
-    """The first line after a hundredth of the time."""
     monkeypatch.setattr(module, "FIRST_LINE_S", 0.03)
 
 
@@ -56,10 +53,6 @@ def test_the_innermost_speaks_and_then_the_one_around_it(caplog, quickly):
             until(caplog, "Reading: 3 of 7 rows, ")
             assert set(said(caplog)) == {"Reading: 3 of 7 rows, S"}
         until(caplog, "Checking: S")
-    assert module._open_waits == []
-
-
-def test_it_ends_where_what_is_awaited_fails(quickly):
     with pytest.raises(KeyError), report_wait("Reading"):
         raise KeyError
     assert module._open_waits == []

@@ -2,10 +2,7 @@
 
 The recipes are run on CPU ranks with the text that people type; what decides is tried on random environments."""
 
-from __future__ import annotations
-
 import importlib
-import json
 import os
 import shutil
 import subprocess
@@ -16,37 +13,23 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.config import config_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.commands import launch_requests
 from sft_play.commands.request import read_request
 from sft_play.errors import ConfigError
+from sft_play.launch import accelerate, torchrun
 from sft_play.launch import run_hardware as of_ranks
-from sft_play.launch import torchrun
-from sft_play.launch.accelerate import (
-    accelerate_launch_config,
-    default_accelerate_path,
-    find_accelerate_file,
-    read_accelerate_file,
-    refuse_too_few_processes,
-    remove_accelerate_variables,
-)
 from sft_play.launch.request import LaunchOptions, fill_from_accelerate, parse_launch_options
-from sft_play.launch.torchrun import (
-    node_variables,
-    rank_variables,
-    read_rank_info,
-    refuse_lone_node,
-    refuse_repeated_starts,
-    rendezvous_variables,
-)
 from sft_play.machine.hardware import parse_hardware
 from sft_play.machine.network import NodeSetup
 from tests import warm
-from tests.conftest import ROOT, Command, clean_environment
+from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
 from tests.processes import free_port
+from tests.test_train import losses
 
 BIN = Path(sys.executable).parent
 build = pytest.mark.build
@@ -56,20 +39,17 @@ DDP = "ddp proved: the model is a DistributedDataParallel over 2 ranks"
 BY_ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}
 
 
-# --- who this process is ----------------------------------------------------------------------------------------------
-
-
 @QUICK
 @given(rank=st.integers(0, 5), more=st.integers(1, 5), local=st.one_of(st.none(), st.integers(0, 5)))
 def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more, local):
     environment = {"RANK": str(rank), "WORLD_SIZE": str(rank + more), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
     if local is not None:
         environment["LOCAL_RANK"] = str(min(local, rank))
-        assert node_variables(environment) == ({}, ())
-        assert rank_variables(environment)
+        assert torchrun.node_variables(environment) == ({}, ())
+        assert torchrun.rank_variables(environment)
         return
-    assert read_rank_info(environment) is None
-    found, lines = node_variables(environment)
+    assert torchrun.read_rank_info(environment) is None
+    found, lines = torchrun.node_variables(environment)
     assert (found["NODE_RANK"], found["NNODES"]) == (str(rank), str(rank + more))
     assert found.keys() == {"NODE_RANK", "NNODES", "EXPORTED"}
     assert len(lines) == (rank + more > 1)
@@ -115,44 +95,27 @@ def test_what_schedulers_export_and_cannot_be_meant_is_one_message(environment, 
             read_request([command, "--config", "x.yaml"], environment)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("tasks", [None, "1", "4"])
-@pytest.mark.parametrize("local", [None, "0"])
-def test_tasks_of_slurm_that_would_each_be_a_run_are_refused(nodes, tasks, local):
-    environment = {"SLURM_PROCID": "0"} | ({"SLURM_STEP_NUM_TASKS": tasks} if tasks else {})
-    environment |= {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": local} if local else {}
-    if tasks == "4" and nodes == 1 and local is None:
-        for given in (environment, {"OMPI_COMM_WORLD_SIZE": "4"}, {"MPI_LOCALNRANKS": "4"}):
-            with pytest.raises(ConfigError, match="this command was started 4 times"):
-                refuse_repeated_starts(given, node_count=nodes)
-    else:
-        refuse_repeated_starts(environment, node_count=nodes)
+def test_tasks_of_slurm_that_would_each_be_a_run_are_refused():
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    for environment in (slurm, {"OMPI_COMM_WORLD_SIZE": "4"}, {"MPI_LOCALNRANKS": "4"}):
+        with pytest.raises(ConfigError, match="this command was started 4 times"):
+            torchrun.refuse_repeated_starts(environment, node_count=1)
+    torchrun.refuse_repeated_starts(slurm, node_count=2)
+    for changes in ({"SLURM_STEP_NUM_TASKS": "1"}, {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}):
+        torchrun.refuse_repeated_starts(slurm | changes, node_count=1)
+    torchrun.refuse_repeated_starts({"SLURM_PROCID": "0"}, node_count=1)
 
 
-# --- an address without a number of nodes -----------------------------------------------------------------------------
-
-
-def test_an_address_of_another_machine_without_a_number_of_nodes_stops(caplog):
-    for nodes in (
-        NodeSetup(),
-        NodeSetup(1, 0, "127.0.0.1", None),
-        NodeSetup(1, 0, "localhost", 5),
-        NodeSetup(2, 1, "192.0.2.1", 5),
-    ):
-        refuse_lone_node(nodes)
+def test_an_address_of_another_machine_without_a_number_of_nodes_stops_and_of_this_one_is_said(monkeypatch, caplog):
+    for nodes in (NodeSetup(), NodeSetup(1, 0, "127.0.0.1", None), NodeSetup(2, 1, "192.0.2.1", 5)):
+        torchrun.refuse_lone_node(nodes)
     for address in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=r"is another machine.*give NNODES=2 NODE_RANK=1 .* or NNODES=1 for"):
-            refuse_lone_node(NodeSetup(1, 0, address, None))
-
-
-def test_an_address_of_this_machine_without_a_number_of_nodes_is_said(monkeypatch, caplog):
+            torchrun.refuse_lone_node(NodeSetup(1, 0, address, None))
     monkeypatch.setattr(torchrun, "can_bind", lambda address: address == "192.0.2.7")
     with caplog.at_level("INFO"):
-        refuse_lone_node(NodeSetup(1, 0, "192.0.2.7", None))
+        torchrun.refuse_lone_node(NodeSetup(1, 0, "192.0.2.7", None))
     assert "MASTER_ADDR=192.0.2.7 is this machine: the run is on it alone" in caplog.text
-
-
-# --- accelerate's own file --------------------------------------------------------------------------------------------
 
 
 def accelerate_file(path: Path, kind: str = "MULTI_GPU", **changes: object) -> Path:
@@ -171,14 +134,12 @@ def accelerate_file(path: Path, kind: str = "MULTI_GPU", **changes: object) -> P
 @pytest.mark.parametrize("variable", ["HF_HOME", "XDG_CACHE_HOME", "HOME"])
 def test_accelerates_own_place_is_where_accelerate_says(tmp_path, variable, monkeypatch):
     """`default_yaml_config_file` of accelerate, which reads the variables as it is imported."""
-    from accelerate.commands.config import config_args
-
     with monkeypatch.context() as patch:
         for name in ("HF_HOME", "XDG_CACHE_HOME"):
             patch.delenv(name, raising=False)
         patch.setenv(variable, str(tmp_path))
         theirs = importlib.reload(config_args).default_yaml_config_file
-        assert str(default_accelerate_path(os.environ)) == theirs
+        assert str(accelerate.default_accelerate_path(os.environ)) == theirs
         assert theirs.startswith(str(tmp_path))
     importlib.reload(config_args)
 
@@ -186,13 +147,13 @@ def test_accelerates_own_place_is_where_accelerate_says(tmp_path, variable, monk
 def test_the_named_file_wins_then_the_projects_then_accelerates_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = {"HF_HOME": str(tmp_path / "home")}
-    assert find_accelerate_file(environment) is None
-    own = accelerate_file(default_accelerate_path(environment), num_machines=2, main_process_ip="10.0.0.1")
-    assert find_accelerate_file(environment) == own
+    assert accelerate.find_accelerate_file(environment) is None
+    own = accelerate_file(accelerate.default_accelerate_path(environment), num_machines=2, main_process_ip="10.0.0.1")
+    assert accelerate.find_accelerate_file(environment) == own
     project = accelerate_file(tmp_path / "configs" / "accelerate" / "default_config.yaml")
-    assert find_accelerate_file(environment) == project.relative_to(tmp_path)
-    assert find_accelerate_file({**environment, "ACCELERATE_CONFIG": "none"}) is None
-    assert find_accelerate_file({**environment, "ACCELERATE_CONFIG": "mine.yaml"}) == Path("mine.yaml")
+    assert accelerate.find_accelerate_file(environment) == project.relative_to(tmp_path)
+    assert accelerate.find_accelerate_file({**environment, "ACCELERATE_CONFIG": "none"}) is None
+    assert accelerate.find_accelerate_file({**environment, "ACCELERATE_CONFIG": "mine.yaml"}) == Path("mine.yaml")
 
 
 @QUICK
@@ -201,15 +162,14 @@ def test_accelerates_file_for_several_machines_is_a_launch_over_them(tmp_path_fa
     path = tmp_path_factory.mktemp("accelerate") / "file.yaml"
     accelerate_file(path, num_machines=machines, machine_rank=min(rank, machines - 1), num_processes=machines * each,
                     main_process_ip="10.0.0.1" if address else None, main_process_port=1234)  # fmt: skip
-    config = read_accelerate_file(path)
+    config = accelerate.read_accelerate_file(path)
     if machines > 1 and not address:
         with pytest.raises(ConfigError, match="needs main_process_ip"):
             fill_from_accelerate(LaunchOptions(), config)
         return
     options = fill_from_accelerate(LaunchOptions(), config)
-    assert options.nodes == (
-        NodeSetup(machines, min(rank, machines - 1), "10.0.0.1", 1234) if machines > 1 else NodeSetup()
-    )
+    several = NodeSetup(machines, min(rank, machines - 1), "10.0.0.1", 1234)
+    assert options.nodes == (several if machines > 1 else NodeSetup())
     assert options.processes_per_node == each
     typed = fill_from_accelerate(parse_launch_options({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "5"}), config)
     assert (typed.nodes.address, typed.nodes.port) == ("10.0.0.9", 5)
@@ -219,23 +179,20 @@ def test_a_broken_file_of_accelerate_does_not_stop_one_process(tmp_path, monkeyp
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert not launch_requests.accelerate_has_several_machines()
-    own = accelerate_file(default_accelerate_path(os.environ), num_machines=2, main_process_ip="10.0.0.1")
+    own = accelerate_file(accelerate.default_accelerate_path(os.environ), num_machines=2, main_process_ip="10.0.0.1")
     assert launch_requests.accelerate_has_several_machines()
     own.write_text("distributed_type: TPU\n")
     assert not launch_requests.accelerate_has_several_machines()
     assert "not needed for one process" in caplog.text
 
 
-# --- accelerate launch ------------------------------------------------------------------------------------------------
-
-
 def test_accelerate_that_starts_one_process_instead_of_several_is_noticed():
     environment = {**BY_ACCELERATE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    refuse_too_few_processes({**BY_ACCELERATE})
-    refuse_too_few_processes({"MASTER_ADDR": "127.0.0.1"})
-    refuse_too_few_processes({**environment, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    accelerate.refuse_too_few_processes({**BY_ACCELERATE})
+    accelerate.refuse_too_few_processes({"MASTER_ADDR": "127.0.0.1"})
+    accelerate.refuse_too_few_processes({**environment, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     with pytest.raises(ConfigError, match=r"several processes .* and started 1"):
-        refuse_too_few_processes(environment)
+        accelerate.refuse_too_few_processes(environment)
 
 
 @pytest.mark.parametrize(
@@ -255,20 +212,16 @@ def test_accelerate_that_starts_one_process_instead_of_several_is_noticed():
 )  # fmt: skip
 def test_what_accelerate_tells_its_ranks_is_the_layout_and_is_acted_on_once(told, strategy, engine):
     environment = {**BY_ACCELERATE, **told, "HF_HOME": "here", "ACCELERATE_CONFIG": "f.yaml"}
-    choices = accelerate_launch_config(environment)
+    choices = accelerate.accelerate_launch_config(environment)
     assert choices is not None
     options = fill_from_accelerate(LaunchOptions(), choices)
     assert (options.strategy, options.deepspeed is not None) == (strategy, engine)
     if "ds.json" in told.values():
-        assert options.deepspeed is not None
         assert options.deepspeed.file == Path("ds.json")
     assert fill_from_accelerate(LaunchOptions(strategy="zero1"), choices).strategy == "zero1"
-    remove_accelerate_variables(environment)
+    accelerate.remove_accelerate_variables(environment)
     assert environment == {"HF_HOME": "here", "ACCELERATE_CONFIG": "f.yaml"}
-    assert accelerate_launch_config(environment) is None
-
-
-# --- GPUs that stay idle ----------------------------------------------------------------------------------------------
+    assert accelerate.accelerate_launch_config(environment) is None
 
 
 @QUICK
@@ -293,13 +246,9 @@ def test_idle_gpus_are_counted_and_the_number_that_uses_all_is_said(there, used,
     assert (f"num_processes: {there * nodes} in acc.yaml" in line) == file
 
 
-# --- the plan of several nodes ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("machine", "nodes"), [("2x8xH100", 2), ("4x8xH100", 4), ("8xH100", 1)])
-def test_a_plan_ends_with_the_command_of_each_node(command: Command, machine, nodes):
-    code, said = command("plan", "--config", "configs/run_lora.yaml", "--hardware", machine)
-    assert code == 0
+def test_a_plan_ends_with_the_command_of_each_node(succeed, machine, nodes):
+    said = succeed("plan", "--config", "configs/run_lora.yaml", "--hardware", machine)
     lines = said.strip().splitlines()
     if nodes == 1:
         assert "Launch: make train-distributed" in lines[-1]
@@ -307,9 +256,6 @@ def test_a_plan_ends_with_the_command_of_each_node(command: Command, machine, no
     assert "on node 0: make train-distributed CONFIG=configs/run_lora.yaml" in lines[-2]
     assert f"NNODES={nodes} NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=29500" in lines[-2]
     assert lines[-1].endswith(f"on the others: the same with NODE_RANK=1{' to 3' if nodes == 4 else ''}")
-
-
-# --- recipes, run -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -321,19 +267,13 @@ def world(tmp_path_factory, tiny_llama) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(world) -> list[float]:
-    """Losses of the same run in one process."""
     (ended,) = together(world, [run_words(world, "alone")], [{}])
     assert ended.returncode == 0, ended.stdout
-    return losses(world, "alone")
+    return losses(world / "outputs" / "alone")
 
 
 def run_words(world: Path, name: str, program: Sequence[str] = ("scripts/train.py",)) -> list[str]:
     return [warm.python(), *program, "--config", f"{world}/run.yaml", "tuning.mode=lora", f"output.name={name}"]
-
-
-def losses(world: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (world / "outputs" / name / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 def together(
@@ -370,7 +310,7 @@ def assert_trained(world: Path, name: str, alone: list[float], ended: Sequence[s
     said = "\n---\n".join(one.stdout for one in ended)
     assert [one.returncode for one in ended] == [0] * len(ended), said
     assert said.count(f"Engine: {proved}") == 1, said
-    assert losses(world, name) == pytest.approx(alone, rel=1e-5)
+    assert losses(world / "outputs" / name) == pytest.approx(alone, rel=1e-5)
     assert [path.name for path in (world / "outputs").iterdir() if path.name.startswith(name)] == [name]
 
 
@@ -381,8 +321,8 @@ def test_accelerates_own_file_makes_two_nodes_of_make_train_distributed(world, a
     environs = []
     for rank in (0, 1):
         environs.append({"HF_HOME": str(tmp_path / f"home-{rank}")})
-        accelerate_file(default_accelerate_path(environs[-1]), num_machines=2, machine_rank=rank, num_processes=2,
-                        main_process_ip="127.0.0.1", main_process_port=port)  # fmt: skip
+        path = accelerate.default_accelerate_path(environs[-1])
+        accelerate_file(path, num_machines=2, machine_rank=rank, main_process_ip="127.0.0.1", main_process_port=port)
     words = ["make", f"VENV={warm.environment_folder()}", "train-distributed", f"CONFIG={world}/run.yaml"]
     words.append("SET=tuning.mode=lora output.name=own-file")
     ended = together(world, [words, words], environs)
@@ -392,7 +332,6 @@ def test_accelerates_own_file_makes_two_nodes_of_make_train_distributed(world, a
 
 @build
 def test_accelerate_launch_runs_the_layout_of_its_file(world, alone, tmp_path):
-    """`accelerate launch --config_file fsdp.yaml scripts/train.py --config my.yaml`."""
     fsdp = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
             "fsdp_offload_params": False, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}  # fmt: skip
     file = accelerate_file(tmp_path / "fsdp.yaml", "FSDP", fsdp_config=fsdp, main_process_port=free_port())
@@ -401,28 +340,21 @@ def test_accelerate_launch_runs_the_layout_of_its_file(world, alone, tmp_path):
     assert_trained(world, "by-accelerate", alone, ended, "fsdp proved: the model is a FSDP")
 
 
-@pytest.mark.parametrize("given_port", [True, False])
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_ranks_without_a_meeting_place_are_on_one_machine(nodes, given_port):
-    environment = {"MASTER_PORT": "5"} if given_port else {}
-    if nodes > 1:
+def test_ranks_without_a_meeting_place_are_on_one_machine():
+    for environment, port in (({"MASTER_PORT": "5"}, {}), ({}, {"MASTER_PORT": "29500"})):
         with pytest.raises(ConfigError, match=r"MASTER_ADDR.* not in the environment: ranks on 2 nodes"):
-            rendezvous_variables(environment, node_count=nodes)
-        return
-    found = rendezvous_variables(environment, node_count=nodes)
-    assert found == {"MASTER_ADDR": "127.0.0.1"} | ({} if given_port else {"MASTER_PORT": "29500"})
-    assert rendezvous_variables({**environment, **found}, node_count=2) == {}
+            torchrun.rendezvous_variables(environment, node_count=2)
+        found = torchrun.rendezvous_variables(environment, node_count=1)
+        assert found == {"MASTER_ADDR": "127.0.0.1"} | port
+        assert torchrun.rendezvous_variables({**environment, **found}, node_count=2) == {}
 
 
 @build
 @needs_deepspeed
 def test_deepspeeds_launcher_starts_the_ranks_of_a_script(world, alone):
-    """`deepspeed --num_gpus=2 scripts/train.py --config my.yaml`."""
     launcher = [program("deepspeed"), "--num_gpus=2", f"--master_port={free_port()}", "scripts/train.py"]
     ended = together(world, [run_words(world, "by-deepspeed", launcher)], [{}])
-    assert_trained(
-        world, "by-deepspeed", alone, ended, "ddp proved: the model is a DistributedDataParallel over 2 ranks"
-    )
+    assert_trained(world, "by-deepspeed", alone, ended, DDP)
 
 
 @build
@@ -443,7 +375,6 @@ def test_a_number_of_processes_that_the_launcher_did_not_start_is_refused(monkey
 
 
 def test_a_ranks_settings_are_its_words_alone():
-    """make exports SET, which the ranks that it starts inherit beside their own words."""
     environment = {"SET": "train.save_steps=2 model.max_seq_len=64"}
     alone = read_request(["train", "--config", "x.yaml"], environment).overrides
     assert alone == ("train.save_steps=2", "model.max_seq_len=64")

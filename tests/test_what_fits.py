@@ -1,7 +1,5 @@
 """docs/what-fits.md is what the plan says today, and its date is that of its figures."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -29,7 +27,6 @@ def test_the_page_has_every_card_model_and_mode():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_cell_is_what_plan_says_of_it(seed, tmp_path, capfd):
-    """By the command, as a person would ask; a run YAML of its own."""
     chosen = random.Random(seed)
     (model, card), mode = chosen.choice(sorted(ROWS)), chosen.choice(what_fits.MODES)
     config = tmp_path / "run.yaml"

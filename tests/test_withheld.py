@@ -1,7 +1,5 @@
 """A driver that withholds answers: every call of NVML is refused in turn, and the machine is described by the rest."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

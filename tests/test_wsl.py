@@ -1,7 +1,5 @@
 """WSL: Windows' driver pages GPU memory out instead of running out of it, beside a desktop; made-up kernels, GPUs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -20,9 +18,13 @@ from sft_play.models.config_json import load_model_shape
 from sft_play.planner.decide import PlanRequest, make_plan
 from sft_play.planner.memory.estimate import DESKTOP_BYTES
 from sft_play.planner.plan import plan_from_json
+from sft_play.runs.folder import RunFolder
 from sft_play.text import GIB
+from sft_play.training.loop.trainer import training_arguments
+from sft_play.training.prepare import device_checks
 from tests.fake_nvml import FakeGpu, FakeNvml
 
+pytestmark = pytest.mark.build
 MODEL = "meta-llama/Llama-3.1-8B"
 WSL = "6.6.87.2-microsoft-standard-WSL2\n"
 
@@ -60,9 +62,8 @@ def test_a_machine_under_wsl_says_that_a_desktop_shares_its_gpu(tmp_path, monkey
 def test_a_plan_under_wsl_leaves_a_gib_more_and_says_for_what():
     _, plain = plan_on(parse_hardware("RTX4090"), "train.batch_size=1")
     _, shared = plan_on(paging("RTX4090"), "train.batch_size=1")
-    assert shared.memory.margin - plain.memory.margin == DESKTOP_BYTES == GIB
-    assert shared.memory.required - plain.memory.required == DESKTOP_BYTES
-    assert shared.memory.required_to_load - plain.memory.required_to_load == DESKTOP_BYTES
+    for name in ("margin", "required", "required_to_load"):
+        assert getattr(shared.memory, name) - getattr(plain.memory, name) == DESKTOP_BYTES == GIB
     assert shared.memory.allocated == plain.memory.allocated
     assert "1.0 GiB of it for the desktop beside WSL" in shared.memory.margin_reason
     assert plan_from_json(json.loads(json.dumps(shared.as_json()))) == shared
@@ -73,63 +74,51 @@ def test_a_plan_under_wsl_leaves_a_gib_more_and_says_for_what():
     assert not plan_on(on_cpu, "tuning.mode=lora")[1].choice.step.pages
 
 
-class Cuda:
-    """torch.cuda as far as the start of a run asks it."""
+@pytest.fixture
+def card(monkeypatch):
+    """A function that puts a GPU with so much free memory in place of torch's; the fractions that are set."""
+    made, fractions = device_checks.torch.ones(1), []
+    monkeypatch.setattr(device_checks.torch, "zeros", lambda *_, **__: made)
+    cuda = device_checks.torch.cuda
+    monkeypatch.setattr(cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(cuda, "set_per_process_memory_fraction", fractions.append)
 
-    def __init__(self, *, free: float, total: float) -> None:
-        self.free, self.total = int(free * GIB), int(total * GIB)
-        self.fraction: float | None = None
+    def install(free: float) -> list[float]:
+        monkeypatch.setattr(cuda, "mem_get_info", lambda: (int(free * GIB), TOTAL))
+        return fractions
 
-    def put_in(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-        made = module.torch.ones(1)
-        monkeypatch.setattr(module.torch, "zeros", lambda *_, **__: made)
-        monkeypatch.setattr(module.torch.cuda, "mem_get_info", lambda: (self.free, self.total))
-        monkeypatch.setattr(module.torch.cuda, "memory_reserved", lambda: 0)
-        monkeypatch.setattr(module.torch.cuda, "set_per_process_memory_fraction", self._set)
-
-    def _set(self, fraction: float) -> None:
-        self.fraction = fraction
+    return install
 
 
-@pytest.mark.build
+TOTAL = int(23.99 * GIB)
+
+
 @pytest.mark.parametrize("free", [23.0, 20.0, 30.0])
-def test_paging_becomes_an_out_of_memory_error_below_what_the_desktop_is_left(monkeypatch, caplog, free):
-    from sft_play.training.prepare import device_checks
-
+def test_paging_becomes_an_out_of_memory_error_below_what_the_desktop_is_left(card, caplog, free):
     config, plan = plan_on(paging("RTX4090"), "train.batch_size=1")
-    cuda = Cuda(free=free, total=23.99)
-    cuda.put_in(monkeypatch, device_checks)
+    fractions = card(free)
     with caplog.at_level(logging.DEBUG):
         device_checks.check_gpu(plan, config)
-    assert cuda.fraction is not None
-    limit = cuda.fraction * cuda.total
-    assert limit == pytest.approx(min(cuda.free, plan.budget_bytes) - DESKTOP_BYTES, abs=2)
+    (fraction,) = fractions
+    limit = fraction * TOTAL
+    assert limit == pytest.approx(min(int(free * GIB), plan.budget_bytes) - DESKTOP_BYTES, abs=2)
     planned = plan.memory.reserved + plan.memory.margin
     assert free < 23 or limit >= planned - DESKTOP_BYTES  # what is planned may be taken, where it is there at all
     assert f"WSL: this process may use {limit / GIB:.1f} GiB of the GPU" in caplog.text
 
 
-@pytest.mark.build
-def test_elsewhere_nothing_is_limited_and_too_little_is_refused_under_wsl_too(monkeypatch):
-    from sft_play.training.prepare import device_checks
-
+def test_elsewhere_nothing_is_limited_and_too_little_is_refused_under_wsl_too(card):
     config, plan = plan_on(parse_hardware("RTX4090"))
-    cuda = Cuda(free=23.0, total=23.99)
-    cuda.put_in(monkeypatch, device_checks)
+    fractions = card(23.0)
     device_checks.check_gpu(plan, config)
-    assert cuda.fraction is None
+    assert fractions == []
     config, plan = plan_on(paging("RTX4090"))
-    cuda = Cuda(free=4.0, total=23.99)
-    cuda.put_in(monkeypatch, device_checks)
+    card(4.0)
     with pytest.raises(DoesNotFit, match=r"GiB are planned, but only 4\.0 are free"):
         device_checks.check_gpu(plan, config)
 
 
-@pytest.mark.build
 def test_memory_is_page_locked_but_under_wsl(tmp_path):
-    from sft_play.runs.folder import RunFolder
-    from sft_play.training.loop.trainer import training_arguments
-
     for machine, pinned in ((parse_hardware("RTX4090"), True), (paging("RTX4090"), False)):
         config, plan = plan_on(machine)
         made = training_arguments(config, plan, RunFolder(tmp_path), has_eval=False, arguments_class=dict)

@@ -1,7 +1,5 @@
 """Defaults of other tools as their own source has them: read by its syntax, in wheels or where it is installed."""
 
-from __future__ import annotations
-
 import ast
 import os
 import sysconfig
