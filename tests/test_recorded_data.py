@@ -29,6 +29,7 @@ from sft_play.data.build.splits import build_splits
 from sft_play.data.checks import judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.tokenizer import TokenizerParts
+from sft_play.data.process import process_files
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat, detect_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -120,7 +121,6 @@ def tokenizer(*, begins: bool = False) -> Any:
 
 
 def to_messages(draw: random.Random) -> Any:
-    """A row that somebody wrote, read."""
     row = RawRow("f:1", written_otherwise(draw))
     _, shape = detect_format(iter([row]), DataConfig())
     return to_example(row, shape, DataConfig()) if shape is not None else None
@@ -151,9 +151,6 @@ def rows(template: str) -> dict[str, Any]:
             after = getattr(cut, "input_ids", None), getattr(cut, "labels", None)
             lines.append((made.text, made.input_ids, made.labels, made.method, facts, after))
     return {"became": dict(sorted(became.items())), "digest": digest(lines)}
-
-
-# --- files of rows ----------------------------------------------------------------------------------------------------
 
 
 def odd_rows(draw: random.Random) -> list[Any]:
@@ -202,8 +199,6 @@ def written(folder: Path) -> str:
 
 def processed(seed: int) -> dict[str, Any]:
     """What `process` makes of a folder of odd files."""
-    from sft_play.data.process import process_files
-
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -411,7 +406,6 @@ def split(seed: int) -> dict[str, Any]:
 
 
 def packed(seed: int) -> dict[str, Any]:
-    """How random lengths are packed."""
     draw = random.Random(seed)
     size = draw.randint(8, 64)
     packs = pack_best_fit([draw.randint(1, size) for _ in range(draw.randint(1, 80))], size)
