@@ -273,7 +273,6 @@ def test_a_qlora_adapter_goes_into_the_weights_that_it_was_trained_on(tmp_path):
     assert (logits(load_model_folder(original.path)) - expected).abs().max() > 0.01
     tests = [merge_test(run), merge_test(run, path=original.path)]
     assert [test.ok for test in tests] == [True, False]
-    assert tests[0].kl_merged < tests[1].kl_merged
     records = [read_merge_record(merged.path) for merged in (dequantized, original)]
     assert [record["test"]["ok"] for record in records] == [True, False]
     assert merge_test(run, path=tmp_path / "base").ok is False
@@ -310,11 +309,10 @@ def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monk
 
 def test_the_verdict_goes_by_what_training_changed_within_bounds_of_the_dtype():
     # 5% of the base's divergence, held between the bounds that docs/trained.md names
-    assert divergence_limit("float32", 0.0) == divergence_limit("float32", 1e-6) == 1e-6
-    assert divergence_limit("float32", 1e-3) == pytest.approx(5e-5)
-    assert divergence_limit("float32", 1.0) == 1e-4
-    assert divergence_limit("bfloat16", 0.0) == 1e-4
-    assert divergence_limit("bfloat16", 0.02) == pytest.approx(1e-3)
+    assert [divergence_limit("float32", base) for base in (0.0, 1e-6, 1e-3, 1.0)] == pytest.approx(
+        [1e-6, 1e-6, 5e-5, 1e-4]
+    )
+    assert [divergence_limit("bfloat16", base) for base in (0.0, 0.02)] == pytest.approx([1e-4, 1e-3])
     assert divergence_limit("float16", 10.0) == 5e-3
 
 

@@ -64,7 +64,7 @@ def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
     draw, seen = random.Random(3), {True: 0, False: 0}
     cards = [entry.name for entry in CATALOG_ENTRIES]
     monkeypatch.setattr(RowAttention, "one_by_one_reason", lambda *_: "no kernel")  # on every card
-    for _ in range(20):
+    for _ in range(15):
         model, mode = draw.choice(MODELS), draw.choice(["lora", "qlora"])
         card, batch = draw.choice(cards), draw.choice([8, 32, 64])
         mean = draw.choice([12, 40, 200, 800])
@@ -90,7 +90,7 @@ def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
             seen[step.varlen] += 1
         said = "each chat would be a call of its own" in " ".join(plan.reasons)
         assert said == (not plan.choice.step.varlen and plan.choice.batch.micro_batch > 1)
-    assert min(seen.values()) > 5, seen
+    assert min(seen.values()) > 3, seen
 
 
 def test_every_chat_of_a_pass_costs_its_starts():

@@ -424,19 +424,17 @@ def loading(config: RunConfig) -> Facts:
 
     seen: Facts = {}
 
-    def record(what: str) -> Callable[..., None]:
-        def asked(*args: Any, **options: Any) -> None:
-            seen.update({f"{what}.name": args[0], **{f"{what}.{key}": value for key, value in options.items()}})
-            raise OSError("recorded")
-
-        return asked
-
     for what, target, ask in (
         ("tokenizer", "transformers.AutoTokenizer", tokenizer.load_tokenizer),
         ("config", "sft_play.training.prepare.model_spec.AutoConfig", model_spec._load_full_config),
     ):
+
+        def asked(name: Any, *, what: str = what, **options: Any) -> None:
+            seen.update({f"{what}.{key}": value for key, value in {"name": name, **options}.items()})
+            raise OSError("recorded")
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"{target}.from_pretrained", record(what))
+            patch.setattr(f"{target}.from_pretrained", asked)
             with pytest.raises(SftPlayError):
                 ask(config)
     return seen

@@ -8,7 +8,6 @@ import platform
 import random
 import re
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,7 +23,8 @@ from sft_play.text import GIB
 from sft_play.training.measure import monitor as peaks_module
 from sft_play.training.measure.monitor import SAMPLE_INTERVAL_S, MemoryPeaks, start_memory_peaks
 from sft_play.training.measure.summary import format_peak
-from tests.conftest import chat
+from tests import warm
+from tests.conftest import ROOT, chat, clean_environment
 
 pytestmark = pytest.mark.build
 MIB = 2**20
@@ -156,8 +156,8 @@ print(json.dumps([wanted, measured, level, kernels]))
 
 def test_each_moment_of_a_cpu_has_its_own_peak_and_the_kernels_mark_stays() -> None:
     """In a process of its own; the mark is what `time -v` and Slurm's MaxRSS read."""
-    words = [sys.executable, "-c", ALONE, str(5 * SAMPLE_INTERVAL_S)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+    words = [warm.python(), "-c", ALONE, str(5 * SAMPLE_INTERVAL_S)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT, env=clean_environment())
     wanted, measured, level, kernels = json.loads(done.stdout.splitlines()[-1])
     assert measured.keys() == wanted.keys()
     for moment, mib in wanted.items():

@@ -28,10 +28,8 @@ from sft_play.data.near_duplicates import (
 from sft_play.data.process import process_files, read_processed, split_by_digest, style_rows
 from sft_play.data.sources.examples import NOTE_UNSTYLED, ExampleReader
 from sft_play.data.sources.files import find_data_paths
-from sft_play.data.sources.formats import Chat, content_digest
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, author_form
 from sft_play.errors import ConfigError, DataError
-from tests.bundled import ORIGINS, data_file
 from tests.conftest import chat
 
 
@@ -255,7 +253,7 @@ ROWS = st.dictionaries(st.sampled_from(["messages", "text", "prompt", "completio
 
 
 @given(st.lists(ROWS, max_size=6))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_raw_rows_of_any_shape_end_in_files_that_can_be_read_or_an_error(run, tmp_path, rows):
     write(tmp_path / "raw" / "a.jsonl", *rows)
     try:
@@ -275,25 +273,8 @@ def test_memory_grows_by_little_more_than_a_digest_a_row(run, tmp_path):
         tracemalloc.stop()
         return found
 
-    few, many = peak(3_000), peak(7_000)  # both more than a block
-    assert many - few < 4_000 * 250
-
-
-@pytest.mark.parametrize("origin", ORIGINS)
-def test_real_files_are_processed_whole(run, origin):
-    folder = data_file("bundled/rows" if origin == "bundled" else "sft")
-    raw, questions, rows, counts = {
-        # alpaca and ShareGPT: 8 + 3; OpenAI's and typed parts: 4 + 3 + 2
-        "bundled": (["*.json", "*.jsonl"], "questions", 20, {"train": 12, "test": 5}),
-        "shared": (["llamafactory", "openai_cookbook/*.jsonl"], "gsm8k", 449, {"train": 7_473, "test": 1_319}),
-    }[origin]
-    report = run(raw=[f"{folder}/{pattern}" for pattern in raw])
-    assert (report.rows_in, report.rows_kept) == (rows, rows)
-    report = run(raw=folder / questions)
-    assert {name: split.rows for name, split in report.splits.items()} == counts
-    assert (report.duplicates.count, report.leaks.count) == (0, 0)
-    first = rows_of(run.folder / "test.jsonl")[0]
-    assert content_digest(Chat("elsewhere", tuple(first["messages"]))).hex()[:32] == first["id"]
+    few, many = peak(3_000), peak(5_000)  # both more than a block
+    assert many - few < 2_000 * 250
 
 
 @pytest.fixture

@@ -152,18 +152,6 @@ def test_what_the_closed_form_has_no_words_for_is_said(changes: dict[str, object
     assert part in str(why.value)
 
 
-def test_the_score_holds_the_closed_form_beside_the_trace(tmp_path: Path) -> None:
-    others = [{**ROW, "id": "again"}, {**ROW, "id": "fa", "optimizer": "LoRA-FA AdamW"}]
-    path = write(tmp_path / "peaks.csv", [ROW, *others])
-    report = score(path, trace=fixed, config_of=config_of)
-    answer = report.as_json()
-    first = answer["rows"][0]
-    assert first["closed_promised_bytes"] > first["closed_reserved_bytes"] >= first["closed_allocated_bytes"] > 0
-    assert answer["summary"]["class A"]["closed_form"]["promise"]["n"] >= 2
-    assert answer["summary"]["class A"]["settings"] < answer["summary"]["class A"]["n"]
-    assert "would have been refused" in "\n".join(report.table_lines())
-
-
 def test_selective_checkpointing_is_refused_and_not_read_as_full(tmp_path: Path) -> None:
     path = write(tmp_path / "peaks.csv", [{**ROW, "gradient_checkpointing": "selective"}])
     report = score(path, trace=fixed, config_of=config_of)
