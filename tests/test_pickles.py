@@ -111,7 +111,7 @@ def in_fsdp_parts(train, tmp_path):  # noqa: F811
     return folder, write
 
 
-def test_parts_of_fsdp_are_read_and_run_nothing(in_fsdp_parts, command, tmp_path):
+def test_parts_of_fsdp_run_nothing(in_fsdp_parts, command, tmp_path):
     folder, write = in_fsdp_parts
     made = tmp_path / "made"
     write(more=Bad(made))  # an object beside the tensors
