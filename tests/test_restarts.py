@@ -236,6 +236,18 @@ def test_a_run_whose_rank_is_killed_twice_ends_as_the_unbroken_one(world, strate
 
 
 @pytest.mark.slow
+def test_one_process_that_crashes_each_time_ends_after_its_restarts(world):
+    crash = {"DYING": "0", "AT_STEP": "2", "TIMES": "9", "SIGNAL": str(int(signal.SIGSEGV)), "MAX_RESTARTS": "1"}
+    ended = begun(world, "train", "crash", "tuning.mode=lora", **crash)
+    printed = ended.stdout + ended.stderr
+    assert ended.returncode == 1, printed
+    assert len(list((world / "marks-crash").iterdir())) == 2
+    assert "killed by SIGSEGV; the run goes on from the checkpoint of step 1" in printed
+    manifest = json.loads((world / "outputs" / "crash" / "manifest.json").read_text())
+    assert (manifest["status"], "killed by SIGSEGV" in manifest["error"]) == ("failed", True)
+
+
+@pytest.mark.slow
 def test_one_process_that_is_launched_to_be_watched_trains_as_one_that_is_not(world):
     """And what a restart cannot help, an exception, is not started again."""
     plain = begun(world, "train", "plain", "tuning.mode=lora")

@@ -216,7 +216,7 @@ def test_a_git_remote_with_credentials_is_not_recorded(tmp_path, monkeypatch):
     assert "ghp_" not in json.dumps(state)
 
 
-def test_hostile_text_does_not_reach_the_terminal(tmp_path, command):
+def test_hostile_text_in_a_config_does_not_reach_the_terminal(tmp_path, command):
     assert escape_control("a\x1b[31mb\x07\x00\u202ec\td\n") == "a\\x1b[31mb\\x07\\x00\\u202ec\td\n"
     assert one_line("a\nb" + "x" * 200, limit=10) == "a\\nbxxxxx…"
     path = tmp_path / "run.yaml"
