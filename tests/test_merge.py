@@ -323,6 +323,10 @@ def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path):
         merge_run(run, base="original")
     with pytest.raises(RunFolderError, match="no merged model"):
         merge_test(run)
+    stopped = finished_run(tmp_path / "stopped", base) / "manifest.json"
+    stopped.write_text(json.dumps(json.loads(stopped.read_text()) | {"status": "stopped"}))
+    with pytest.raises(RunFolderError, match="make resume"):
+        find_finished_run(tmp_path, "stopped")
     whole = find_finished_run(tmp_path, str(finished_run(tmp_path / "whole", base, mode="full")))
     with pytest.raises(RunFolderError, match="nothing has to be merged"):
         merge_run(whole)
