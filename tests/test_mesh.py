@@ -479,3 +479,11 @@ def test_a_parallelism_config_of_accelerate_is_refused_where_it_divides(tmp_path
         else:
             assert read_accelerate_file(file).layout == "fsdp"
             assert accelerate_launch_config(variables) is not None
+
+
+def test_fsdp_in_a_file_of_accelerate_is_the_mesh_of_the_run(world, tmp_path, command, monkeypatch):
+    plain = tmp_path / "fsdp.yaml"
+    plain.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(plain))
+    code, printed = command("launch-command", *words(world, "lora"), "output.name=never", "model.mesh_shape=[1,2]")
+    assert (code, "Choice: tp " in printed) == (0, True), printed
