@@ -6,7 +6,9 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sft_play.errors import ModelError
 from sft_play.models.config_json import load_config_json, parse_model_shape
@@ -42,13 +44,12 @@ def config_of(kind):
     return {"model_type": kind, **SMALL, **UNKNOWN[kind]}
 
 
-@pytest.mark.parametrize("kind", ["jamba"])
-def test_a_measured_shape_is_remembered_by_config_and_versions(kind, tmp_path, monkeypatch):
+def test_a_measured_shape_is_remembered_by_config_and_versions(tmp_path, monkeypatch):
     def again(config, **options):
         pytest.fail("measured again")
 
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    config = config_of(kind)
+    config = config_of("jamba")
     first = cached_shape(config, name="m")
     assert first == measure_shape_on_meta(config, name="m")
     (file,) = (tmp_path / "shapes").iterdir()
@@ -69,8 +70,6 @@ def test_a_measured_shape_is_remembered_by_config_and_versions(kind, tmp_path, m
 
 @pytest.mark.parametrize("kind", sorted(UNKNOWN))
 def test_an_unknown_type_is_measured_whole(kind):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config = config_of(kind)
     with pytest.raises(UnknownArchitecture):
         parse_model_shape(config, name="m")
@@ -81,12 +80,8 @@ def test_an_unknown_type_is_measured_whole(kind):
     assert shape.params == sum(parameter.numel() for parameter in model.parameters())
     assert shape.num_layers == len(shape.layer_order) == sum(layer.count for layer in shape.layers) == 4
     head = model.get_output_embeddings()
-    weights = sum(
-        module.weight.numel()
-        for module in model.modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
-    )
-    assert weights == sum(linear.weights * count for linear, count in shape.linears)
+    linears = [one for one in model.modules() if isinstance(one, torch.nn.Linear) and one is not head]
+    assert sum(one.weight.numel() for one in linears) == sum(linear.weights * count for linear, count in shape.linears)
     assert "measured on its class" in shape.source_note
 
 
@@ -95,22 +90,17 @@ def test_an_unknown_type_is_measured_whole(kind):
 )
 def test_buffers_are_counted_in_the_dtype_that_they_are_loaded_in(kind, dtype):
     """Tables of positions are in the dtype of the weights; rotary frequencies and masks have their own."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     config = small_config(CONFIG_MAPPING[kind]().get_text_config())
     with torch.device("meta"):
         loaded = AutoModelForCausalLM.from_config(prepare_text_config(config), dtype=dtype)
     shape = measure_shape_on_meta(json.loads(json.dumps(config.to_dict(), default=str)), name="m")
-    assert (
-        sum(one.nbytes for one in loaded.buffers()) == shape.buffer_bytes + dtype.itemsize * shape.buffer_elements > 0
-    )
+    counted = shape.buffer_bytes + dtype.itemsize * shape.buffer_elements
+    assert sum(one.nbytes for one in loaded.buffers()) == counted > 0
 
 
 @pytest.mark.parametrize("kind", ["bamba", "nemotron_h"])
 def test_a_config_that_transformers_wrote_is_read(kind, tmp_path, monkeypatch):
     """Their `time_step_limit` ends at infinity, which JSON lacks."""
-    from transformers import AutoConfig
-
     sizes = {"num_hidden_layers": 4} if kind == "nemotron_h" else {**SMALL, **UNKNOWN.get(kind, {})}
     written = AutoConfig.for_model(kind, **sizes, time_step_limit=[0.0, float("inf")])
     written.save_pretrained(tmp_path)
@@ -125,10 +115,8 @@ def test_a_config_that_transformers_wrote_is_read(kind, tmp_path, monkeypatch):
 
 
 def test_experts_and_routers_are_no_linear_layers():
-    shape = measure_shape_on_meta(
-        {"model_type": "qwen3_moe", **SMALL, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
-        name="m",
-    )
+    experts = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    shape = measure_shape_on_meta({"model_type": "qwen3_moe", **SMALL, **experts}, name="m")
     # 4 experts of gate, up and down, 64 x 32 each, in each of 4 blocks
     assert shape.expert_params == 4 * 4 * 3 * 64 * 32
     assert shape.layers[0].router_params == 4 * 64
@@ -191,8 +179,6 @@ def test_custom_code_is_not_run_unless_it_is_allowed(tmp_path):
 def test_4_bits_are_counted_where_transformers_puts_them(kind, packed):
     """It replaces plain linear layers only: Falcon's, of a class of its own, stay in 16 bits."""
     from bitsandbytes.nn import Linear4bit
-    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
-    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
     config = config_of(kind) if kind == "qwen3_next" else {"model_type": kind, **SMALL}
     shape = measure_shape_on_meta(config, name="m")

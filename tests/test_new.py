@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,18 +44,14 @@ def models(tmp_path_factory):
     }
 
 
+def asked_for(**variables) -> Request:
+    return Request("new", Path("-"), values={name.strip("_").upper(): value for name, value in variables.items()})
+
+
 def written(**variables) -> Path:
-    """The file that `make new` wrote."""
-    answer = new.run_new(
-        Request("new", Path("-"), values={name.strip("_").upper(): value for name, value in variables.items()})
-    )
+    answer = new.run_new(asked_for(**variables))
     assert answer.data["next"].startswith(f"make plan CONFIG={answer.data['path']}")
     return Path(answer.data["path"])
-
-
-def data_files() -> list[Path]:
-    files = [*shared("sft").rglob("*.json*"), *shared("bad_inputs").glob("*.json*"), *shared("corpora").rglob("*.txt")]
-    return sorted(file for file in files if file.stat().st_size < 2_000_000)
 
 
 @build
@@ -67,7 +60,8 @@ def test_what_is_written_for_data_loads_plans_and_checks(models, model, tmp_path
     """Every shared file of data: refused as the data, or a run YAML whose only problems are the rows' own."""
     monkeypatch.chdir(tmp_path)
     refused, of_rows = [], ("rows", "masks", "length")
-    files = data_files()
+    files = [*shared("sft").rglob("*.json*"), *shared("bad_inputs").glob("*.json*"), *shared("corpora").rglob("*.txt")]
+    files = sorted(file for file in files if file.stat().st_size < 2_000_000)
     assert len(files) > 35
     for number, file in enumerate(random.Random(model).sample(files, 8)):
         try:
@@ -122,9 +116,7 @@ def test_a_folder_with_splits_is_read_by_them(tmp_path):
 def test_new_refuses_and_writes_nothing(variables, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, DataError, ModelError), match=message):
-        new.run_new(
-            Request("new", Path("-"), values={name.strip("_").upper(): value for name, value in variables.items()})
-        )
+        new.run_new(asked_for(**variables))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -157,8 +149,6 @@ def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(size, 
     assert ("hours" in line, "would stop" in line) == (rows == 4000, size == "3B")
 
 
-# --- another tool's file ----------------------------------------------------------------------------------------------
-
 THEIRS = {
     "axolotl qlora": (
         "base_model: Qwen/Qwen2.5-3B\nload_in_8bit: false\nload_in_4bit: true\nadapter: qlora\nlora_r: 32\n"
@@ -175,14 +165,6 @@ THEIRS = {
         "warmup_steps: 0\nfp16: true\nval_size: 0.1\neval_strategy: steps\neval_steps: 500\nsave_strategy: epoch\n"
         "save_steps: 500\nhub_token: hf_secret\n",
         {"tuning.mode": "qlora", "train.warmup_steps": 0.1, "eval.steps": 500, "train.save_steps": None},
-    ),
-    "TRL": (
-        "model_name_or_path: Qwen/Qwen2.5-0.5B\ntorch_dtype: bfloat16\nmax_length: 2048\n"
-        "dataset_name: trl-lib/Capybara\nper_device_train_batch_size: 16\nlearning_rate: 2.0e-05\n"
-        "packing: true\nassistant_only_loss: true\n"
-        "completion_only_loss: false\ndo_eval: true\neval_strategy: 'no'\neval_steps: 10\nmax_steps: -1\n"
-        "load_best_model_at_end: true\n",
-        {"tuning.mode": "full", "eval.steps": 0, "data.loss_on": "assistant", "train.grad_accum": 1},
     ),
 }
 
@@ -207,10 +189,8 @@ def test_preferences_are_refused_and_a_file_without_a_model_asks_for_it():
         translate_file("base_model: a/b\nrl: dpo\n", name="x.yaml", user_settings={})
     with pytest.raises(ConfigError, match=r"x\.yaml names no model.*FROM=x\.yaml MODEL=owner/name"):
         translate_file("lora_r: 8\n", name="x.yaml", user_settings={})
-    assert (
-        translate_file("lora_r: 8\n", name="x.yaml", user_settings={"model.name": "a/b"}).settings["tuning.mode"]
-        == "lora"
-    )
+    found = translate_file("lora_r: 8\n", name="x.yaml", user_settings={"model.name": "a/b"})
+    assert found.settings["tuning.mode"] == "lora"
 
 
 DATA_SET_PATHS = ("data.train_path", "data.sources")
@@ -227,7 +207,6 @@ VALUES = st.sampled_from(
 @example({"dataset": "a/b", "dataset_config": "lora"})
 @example({"dataset": "x.jsonl", "dataset_config": "lora"})
 def test_whatever_a_file_says_is_taken_or_named_with_a_reason(said):
-    """The result loads, and no key of the file is lost without a word."""
     try:
         found = translate_file(json.dumps(said) if said else "{}", name="x.yaml", user_settings={"model.name": "a/b"})
     except ConfigError as error:
@@ -249,7 +228,7 @@ def test_whatever_a_file_says_is_taken_or_named_with_a_reason(said):
 
 
 def mode_by_hand(said: dict[str, object]) -> str | None:
-    """The rule in other words: trained weights win; then 4 bits by anyone; then an adapter; what is off says least."""
+    """Trained weights win; then 4 bits by anyone; then an adapter; what is off says least."""
     full = said.get("finetuning_type") == "full" or said.get("full_finetuning") is True or said.get("adapter") == "full"
     bits = said.get("quantization_bit") == 4 or said.get("load_in_4bit") is True or said.get("adapter") == "qlora"
     adapter = said.get("finetuning_type") == "lora" or said.get("adapter") == "lora" or said.get("use_peft") is True
@@ -283,9 +262,6 @@ def test_hints_of_the_mode_agree_with_each_other(said, draw):
     assert hinted == ({expected} if expected else set())
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_table_from_excel_is_told_its_encoding_and_columns(tmp_path):
     path = tmp_path / "x.csv"
     path.write_bytes("Frage;Antwort\nWie heißt du?;Ich heiße Änne – ja\n".encode("cp1252"))
@@ -307,25 +283,17 @@ def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path,
     for command, folder in (("process", "data/processed"), ("style", "data/processed_with_style")):
         answer = prepare(Request(command, Path("my.yaml"), is_config_given=True, values={"STYLE": "Be terse."}))
         *_, warning, following = answer.lines
-        assert (
-            warning
-            == f"Not read yet: make train with this config reads data.train_path=own.jsonl, not {folder}/train.jsonl"
-        )
+        assert warning.startswith("Not read yet: ")
+        assert warning.endswith(f"data.train_path=own.jsonl, not {folder}/train.jsonl")
         assert following.startswith("Next: make check CONFIG=my.yaml 'SET=")
         overrides = following.partition("SET=")[2].rstrip("'").split()
         data = load_config("my.yaml", overrides=overrides).config.data
-        assert (data.train_path, data.val_path, data.test_path) == (
-            f"{folder}/train.jsonl",
-            f"{folder}/val.jsonl",
-            None,
-        )
+        assert (data.train_path, data.val_path) == (f"{folder}/train.jsonl", f"{folder}/val.jsonl")
+        assert data.test_path is None
     # a config that trains on what process writes needs no settings
     Path("my.yaml").write_text("model: {name: a/b}\ndata: {process: {raw_path: own.jsonl, test_fraction: 0.0}}\n")
     answer = prepare(Request("process", Path("my.yaml"), is_config_given=True, values={"FORCE": True}))
     assert answer.lines[-1] == "Next: make check CONFIG=my.yaml"
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
 
 
 def refused(words: list[str], environment: dict[str, str] | None = None) -> str:
@@ -369,24 +337,6 @@ def test_a_shipped_config_is_found_by_its_name_whatever_lies_here(tmp_path, monk
     assert read_request(["plan", "--config", "run_x"], {}).config == Path("configs/run_x.yaml")
     (tmp_path / "run_x.yaml").touch()  # a file of that name here is asked about
     assert read_request(["plan", "--config", "run_x"], {}).config == Path("run_x")
-
-
-@build
-@pytest.mark.parametrize(("words", "environment", "message"), [
-    (["push", "--repo", "nobody"], {}, "names no user and repository of the hub"),
-    (["infer", "--input", "nope.jsonl"], {"OUTPUT": "x.jsonl"}, "INPUT=nope.jsonl does not exist"),
-])  # fmt: skip
-def test_what_needs_no_library_is_refused_before_one_is_imported(words, environment, message, tmp_path):
-    code = (
-        "import sys; from sft_play.cli import main; code = main(sys.argv[1:]); "
-        "loaded = {'torch', 'transformers'} & set(sys.modules); assert not loaded, loaded; sys.exit(code)"
-    )
-    variables = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
 
 
 def test_a_secret_is_in_no_comment_wherever_it_stands():

@@ -21,11 +21,12 @@ from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.advice import find_largest_fit
 from sft_play.planner.decide import PlanRequest, make_plan
-from sft_play.planner.memory.estimate import STACKING_COPIES, loading_terms
+from sft_play.planner.memory.estimate import STACKING_COPIES, estimate_memory, loading_terms
 from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weight_bytes
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation
 from sft_play.planner.precision import Precision
-from sft_play.trace.confirm import load_planned_shape, load_run_model_shape
+from sft_play.trace.confirm import load_planned_shape, load_run_model_shape, step_settings
+from sft_play.trace.step import record_step
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.model_loading import _build_empty_model, load_model
 from sft_play.training.prepare.experts import PACKED_ATTRIBUTE, stacked_experts
@@ -37,7 +38,6 @@ from tests.test_experts import ONE_BLOCK, sizes
 
 FP32, BF16 = Precision("float32", "float32", ""), Precision("bfloat16", "bfloat16", "")
 QWEN = "Qwen/Qwen3-30B-A3B"
-KINDS = ("qwen3_moe", "gpt_oss", "granitemoe", "llama4_text")
 OWN = {
     "granitemoe": {"num_local_experts": 4, "intermediate_size": 32},
     "llama4_text": {
@@ -77,12 +77,16 @@ def loaded(folder: Path, precision: Precision = FP32):
     return load_model(config, precision, spec, device="cpu"), spec
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
+def trained(world: Path, *words: str, command: str = "train", **variables: str) -> Path:
+    answer = start(world, command, "--config", f"{world}/run.yaml", *words, **variables)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    name = variables.get("RUN") or next(word for word in words if word.startswith("output.name=")).partition("=")[2]
+    return world / "outputs" / name
 
 
 @pytest.mark.build
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "granitemoe", "llama4_text"])
 def test_every_stacked_weight_is_packed_and_computes_what_its_rounded_values_do(tmp_path, kind, precision):
     """Bytes are the plan's; the logits are those of a plain model whose experts were rounded to NF4 and back."""
     folder = saved(tmp_path / "base", kind, **ONE_BLOCK if kind == "qwen3_moe" else {})
@@ -103,17 +107,12 @@ def test_every_stacked_weight_is_packed_and_computes_what_its_rounded_values_do(
         four_bit = dict(model.named_modules())[name]
         if type(four_bit).__name__ == "Linear4bit":
             module.weight.data = nf4_experts.functional.dequantize_4bit(four_bit.weight, four_bit.weight.quant_state)
-    assert found == sum(
-        nf4 // 2 for nf4 in (n for kind in load_run_model_shape(run(folder)).layers for n in stack(kind))
-    )
+    layers = load_run_model_shape(run(folder)).layers
+    assert found == sum(kind.count * (one.weights // 2) for kind in layers for one in kind.expert_weights)
     ids = torch.randint(0, 400, (2, 12))
     with torch.no_grad():
         ours, theirs = model(input_ids=ids).logits.float(), plain(input_ids=ids).logits.float()
     assert (ours - theirs).norm() <= (1e-6 if precision is FP32 else 2e-2) * theirs.norm()
-
-
-def stack(kind) -> list[int]:
-    return [one.weights for one in kind.expert_weights] * kind.count
 
 
 def whole_stacks() -> set[int]:
@@ -142,7 +141,6 @@ def test_no_two_stacks_are_whole_at_once_while_loading(tmp_path, monkeypatch):
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_stack_too_large_for_the_kernels_is_packed_in_parts(seed, storage, monkeypatch):
-    """As many bytes as whole, and each part's values are those of that part alone."""
     draw = random.Random(seed)
     experts, rows, columns = draw.randint(1, 9), 64, 64 * draw.randint(1, 2)
     weight = torch.randn(experts, rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
@@ -160,14 +158,11 @@ def test_a_stack_too_large_for_the_kernels_is_packed_in_parts(seed, storage, mon
     assert (found - nf4_experts.unpack_nf4(whole, one)).float().norm() < 0.02 * weight.float().norm()
 
 
-# --- what is planned --------------------------------------------------------------------------------------------------
-
-
 def test_qwen3_30b_fits_24_gib_and_its_adapters_are_counted():
     shape, config = load_model_shape(QWEN), run(QWEN)
-    assert weight_bytes(shape, itemsize=2, is_nf4=True) < 16 * 2**30
     plan = make_plan(PlanRequest(config, shape, parse_hardware("1xRTX4090")))
     assert plan.fits
+    assert weight_bytes(shape, itemsize=2, is_nf4=True) < 16 * 2**30
     assert plan.memory.allocated < 20 * 2**30
     walk = StepMemorySimulation(config, shape, BF16, Step(1, 1, 1024))
     stacks = [one.weights for kind in shape.layers for one in kind.expert_weights]
@@ -175,11 +170,8 @@ def test_qwen3_30b_fits_24_gib_and_its_adapters_are_counted():
     assert sum(loading_terms(walk).values()) == walk.resident.weights + max(beside, 4 * walk.trained_parameters.params)
     with_experts = run(QWEN, target_parameters="auto").tuning.lora
     more = adapter_params(shape, with_experts) - adapter_params(shape, config.tuning.lora)
-    assert more == sum(
-        kind.count * 16 * one.experts * (one.inputs + one.outputs)
-        for kind in shape.layers
-        for one in kind.expert_weights
-    )
+    pairs = [(kind.count, one) for kind in shape.layers for one in kind.expert_weights]
+    assert more == sum(count * 16 * one.experts * (one.inputs + one.outputs) for count, one in pairs)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -194,9 +186,6 @@ def test_packed_bytes_are_those_of_every_matrix(seed):
     found = weight_bytes(shape, itemsize=width, is_nf4=True)
     assert packed + width * rest <= found <= 1.002 * (packed + width * rest) + 2**22
     assert weight_bytes(shape, itemsize=width, is_nf4=False) >= width * shape.params
-
-
-# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -217,31 +206,23 @@ def world(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(world) -> Path:
-    answer = start(world, "train", "--config", f"{world}/run.yaml", "output.name=alone")
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "Adapters: one on down_proj and gate_up_proj of every expert" in answer.stdout
-    run_ = world / "outputs" / "alone"
-    assert "nf4" in json.loads((run_ / "summary.json").read_text())["updates"]["weights"]
-    return run_
+    folder = trained(world, "output.name=alone")
+    assert "Adapters: one on down_proj and gate_up_proj of every expert" in (folder / "train.log").read_text()
+    assert "nf4" in json.loads((folder / "summary.json").read_text())["updates"]["weights"]
+    return folder
 
 
 @pytest.mark.build
 def test_a_broken_run_is_resumed_bit_by_bit(world, alone):
-    words = ["--config", f"{world}/run.yaml"]
-    begun = start(world, "train", *words, "output.name=broken", "train.stop_after_steps=3")
-    assert begun.returncode == 0, begun.stdout + begun.stderr
-    ended = start(world, "resume", *words, RUN="broken")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    first, other = (
-        load_file(world / "outputs" / name / "adapter" / "adapter_model.safetensors") for name in ("alone", "broken")
-    )
+    trained(world, "output.name=broken", "train.stop_after_steps=3")
+    broken = trained(world, command="resume", RUN="broken")
+    first, other = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (alone, broken))
     assert first.keys() == other.keys()
     assert all(torch.equal(first[name], other[name]) for name in first)
 
 
 @pytest.mark.build
 def test_plain_peft_takes_the_adapter_and_the_merge_equals_it(world, alone):
-    """In fp32: base rounded as in training, with the adapter by PEFT, against the merged folder."""
     run_ = find_finished_run(world / "outputs", str(alone))
     merged = merge_run(run_, dtype="fp32", base="original")
     ids = torch.randint(0, 400, (2, 24))
@@ -286,13 +267,9 @@ def test_every_expert_that_saw_a_token_has_a_gradient(world):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
 def test_two_ranks_lose_what_one_process_does(world, alone, strategy):
-    words = ["--config", f"{world}/run.yaml", f"output.name={strategy}", "output.if_exists=replace"]
-    answer = start(world, "train-distributed", *words, STRATEGY=strategy, NPROC="2")
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert losses(world / "outputs" / strategy) == pytest.approx(losses(alone), rel=1e-4)
-
-
-# --- experts that stay in 16 bits -------------------------------------------------------------------------------------
+    words = (f"output.name={strategy}", "output.if_exists=replace")
+    spread = trained(world, *words, command="train-distributed", STRATEGY=strategy, NPROC="2")
+    assert losses(spread) == pytest.approx(losses(alone), rel=1e-4)
 
 
 @pytest.mark.build
@@ -302,7 +279,8 @@ def test_experts_stay_as_they_are_where_the_run_leaves_them(tmp_path, precision)
     folder = saved(tmp_path / "base", "qwen3_moe", **ONE_BLOCK)
     text = {"model": {"name": str(folder), "max_seq_len": 64}, "tuning": {"quantize_experts": False}}
     config = config_from_text(json.dumps(text), name="run")
-    model = load_model(config, precision, build_model_spec(config, precision, tokenizer_size=400), device="cpu")
+    spec = build_model_spec(config, precision, tokenizer_size=400)
+    model = load_model(config, precision, spec, device="cpu")
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, precision.load))
     pairs = list(zip(stacked_experts(model), stacked_experts(plain), strict=True))
     assert pairs
@@ -316,7 +294,7 @@ def test_experts_stay_as_they_are_where_the_run_leaves_them(tmp_path, precision)
     in_nf4 = sum(nf4_bytes(one.weights) * kind.count for kind in packed.layers for one in kind.expert_weights)
     difference = weight_bytes(shape, itemsize=width, is_nf4=True) - weight_bytes(packed, itemsize=width, is_nf4=True)
     assert difference == width * stacks - in_nf4
-    sharded = _build_empty_model(config, precision, build_model_spec(config, precision, tokenizer_size=400), None)
+    sharded = _build_empty_model(config, precision, spec, None)
     assert not any(vars(module).get(PACKED_ATTRIBUTE) for module in sharded.modules())  # what FSDP2 fills unit by unit
 
 
@@ -324,18 +302,14 @@ def test_experts_stay_as_they_are_where_the_run_leaves_them(tmp_path, precision)
 @pytest.mark.slow
 def test_a_merge_leaves_experts_that_stayed_as_they_were(world):
     """Trained, stopped, resumed, merged: experts are the base's bit for bit, linear layers what NF4 stands for."""
-    words = ["--config", f"{world}/run.yaml", "tuning.lora.target_parameters=[]", "tuning.quantize_experts=false"]
-    begun = start(world, "train", *words, "output.name=plain", "train.stop_after_steps=3")
-    assert begun.returncode == 0, begun.stdout + begun.stderr
-    ended = start(world, "resume", *words, RUN="plain")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    run_ = find_finished_run(world / "outputs", str(world / "outputs" / "plain"))
+    words = ("tuning.lora.target_parameters=[]", "tuning.quantize_experts=false")
+    trained(world, *words, "output.name=plain", "train.stop_after_steps=3")
+    plain = trained(world, *words, command="resume", RUN="plain")
+    run_ = find_finished_run(world / "outputs", str(plain))
     merged = merge_run(run_, dtype="fp32", base="dequantized")
-    base, whole = (
-        AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32) for place in (world / "base", merged.path)
-    )
-    trained = load_file(world / "outputs" / "plain" / "adapter" / "adapter_model.safetensors")
-    assert not any("experts" in name for name in trained)
+    places = (world / "base", merged.path)
+    base, whole = (AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32) for place in places)
+    assert not any("experts" in name for name in load_file(plain / "adapter" / "adapter_model.safetensors"))
     theirs = dict(base.named_parameters())
     for name, weight in whole.named_parameters():
         if ".experts." in name:
@@ -348,10 +322,6 @@ def test_a_merge_leaves_experts_that_stayed_as_they_were(world):
 @pytest.mark.parametrize("quantize", ["auto", False])
 @pytest.mark.parametrize("checkpointed", [0, None])
 def test_the_plan_of_either_is_its_traces(quantize, checkpointed):
-    from sft_play.planner.memory.estimate import estimate_memory
-    from sft_play.trace.confirm import step_settings
-    from sft_play.trace.step import record_step
-
     fields = {**small("qwen3_moe"), "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 16,
               "head_dim": 64, "num_hidden_layers": 2}  # fmt: skip
     text = {"model": {"name": "m", "max_seq_len": 128}, "tuning": {"quantize_experts": quantize}}
@@ -392,7 +362,6 @@ def test_what_says_two_things_of_experts_is_refused(tuning, key):
     ],
 )
 def test_a_plan_refuses_what_is_asked_of_experts_that_are_not_there(model, tuning, words):
-    """As training does: a plan names no command that would be refused."""
     config = config_from_text(json.dumps({"model": {"name": model, "max_seq_len": 64}, "tuning": tuning}), name="run")
     request = PlanRequest(config, load_model_shape(model), parse_hardware("8xH100"))
     if words is None:
@@ -403,7 +372,6 @@ def test_a_plan_refuses_what_is_asked_of_experts_that_are_not_there(model, tunin
 
 
 def test_the_largest_model_is_asked_with_the_experts_that_the_run_has():
-    """In 4 bits a mixture of 30 billion parameters fits where it does not in 16."""
     found = {}
     for quantize in ("auto", False):
         text = {"model": {"name": QWEN, "max_seq_len": 1024}, "tuning": {"quantize_experts": quantize}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -47,18 +48,19 @@ def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints" / f"checkpoint-{step}" / "adapter_model.safetensors")
 
 
+def read(file: Path) -> dict:
+    return torch.load(file, weights_only=True)
+
+
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_a_step_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(train, monkeypatch, clipping):  # noqa: F811
-    """Logged every 20 steps, saved every 2, two checkpoints kept."""
     same = ["tuning.mode=lora", "train.max_steps=8", "train.logging_steps=20", "train.save_steps=2"]
     same += [f"train.bf16={str(clipping == 1).lower()}", f"train.max_grad_norm={clipping}"]
     with monkeypatch.context() as patch:
         spoil(patch, {5: math.nan})
         code, printed, folder = train("one", *same)
     assert code == 2, printed
-    assert "step 5: the gradient norm is nan, so the step was not taken: nothing was changed" in printed
-    assert "the last checkpoint is that of step 4" in printed
-    assert "train.on_nan=skip" in printed
+    assert re.search(r"step 5: the gradient norm is nan.*checkpoint is that of step 4.*train\.on_nan=skip", printed)
     found = checkpoints.complete_checkpoints(folder / "checkpoints")
     assert [path.name for path in found] == ["checkpoint-2", "checkpoint-4"]
     code, printed, _ = train("one", *same, "train.on_nan=skip", verb="resume")  # what the message advises
@@ -79,22 +81,12 @@ def test_a_skipped_step_changes_nothing(train, monkeypatch, precision, value, op
     before, after, end = (saved(folder, step) for step in (2, 3, 4))
     assert_same_bits(before, after)
     assert any(not torch.equal(end[name], after[name]) for name in end)
-    states = [
-        torch.load(folder / "checkpoints" / f"checkpoint-{step}" / name, weights_only=True)
-        for name in ("optimizer.pt", "scheduler.pt") for step in (2, 3)
-    ]  # fmt: skip
-    assert _flat(states[0]) == _flat(states[1])
-    assert states[2]["last_epoch"] == states[3]["last_epoch"] == 2
+    first, second = (folder / "checkpoints" / f"checkpoint-{step}" for step in (2, 3))
+    torch.testing.assert_close(*(read(one / "optimizer.pt")["state"] for one in (first, second)), rtol=0, atol=0)
+    assert read(first / "scheduler.pt")["last_epoch"] == read(second / "scheduler.pt")["last_epoch"] == 2
     assert len(losses(folder)) == 4  # its loss was finite
     assert all(torch.isfinite(tensor).all() for tensor in weights(folder).values())
     assert json.loads((folder / "summary.json").read_text())["skipped_steps"] == 1
-
-
-def _flat(states: dict) -> dict[str, object]:
-    return {
-        f"{number}.{name}": value.tolist() if isinstance(value, torch.Tensor) else value
-        for number, state in states["state"].items() for name, value in state.items()
-    }  # fmt: skip
 
 
 def test_the_loss_of_a_skipped_step_is_not_in_the_mean(train, monkeypatch):  # noqa: F811
@@ -141,9 +133,8 @@ def test_values_that_are_not_finite_reach_no_checkpoint(train, monkeypatch, prec
         same = ["tuning.mode=lora", "train.max_steps=6", "train.save_steps=1", "train.save_total_limit=1"]
         code, printed, folder = train("one", *same, PRECISION[precision])
     assert code == 2, printed
-    named = "lora_A" if what == "weight" else "the optimizer's exp_avg"
-    assert f"{named}" in printed
-    assert "has values that are not finite, so no checkpoint is written" in printed
+    assert ("lora_A" if what == "weight" else "the optimizer's exp_avg") in printed
+    assert "so no checkpoint is written" in printed
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["checkpoint-2"]
     assert train("one", *same, PRECISION[precision], verb="resume")[0] == 0
 

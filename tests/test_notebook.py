@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,16 +18,17 @@ from sft_play.errors import ConfigError
 from sft_play.machine.hardware import detect_hardware
 from tests import warm
 from tests.conftest import ROOT
+from tests.processes import free_port
 
 EXAMPLES = ROOT / "examples"
 TOOLS = Path(sys.executable).parent
 
 
 def book(folder: Path, *cells: str, **changes: Any) -> Path:
-    """A notebook of these code cells."""
-    made = [{"cell_type": "markdown", "metadata": {}, "source": "# text"}]
-    made += [
-        {"cell_type": "code", "metadata": {}, "execution_count": None, "outputs": [], "source": text} for text in cells
+    code = {"cell_type": "code", "metadata": {}, "execution_count": None, "outputs": []}
+    made = [
+        {"cell_type": "markdown", "metadata": {}, "source": "# text"},
+        *({**code, "source": text} for text in cells),
     ]
     path = folder / "work.ipynb"
     path.write_text(json.dumps({"cells": made, "metadata": {}, "nbformat": 4, "nbformat_minor": 4, **changes}))
@@ -65,13 +65,13 @@ def test_what_is_not_python_is_refused_before_anything_runs(cell, line, tmp_path
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"{", "is not a notebook of format 4"),
+        (b"{", "format 4"),
         (b"\xff\xfe", "is not UTF-8"),
-        (b"[]", "is not a notebook of format 4"),
-        (b'{"nbformat": 3, "worksheets": []}', "is not a notebook of format 4"),
-        (b'{"nbformat": 4, "cells": 5}', "is not a notebook of format 4"),
+        (b"[]", "format 4"),
+        (b'{"nbformat": 3, "worksheets": []}', "format 4"),
+        (b'{"nbformat": 4, "cells": 5}', "format 4"),
         (b'{"nbformat": 4, "cells": [], "metadata": {}}', "has no code cell"),
-        (b'{"nbformat": 4, "cells": [null, {"cell_type": "code"}]}', "is not a notebook of format 4"),
+        (b'{"nbformat": 4, "cells": [null, {"cell_type": "code"}]}', "format 4"),
         (None, "does not exist"),
     ],
 )
@@ -84,15 +84,9 @@ def test_what_is_no_notebook_is_one_message_and_exit_2(content, said, tmp_path, 
     assert said in printed
 
 
-def clean() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def run(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words, cwd=cwd, env={**clean(), **environment}, text=True, timeout=600, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    return subprocess.run(words, cwd=ROOT, env=given, text=True, timeout=600, capture_output=True)
 
 
 def test_every_rank_runs_every_cell_and_rank_0_prints_until_one_fails(tmp_path):
@@ -105,31 +99,18 @@ def test_every_rank_runs_every_cell_and_rank_0_prints_until_one_fails(tmp_path):
         "def broken(number):\n    return 1 / number\n\nbroken(0)",
         "Path(f'never{rank}').touch()",
     )
-    answer = run("make", f"VENV={TOOLS.parent}", "run-notebook", f"NOTEBOOK={path}", "NPROC=2")
-    assert re.findall(r"Error (\d+)$", answer.stdout.strip()) == ["1"]
-    assert answer.stdout.count("hello from") == 1
-    assert "hello from 0\n40\n" in answer.stdout
+    ended = run("make", f"VENV={TOOLS.parent}", "run-notebook", f"NOTEBOOK={path}", "NPROC=2", "JSON=1")
+    answer, printed = json.loads(ended.stdout), ended.stderr  # with JSON=1 its output is one object
+    assert (answer["ok"], answer["kind"], answer["exit"]) == (False, "failed", 1)
+    assert printed.count("hello from") == 1
+    assert "hello from 0\n40\n" in printed
     assert sorted(item.name for item in tmp_path.iterdir()) == ["ran0", "ran1", "work.ipynb"]
     assert (tmp_path / "ran1").read_text() == "__main__"
-    said = answer.stdout.partition("Traceback")[2]
+    said = printed.partition("Traceback")[2]
     assert 'File "work.ipynb, cell 5", line 4, in <module>\n    broken(0)' in said
     assert 'File "work.ipynb, cell 5", line 2, in broken\n    return 1 / number' in said
     assert re.search(r"\[run-notebook\] error: rank [01] of 2", said)
     assert "ended with ZeroDivisionError: division by zero" in said
-
-
-def test_with_json_a_rank_that_fails_is_one_object(tmp_path):
-    path = book(tmp_path, "import os\nprint('hello')\nif os.environ['RANK'] == '1':\n    1 / 0")
-    words = [sys.executable, "scripts/run_notebook.py", "--notebook", str(path), "--nproc", "2", "--json"]
-    ended = subprocess.run(words, cwd=ROOT, env=clean(), text=True, timeout=600, capture_output=True)
-    answer = json.loads(ended.stdout)
-    assert (ended.returncode, answer["ok"], answer["kind"], answer["exit"]) == (1, False, "failed", 1)
-    assert "rank 1 of 2" in ended.stderr
-    assert "ended with ZeroDivisionError" in ended.stderr
-    assert "hello" in ended.stderr
-
-
-# the examples
 
 
 def test_the_example_notebook_is_valid_and_holds_no_outputs():
@@ -143,7 +124,6 @@ def test_the_example_notebook_is_valid_and_holds_no_outputs():
 
 
 def check_example(answer: subprocess.CompletedProcess[str], folder: Path) -> list[float]:
-    """The losses that it printed."""
     assert answer.returncode == 0, answer.stdout
     losses = [float(text) for text in re.findall(r"^step \d+: loss ([\d.]+)$", answer.stdout, re.MULTILINE)]
     assert len(losses) == 3, answer.stdout  # once, not once per rank
@@ -158,7 +138,6 @@ SHORT = ("--steps", "3", "--batch", "2")
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process with the batch of two ranks."""
     folder = tmp_path_factory.mktemp("alone") / "out"
     return check_example(run(warm.python(), SCRIPT, *SHORT[:3], "4", "--save", str(folder)), folder)
 
@@ -174,9 +153,7 @@ def test_the_example_runs_under_torchrun(tmp_path):
 def test_the_example_runs_under_every_launcher(launcher, backend, alone, tmp_path):
     if detect_hardware().gpus:
         pytest.skip("the ranks would take GPUs")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     words = {
         "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2"],
         "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", port],

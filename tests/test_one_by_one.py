@@ -29,11 +29,9 @@ LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 LATENT = LinearShape("self_attn.kv_b_proj", 512, 32 * 256)
 
 
-# --- where a kernel takes boundaries ----------------------------------------------------------------------------------
 def test_a_call_for_each_chat_is_planned_exactly_where_no_kernel_takes_boundaries():
-    """On random GPUs, versions, precisions and heads, by the rule written again."""
     draw, seen = random.Random(5), set()
-    for _ in range(800):
+    for _ in range(400):
         device = draw.choice(["cuda", "cuda", "rocm", "cpu"])
         half, width = draw.random() < 0.7, draw.choice([64, 128, 256, 257, 512])
         capability = draw.choice([None, (6, 0), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
@@ -54,7 +52,6 @@ def test_a_call_for_each_chat_is_planned_exactly_where_no_kernel_takes_boundarie
     assert len(seen) == 5
 
 
-# --- the price --------------------------------------------------------------------------------------------------------
 def run_of(model: str = LLAMA, mode: str = "lora", batch: int = 32, *overrides: str) -> Any:
     text = f"model: {{name: {model}, max_seq_len: 2048}}\ntuning: {{mode: {mode}}}\n"
     return config_from_text(text + f"train: {{effective_batch_size: {batch}}}\n", name="run.yaml", overrides=overrides)
@@ -64,24 +61,18 @@ MODELS = (LLAMA, "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct", "goog
 
 
 def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
-    """On random cards without a kernel, models and rows: every candidate is the faster one of both."""
     draw, seen = random.Random(3), {True: 0, False: 0}
     cards = [entry.name for entry in CATALOG_ENTRIES]
     monkeypatch.setattr(RowAttention, "one_by_one_reason", lambda *_: "no kernel")  # on every card
-    for _ in range(30):
+    for _ in range(15):
         model, mode = draw.choice(MODELS), draw.choice(["lora", "qlora"])
         card, batch = draw.choice(cards), draw.choice([8, 32, 64])
         mean = draw.choice([12, 40, 200, 800])
         spread = draw.choice([0.0, 0.02, 0.6])
         lengths = [max(2, min(2048, round(mean * draw.lognormvariate(0, spread)))) for _ in range(400)]
         known = summarize_row_tokens({length: lengths.count(length) for length in lengths}, limit=2048)
-        request = PlanRequest(
-            run_of(model, mode, batch),
-            load_model_shape(model),
-            parse_hardware(f"1x{card}"),
-            row_tokens=known,
-            has_eval=False,
-        )
+        config, machine = run_of(model, mode, batch), parse_hardware(f"1x{card}")
+        request = PlanRequest(config, load_model_shape(model), machine, row_tokens=known, has_eval=False)
         plan, job = make_plan(request), build_plan_inputs(request)
         for candidate in plan.candidates:
             step, speeds = candidate.step, {}
@@ -92,40 +83,32 @@ def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
                 cut = plan_micro_batches(job, precision, other)
                 assert cut.padded != joined
                 passes = average_micro_steps(known, cut, effective_batch=batch, ranks=1)
-                speeds[joined] = predict_speed(
-                    job.config, job.shape, precision, other, job.rates, micro_steps=passes
-                ).tokens_per_s
+                speed = predict_speed(job.config, job.shape, precision, other, job.rates, micro_steps=passes)
+                speeds[joined] = speed.tokens_per_s
             assert step.varlen == (speeds[True] >= speeds[False]), (card, model, mean, spread, speeds)
             assert candidate.speed.tokens_per_s == pytest.approx(max(speeds.values()))
             seen[step.varlen] += 1
         said = "each chat would be a call of its own" in " ".join(plan.reasons)
         assert said == (not plan.choice.step.varlen and plan.choice.batch.micro_batch > 1)
-    assert min(seen.values()) > 10, seen
+    assert min(seen.values()) > 3, seen
 
 
 def test_every_chat_of_a_pass_costs_its_starts():
-    """By hand: a GPU whose products take no time waits for all starts, those of each chat in each layer and pass among
-    them: forwards once, and backwards counted twice."""
+    """By hand: a GPU whose products take no time waits for all starts, backwards counted twice."""
     request = PlanRequest(run_of(mode="full"), load_model_shape(LLAMA), parse_hardware("1xH200"), has_eval=False)
     job = build_plan_inputs(request)
     rates = dataclasses.replace(job.rates, matrix_flops_per_s=1e30, memory_bytes_per_s=1e30)
-    step = candidates._build_step(
-        dataclasses.replace(job, row_tokens=None),
-        make_plan(request).choice.layout,
-        make_plan(request).batch,
-        0,
-        loss="chunked",
-    )
+    plan, rows_of_one_length = make_plan(request), dataclasses.replace(job, row_tokens=None)
+    step = candidates._build_step(rows_of_one_length, plan.choice.layout, plan.batch, 0, loss="chunked")
     assert step.varlen
     passes = average_micro_steps(summarize_row_tokens({64: 32}, limit=2048), MicroBatches(1, tokens=2048, padded=False),
                             effective_batch=32, ranks=1)  # fmt: skip
     assert (passes.count, passes.rows) == (1, 32)
-    starts = {
-        apart: predict_speed(
-            job.config, job.shape, job.precision, dataclasses.replace(step, one_by_one=apart), rates, micro_steps=passes
-        ).parts["kernel_starts"]
-        for apart in (True, False)
-    }
+    starts = {}
+    for apart in (True, False):
+        other = dataclasses.replace(step, one_by_one=apart)
+        speed = predict_speed(job.config, job.shape, job.precision, other, rates, micro_steps=passes)
+        starts[apart] = speed.parts["kernel_starts"]
     assert starts[False] == pytest.approx(LAYER_OVERHEAD_S * 32 * 3)
     assert starts[True] - starts[False] == pytest.approx(CHAT_START_SHARE * LAYER_OVERHEAD_S * 32 * 3 * 32)
 
@@ -143,7 +126,6 @@ def test_the_rows_of_a_pass_are_those_of_its_fullest_rank():
         assert passes.rows * rows.longest >= passes.padded_tokens - 1e-9
 
 
-# --- where rows need no mask ------------------------------------------------------------------------------------------
 MASKED_MODELS = (
     "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "Qwen/Qwen3-30B-A3B",
     "microsoft/Phi-3.5-mini-instruct",
@@ -151,7 +133,6 @@ MASKED_MODELS = (
 
 
 def test_plans_leave_the_mask_out_by_the_rule():
-    """On random models, GPUs and settings: the choice, its evaluation, its reason and the memory follow the rule."""
     draw = random.Random(7)
     seen = set()
     for _ in range(80):
@@ -192,9 +173,6 @@ def test_plans_leave_the_mask_out_by_the_rule():
     assert len(seen) == 8
 
 
-# --- what runs --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.build
 def test_no_number_is_read_from_the_device(monkeypatch):
     """On the meta device nothing can be read: a pass with checkpointing and windows, forwards and backwards."""
@@ -232,15 +210,15 @@ def test_no_number_is_read_from_the_device(monkeypatch):
 
 @pytest.mark.build
 def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama, monkeypatch):
-    """accelerate's loader, DDP's and checkpointing's handling of keyword arguments leave them as they are; the kernel,
-    which needs none, is not given any."""
+    """As accelerate's loader and DDP hand them on; the kernel, which needs none, is not given any."""
     from torch.nn.parallel.scatter_gather import scatter_kwargs
 
     from sft_play.training.loop.rows import CHAT_LENGTHS
     from sft_play.training.model import attention_functions
     from tests.ranks_micro_batches import trainer_of
 
-    trainer = trainer_of(tiny_llama, tmp_path, MicroBatches(1, tokens=48, padded=False), ranks=1, bf16=False)
+    cut = MicroBatches(1, tokens=48, padded=False)
+    trainer = trainer_of(tiny_llama, tmp_path, cut, ranks=1, bf16=False)
     batches = [batch for batch in trainer.get_train_dataloader() if batch]
     assert any(len(batch[CHAT_LENGTHS]) > 1 for batch in batches)
     for batch in batches:
@@ -250,7 +228,7 @@ def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama
     _, (given,) = scatter_kwargs((), {CHAT_LENGTHS: (3, 4)}, [0])
     assert tuple(given[CHAT_LENGTHS]) == (3, 4)
     monkeypatch.setattr(attention_functions, "_uses_flash", True)
-    trainer = trainer_of(tiny_llama, tmp_path, MicroBatches(1, tokens=48, padded=False), ranks=1, bf16=False)
+    trainer = trainer_of(tiny_llama, tmp_path, cut, ranks=1, bf16=False)
     batches = [batch for batch in trainer.get_train_dataloader() if batch]
     assert batches
     assert all("cu_seq_lens_q" in batch and CHAT_LENGTHS not in batch for batch in batches)

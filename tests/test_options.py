@@ -9,7 +9,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +20,20 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.options import all_options, sections
 from sft_play.config.schema import RunConfig
+from sft_play.data.build import splits as data_splits
 from sft_play.data.build.splits import build_splits
+from sft_play.data.process import process_files, style_rows
 from sft_play.data.sources.files import find_data_paths
 from sft_play.errors import SftPlayError
+from sft_play.launch.run_hardware import hide_gpus, restrict_to_device
+from sft_play.launch.torchrun import rank_timeout_s
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware
 from sft_play.models.config_json import load_model_shape
+from sft_play.planner.backend import choose_backend
 from sft_play.planner.decide import PlanRequest, make_plan
-from sft_play.planner.precision import Precision, adapter_dtype
+from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
+from sft_play.planner.precision import Precision, adapter_dtype, choose_precision, gradient_sync
 from sft_play.runs.folder import MANIFEST_FORMAT, RunFolder
 from sft_play.runs.lookup import is_resume, new_run_folder
 from tests.conftest import chat, need_documents_extra
@@ -37,6 +43,8 @@ SMALL_MIXTURE = {
     "vocab_size": 100, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }  # fmt: skip
+FP32 = Precision("float32", "float32", "")
+CPU = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)
 MACHINE = Hardware((Gpu(0, "GPU", 40 * GIB, None, (9, 0)),), "CPU", 2, 24 * GIB, 24 * GIB)
 
 pytestmark = pytest.mark.build
@@ -44,7 +52,6 @@ pytestmark = pytest.mark.build
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_llama):
-    """Files that options may name."""
     folder = tmp_path_factory.mktemp("world")
     rows = [chat(f"what is {n}?", f"it is {n}.") for n in range(20)]
     german = [{"frage": "a", "antwort": "b"} for _ in rows]
@@ -71,7 +78,6 @@ def write_rows(path: Path, rows: list[Any]) -> None:
 
 
 def _write_odd_rows(folder: Path) -> None:
-    """Files whose rows show what an option does."""
     twice = chat("a", "b")["messages"] * 2
     files = {
         "multi": [{"messages": twice}],
@@ -176,7 +182,6 @@ class Probe:
         return None
 
     def facts(self, world: dict[str, Any], overrides: list[str]) -> Facts:
-        """What is found with these overrides."""
         try:
             return self.look(make(world, *overrides))
         except SftPlayError as error:
@@ -193,16 +198,13 @@ def flat(value: Any, at: str = "") -> Facts:
     """Nested mappings as one, with dotted keys."""
     if not isinstance(value, dict):
         return {at: value}
-    return {
-        key: fact for name, item in value.items() for key, fact in flat(item, f"{at}.{name}" if at else name).items()
-    }
-
-
-# --- where options are looked at --------------------------------------------------------------------------------------
+    found: Facts = {}
+    for name, item in value.items():
+        found |= flat(item, f"{at}.{name}" if at else name)
+    return found
 
 
 def plan(config: RunConfig) -> Facts:
-    """The plan on a GPU, as JSON."""
     return flat(make_plan(PlanRequest(config, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), MACHINE)).as_json())
 
 
@@ -212,14 +214,10 @@ def adapters(config: RunConfig) -> Facts:
 
 
 def on_cpu(config: RunConfig) -> Any:
-    """The plan of the tiny model on a CPU."""
-    return make_plan(
-        PlanRequest(config, load_model_shape(config.model.name), Hardware((), "CPU", 2, 24 * GIB, 24 * GIB))
-    )
+    return make_plan(PlanRequest(config, load_model_shape(config.model.name), CPU))
 
 
 def arguments(config: RunConfig) -> Facts:
-    """What transformers' Trainer is given."""
     from sft_play.training.loop.trainer import training_arguments
 
     return training_arguments(config, on_cpu(config), RunFolder(Path("/nowhere")), has_eval=True).to_dict()
@@ -252,16 +250,10 @@ def trainer(config: RunConfig) -> Facts:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sft_play.training.loop.trainer.PlannedTrainer", Recorder)
         plan, folder = on_cpu(config), RunFolder(Path(config.output.dir) / "x")
-        made = build_trainer(
-            config,
-            plan,
-            folder,
-            model=AutoModelForCausalLM.from_pretrained(config.model.name) if config.train.optim == "muon" else None,
-            tokenizer=None,
-            peft_config=None,
-            train_split=_splits(config)[0].train,
-            eval_split=None,
-        )
+        model = AutoModelForCausalLM.from_pretrained(config.model.name) if config.train.optim == "muon" else None
+        rest: Facts = {"tokenizer": None, "peft_config": None, "eval_split": None}
+        rows = _splits(config)[0].train
+        made = build_trainer(config, plan, folder, model=model, train_split=rows, **rest)
     callbacks = build_plan_callbacks(config, plan, folder, made)
     seen["callbacks"] = tuple(type(item).__name__ for item in callbacks)
     seen["profiled"] = [item._steps for item in callbacks if type(item).__name__ == "ProfileWindow"]
@@ -310,26 +302,18 @@ def splits(config: RunConfig) -> Facts:
 
 def files_of(folder: Path) -> Facts:
     """Rows of the files in a folder, and their first words and texts."""
-    rows = {
-        path.stem: [json.loads(line) for line in path.read_text().splitlines()]
-        for path in sorted(folder.glob("*.jsonl"))
-    }
+    files = sorted(folder.glob("*.jsonl"))
+    rows = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in files}
     return {"folder": str(folder), **{name: len(found) for name, found in rows.items()}, "first": rows["train"][0]}
 
 
 def processed(config: RunConfig) -> Facts:
-    """What `make process` writes, and where."""
-    from sft_play.data.process import process_files
-
     report = process_files(config, force=True)
     counts = {"near": report.near_duplicates.count, "overlaps": sum(one.count for one in report.overlaps.values())}
     return files_of(Path(config.data.process.out_dir)) | counts
 
 
 def styled(config: RunConfig) -> Facts:
-    """What `make style` writes, and where."""
-    from sft_play.data.process import style_rows
-
     processed(config)
     style_rows(config, None, force=True)
     facts = files_of(Path(config.data.style.out_dir))
@@ -337,7 +321,6 @@ def styled(config: RunConfig) -> Facts:
 
 
 def texts(config: RunConfig) -> Facts:
-    """What `make dapt-docx` writes, and where."""
     from sft_play.documents import convert_documents
 
     need_documents_extra()
@@ -364,8 +347,6 @@ def headers(config: RunConfig) -> Facts:
 
 def worker_count(config: RunConfig) -> Facts:
     """How many processes are asked to make rows."""
-    from sft_play.data.build import splits as data_splits
-
     asked: list[Any] = []
     real = data_splits.build_rows
 
@@ -381,15 +362,12 @@ def worker_count(config: RunConfig) -> Facts:
 
 def model_spec(config: RunConfig) -> Facts:
     """The backend, the attention and the adapter that are taken."""
-    from sft_play.machine.hardware import Hardware
-    from sft_play.planner.backend import choose_backend
-    from sft_play.planner.precision import Precision
     from sft_play.training.prepare.model_spec import build_model_spec
 
-    drawn = build_model_spec(config, Precision("float32", "float32", ""), tokenizer_size=100)
+    drawn = build_model_spec(config, FP32, tokenizer_size=100)
     adapter = drawn.peft_config.to_dict() if drawn.peft_config else {}
     listed = {key: tuple(sorted(value)) if isinstance(value, (set, list)) else value for key, value in adapter.items()}
-    backend = choose_backend(config, Hardware((), "CPU", 8, 2**37, 2**37))
+    backend = choose_backend(config, CPU)
     return {
         "backend": backend.name,
         "fallback_from": backend.fallback_from,
@@ -402,27 +380,23 @@ def model_spec(config: RunConfig) -> Facts:
 
 
 def experts(config: RunConfig) -> Facts:
-    """What multiplies the experts of a small mixture."""
     from transformers import AutoModelForCausalLM, MixtralConfig
 
-    from sft_play.planner.precision import Precision
     from sft_play.training.prepare.experts import choose_experts
 
     model = AutoModelForCausalLM.from_config(MixtralConfig(**SMALL_MIXTURE))
-    chosen = choose_experts(config, model, Precision("float32", "float32", ""))
+    chosen = choose_experts(config, model, FP32)
     return {"runs": chosen.name if chosen else None}
 
 
 def expert_weights(config: RunConfig) -> Facts:
-    """Whether the experts of a small mixture are read in 4 bits."""
     from transformers import AutoModelForCausalLM, MixtralConfig
     from transformers.quantizers import AutoHfQuantizer
 
-    from sft_play.planner.precision import Precision
     from sft_play.training.model.model_loading import quantization_config
 
     packs = config.tuning.quantize_experts is not False
-    wanted = quantization_config(Precision("float32", "float32", ""), quantizes_experts=packs)
+    wanted = quantization_config(FP32, quantizes_experts=packs)
     model = AutoModelForCausalLM.from_config(MixtralConfig(**SMALL_MIXTURE))
     quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=False)
     return {"packed": quantizer.param_needs_quantization(model, f"{EXPERTS}.down_proj")}
@@ -436,7 +410,7 @@ def origin(config: RunConfig) -> Facts:
     from sft_play.training.model.model_loading import read_model
     from sft_play.training.prepare.model_spec import build_model_spec
 
-    precision = Precision("float32", "float32", "")
+    precision = FP32
     spec = build_model_spec(config, precision, tokenizer_size=100)
     if config.model.adapter is not None:
         get_peft_model(read_model(config, precision, spec), spec.peft_config).save_pretrained(config.model.adapter)
@@ -450,19 +424,17 @@ def loading(config: RunConfig) -> Facts:
 
     seen: Facts = {}
 
-    def record(what: str) -> Callable[..., None]:
-        def asked(*args: Any, **options: Any) -> None:
-            seen.update({f"{what}.name": args[0], **{f"{what}.{key}": value for key, value in options.items()}})
-            raise OSError("recorded")
-
-        return asked
-
     for what, target, ask in (
         ("tokenizer", "transformers.AutoTokenizer", tokenizer.load_tokenizer),
         ("config", "sft_play.training.prepare.model_spec.AutoConfig", model_spec._load_full_config),
     ):
+
+        def asked(name: Any, *, what: str = what, **options: Any) -> None:
+            seen.update({f"{what}.{key}": value for key, value in {"name": name, **options}.items()})
+            raise OSError("recorded")
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"{target}.from_pretrained", record(what))
+            patch.setattr(f"{target}.from_pretrained", asked)
             with pytest.raises(SftPlayError):
                 ask(config)
     return seen
@@ -479,7 +451,6 @@ def tokens(config: RunConfig) -> Facts:
 
 def weights(config: RunConfig) -> Facts:
     """What the weights are asked for with."""
-    from sft_play.planner.precision import Precision
     from sft_play.training.model import model_loading
     from sft_play.training.prepare import model_spec
 
@@ -489,7 +460,7 @@ def weights(config: RunConfig) -> Facts:
         seen.update(name=args[0], quantised="quantization_config" in options, **options)
         raise OSError("recorded")
 
-    precision = Precision("float32", "float32", "")
+    precision = FP32
     drawn = model_spec.build_model_spec(config, precision, tokenizer_size=100)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sft_play.training.model.model_loading.AutoModelForCausalLM.from_pretrained", record)
@@ -516,39 +487,28 @@ def decision(config: RunConfig) -> Facts:
 
 def device(config: RunConfig) -> Facts:
     """What a run takes of a machine with GPUs."""
-    from sft_play.launch.run_hardware import hide_gpus, restrict_to_device
-
     environment: dict[str, str] = {}
     hide_gpus(config, environment)
     return {"device": restrict_to_device(config, MACHINE).device, **environment}
 
 
 def timeout(config: RunConfig) -> Facts:
-    """How long a rank waits for the others."""
-    from sft_play.launch.torchrun import rank_timeout_s
-
     return {"seconds": rank_timeout_s(config, {})}
 
 
 def hybrid(config: RunConfig) -> Facts:
     """The layouts of four ranks on one node, with the ranks that each divides its states over."""
-    from sft_play.planner.layout import find_layouts
-
-    machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=4)
-    return {
-        item.name: item.shard for item in find_layouts(config, load_model_shape("Qwen/Qwen2.5-3B-Instruct"), machine)[0]
-    }
+    shape = load_model_shape("Qwen/Qwen2.5-3B-Instruct")
+    possible, _ = find_layouts(config, shape, replace(CPU, cpu_ranks=4))
+    return {item.name: item.shard for item in possible}
 
 
 def over_ranks(config: RunConfig) -> Facts:
-    """What two CPU ranks do with gradients in each layout: how often, gathered, reduced and buffer dtypes; or why a
-    layout cannot. What DDP is told, how many steps are profiled, how checkpoints are written."""
-    from sft_play.planner.layout import LAYOUT_NAMES, find_layouts
-    from sft_play.planner.precision import choose_precision, gradient_sync
+    """What two CPU ranks do with gradients in each layout, or why it cannot; profiles, checkpoints."""
     from sft_play.training.engines import engine_arguments
     from sft_play.training.measure.profile import build_profile_window
 
-    machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)
+    machine = replace(CPU, cpu_ranks=2)
     shape, precision = load_model_shape(config.model.name), choose_precision(config, machine)
     possible, refused = find_layouts(config, shape, machine)
     facts: Facts = {item.name: item.because for item in refused}
@@ -566,10 +526,7 @@ def over_ranks(config: RunConfig) -> Facts:
 def test_ddp_looks_for_unused_parameters_where_short_rows_leave_some():
     from sft_play.training.engines import engine_arguments
 
-    config, machine = (
-        config_from_text("model: {name: Qwen/Qwen2.5-0.5B}", name="x"),
-        Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2),
-    )
+    config, machine = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}", name="x"), replace(CPU, cpu_ranks=2)
     made = make_plan(PlanRequest(config, load_model_shape(config.model.name), machine, allowed_layouts=("ddp",)))
     for skips in (False, True):
         told = engine_arguments(made, config, layer_class="Layer", deepspeed=None, has_late_gradients=skips)
@@ -577,33 +534,23 @@ def test_ddp_looks_for_unused_parameters_where_short_rows_leave_some():
 
 
 def traced(config: RunConfig) -> Facts:
-    """Why a candidate is not traced on a CPU."""
-    from sft_play.planner.precision import choose_precision
     from sft_play.trace.confirm import trace_candidate
 
-    machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)
     shape = load_model_shape(config.model.name)
-    answer = trace_candidate(config, {}, shape, choose_precision(config, machine), on_cpu(config).choice)
+    answer = trace_candidate(config, {}, shape, choose_precision(config, CPU), on_cpu(config).choice)
     return {"unavailable": answer.unavailable_reason}
 
 
 LORA, LORA16 = ["tuning.mode=lora"], ["tuning.mode=lora", "train.bf16=true"]
 OUT = ["data.process.out_dir=WORLD/processed"]
 RAW = ["data.process.raw_path=WORLD/many.jsonl", *OUT]
-RAW_DOUBLE = ["data.process.raw_path=WORLD/double.jsonl", *OUT]
-RAW_LEAKY = ["data.process.raw_path=WORLD/leaky", *OUT]
-RAW_NEAR = [
-    "data.process.raw_path=WORLD/near.jsonl",
-    *OUT,
-    "data.process.val_fraction=0",
-    "data.process.test_fraction=0",
-]
+WHOLE = [*OUT, "data.process.val_fraction=0", "data.process.test_fraction=0"]
+RAW_NEAR = ["data.process.raw_path=WORLD/near.jsonl", *WHOLE]
 NEAR_AND_ONE = [*RAW_NEAR, "data.process.compare_with=[WORLD/double.jsonl]"]
 RAW_SYSTEM = ["data.process.raw_path=WORLD/system.jsonl"]
 STYLED = [*RAW, "data.style.system=be brief", "data.style.out_dir=WORLD/styled"]
 STYLED_SYSTEM = [*STYLED, *RAW_SYSTEM]
 TEXTS = ["data.documents.path=WORLD/documents", "data.documents.out_dir=WORLD/texts"]
-PAGES = [*TEXTS, "data.documents.path=WORLD/pages"]
 MIXTURE, EXPERTS = ["model.name=WORLD/mixture"], "model.layers.0.mlp.experts"
 MIXED = ["task_mode=cpt_mixed", "data.text_path=WORLD/text.txt"]
 LONG = ["data.train_path=WORLD/long.jsonl", "data.max_lost_fraction=1.0"]
@@ -611,19 +558,10 @@ SPECIAL = ["data.train_path=WORLD/special.jsonl"]
 
 
 def template(name: str) -> list[str]:
-    """Overrides that take a template of the world."""
     return [f"data.chat_template=WORLD/{name}.jinja"]
 
 
-NO_SYSTEM = ["data.train_path=WORLD/system.jsonl", "data.chat_template=WORLD/nosystem.jinja"]
-UNSLOTH_OR_BNB = ["tuning.backend=unsloth", "tuning.backend_fallback=bnb"]
-GERMAN = "{question: frage, answer: antwort}"
-OURS = ["output.name=ours"]
-NORMAL = "<|im_start|>user\nwhat is 0?<|im_end|>\n<|im_start|>assistant\nit is 0.<|im_end|>\n"
-
-
 def data(path: str, *more: str) -> list[str]:
-    """Overrides that train on a file of the world."""
     return [f"data.train_path=WORLD/{path}", *more]
 
 
@@ -676,7 +614,8 @@ PROBES: list[tuple[str, Probe]] = [
     ("task_mode", Probe(splits, MIXED, {"text_rows": 20})),
     one(weights, "tuning.mode", "lora", "quantised", False),
     one(model_spec, "tuning.mode", "full", "has_adapter", False),
-    ("tuning.backend", Probe(model_spec, UNSLOTH_OR_BNB, {"fallback_from": "unsloth"})),
+    ("tuning.backend", Probe(model_spec, ["tuning.backend=unsloth", "tuning.backend_fallback=bnb"], {
+        "fallback_from": "unsloth"})),
     one(model_spec, "tuning.backend", "unsloth", REFUSED, Says("tuning.backend=unsloth cannot run here")),
     unlocks(model_spec, "tuning.backend_fallback", "bnb", "backend", "bnb", ["tuning.backend=unsloth"]),
     one(model_spec, "tuning.lora.r", 4, "r", 4),
@@ -709,11 +648,13 @@ PROBES: list[tuple[str, Probe]] = [
     one(splits, "data.text_path", "WORLD/nothing.txt", REFUSED, Says("WORLD/nothing.txt does not exist"), MIXED),
     one(splits, "data.text_fraction", 0.1, "text_rows", 2, MIXED),
     one(splits, "data.val_fraction", 0.3, "rows", 13),
-    unlocks(splits, "data.columns", GERMAN, "trained", "b<|im_end|>", data("german.jsonl")),
+    unlocks(splits, "data.columns", "{question: frage, answer: antwort}", "trained", "b<|im_end|>",
+        data("german.jsonl")),
     unlocks(splits, "data.keep_default_na", "false", "trained", "None<|im_end|>", data("na.csv")),
     one(splits, "data.style.system", "be loud", "text", Says("system\nbe loud<|im_end|>")),
     one(splits, "data.chat_template", "WORLD/mine.jinja", "text", Says("userwhat is 0?<|im_end|>assistant")),
-    one(splits, "data.loss_on", "all", "trained", NORMAL),
+    one(splits, "data.loss_on", "all", "trained",
+        "<|im_start|>user\nwhat is 0?<|im_end|>\n<|im_start|>assistant\nit is 0.<|im_end|>\n"),
     one(splits, "data.loss_on", "completion", "trained", "b<|im_end|>", data("multi.jsonl")),
     one(splits, "data.loss_on_empty_think", "false", "trained", "it is 0.<|im_end|>", template("thinks")),
     one(
@@ -732,7 +673,8 @@ PROBES: list[tuple[str, Probe]] = [
     unlocks(splits, "data.on_missing_end", "train", "rows", 20, template("endless")),
     one(splits, "data.special_tokens_in_text", "control", "tokens", 27, SPECIAL),
     one(splits, "data.special_tokens_in_text", "fail", REFUSED, Says("<|im_end|>"), SPECIAL),
-    unlocks(splits, "data.system_into_user", "true", "text", Says("brief"), NO_SYSTEM),
+    unlocks(splits, "data.system_into_user", "true", "text", Says("brief"),
+        ["data.train_path=WORLD/system.jsonl", *template("nosystem")]),
     unlocks(splits, "data.turns_without_roles", "alternate", "trained", "b<|im_end|>", data("no_roles.jsonl")),
     one(splits, "data.merge_consecutive", "true", "text", Says("user\nx\n\na<|im_end|>"), data("consecutive.jsonl")),
     one(splits, "data.drop_empty", "true", "rows", 1, data("empty.jsonl")),
@@ -749,8 +691,9 @@ PROBES: list[tuple[str, Probe]] = [
     one(processed, "data.process.out_dir", "WORLD/elsewhere_processed", "folder", "WORLD/elsewhere_processed", RAW),
     one(processed, "data.process.val_fraction", 0.0, "val", None, [*RAW, "data.process.val_fraction=0.4"]),
     one(processed, "data.process.test_fraction", 0.0, "test", None, RAW),
-    one(processed, "data.process.drop_duplicates", "true", "train", 2, RAW_DOUBLE),
-    one(processed, "data.process.drop_leaks", "true", "train", 1, RAW_LEAKY),
+    one(processed, "data.process.drop_duplicates", "true", "train", 2,
+        ["data.process.raw_path=WORLD/double.jsonl", *OUT]),
+    one(processed, "data.process.drop_leaks", "true", "train", 1, ["data.process.raw_path=WORLD/leaky", *OUT]),
     one(processed, "data.process.near_duplicates", "ignore", "near", 0, RAW_NEAR),
     one(processed, "data.process.near_duplicates", "drop", "train", 2, RAW_NEAR),
     one(processed, "data.process.similarity", 0.9, "near", 0, RAW_NEAR),
@@ -766,7 +709,8 @@ PROBES: list[tuple[str, Probe]] = [
     one(texts, "data.documents.val_fraction", 0.5, "has_val", True, TEXTS),
     one(texts, "data.documents.chunk_chars", 200, "short", True, TEXTS),
     one(texts, "data.documents.drop_repeated", "false", "openings", True, TEXTS),
-    one(headers, "data.documents.headers", "true", "text", Says("Confidential header line"), PAGES),
+    one(headers, "data.documents.headers", "true", "text", Says("Confidential header line"),
+        [*TEXTS, "data.documents.path=WORLD/pages"]),
     one(trainer, "train.group_by_length", "false", "sorts_by_length", False),
     one(plan, "train.group_by_length", "false", "micro_batches.tokens", None),
     one(plan, "train.batch_by", "rows", "micro_batches.tokens", None),
@@ -848,8 +792,8 @@ PROBES: list[tuple[str, Probe]] = [
     ),
     one(folder, "output.dir", "WORLD/elsewhere", "path", "WORLD/elsewhere/run-20260101T000000Z"),
     one(folder, "output.name", "mine", "path", "WORLD/outputs/mine"),
-    unlocks(decision, "output.if_exists", "resume", "goes_on", True, OURS),
-    unlocks(decision, "output.if_exists", "replace", "goes_on", False, OURS),
+    unlocks(decision, "output.if_exists", "resume", "goes_on", True, ["output.name=ours"]),
+    unlocks(decision, "output.if_exists", "replace", "goes_on", False, ["output.name=ours"]),
 ]  # fmt: skip
 """(leaf, probe) of every option whose effect shows without a run."""
 
@@ -860,23 +804,14 @@ RUN_PROBES: dict[str, tuple[str, Callable[[Facts], Any], Any]] = {
     "eval.generate_rows": ("0", lambda said: said["after"]["exact_match"], None),
     "eval.max_new_tokens": ("1", lambda said: said["longest"], 1),
     "eval.before_training": ("false", lambda said: (said["before"] or {}).get("loss"), None),
-    "curriculum": (
-        "[{name: a, max_steps: 1}]",
-        lambda said: [stage["name"] for stage in said.get("stages", ())],
-        ["a"],
-    ),
+    "curriculum": ("[{name: a, max_steps: 1}]", lambda said: [one["name"] for one in said.get("stages", ())], ["a"]),
 }
 """Leaves whose effect is a run's: (value, what is looked at in what the run says, its value then)."""
 
-NEEDS_A_GPU = {"train.dataloader_pin_memory"}
-"""Pinned memory exists with a GPU only: its argument is looked at below with one that is only named."""
-
-UNREACHABLE_CHOICES = {("train.report_to", "wandb"), ("train.report_to", "mlflow"), ("train.report_to", "trackio")}
-"""Trackers that are not installed with the toolkit; tests/test_train.py has the refusal."""
-
 
 def test_every_option_is_probed():
-    assert {leaf for leaf, _ in PROBES} | set(RUN_PROBES) | NEEDS_A_GPU == set(all_options())
+    below = {"train.dataloader_pin_memory"}  # with a GPU only: one that is named
+    assert {leaf for leaf, _ in PROBES} | set(RUN_PROBES) | below == set(all_options())
 
 
 def choices() -> Iterator[tuple[str, str]]:
@@ -898,7 +833,8 @@ def _words(kind: Any) -> list[str]:
 
 def test_every_choice_of_every_option_is_probed():
     probed = {(leaf, override.partition("=")[2]) for leaf, probe in PROBES for override in probe.after}
-    wanted = set(choices()) - UNREACHABLE_CHOICES
+    # trackers that are not installed with the toolkit; tests/test_train.py has the refusal
+    wanted = set(choices()) - {("train.report_to", name) for name in ("wandb", "mlflow", "trackio")}
     assert len(wanted) > 25
     assert wanted <= probed, wanted - probed
 
@@ -981,4 +917,4 @@ def test_pinned_memory_is_asked_for_with_a_gpu_only(world):
 
     assert pinned(MACHINE)
     assert not pinned(MACHINE, "train.dataloader_pin_memory=false")
-    assert not pinned(Hardware((), "CPU", 2, 24 * GIB, 24 * GIB))
+    assert not pinned(CPU)

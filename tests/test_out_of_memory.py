@@ -36,13 +36,9 @@ def test_what_is_advised_is_taken_by_resume_and_needs_less(tmp_path):
     for number in range(60):
         micro, accum, ranks = draw.choice([1, 2, 3, 4, 6, 7, 9, 16]), draw.choice([1, 2, 5]), draw.choice([1, 2, 3])
         started, whole = BatchPlan(micro, accum, ranks), micro * accum * ranks
-        given = draw.choice(
-            [
-                (f"train.effective_batch_size={whole}",),
-                (f"train.batch_size={micro}", f"train.grad_accum={accum}"),
-                (f"train.batch_size={micro}", f"train.effective_batch_size={whole}"),
-            ]
-        )
+        size, steps = f"train.batch_size={micro}", f"train.grad_accum={accum}"
+        effective = f"train.effective_batch_size={whole}"
+        given = draw.choice([(effective,), (size, steps), (size, effective)])
         loaded = loaded_config(*given)
         manifest = {**new_manifest(loaded, hardware={}, data={}), "batch": vars(started), "layout": "ddp"}
         folder = RunFolder(tmp_path / str(number))
@@ -58,9 +54,9 @@ def test_what_is_advised_is_taken_by_resume_and_needs_less(tmp_path):
             continue
         again = loaded_config(*given, *shlex.split(shlex.split(found[1])[0]))
         stopped = PreviousRun("ddp", BatchPlan(micro, accum, ranks))
-        kept = resume_constraints(again.config, stopped, ranks)[0] or BatchPlan(
-            int(again.config.train.batch_size), int(again.config.train.grad_accum), ranks
-        )
+        asked = again.config.train
+        kept, *_ = resume_constraints(again.config, stopped, ranks)
+        kept = kept or BatchPlan(int(asked.batch_size), int(asked.grad_accum), ranks)
         assert kept.effective_batch == whole
         check_same_run(folder, again, data={}, batch=vars(kept))
         assert kept.micro_batch < micro or (micro == 1 and again.config.train.gradient_checkpointing is True)

@@ -13,7 +13,6 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.launch import request, run_hardware
-from sft_play.launch import run_hardware as launch_rank
 from sft_play.launch.torchrun import RankInfo, read_rank_info, refuse_repeated_starts
 from sft_play.machine.gpu import Gpu, GpuSnapshot, GpuStatus
 from sft_play.machine.hardware import Hardware
@@ -67,17 +66,16 @@ def test_tasks_that_srun_gives_gpus_are_ranks(nodes, per_node):
 
 
 def test_a_gpu_is_named_by_host_and_uuid_and_by_its_slot_without_one(monkeypatch):
-    seen = GpuSnapshot(
-        tuple(GpuStatus(n, H100, "NVIDIA", uuid=f"GPU-{n}" if n else None, bus_id="00:17") for n in range(3))
-    )
-    monkeypatch.setattr(launch_rank.nvml, "gpu_snapshot", lambda **_: seen)
+    gpus = (GpuStatus(n, H100, "NVIDIA", uuid=f"GPU-{n}" if n else None, bus_id="00:17") for n in range(3))
+    seen = GpuSnapshot(tuple(gpus))
+    monkeypatch.setattr(run_hardware.nvml, "gpu_snapshot", lambda **_: seen)
     place = RankInfo(5, 0, 8, 4)
     # hidden by CUDA_VISIBLE_DEVICES=2, the driver still lists them all
-    assert launch_rank.rank_gpu_id(place, node(2)).endswith(" GPU-2")
-    assert launch_rank.rank_gpu_id(place, node(0)).endswith(" 00:17")
-    assert launch_rank.rank_gpu_id(place, node()) == ""
-    monkeypatch.setattr(launch_rank.nvml, "gpu_snapshot", lambda **_: None)
-    assert launch_rank.rank_gpu_id(place, node(2)) == ""
+    assert run_hardware.rank_gpu_id(place, node(2)).endswith(" GPU-2")
+    assert run_hardware.rank_gpu_id(place, node(0)).endswith(" 00:17")
+    assert run_hardware.rank_gpu_id(place, node()) == ""
+    monkeypatch.setattr(run_hardware.nvml, "gpu_snapshot", lambda **_: None)
+    assert run_hardware.rank_gpu_id(place, node(2)) == ""
 
 
 def test_two_ranks_with_one_gpu_are_refused_and_others_are_not():
@@ -87,10 +85,10 @@ def test_two_ranks_with_one_gpu_are_refused_and_others_are_not():
         names = [name if chance.random() < 0.9 else "" for name in names]
         told = [name for name in names if name]
         if len(set(told)) == len(told):
-            launch_rank.require_distinct_gpus(names)
+            run_hardware.require_distinct_gpus(names)
         else:
             with pytest.raises(HardwareError, match="have the same GPU"):
-                launch_rank.require_distinct_gpus(names)
+                run_hardware.require_distinct_gpus(names)
 
 
 @pytest.mark.build

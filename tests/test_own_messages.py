@@ -26,9 +26,8 @@ PARTS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 KEYS = CHATML.replace("<|im_end|>", "{% if m.mood %} ({{ m.mood }}){% endif %}<|im_end|>", 1)
-DUMPS = CHATML.replace("<|im_end|>", "{{ m.items()|list|length }}<|im_end|>", 1)
 STRICT = (
-    "{% for m in messages %}{{ raise_exception('role') if m.role not in ['system', 'user', 'assistant'] }}{% endfor %}"
+    "{% for m in messages %}{{ raise_exception('r') if m.role not in ['system', 'user', 'assistant'] }}{% endfor %}"
 )
 ROWS: dict[str, list[dict[str, Any]]] = {
     "plain": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
@@ -67,7 +66,6 @@ def example_of(messages: Any) -> Any:
 
 
 def rendered(tokenizer: Any, template: str, messages: Any) -> tuple[TokenRow | BadRow, str | None]:
-    """What a row becomes, and what transformers renders of it."""
     parts = TokenizerParts.from_tokenizer(tokenizer).replace_template(template)
     options = DataConfig(on_missing_end="train")
     renderer = Renderer(parts, options, max_seq_len=1 << 30)
@@ -80,7 +78,7 @@ def rendered(tokenizer: Any, template: str, messages: Any) -> tuple[TokenRow | B
 
 
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("template", [PARTS, KEYS, DUMPS, STRICT + CHATML])
+@pytest.mark.parametrize("template", [PARTS, KEYS, STRICT + CHATML])
 def test_a_row_is_what_transformers_renders_or_what_was_changed_is_said(tokenizer, template, name):
     made, own = rendered(tokenizer, template, ROWS[name])
     assert isinstance(made, TokenRow), made

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from sft_play.data.sources.raw import RawRow
 from tests.conftest import ROOT
 from tests.test_layers import STARTED, modules, used_by
 
 PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md")
-
-
-def quoted(page: str) -> list[str]:
-    """What a page has in backquotes."""
-    return re.findall(r"`([^`\n]+)`", (ROOT / page).read_text(encoding="utf-8"))
 
 
 def place(path: str) -> Path | None:
@@ -31,7 +21,8 @@ def place(path: str) -> Path | None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_path_that_a_page_names_is_there(page):
-    paths = [text for text in quoted(page) if re.fullmatch(r"[\w.-]+/[\w./-]*|\w+\.(py|md)", text)]
+    quoted = re.findall(r"`([^`\n]+)`", (ROOT / page).read_text(encoding="utf-8"))
+    paths = [text for text in quoted if re.fullmatch(r"[\w.-]+/[\w./-]*|\w+\.(py|md)", text)]
     assert len(paths) >= 8
     assert [path for path in paths if place(path) is None] == []
 
@@ -71,37 +62,3 @@ def test_every_package_is_in_the_table_of_the_architecture():
     table = table[table.index("| layer |") : table.index("\n\n", table.index("| layer |"))]
     tops = {name.partition(".")[0] for name in modules()}
     assert sorted(tops - set(re.findall(r"`(\w+)`", table)) - {"__main__", "_version"}) == []
-
-
-# the ways in that no other test goes: an option is added in test_training_options, a command's lists in test_variables
-
-
-def loaded(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A changed copy of a module, under its file's name."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, path.stem, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_gpu_is_one_line(tmp_path, monkeypatch):
-    folder = ROOT / "sft_play" / "machine"
-    table = json.loads((folder / "gpu_catalog.json").read_text(encoding="utf-8"))
-    table["gpus"].append({**table["gpus"][0], "name": "Example 9000", "aliases": []})
-    (tmp_path / "gpu_catalog.json").write_text(json.dumps(table), encoding="utf-8")
-    (tmp_path / "gpu_catalog.py").write_text((folder / "gpu_catalog.py").read_text(encoding="utf-8"), encoding="utf-8")
-    (entry,) = loaded(tmp_path / "gpu_catalog.py", monkeypatch).find_catalog_entries("example9000")
-    assert (entry.name, entry.bandwidth) == ("Example 9000", table["gpus"][0]["bandwidth_gb"] * 1e9)
-
-
-def test_a_format_is_one_line(tmp_path, monkeypatch):
-    text = (ROOT / "sft_play" / "data" / "sources" / "formats.py").read_text(encoding="utf-8")
-    longer = text.replace("\nPAIR_COLUMNS = (\n", '\nPAIR_COLUMNS = (\n    ("frage", "antwort"),\n')
-    assert longer != text
-    (tmp_path / "longer_formats.py").write_text(longer, encoding="utf-8")
-    found = loaded(tmp_path / "longer_formats.py", monkeypatch).recognise_format({"frage", "antwort"})
-    row = RawRow("rows.jsonl:1", {"frage": "a", "antwort": "b"})
-    assert [message["content"] for message in found.build(row).messages] == ["a", "b"]

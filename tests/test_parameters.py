@@ -57,7 +57,7 @@ def test_the_counts_add_up(seed):
     if not stacks:
         assert found.experts is None
     else:
-        assert found.experts.total == sum(weights * count for weights, count in stacks)
+        assert found.experts.total == packed
         none = count_parameters(run(name, mode, **{**lora, "target_parameters": []}), shape, BF16, SINGLE)
         assert found.experts.adapters == found.adapters - none.adapters
         assert (found.experts.adapters > 0) == (mode != "full" and bool(lora["target_parameters"]))
@@ -69,7 +69,6 @@ def test_the_counts_add_up(seed):
     [
         ("lora", BF16, "single", "float32"),
         ("lora", BF16, "zero2", "bfloat16"),  # beside fp32 copies of DeepSpeed's own
-        ("lora", BF16, "fsdp", "float32"),
         ("qlora", BF16, "fsdp", "float32"),
         ("full", BF16, "single", "bfloat16"),
         ("full", BF16, "fsdp", "float32"),
@@ -91,9 +90,6 @@ def test_what_trains_is_held_as_the_layout_does(mode, precision, layout, dtype):
         ("Qwen/Qwen3-30B-A3B", "qlora", {},
          "Parameters: 30.53 billion: 97.9% in NF4, the rest bfloat16, all frozen; adapters: 13.4 million float32 "
          "(0.04%), none on experts (tuning.lora.target_parameters=auto)"),
-        ("Qwen/Qwen3-30B-A3B", "qlora", {"target_parameters": "auto"},
-         "Parameters: 30.53 billion: 97.9% in NF4, the rest bfloat16, all frozen; adapters: 642.5 million float32 "
-         "(2.10%), 629.1 million of them on experts (tuning.lora.target_parameters)"),
         ("Qwen/Qwen3-8B", "lora", {"modules_to_save": ["lm_head"], "trainable": ["lora"]},
          "Parameters: 8.19 billion: all bfloat16, frozen; adapters: 43.6 million float32 (0.53%); copies of lm_head "
          "that train: 622.3 million (tuning.lora.modules_to_save); tuning.trainable chooses of what is trained"),
@@ -119,9 +115,6 @@ def test_plan_and_json_have_it_and_earlier_plans_have_none():
     earlier = plan_from_json(written)
     assert earlier.parameters is None
     assert not any(line.startswith("Parameters") for line in plan_lines(earlier, config, command="make train"))
-
-
-# --- models in memory -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss", "mixtral", "llama"])
@@ -157,24 +150,18 @@ def test_a_model_in_memory_has_those_parameters(folder, mode, precision):
         set_adapter_dtype(model, config, replace(plan, precision=precision))
     expected = count_parameters(config, shape, precision, SINGLE)
     found = _in_memory(model)
-    assert found == {
-        "total": expected.total,
-        "quantised": expected.quantised,
-        "rest_dtype": {f"torch.{expected.rest_dtype}"},
-        "adapters": expected.adapters,
-        "adapter_dtype": {f"torch.{expected.adapter_dtype}"} if expected.adapter_dtype else set(),
-        "trained": expected.trained,
-        "frozen": expected.frozen,
-    }
+    for name in ("total", "quantised", "adapters", "trained", "frozen"):
+        assert found[name] == getattr(expected, name), name
+    assert found["rest_dtype"] == {f"torch.{expected.rest_dtype}"}
+    assert found["adapter_dtype"] == ({f"torch.{expected.adapter_dtype}"} if expected.adapter_dtype else set())
     assert (expected.experts is not None) == mixes
 
 
 def _in_memory(model: Any) -> dict[str, Any]:
-    """The same counts of a model's tensors."""
     from sft_play.training.prepare.experts import PACKED_ATTRIBUTE
 
-    found: dict[str, Any] = {"total": 0, "quantised": 0, "rest_dtype": set(), "adapters": 0, "adapter_dtype": set()}
-    found |= {"trained": 0, "frozen": 0}
+    found: dict[str, Any] = dict.fromkeys(("total", "quantised", "adapters", "trained", "frozen"), 0)
+    found |= {"rest_dtype": set(), "adapter_dtype": set()}
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, one in module._parameters.items():

@@ -8,7 +8,8 @@ import platform
 import random
 import re
 import subprocess
-import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from sft_play.text import GIB
 from sft_play.training.measure import monitor as peaks_module
 from sft_play.training.measure.monitor import SAMPLE_INTERVAL_S, MemoryPeaks, start_memory_peaks
 from sft_play.training.measure.summary import format_peak
-from tests.conftest import chat
+from tests import warm
+from tests.conftest import ROOT, chat, clean_environment
 
 pytestmark = pytest.mark.build
 MIB = 2**20
@@ -42,6 +44,10 @@ class Card:
 
     def give(self, size: int) -> None:
         self.allocated -= size
+
+    def pass_through(self, size: int) -> None:
+        self.take(size)
+        self.give(size)
 
     def empty(self) -> None:
         self.reserved = self.allocated
@@ -68,16 +74,8 @@ def test_each_moment_has_the_highest_of_its_own_parts(card, seed):
     for _ in range(30):
         name = draw.choice(["training", "evaluation", "generation", "saving"])
         size = draw.randint(0, 100)
-
-        def work(size: int = size) -> None:
-            card.take(size)
-            card.give(size)
-
-        if name == "training":
-            work()
-        else:
-            with found.during(name):
-                work()
+        with contextlib.nullcontext() if name == "training" else found.during(name):
+            card.pass_through(size)
         wanted[name] = max(wanted.get(name, 0), size)
     assert {name: allocated for name, (allocated, _) in found.by_phase().items()} == {"training": 0} | wanted
 
@@ -87,21 +85,15 @@ def test_what_generated_answers_left_is_not_the_trainings_peak_and_nothing_count
     found = MemoryPeaks(on_gpu=True)
     card.take(10)
     with found.during("generation"):  # before training
-        card.take(90)
-        card.give(90)
+        card.pass_through(90)
     found.start("training")
-    card.take(5)
-    card.give(5)
+    card.pass_through(5)
     with found.during("evaluation"):
-        card.take(20)
-        card.give(20)
+        card.pass_through(20)
         with found.during("generation"):
-            card.take(40)
-            card.give(40)
-        card.take(1)
-        card.give(1)
-    card.take(3)
-    card.give(3)
+            card.pass_through(40)
+        card.pass_through(1)
+    card.pass_through(3)
     found.close()
     card.take(200)
     assert found.by_phase() == {"generation": (100, 100), "training": (15, 15), "evaluation": (30, 30)}
@@ -116,15 +108,12 @@ def test_the_one_figure_of_a_gpu_is_reserved_in_its_highest_moment(card):
     peaks.start("training")
     card.take(30)
     with peaks.during("evaluation"):
-        card.take(50)
-        card.give(50)
+        card.pass_through(50)
     figures = {"predicted_allocated": 60, "measured_allocated": 80, "predicted_reserved": 70, "measured_reserved": 80}
     fields = peaks.summary_fields(plan)
     assert fields["peak_bytes"] == {"moment": "evaluation", **figures}
     assert fields["peak_bytes_by_moment"]["evaluation"] == figures
-    line = format_peak(
-        {name: value if name == "moment" else GIB * value for name, value in fields["peak_bytes"].items()}
-    )
+    line = format_peak({"moment": "evaluation", **{name: GIB * value for name, value in figures.items()}})
     assert line == "Peak memory reserved on a GPU, in evaluation: 70.00 GiB predicted, 80.00 GiB measured"
 
 
@@ -142,22 +131,22 @@ import numpy as np
 import psutil
 from sft_play.training.measure.monitor import MemoryPeaks
 
-draw, wanted = random.Random(int(sys.argv[1])), {}
+draw, wanted = random.Random(2), {}
 level = psutil.Process().memory_info().rss
 found = MemoryPeaks(baseline_bytes=level)
 
 def touch(name, mib):
     block = np.ones(mib * 2**20 // 8)
-    time.sleep(float(sys.argv[2]))
+    time.sleep(float(sys.argv[1]))
     wanted[name] = max(wanted.get(name, 0), mib)
     del block
 
 found.start("training")
-for _ in range(6):
+for _ in range(3):
     touch("training", draw.randint(40, 120))
     moment = draw.choice(["evaluation", "generation", "saving"])
     with found.during(moment):
-        touch(moment, draw.randint(40, 400))
+        touch(moment, draw.randint(40, 200))
 measured = {name: highest for name, (highest, _) in found.by_phase().items()}
 found.close()
 kernels = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -165,12 +154,10 @@ print(json.dumps([wanted, measured, level, kernels]))
 """
 
 
-@pytest.mark.parametrize("seed", [2])
-def test_each_moment_of_a_cpu_has_its_own_peak_and_the_kernels_mark_stays(seed: int) -> None:
-    """In a process of its own: threads that other tests leave may hold memory of theirs. The mark is what `time -v` and
-    Slurm's MaxRSS read; before, it was reset at each change of moment."""
-    words = [sys.executable, "-c", ALONE, str(seed), str(5 * SAMPLE_INTERVAL_S)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+def test_each_moment_of_a_cpu_has_its_own_peak_and_the_kernels_mark_stays() -> None:
+    """In a process of its own; the mark is what `time -v` and Slurm's MaxRSS read."""
+    words = [warm.python(), "-c", ALONE, str(5 * SAMPLE_INTERVAL_S)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT, env=clean_environment())
     wanted, measured, level, kernels = json.loads(done.stdout.splitlines()[-1])
     assert measured.keys() == wanted.keys()
     for moment, mib in wanted.items():
@@ -179,9 +166,6 @@ def test_each_moment_of_a_cpu_has_its_own_peak_and_the_kernels_mark_stays(seed: 
 
 
 def test_no_thread_is_left_when_a_run_has_ended_or_failed():
-    import threading
-    import time
-
     before, found = set(threading.enumerate()), MemoryPeaks()
     with contextlib.suppress(ValueError), contextlib.closing(found):
         found.start("training")

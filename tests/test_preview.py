@@ -55,34 +55,32 @@ def look(folder: Path, model: Path, rows: list[dict[str, Any]], *words: str, **w
 
 
 class Page(HTMLParser):
-    """The tags, attributes and token texts of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
         self.tokens: list[tuple[str, str]] = []
-        self._in_token = 0
-        self.feed(text)
+        self._in_token = False
+        self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.tags.append((tag, found))
-        is_example = any(tag == "pre" for tag, _ in self.tags)  # not the legend above
-        if tag == "span" and is_example and "t" in str(found["class"]).split():
-            self.tokens.append((str(found["class"]), ""))
-            self._in_token = 1
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        classes = dict(attrs).get("class") or ""
+        if tag == "span" and "pre" in self.tags and "t" in classes.split():  # not the legend above
+            self.tokens.append((classes, ""))
+            self._in_token = True
 
     def handle_endtag(self, tag: str) -> None:
         if tag == "span":
-            self._in_token = 0
+            self._in_token = False
 
     def handle_data(self, data: str) -> None:
+        self.text += data + "\n"
         if self._in_token:
             name, text = self.tokens[-1]
             self.tokens[-1] = (name, text + data)
-
-
-# --- pieces -----------------------------------------------------------------------------------------------------------
 
 
 TOKENIZERS = ("bundled/chatml", "bundled/metaspace", "bundled/rebuilt", "bundled/pad_is_eos", "bundled/bytes",
@@ -105,9 +103,8 @@ def test_the_pieces_of_real_tokenizers_are_the_text(name):
     assert not re.search("[\udc80-\udcff]", joined)  # bytes are in a piece with those that complete their character
     ids = tokenizer("a 😀", add_special_tokens=False)["input_ids"]
     if len(ids) > 3:  # a character of which only a part is trained is shown by its bytes
-        found = split_token_pieces(
-            ids, [-100] * (len(ids) - 1) + [1], TokenBytes(tokenizer), kept_flags=[True] * len(ids)
-        )
+        labels = [*[-100] * (len(ids) - 1), 1]
+        found = split_token_pieces(ids, labels, TokenBytes(tokenizer), kept_flags=[True] * len(ids))
         assert "".join(map(character_sign, found[-1].text)) == "⟨0x80⟩"
         assert (found[-1].is_trained, found[-2].is_trained) == (True, False)
     if name in ("bundled/chatml", "Qwen2.5-Instruct"):
@@ -115,9 +112,6 @@ def test_the_pieces_of_real_tokenizers_are_the_text(name):
         found = split_token_pieces(ids, ids, TokenBytes(tokenizer), kept_flags=[True] * len(ids))
         shown_pieces = [(piece.text, piece.is_special) for piece in found]
         assert shown_pieces == [("<tool_call>", True), ("a", False), ("<|im_end|>", True)]
-
-
-# --- what is kept -----------------------------------------------------------------------------------------------------
 
 
 def test_a_cut_row_is_the_beginning_the_end_or_both_ends_of_the_whole_one():
@@ -136,12 +130,6 @@ def test_long_examples_lose_the_middles_of_their_stretches_with_their_number():
     assert shorten_pieces(row, 2_000) == row
 
 
-# --- signs ------------------------------------------------------------------------------------------------------------
-
-
-# --- terminal ---------------------------------------------------------------------------------------------------------
-
-
 def shown(found: list[TokenPiece], **more: Any) -> PreviewRow:
     ids = tuple(number for piece in found for number in piece.ids)
     labels = tuple(number if piece.is_trained else -100 for piece in found for number in piece.ids)
@@ -149,15 +137,9 @@ def shown(found: list[TokenPiece], **more: Any) -> PreviewRow:
 
 
 def test_plain_text_marks_what_is_trained_and_what_is_cut():
-    row = shown(
-        [
-            TokenPiece("hi", (1,)),
-            TokenPiece(" yes", (2,), is_trained=True),
-            TokenPiece("no", (3,), is_trained=True, is_kept=False),
-        ],
-        cut_tokens=1,
-        lost_trained_tokens=1,
-    )
+    pieces = [TokenPiece("hi", (1,)), TokenPiece(" yes", (2,), is_trained=True)]
+    pieces.append(TokenPiece("no", (3,), is_trained=True, is_kept=False))
+    row = shown(pieces, cut_tokens=1, lost_trained_tokens=1)
     assert format_plain_lines(row) == [
         "Row 1 (a.jsonl:1): 3 tokens; 2 trained (67%); max_seq_len cuts 1 tokens, 1 of them trained",
         "  hi[[·yes]]",
@@ -176,40 +158,28 @@ def test_nothing_of_a_row_reaches_a_terminal_as_a_control_character():
     assert "⟨U+001B⟩[31m" in text
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def a_preview() -> Preview:
-    row = shown([TokenPiece("hi", (1,)), TokenPiece("yes", (2,), is_trained=True)])
-    return Preview("a.jsonl", 1, (row,), (), Path("page.html"))
-
-
 def test_colours_are_drawn_on_a_terminal_only(monkeypatch):
+    row = shown([TokenPiece("hi", (1,)), TokenPiece("yes", (2,), is_trained=True)])
+    found = Preview("a.jsonl", 1, (row,), (), Path("page.html"))
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    terminal, file = Terminal(), io.StringIO()
-    assert a_preview().draw(terminal)
-    assert "\x1b[" in terminal.getvalue()
-    assert not a_preview().draw(file)
-    assert file.getvalue() == ""
+    terminal, file = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    assert (found.draw(terminal), found.draw(file)) == (True, False)
+    assert ("\x1b[" in terminal.getvalue(), file.getvalue()) == (True, "")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not a_preview().draw(Terminal())
-
-
-# --- page -------------------------------------------------------------------------------------------------------------
+    assert not found.draw(terminal)
 
 
 def test_the_page_holds_nothing_of_the_data_but_text():
     row = shown([TokenPiece(NASTY, (1,), is_trained=True)], reason=NASTY, raw_text=NASTY, notes=(NASTY,))
     text = render_html_page([row], title=NASTY, intro_lines=[NASTY])
     page = Page(text)
-    assert {tag for tag, _ in page.tags} == {
+    assert set(page.tags) == {
         *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "section", "pre", "span")
     }
     allowed = {"lang", "charset", "http-equiv", "content", "name", "class", "dir"}
-    assert {name for _, found in page.tags for name in found} <= allowed
+    assert {name for name, _ in page.attributes} <= allowed
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     text.encode("utf-8")
 
@@ -220,9 +190,7 @@ def test_the_page_allows_its_own_style_and_nothing_else():
     assert style is not None
     digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
     assert f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'" in text
-    assert "url(" not in text
-    assert "http://" not in text
-    assert "https://" not in text
+    assert not re.search(r"url\(|https?://", text)
 
 
 def test_the_page_shows_every_token_in_order(tiny_llama, tmp_path):
@@ -258,9 +226,6 @@ def test_a_bad_row_is_shown_with_its_reason_and_how_it_begins(tiny_llama, tmp_pa
     assert "<b>" not in page
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
 def test_rows_are_shown_by_number_or_evenly_and_one_beyond_the_file_is_refused(tiny_llama, tmp_path):
     rows = [chat(f"what is {n}?", f"it is {n}.") for n in range(9)]
     found = look(tmp_path, tiny_llama, rows, row=7)
@@ -277,15 +242,11 @@ def test_the_command_says_plain_text_without_escapes_and_json(tiny_llama, tmp_pa
     config = run_yaml(tmp_path, tiny_llama, [chat("hi \x1b[31m", "yes")])
     monkeypatch.chdir(tmp_path)
     code, said = command("preview", "--config", str(config), "--n", "1")
-    assert code == 0
-    assert "\x1b" not in said
-    assert "yes" in said.replace("¦", "")
-    assert "<|im_end|>]]" in said
+    assert (code, "\x1b" in said, "<|im_end|>]]" in said) == (0, False, True)
     assert (tmp_path / "data" / "preview.html").is_file()
     code, said = command("preview", "--config", str(config), "--json")
     answer = json.loads(said)
-    assert code == 0
-    assert answer["rows"] == 1
+    assert (code, answer["rows"]) == (0, 1)
     example = answer["examples"][0]
     assert len(example["input_ids"]) == len(example["labels"]) == example["tokens"]
     assert example["trained"] == sum(label != -100 for label in example["labels"])

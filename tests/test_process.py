@@ -28,10 +28,8 @@ from sft_play.data.near_duplicates import (
 from sft_play.data.process import process_files, read_processed, split_by_digest, style_rows
 from sft_play.data.sources.examples import NOTE_UNSTYLED, ExampleReader
 from sft_play.data.sources.files import find_data_paths
-from sft_play.data.sources.formats import Chat, content_digest
 from sft_play.data.sources.messages import AUTHOR_MESSAGE, author_form
 from sft_play.errors import ConfigError, DataError
-from tests.bundled import ORIGINS, data_file
 from tests.conftest import chat
 
 
@@ -100,15 +98,11 @@ def test_raw_files_of_every_kind_become_one_form(run, tmp_path):
     assert [message.get("train") for message in found[3]["messages"]] == [None, False, None, None]
     assert report.splits["train"].trained_turns == 4
     assert [file.format for file in report.files] == ["question/answer", "alpaca", "prompt/completion", "messages"]
-    assert report.files[0].unused == ["score"]
     text = "\n".join(report.lines())
     assert "a.jsonl: 1 rows, question/answer; columns not used: score" in text
     assert "README.md" in text
     assert json.loads((run.folder / "report.json").read_text()) == report.as_json()
     assert not (run.folder / "val.jsonl").exists()
-
-
-# --- where rows go ----------------------------------------------------------------------------------------------------
 
 
 def test_rows_never_move_when_others_are_added(run, tmp_path):
@@ -137,11 +131,7 @@ def test_rows_never_move_when_others_are_added(run, tmp_path):
 
 @pytest.mark.parametrize(
     "names",
-    [
-        ("train.jsonl", "validation.jsonl", "test.jsonl"),
-        ("train/a.jsonl", "dev/a.jsonl", "test/a.jsonl"),
-        ("more.jsonl", "sums_val.jsonl", "test-00000-of-00001.jsonl"),
-    ],
+    [("train/a.jsonl", "dev/a.jsonl", "test/a.jsonl"), ("more.jsonl", "sums_val.jsonl", "test-00000-of-00001.jsonl")],
 )
 def test_files_that_bring_their_own_splits_keep_them(run, tmp_path, names):
     for at, name in enumerate(names):
@@ -190,9 +180,6 @@ def test_training_rows_that_are_held_out_too_are_counted_and_left_out_where_aske
     assert report.dropped["stands in val or test too"].count == 2
 
 
-# --- what cannot be used ----------------------------------------------------------------------------------------------
-
-
 def test_all_problems_of_all_files_are_in_one_report_and_nothing_is_written(run, tmp_path):
     write(tmp_path / "raw" / "a.jsonl", chat("q", "a"), {"messages": []}, *[{"messages": [1]}] * 30)
     (tmp_path / "raw" / "b.jsonl").write_text('{"messages": [\n')
@@ -202,13 +189,14 @@ def test_all_problems_of_all_files_are_in_one_report_and_nothing_is_written(run,
     message = refusal(run)
     for part in (
         "a.jsonl: 31 of 32 rows cannot be used: 30 x a message is not an object; 1 x messages is empty",
-        "a.jsonl:2: messages is empty",
         "a.jsonl:21: a message is not an object",
         "… and 11 more",
-        "b.jsonl: 1 of 1 rows cannot be used: 1 x not valid JSON",
-        "c.json:1: remove the comma before `]`",
-        "d.jsonl:1: byte 0xFF",
-        "e.jsonl:1: columns found: odd",
+        *(
+            "b.jsonl: 1 of 1 rows",
+            "c.json:1: remove the comma",
+            "d.jsonl:1: byte 0xFF",
+            "e.jsonl:1: columns found: odd",
+        ),
         "data.on_bad_row=skip; nothing was written",
     ):
         assert part in message, part
@@ -232,16 +220,6 @@ def test_what_leaves_no_row_to_train_on_is_refused(run, tmp_path):
     assert "is in the folder that is written to" in refusal(run, raw=run.folder)
 
 
-def test_options_of_formats_reach_raw_rows(run, tmp_path):
-    rows = [{"messages": [{"role": "user", "content": "a"}, *chat(f"b{n}", "c")["messages"]]} for n in range(9)]
-    write(tmp_path / "raw" / "a.jsonl", *rows)
-    run("data.merge_consecutive=true", *ALL_IN_TRAIN)
-    assert rows_of(run.folder / "train.jsonl")[0]["messages"][0]["content"] == "a\n\nb0"
-    write(tmp_path / "raw" / "a.jsonl", {"frage": "q", "antwort": "a"})
-    run("data.columns={question: frage, answer: antwort}", *ALL_IN_TRAIN)
-    assert contents(run.folder / "train.jsonl") == {"q"}
-
-
 def test_lengths_are_counted_with_their_share_over_the_limit(run, tmp_path):
     # 4 characters a token, the line break between the turns among them; max_seq_len is 8
     write(tmp_path / "raw" / "a.jsonl", *(chat("q", "w" * (4 * tokens - 2)) for tokens in (4, 8, 10, 301)))
@@ -249,9 +227,6 @@ def test_lengths_are_counted_with_their_share_over_the_limit(run, tmp_path):
     train = report.as_json()["splits"]["train"]
     assert (train["tokens_estimated"], train["share_over_max_seq_len"], train["longest"]) == (323, 0.5, 301)
     assert report.as_json()["tokens_per_epoch_estimated"] == 323
-
-
-# --- what is written --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_written_is_the_same_each_time_and_kept_where_somebody_edited_it(run, tmp_path):
@@ -276,12 +251,12 @@ def test_what_is_written_is_the_same_each_time_and_kept_where_somebody_edited_it
 
 
 WORDS = st.text() | st.sampled_from(["user", "assistant"])
-MESSAGES = st.lists(st.dictionaries(st.sampled_from(["role", "content"]), WORDS))
-ROWS = st.dictionaries(st.sampled_from(["messages", "text", "prompt", "completion"]), st.text() | MESSAGES)
+CELLS = st.text() | st.lists(st.dictionaries(st.sampled_from(["role", "content"]), WORDS))
+ROWS = st.dictionaries(st.sampled_from(["messages", "text", "prompt", "completion"]), CELLS)
 
 
 @given(st.lists(ROWS, max_size=6))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_raw_rows_of_any_shape_end_in_files_that_can_be_read_or_an_error(run, tmp_path, rows):
     write(tmp_path / "raw" / "a.jsonl", *rows)
     try:
@@ -301,28 +276,8 @@ def test_memory_grows_by_little_more_than_a_digest_a_row(run, tmp_path):
         tracemalloc.stop()
         return found
 
-    few, many = peak(3_000), peak(7_000)  # both more than a block
-    assert many - few < 4_000 * 250
-
-
-@pytest.mark.parametrize("origin", ORIGINS)
-def test_real_files_are_processed_whole(run, origin):
-    folder = data_file("bundled/rows" if origin == "bundled" else "sft")
-    raw, questions, rows, counts = {
-        # alpaca and ShareGPT: 8 + 3; OpenAI's and typed parts: 4 + 3 + 2
-        "bundled": (["*.json", "*.jsonl"], "questions", 20, {"train": 12, "test": 5}),
-        "shared": (["llamafactory", "openai_cookbook/*.jsonl"], "gsm8k", 449, {"train": 7_473, "test": 1_319}),
-    }[origin]
-    report = run(raw=[f"{folder}/{pattern}" for pattern in raw])
-    assert (report.rows_in, report.rows_kept) == (rows, rows)
-    report = run(raw=folder / questions)
-    assert {name: split.rows for name, split in report.splits.items()} == counts
-    assert (report.duplicates.count, report.leaks.count) == (0, 0)
-    first = rows_of(run.folder / "test.jsonl")[0]
-    assert content_digest(Chat("elsewhere", tuple(first["messages"]))).hex()[:32] == first["id"]
-
-
-# --- system prompts ---------------------------------------------------------------------------------------------------
+    few, many = peak(3_000), peak(5_000)  # both more than a block
+    assert many - few < 2_000 * 250
 
 
 @pytest.fixture
@@ -434,11 +389,8 @@ class TestStyleOfARun:
     def test_rows_are_those_that_style_writes(self, tmp_path, how, files, system):
         for number, row in enumerate(self.ROWS):
             write(tmp_path / "raw" / f"f{number}.jsonl", row)
-        given = {
-            "how": how,
-            "system": system,
-            "per_source": {glob.replace("raw", f"{tmp_path}/raw"): text for glob, text in files.items()},
-        }
+        per_source = {glob.replace("raw", f"{tmp_path}/raw"): text for glob, text in files.items()}
+        given = {"how": how, "system": system, "per_source": per_source}
         direct = self.read(self.config(tmp_path, tmp_path / "raw", given))
         process_files(self.config(tmp_path, tmp_path / "raw", given))
         processed = self.read(self.config(tmp_path, tmp_path / "out" / "train.jsonl", given))
@@ -451,19 +403,15 @@ class TestStyleOfARun:
     def test_the_prompts_by_hand(self, tmp_path):
         for number, row in enumerate(self.ROWS):
             write(tmp_path / "raw" / f"f{number}.jsonl", row)
-        read = self.read(
-            self.config(tmp_path, tmp_path / "raw", {"system": "be terse", "per_source": {"f1.*": "for one"}})
-        )
+        given = {"system": "be terse", "per_source": {"f1.*": "for one"}}
+        read = self.read(self.config(tmp_path, tmp_path / "raw", given))
         assert {question: system_of(messages) for question, messages in read.items()} == {
             "plain": "be terse", "old": "for one\n\nold", "odd role": "be terse\n\nold", "developer": "be terse\n\ndev",
             "parts": "part", "blank": "be terse", "sharegpt": "be terse\n\ncolumn", "alpaca": "be terse",
             "pair": "be terse\n\nof pairs",
         }  # fmt: skip
-        assert read["developer"][0][AUTHOR_MESSAGE] == {
-            "role": "developer",
-            "content": "be terse\n\ndev",
-            "name": "Ann",
-        }
+        wanted = {"role": "developer", "content": "be terse\n\ndev", "name": "Ann"}
+        assert read["developer"][0][AUTHOR_MESSAGE] == wanted
 
     def test_what_keeps_its_prompt_without_being_asked_is_noted(self, tmp_path):
         for row in (self.ROWS[4], {"text": "plain words"}):
@@ -483,7 +431,7 @@ class TestStyleOfARun:
         tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
         config = config_from_text(
             f"model: {{name: x}}\ndata: {{train_path: {path}, val_fraction: 0.3, test_path: {path}, "
-            "style: {system: be terse}}}}".replace("}}}}", "}}"),
+            f"style: {{system: be terse}}}}",
             name="x",
         )
         splits = build_splits(config, find_data_paths(config.data), tokenizer, max_seq_len=200)
@@ -498,8 +446,6 @@ class TestStyleOfARun:
         other = build_splits(plain, find_data_paths(plain.data), tokenizer, max_seq_len=200)
         assert "be terse" not in tokenizer.decode(other.train.rows[0]["input_ids"])
 
-
-# --- near-duplicates and overlaps: none reported that is none, none missed that is well above the threshold -----------
 
 needs_datasketch = pytest.mark.skipif(find_spec("datasketch") is None, reason="datasketch is not installed here")
 
@@ -518,7 +464,6 @@ def jaccard(one: str, other: str) -> float:
 
 
 def varied(draw: random.Random, vocabulary: int) -> list[str]:
-    """Texts of random words, and copies in which words were changed, left out or put in."""
     texts: list[str] = []
     for _ in range(draw.randint(20, 60)):
         words = [f"w{draw.randrange(vocabulary)}" for _ in range(draw.choice([1, 2, 3, 10, 40, 200]))]
@@ -582,7 +527,6 @@ LONG = "what is the name of the river that runs through the old town of {} in th
 
 @pytest.fixture
 def near(run, tmp_path):
-    """Processes these rows: the report, and the numbers of the rows that are kept."""
 
     def made(*settings: str, rows: list[object]):
         raw = write(tmp_path / "raw.jsonl", *rows)
@@ -611,9 +555,7 @@ def test_near_duplicates_are_counted_and_named_and_dropped_where_that_is_asked(n
     assert report.near_duplicates.count == 1  # the exact one is a duplicate
     assert report.duplicates.count == 1
     assert re.fullmatch(r".*raw\.jsonl:21 \(like .*raw\.jsonl:4, 0\.9\d\)", report.near_duplicates.first[0])
-    assert any(
-        line.startswith("Near-duplicates: 1, kept; data.process.near_duplicates=drop") for line in report.lines()
-    )
+    assert "Near-duplicates: 1, kept; data.process.near_duplicates=drop" in "\n".join(report.lines())
     report, kept = near("near_duplicates=drop", "drop_duplicates=true", rows=rows)
     assert kept == list(range(1, 21))
     assert report.dropped["nearly an earlier row"].count == 1
@@ -638,13 +580,12 @@ def test_near_duplicates_are_counted_and_named_and_dropped_where_that_is_asked(n
 def test_a_test_files_question_is_found_in_training_rows_whatever_its_form(near, tmp_path, row):
     other = str(write(tmp_path / "test.jsonl", chat("hello", "hi"), row))
     fixed = ("val_fraction=0", "test_fraction=0")
-    report, kept = near(f"compare_with=[{other}]", "similarity=0.9", *fixed, rows=rows_with_copies())
+    rows = rows_with_copies()
+    report, kept = near(f"compare_with=[{other}]", "similarity=0.9", *fixed, rows=rows)
     assert len(kept) == 22
     assert [report.overlaps[other].count, report.near_duplicates.count] == [1, 1]
     assert re.fullmatch(r".*raw\.jsonl:8 \(like .*test\.jsonl:2, 1\.00\)", report.overlaps[other].first[0])
-    report, kept = near(
-        f"compare_with=[{other}]", "similarity=0.9", "drop_overlaps=true", *fixed, rows=rows_with_copies()
-    )
+    report, kept = near(f"compare_with=[{other}]", "similarity=0.9", "drop_overlaps=true", *fixed, rows=rows)
     assert kept == [n for n in range(1, 23) if n != 8]
     assert f"Training rows nearly in {other}: 1, left out" in "\n".join(report.lines())
 

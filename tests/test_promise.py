@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -11,9 +12,8 @@ import pytest
 
 from benchmarks.closed_form import parse_setting, predict_memory
 from benchmarks.memory_model.closed import NoClosedForm, closed_form
-from benchmarks.memory_model.published import PublishedRun, read_runs
+from benchmarks.memory_model.published import read_runs
 from benchmarks.memory_model.score import ScoredRow, promise_to, score
-from benchmarks.memory_model.script_settings import ScriptSettings
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import (
     GRADIENT_SLACK,
@@ -25,38 +25,29 @@ from sft_play.planner.memory.estimate import (
 )
 from tests.bundled import model_config
 from tests.conftest import ROOT, shared
-from tests.test_score import LLAMA, ROW, config_of, fixed, settings_of, write
+from tests.test_score import ROW, config_of, fixed, settings_of, write
 
 LORA = {"peft_type": "LORA", "r": 8, "target_modules": "all-linear"}
 TERMS = {"weights": 1000, "adapters": 20, "optimizer": 40, "gradients": 80, "activations": 400, "loss_head": 200}
 
 
-def scored() -> list[ScoredRow]:
+@pytest.fixture(scope="module")
+def rows() -> list[ScoredRow]:
     """The shared rows with an estimate and a measured figure; no trace is made."""
     found = []
     for run in read_runs(shared("published_peaks.csv")):
-        if run.settings is None or not (run.measured_reserved or run.measured_allocated):
-            continue
-        try:
-            found.append(ScoredRow(run, 0, 0, closed_form(run.settings)))
-        except NoClosedForm:
-            continue
+        if run.settings is not None and (run.measured_reserved or run.measured_allocated):
+            with contextlib.suppress(NoClosedForm):
+                found.append(ScoredRow(run, 0, 0, closed_form(run.settings)))
     return found
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[ScoredRow]:
-    return scored()
 
 
 def test_what_stays_is_packed_and_what_passes_leaves_holes() -> None:
     assert resident_term_bytes(TERMS) == 1060
     found = reserved_bytes(TERMS, attention="sdpa", layout=SINGLE)
     assert found == sum(TERMS.values()) + TEMPORARY_SLACK["sdpa"] * 600 + GRADIENT_SLACK * 80
-    assert (
-        reserved_bytes(dict.fromkeys(RESIDENT_TERMS, 1 << 30), attention="eager", layout=SINGLE)
-        == len(RESIDENT_TERMS) << 30
-    )
+    stays = dict.fromkeys(RESIDENT_TERMS, 1 << 30)
+    assert reserved_bytes(stays, attention="eager", layout=SINGLE) == len(RESIDENT_TERMS) << 30
 
 
 @pytest.mark.parametrize(("attention", "layout"), [("eager", SINGLE), ("sdpa", Layout("ddp", 2))])
@@ -108,7 +99,6 @@ def test_at_most_one_measured_run_in_twenty_reserved_more_than_was_promised(rows
 
 
 def test_replays_stay_within_the_promise() -> None:
-    """Steps of one length (closed_form.json) and of changing ones (reserved.json, models of a few layers)."""
     fixed_runs = json.loads((ROOT / "benchmarks" / "closed_form.json").read_text())["runs"]
     short = [line for line, run in fixed_runs.items() if promised_to(line, layers=None) < run["traced_reserved"]]
     assert len(short) <= 1
@@ -137,26 +127,11 @@ def test_few_measured_runs_would_have_been_refused(rows: list[ScoredRow]) -> Non
 
 def test_the_closed_form_meets_measured_allocated_bytes(rows: list[ScoredRow]) -> None:
     """One GPU and fused attention, whatever the script: the error's median is under 2%."""
-    errors = sorted(
-        abs(error)
-        for row in rows
-        if row.run.strategy == "single"
-        and row.run.attention == "sdpa"
-        and (error := row.errors()["closed_allocated_error"]) is not None
-    )
+    plain = [row for row in rows if (row.run.strategy, row.run.attention) == ("single", "sdpa")]
+    found = [row.errors()["closed_allocated_error"] for row in plain]
+    errors = sorted(abs(error) for error in found if error is not None)
     assert len(errors) >= 40
     assert errors[len(errors) // 2] < 0.02
-
-
-def plain(**changes: object) -> ScriptSettings:
-    return dataclasses.replace(settings_of(), **changes)  # type: ignore[arg-type]
-
-
-def test_outputs_that_a_script_holds_are_counted() -> None:
-    base = closed_form(plain(loss="model", holds_outputs=False))
-    held = closed_form(plain(loss="model", holds_outputs=True))
-    assert held.allocated - base.allocated == 2 * 64 * LLAMA["vocab_size"] * 2
-    assert held.reserved > base.reserved
 
 
 @pytest.mark.parametrize(
@@ -173,36 +148,8 @@ def test_outputs_that_a_script_holds_are_counted() -> None:
 )
 def test_what_the_closed_form_has_no_words_for_is_said(changes: dict[str, object], part: str) -> None:
     with pytest.raises(NoClosedForm) as why:
-        closed_form(plain(**changes))
+        closed_form(dataclasses.replace(settings_of(), **changes))  # type: ignore[arg-type]
     assert part in str(why.value)
-
-
-def test_a_promise_counts_rows_settings_and_refusals() -> None:
-    settings = plain(capability=(8, 0), capacity=2**30)
-    closed = closed_form(settings)
-    promised = closed.reserved + closed.margin
-
-    def row(name: str, measured: int | None) -> ScoredRow:
-        run = PublishedRun(name, "A", "s", "lora", "single", None, measured, settings)
-        return ScoredRow(run, 0, 0, closed)
-
-    found = promise_to([row("exact", promised), row("short", promised + 1), row("unknown", None)])
-    assert (found["n"], found["settings"], found["short_rows"]) == (2, 1, ["short"])
-    assert (found["ran"], found["refused_rows"]) == (2, ["exact", "short"] if closed.required > 2**30 else [])
-    assert promise_to([])["median_over"] is None
-
-
-def test_the_score_holds_the_closed_form_beside_the_trace(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "peaks.csv", [ROW, {**ROW, "id": "again"}, {**ROW, "id": "fa", "optimizer": "LoRA-FA AdamW"}]
-    )
-    report = score(path, trace=fixed, config_of=config_of)
-    answer = report.as_json()
-    first = answer["rows"][0]
-    assert first["closed_promised_bytes"] > first["closed_reserved_bytes"] >= first["closed_allocated_bytes"] > 0
-    assert answer["summary"]["class A"]["closed_form"]["promise"]["n"] >= 2
-    assert answer["summary"]["class A"]["settings"] < answer["summary"]["class A"]["n"]
-    assert "would have been refused" in "\n".join(report.table_lines())
 
 
 def test_selective_checkpointing_is_refused_and_not_read_as_full(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from sft_play.data.build.splits import build_splits
 from sft_play.data.checks import judge_split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.tokenizer import TokenizerParts
+from sft_play.data.process import process_files
 from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat, detect_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -40,6 +41,7 @@ RECORD = Path(__file__).with_name("recorded_data.json")
 PLACE = {"type": "object", "properties": {"place": {"type": "string", "description": "Where."}}}
 TOOLS = ({"type": "function", "function": {"name": "look", "description": "Look.", "parameters": PLACE}},)
 TURNS = "{% for m in messages %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TEMPLATES = {
     "chatml": CHATML,
     "header": TURNS
@@ -47,20 +49,16 @@ TEMPLATES = {
     "{% if add_generation_prompt %}[assistant]{% endif %}",
     "no system": TURNS + "{% if m.role != 'system' %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}",
-    "no end": TURNS + "<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "no end": TURNS + "<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}" + PROMPT,
     "drops think": TURNS + "<|im_start|>{{ m.role }}\n{% if m.reasoning_content and loop.last %}<think>"
-    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}" + PROMPT,
     "calls": TURNS + "<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>"
-    "{{ c.function.name }} {{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "{{ c.function.name }} {{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>{% endfor %}" + PROMPT,
     "two ends": TURNS
     + "<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}"
-    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "<|im_end|>{% endfor %}" + PROMPT,
     "alternates": TURNS + "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate!') }}"
-    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}" + PROMPT,
     "prompts otherwise": TURNS + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
 }
@@ -119,13 +117,6 @@ def tokenizer(*, begins: bool = False) -> Any:
     return made
 
 
-def to_messages(draw: random.Random) -> Any:
-    """A row that somebody wrote, read."""
-    row = RawRow("f:1", written_otherwise(draw))
-    _, shape = detect_format(iter([row]), DataConfig())
-    return to_example(row, shape, DataConfig()) if shape is not None else None
-
-
 def rows(template: str) -> dict[str, Any]:
     """Counts by what became of conversations, and a digest of every token row and refusal."""
     draw, lines, became = random.Random(len(template)), [], Counter[str]()
@@ -138,8 +129,12 @@ def rows(template: str) -> dict[str, Any]:
         except SftPlayError as error:
             lines.append(str(error))
             continue
-        own = [found for found in (to_messages(draw) for _ in range(20)) if isinstance(found, Chat)]
-        for chat in [*(conversation(draw) for _ in range(12)), *own]:
+        own = []
+        for _ in range(20):
+            row = RawRow("f:1", written_otherwise(draw))
+            _, shape = detect_format(iter([row]), DataConfig())
+            own.append(to_example(row, shape, DataConfig()) if shape is not None else None)
+        for chat in [*(conversation(draw) for _ in range(12)), *(one for one in own if isinstance(one, Chat))]:
             made = renderer.render(chat)
             if isinstance(made, BadRow):
                 became[made.reason] += 1
@@ -151,9 +146,6 @@ def rows(template: str) -> dict[str, Any]:
             after = getattr(cut, "input_ids", None), getattr(cut, "labels", None)
             lines.append((made.text, made.input_ids, made.labels, made.method, facts, after))
     return {"became": dict(sorted(became.items())), "digest": digest(lines)}
-
-
-# --- files of rows ----------------------------------------------------------------------------------------------------
 
 
 def odd_rows(draw: random.Random) -> list[Any]:
@@ -202,8 +194,6 @@ def written(folder: Path) -> str:
 
 def processed(seed: int) -> dict[str, Any]:
     """What `process` makes of a folder of odd files."""
-    from sft_play.data.process import process_files
-
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -411,7 +401,6 @@ def split(seed: int) -> dict[str, Any]:
 
 
 def packed(seed: int) -> dict[str, Any]:
-    """How random lengths are packed."""
     draw = random.Random(seed)
     size = draw.randint(8, 64)
     packs = pack_best_fit([draw.randint(1, size) for _ in range(draw.randint(1, 80))], size)

@@ -17,7 +17,7 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
-from sft_play.machine.hardware import Hardware, parse_hardware
+from sft_play.machine.hardware import parse_hardware
 from sft_play.models.config_json import load_model_shape
 from sft_play.planner.advice import make_advised_plan
 from sft_play.planner.candidates import evaluate_candidates
@@ -76,18 +76,14 @@ def settings() -> dict[str, tuple[str, str, list[str], bool]]:
     return found
 
 
-def on_no_machine(name: str) -> Hardware:
-    """The named machine, with a CPU of its own instead of that of the machine that the test runs on."""
-    hardware = replace(parse_hardware(name), cpu_name="CPU", cpu_cores=16)
-    return hardware if "ram=" in name else replace(hardware, ram_bytes=64 << 30, ram_free_bytes=60 << 30)
-
-
 def numbers(model: str, machine: str, words: list[str], has_eval: bool) -> dict[str, Any]:
     """The choice of a plan, and a digest of the numbers of all its candidates; or the class of its refusal."""
     steps = ["train.max_steps=1000"] if len(words) % 2 else []  # hours and cost are predicted for a known number
     try:
         run = config_from_text(f"model: {{name: {model}}}\n", name="run.yaml", overrides=[*words, *steps])
-        shape, hardware = load_model_shape(model), on_no_machine(machine)
+        shape, hardware = load_model_shape(model), replace(parse_hardware(machine), cpu_name="CPU", cpu_cores=16)
+        if "ram=" not in machine:  # not that of the machine that the test runs on
+            hardware = replace(hardware, ram_bytes=64 << 30, ram_free_bytes=60 << 30)
         plan = make_advised_plan(PlanRequest(run, shape, hardware, has_eval=has_eval))
         job = build_plan_inputs(PlanRequest(run, shape, hardware, has_eval=has_eval))
         candidates = evaluate_candidates(job, find_layouts(run, shape, hardware)[0])
@@ -99,12 +95,8 @@ def numbers(model: str, machine: str, words: list[str], has_eval: bool) -> dict[
         f"{c.speed.tokens} {c.speed.moved_bytes}"
         for c in candidates
     ]
-    told = [
-        *plan_lines(plan, run, command="make train"),
-        *bar_lines(plan),
-        *candidate_table_lines(plan),
-        *suggestion_lines(plan),
-    ]
+    told = [*plan_lines(plan, run, command="make train"), *bar_lines(plan)]
+    told += [*candidate_table_lines(plan), *suggestion_lines(plan)]
     lines += [f"{way.change} {way.allocated} {way.required} {way.fits}" for way in plan.suggestions]
     return {
         "layout": plan.layout,
@@ -144,6 +136,5 @@ def test_the_recorded_plans_cover_every_layout_and_few_refusals():
 
 
 if __name__ == "__main__":
-    RECORD.write_text(
-        json.dumps({name: numbers(*setting) for name, setting in settings().items()}, indent=1) + "\n", encoding="utf-8"
-    )
+    answers = {name: numbers(*setting) for name, setting in settings().items()}
+    RECORD.write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")

@@ -46,7 +46,7 @@ CASES = [
     case("infer", "INPUT=prompts.txt (or .jsonl) and OUTPUT=answers.jsonl", RUN=RUN),
     case("infer", "nope", RUN=RUN, INPUT="nope", OUTPUT="x.jsonl"),
     case("push", "REPO=user/name", RUN=RUN),
-    case("push", "", RUN=RUN, REPO="a/b/c"),
+    case("push", "names no user and repository", RUN=RUN, REPO="nobody"),
     case("export", "FORMAT=", RUN=RUN),
     case("export", "QUANT=q9", RUN=RUN, FORMAT="gguf", QUANT="q9"),
     case("merge", "DTYPE=int8", RUN=RUN, DTYPE="int8"),
@@ -153,19 +153,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, An
     half = folder / HALF  # stopped after a step; a part of its settings was given in SET
     given = ("train.learning_rate=0.001", "tuning.lora.r=4")
     half.mkdir(parents=True)
-    (half / "resolved.json").write_text(
-        json.dumps(resolved_config(load_config(folder / CONFIG, overrides=given).config))
-    )
-    manifest |= {
-        "status": "stopped",
-        "overrides": given,
-        "config_path": str(shutil.copy(folder / CONFIG, folder / "half.yaml")),
-    }
+    settings = resolved_config(load_config(folder / CONFIG, overrides=given).config)
+    (half / "resolved.json").write_text(json.dumps(settings))
+    own_config = shutil.copy(folder / CONFIG, folder / "half.yaml")
+    manifest |= {"status": "stopped", "overrides": given, "config_path": str(own_config)}
     (half / "manifest.json").write_text(json.dumps(manifest))
     (half / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    (folder / "other.yaml").write_text(
-        (folder / CONFIG).read_text().replace("mode: lora", "mode: lora, lora: {alpha: 7}")
-    )
+    text = (folder / CONFIG).read_text()
+    (folder / "other.yaml").write_text(text.replace("mode: lora", "mode: lora, lora: {alpha: 7}"))
     (folder / "gguf").mkdir()
     (folder / "gguf" / "model.Q4_K_M.GGUF").write_bytes(b"GGUF" + bytes(100))
     os.mkfifo(folder / "pipe")
@@ -198,6 +193,5 @@ def test_every_command_that_can_refuse_is_asked():
 
 
 def test_a_command_that_goes_on_is_stopped_where_it_would_load_a_library(answers):
-    """The harness itself: a command that is not refused is not counted as refused."""
     found = asked_of([("render", {"CONFIG": CONFIG}, "")], answers[1])
     assert [(one["code"], one["loaded"]) for one in found] == [(-1, "transformers")]

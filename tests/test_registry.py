@@ -10,8 +10,7 @@ import transformers
 from benchmarks.registry import MODES, REGISTRY_FILE, format_page, model_types, walk_class
 from tests.conftest import ROOT
 
-AGAIN = ("qwen2_5_vl", "mistral3")
-"""An image-text class whose language model gets its head here, and one with a head of its own."""
+AGAIN = ("qwen2_5_vl", "mistral3")  # image-text classes whose language model gets its head here, and has its own
 
 
 @pytest.fixture(scope="module")

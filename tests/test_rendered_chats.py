@@ -58,7 +58,6 @@ def templates() -> list[str]:
 
 @pytest.mark.parametrize("name", templates())
 def test_a_rendered_chat_is_trained_as_the_chat_is(tokenizer, name):
-    """Of every template: the text of a conversation gives the tokens and labels that its messages give."""
     one = renderer(tokenizer, template_of(name))
     compared = 0
     for seed in range(8):
@@ -110,9 +109,7 @@ def test_a_text_that_the_template_does_not_write_stays_a_text_and_its_tokens_are
     assert isinstance(read, Text)
     row = one(read)
     assert isinstance(row, TokenRow)
-    assert row.special_token_count == sum(
-        text.count(token) for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-    )
+    assert row.special_token_count == text.count("<|im_start|>") + text.count("<|im_end|>")
 
 
 @pytest.mark.parametrize(("text", "mark"), [
@@ -128,15 +125,12 @@ def test_layouts_of_other_templates_are_named(tokenizer, text, mark):
 
 
 def test_check_and_the_run_say_what_is_read_and_what_is_not(tmp_path, tiny_llama, command):
-    """The whole way: a text column of rendered chats is trained on the answers alone, and others are warned of."""
-    good = [
-        f"<|im_start|>user\nwhat is {n}?<|im_end|>\n<|im_start|>assistant\nit is {n}.<|im_end|>\n" for n in range(12)
-    ]
-    bad = [f"### Human: what is {n}?<|im_end|>\n### Assistant: it is {n}." for n in range(12)]
+    good = "<|im_start|>user\nwhat is it?<|im_end|>\n<|im_start|>assistant\nit is {}.<|im_end|>\n"
+    bad = "### Human: what is it?<|im_end|>\n### Assistant: it is {}."
     trained = {}
-    for name, texts in (("good", good), ("bad", bad)):
+    for name, text in (("good", good), ("bad", bad)):
         rows = tmp_path / f"{name}.jsonl"
-        rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        rows.write_text("".join(json.dumps({"text": text.format(n)}) + "\n" for n in range(12)))
         config = tmp_path / f"{name}.yaml"
         config.write_text(
             f"model: {{name: {json.dumps(str(tiny_llama))}, max_seq_len: 128}}\n"
@@ -147,6 +141,5 @@ def test_check_and_the_run_say_what_is_read_and_what_is_not(tmp_path, tiny_llama
         assert code == 0, printed
         trained[name] = printed
     assert "is read as the chat that it is" in trained["good"]
-    assert "special_tokens_in_text" not in trained["good"]
-    assert "special_tokens_in_text" in trained["bad"]
+    assert [name for name in trained if "special_tokens_in_text" in trained[name]] == ["bad"]
     assert "### Human:" in trained["bad"]

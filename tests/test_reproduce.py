@@ -23,17 +23,6 @@ from tests.conftest import ROOT, chat
 pytestmark = pytest.mark.build
 
 
-def write(folder: Path, tiny_llama: Path, *more: str) -> Path:
-    rows = [json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(40)]
-    (folder / "rows.jsonl").write_text("".join(rows))
-    (folder / "run.yaml").write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora, lora: {{r: 4, dropout: 0.1}}}}\n"
-        "data: {train_path: rows.jsonl, val_path: null, test_path: null, val_fraction: 0.2}\n"
-        "train: {effective_batch_size: 8, max_steps: 3, learning_rate: 1e-2, report_to: []}\n"
-    )
-    return folder
-
-
 def sft_play(folder: Path, *words: str, code: int = 0, python: str | None = None) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_CONFIG": "none"}
     done = subprocess.run([python or warm.python(), "-m", "sft_play", *words], cwd=folder, capture_output=True,
@@ -50,8 +39,14 @@ def reproduced(folder: Path, run: str, *words: str, code: int = 0) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_llama):
-    """A folder in which runs are trained with paths relative to it."""
-    folder = write(tmp_path_factory.mktemp("world"), tiny_llama)
+    folder = tmp_path_factory.mktemp("world")
+    rows = [json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(40)]
+    (folder / "rows.jsonl").write_text("".join(rows))
+    (folder / "run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora, lora: {{r: 4, dropout: 0.1}}}}\n"
+        "data: {train_path: rows.jsonl, val_path: null, test_path: null, val_fraction: 0.2}\n"
+        "train: {effective_batch_size: 8, max_steps: 3, learning_rate: 1e-2, report_to: []}\n"
+    )
     sft_play(folder, "train", "--config", "run.yaml", "output.name=first")
     return folder
 
@@ -81,8 +76,7 @@ def test_a_run_trained_again_is_equal_bit_for_bit_and_from_any_folder(world, tmp
     answer = reproduced(tmp_path, str(first))
     again = Path(answer["path"])
     assert again == world / "outputs" / "first-reproduced"
-    assert answer["first_differing"] is None
-    assert answer["steps"] == 3
+    assert (answer["first_differing"], answer["steps"]) == (None, 3)
     one, other = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (first, again))
     assert answer["tensors"] == len(one) > 10
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -111,7 +105,6 @@ def test_what_training_read_has_to_be_there_unchanged(copy, tiny_llama):
 
 
 def test_another_seed_differs_and_what_the_plan_had_decided_is_kept(copy):
-    """Free memory and earlier runs may choose another division of the same batch, whose sums round otherwise."""
     first = copy / "outputs" / "first"
     change(first / "manifest.json", batch__micro_batch=2, batch__grad_accum=4)
     change(first / "resolved.json", train__seed=7)
@@ -143,9 +136,6 @@ def test_a_run_over_ranks_is_repeated_over_as_many(copy, strategy):
     again = json.loads((copy / answer["path"] / "manifest.json").read_text())
     old = json.loads((copy / "outputs" / "two" / "manifest.json").read_text())
     assert (again["layout"], again["processes"], again["cpu"]) == (strategy, 2, old["cpu"])
-
-
-# --- the code ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -195,9 +185,6 @@ def test_the_digest_of_the_code_is_of_names_and_contents(tmp_path):
     assert code_state(tmp_path) == first
     (tmp_path / "a.py").rename(tmp_path / "b.py")
     assert code_state(tmp_path) != first
-
-
-# --- compared ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,6 +15,7 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.launch import ranks, request
 from sft_play.launch import start as starting
+from sft_play.launch.agent import RankExit, describe_crash
 from sft_play.launch.request import LaunchOptions, RestartBudget
 from sft_play.process import signals
 from sft_play.process.failures import Failure, FailureKind
@@ -28,16 +29,11 @@ from tests.test_train import assert_same_bits, losses, weights
 pytestmark = pytest.mark.build
 
 
-# --- whether, and how often -------------------------------------------------------------------------------------------
-KINDS: tuple[FailureKind | None, ...] = ("user", "stopped", "fault", "peer", "hung", None)
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_what_died_is_told_from_what_would_fail_again(seed):
-    from sft_play.launch.agent import RankExit, describe_crash
-
     draw = random.Random(seed)
-    kind, code = draw.choice(KINDS), draw.choice([-9, -11, -6, -15, 7])
+    kinds: list[FailureKind | None] = ["user", "stopped", "fault", "peer", "hung", None]
+    kind, code = draw.choice(kinds), draw.choice([-9, -11, -6, -15, 7])
     name = draw.choice(["ValueError", "AcceleratorError", "DistBackendError", "TrainingError"])
     own = Failure(kind, 2, name, "words", "", 100.5, 1, "a", 11) if kind is not None else None
     asked = draw.random() < 0.3
@@ -64,10 +60,8 @@ def config(tmp_path) -> Path:
 
 
 def failed(folder: RunFolder, died: str | None, **more: Any) -> None:
-    folder.write_json(
-        "manifest.json",
-        {"format": MANIFEST_FORMAT, "status": "failed", **({CRASH_ENTRY: died} if died else {}), **more},
-    )
+    crash = {CRASH_ENTRY: died} if died else {}
+    folder.write_json("manifest.json", {"format": MANIFEST_FORMAT, "status": "failed", **crash, **more})
 
 
 def checkpoint(folder: RunFolder, step: int) -> None:
@@ -154,17 +148,14 @@ def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path
 @pytest.mark.parametrize(
     ("environ", "words", "said"),
     [
-        ({"MAX_RESTARTS": "-1"}, (), "MAX_RESTARTS=-1 is not a whole number from 0"),
-        ({"MAX_RESTARTS": "2", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, (),
-         "MAX_RESTARTS=2 starts processes again that this command has started on one machine"),
-        ({"MAX_RESTARTS": "2"}, ("tuning.backend=unsloth",),
-         "MAX_RESTARTS=2 does not watch Unsloth's processes"),
-        ({"MAX_RESTARTS": "2", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (),
-         "MAX_RESTARTS=2 starts processes again that this command has started on one machine"),
+        ({"MAX_RESTARTS": "-1"}, (), "is not a whole number from 0"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, (), "has started on one machine"),
+        ({}, ("tuning.backend=unsloth",), "does not watch Unsloth's processes"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (), "started on one machine"),
     ],
-)  # fmt: skip
+)
 def test_where_nothing_could_be_started_again_it_is_refused(command, config, monkeypatch, environ, words, said):
-    for name, text in environ.items():
+    for name, text in {"MAX_RESTARTS": "2", **environ}.items():
         monkeypatch.setenv(name, text)
     if words:  # as where there is an environment with Unsloth
         monkeypatch.setattr("sft_play.launch.planning.refusals", lambda *_, **__: ())
@@ -175,7 +166,6 @@ def test_where_nothing_could_be_started_again_it_is_refused(command, config, mon
     assert not (config.parent / "one").exists()
 
 
-# --- real runs --------------------------------------------------------------------------------------------------------
 RANKS = """
 import os
 
@@ -249,17 +239,14 @@ def test_a_run_whose_rank_is_killed_twice_ends_as_the_unbroken_one(world, strate
 
 @pytest.mark.slow
 def test_one_process_that_crashes_each_time_ends_after_its_restarts(world):
-    ended = begun(world, "train", "crash", "tuning.mode=lora", DYING="0", AT_STEP="2", TIMES="9",
-                  SIGNAL=str(int(signal.SIGSEGV)), MAX_RESTARTS="1")  # fmt: skip
+    crash = {"DYING": "0", "AT_STEP": "2", "TIMES": "9", "SIGNAL": str(int(signal.SIGSEGV)), "MAX_RESTARTS": "1"}
+    ended = begun(world, "train", "crash", "tuning.mode=lora", **crash)
     printed = ended.stdout + ended.stderr
     assert ended.returncode == 1, printed
     assert len(list((world / "marks-crash").iterdir())) == 2
-    assert "Restart 1 of 1: rank 0 of 1 (pid " in printed
     assert "killed by SIGSEGV; the run goes on from the checkpoint of step 1" in printed
-    assert "MAX_RESTARTS=1 is used up: the run ends" in printed
     manifest = json.loads((world / "outputs" / "crash" / "manifest.json").read_text())
-    assert manifest["status"] == "failed"
-    assert "killed by SIGSEGV" in manifest["error"]
+    assert (manifest["status"], "killed by SIGSEGV" in manifest["error"]) == ("failed", True)
 
 
 @pytest.mark.slow

@@ -66,9 +66,8 @@ def test_the_prompt_that_an_answer_is_asked_after_is_the_row_s_own(tokenizer):
         ids = made.prompt_ids(Chat("f:1", MESSAGES, template_kwargs=own))
         asked = made.prompt_and_answer_ids(Chat("f:1", turns, template_kwargs=own))
         assert tokenizer.decode(asked[1]) == "light off<|im_end|>"  # the last answer alone
-        expected = tokenizer.apply_chat_template(
-            list(MESSAGES[:1]), add_generation_prompt=True, tokenize=False, **{"tone": "calm", **own}
-        )
+        variables = {"tone": "calm", **own}
+        expected = tokenizer.apply_chat_template([MESSAGES[0]], add_generation_prompt=True, tokenize=False, **variables)
         assert tokenizer.decode(ids) == expected
 
 
@@ -90,13 +89,11 @@ def test_what_the_row_itself_says_cannot_be_set(tokenizer, own):
 
 
 def test_they_reach_the_rows_of_a_run_its_held_out_chats_and_the_files_of_process(tokenizer, tmp_path):
-    rows = [
-        {
-            "messages": [{"role": "user", "content": f"hello {n}"}, MESSAGES[1]],
-            "chat_template_kwargs": json.dumps({"tone": tone}) if n % 2 else {"tone": tone},
-        }
-        for n, tone in enumerate(["loud", "calm", ""] * 8)
-    ]
+    rows = []
+    for n, tone in enumerate(["loud", "calm", ""] * 8):
+        own = json.dumps({"tone": tone}) if n % 2 else {"tone": tone}
+        messages = [{"role": "user", "content": f"hello {n}"}, MESSAGES[1]]
+        rows.append({"messages": messages, "chat_template_kwargs": own})
     raw = tmp_path / "raw.jsonl"
     raw.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -57,7 +57,6 @@ def traced(most: int) -> Iterator[None]:
 
 
 def write_lines(path: Path, *, long: int) -> Path:
-    """Three lines, the second of them `long` bytes."""
     opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     with opened(path, "wb") as file:
         file.write(json.dumps(chat("q1", "a1")).encode() + b"\n")
@@ -81,7 +80,6 @@ def test_a_line_over_the_limit_is_a_bad_row_and_never_held(tmp_path, name):
 
 
 def test_lines_are_held_up_to_the_limit_and_not_a_byte_beyond(tmp_path, monkeypatch):
-    """Random lines in blocks of random sizes: every line within the limit comes whole, every other one as its size."""
     chance = random.Random(20)
     path = tmp_path / "a.txt"
     for _ in range(300):
@@ -112,8 +110,7 @@ def test_a_row_of_a_json_list_over_the_limit_is_named_with_its_line(tmp_path):
     path.write_text(f'[{{"text": "a"}},\n{big},\n{{"text": "b"}}]')
     rows = list(read_rows(path, split="train"))
     assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
-    assert rows[1].where == f"{path}:2"
-    assert rows[1].reason == LIMIT
+    assert (rows[1].where, rows[1].reason) == (f"{path}:2", LIMIT)
     # an object around the rows is read whole, so it has the limit of a row
     path.write_text('{"data": [\n' + '{"text": "x"},\n' * 9 + '{"text": "x"}]}')
     assert [row.data for row in read_rows(path, split="train")] == [{"text": "x"}] * 10
@@ -162,9 +159,6 @@ def test_long_rows_of_a_table_become_objects_a_few_at_a_time(tmp_path):
     with traced(24 * MIB):
         found = [int(row.data["text"].split()[0]) for row in read_rows(path, split="train")]
     assert found == list(range(80))
-
-
-# Text.
 
 
 def random_text(chance: random.Random) -> str:
@@ -224,9 +218,6 @@ def test_a_long_text_file_is_read_in_pieces_and_says_so(tmp_path, monkeypatch):
     assert "".join(json.loads(line)["text"] for line in written) == path.read_text()
 
 
-# What is counted and rendered together.
-
-
 def test_every_batch_of_long_texts_gives_memory_back(tiny_llama, monkeypatch):
     """Without it the memory of check grew by 25 bytes a byte of plain text."""
     from transformers import AutoTokenizer
@@ -259,9 +250,6 @@ def test_the_rough_size_of_a_file_is_told_from_a_bounded_sample(tmp_path):
     assert size is not None
     assert size.rows == 160
     assert abs(size.characters / 80_001_000 - 1) < 0.02
-
-
-# Nothing is left behind.
 
 
 def test_process_names_a_line_over_the_limit_and_writes_nothing(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset, Features, List, Value, load_from_disk
-from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +28,6 @@ from sft_play.training.loop.rows import (
 )
 from sft_play.training.measure.monitor import source_losses
 from tests.conftest import chat
-from tests.models import uneven_run
 from tests.ranks_evaluation import trainer_of as own_trainer
 from tests.test_distributed import start
 
@@ -46,8 +44,7 @@ LENGTHS = np.random.default_rng(5).integers(2, 60, size=64)
 
 
 def batches_of(count: int, *, micro: int, ranks: int, epoch: int = 0, by_length: bool = False) -> list[list[list[int]]]:
-    """Micro-batches of each rank in steps of 8 rows, as the Trainer counts them: those that a step does not need are
-    empty; FILLER is a masked row."""
+    """Micro-batches of each rank in steps of 8 rows: what a step does not need is empty; FILLER is a masked row."""
     per_rank = []
     for rank in range(ranks):
         order = EpochOrder(count, seed=42, lengths=LENGTHS[:count] if by_length else None, effective_batch=8)
@@ -62,7 +59,6 @@ def batches_of(count: int, *, micro: int, ranks: int, epoch: int = 0, by_length:
 def steps_of(
     count: int, *, micro: int, accum: int, ranks: int, epoch: int = 0, by_length: bool = False
 ) -> list[list[int]]:
-    """Rows that are trained on in each optimizer step."""
     per_rank = batches_of(count, micro=micro, ranks=ranks, epoch=epoch, by_length=by_length)
     return [
         sorted(n for rank in per_rank for batch in rank[first : first + accum] for n in batch if n >= 0)
@@ -125,36 +121,12 @@ def test_a_selection_of_a_mapped_file_is_read_in_its_own_order(tmp_path):
     assert [row["input_ids"].tolist() for row in rows] == [ids[3] + ids[0], ids[2]]
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def series(run: Path, name: str) -> list[float]:
-    return [line[name] for line in metrics(run) if name in line]
-
-
-def test_grouping_by_length_changes_no_step(tmp_path, tiny_llama, command):
-    """Losses and weights of a run over an epoch with an uneven end equal those of the ungrouped one."""
-    path = uneven_run(tmp_path, tiny_llama)
-    runs = {}
-    for value in ("true", "false"):
-        name = f"grouped-{value}"
-        code, said = command(
-            "train", "--config", str(path), "tuning.mode=full", f"output.name={name}", f"train.group_by_length={value}"
-        )
-        assert code == 0, said
-        runs[value] = tmp_path / "outputs" / name
-    grouped, plain = runs["true"], runs["false"]
-    assert series(grouped, "loss") == pytest.approx(series(plain, "loss"), rel=1e-5)
-    assert series(grouped, "grad_norm") == pytest.approx(series(plain, "grad_norm"), rel=1e-4)
-    assert sum(series(grouped, "padding_share")) < 0.7 * sum(series(plain, "padding_share"))
-    one, other = (load_file(run / "model" / "model.safetensors") for run in (grouped, plain))
-    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-5
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
 
 
 def mixed_run(folder: Path, model: Path) -> Path:
-    """Chats and text, and a run YAML that trains on both."""
     rows = [json.dumps(chat(f"what is {n}?", "it is " * (n % 5 + 1))) + "\n" for n in range(20)]
     (folder / "rows.jsonl").write_text("".join(rows))
     (folder / "text.jsonl").write_text(
@@ -214,11 +186,7 @@ def test_losses_of_chats_and_texts_are_means_over_their_own_tokens(tmp_path, tin
     assert any("eval_loss_text" in line and "eval_loss" in line for line in trainer.state.log_history)
 
 
-def test_a_source_without_a_token_has_no_loss_and_one_mode_has_no_sources(tmp_path, tiny_llama):
-    chats_only = trainer_of(tmp_path, tiny_llama, sourced([9, 30, 20, 12], [0, 0, 0, 0]))
-    chats_only.train()
-    logged = [line for line in chats_only.state.log_history if "loss" in line]
-    assert all("loss_chat" in line and "loss_text" not in line for line in logged)
+def test_one_mode_has_no_sources(tmp_path, tiny_llama):
     sft = trainer_of(
         tmp_path, tiny_llama, sourced([9, 30, 20, 12], [0, 1, 0, 1]), "task_mode=sft", "data.text_path=null"
     )
@@ -228,10 +196,8 @@ def test_a_source_without_a_token_has_no_loss_and_one_mode_has_no_sources(tmp_pa
 
 def test_the_sources_of_every_rank_count():
     # rank 0: chats 6.0 over 3 tokens, text 4.0 over 1; rank 1: chats 2.0 over 1, no text
-    assert source_losses([[6.0, 3, 4.0, 1], [2.0, 1, 0.0, 0]], prefix="eval_") == {
-        "eval_loss_chat": 2.0,
-        "eval_loss_text": 4.0,
-    }
+    found = source_losses([[6.0, 3, 4.0, 1], [2.0, 1, 0.0, 0]], prefix="eval_")
+    assert found == {"eval_loss_chat": 2.0, "eval_loss_text": 4.0}
     assert source_losses([[6.0, 3, 0.0, 0]]) == {"loss_chat": 2.0}
 
 
@@ -253,10 +219,8 @@ def test_a_run_on_chats_and_text_logs_the_loss_of_each(tmp_path, tiny_llama, com
 def test_packs_and_sources_are_the_same_over_ranks(tmp_path, tiny_llama, strategy):
     path = mixed_run(tmp_path, tiny_llama)
     words = ["--config", str(path), "data.packing=best_fit", "train.logging_steps=1"]
-    for name, command, given in (
-        ("one", "train", {}),
-        ("two", "train-distributed", {"STRATEGY": strategy, "NPROC": "2"}),
-    ):
+    spread = {"STRATEGY": strategy, "NPROC": "2"}
+    for name, command, given in (("one", "train", {}), ("two", "train-distributed", spread)):
         answer = start(tmp_path, command, *words, f"output.name={name}", **given)
         assert answer.returncode == 0, answer.stdout + answer.stderr
     one, two = (tmp_path / "outputs" / name for name in ("one", "two"))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import functools
 import json
 import logging
 import os
+import re
+import socket
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -142,15 +146,9 @@ def test_a_run_made_with_other_settings_is_not_resumed_silently(tmp_path):
     with pytest.raises(RunFolderError) as error:
         check_same_run(folder, other, data={"train": {"sha256": "bb", "path": "t.jsonl"}}, batch={"micro_batch": 2})
     message = str(error.value)
-    for part in (
-        'tuning.mode: the run has "qlora", now "lora"',
-        "train.seed: the run has 42, now 7",
-        "the content of t.jsonl has changed",
-        'batch: the run has {"micro_batch": 4}, now {"micro_batch": 2}',
-    ):
+    for part in ('has "qlora", now "lora"', "has 42, now 7", "of t.jsonl has changed", "batch: the run has"):
         assert part in message
-    assert "logging_steps" not in message
-    assert "stop_after_steps" not in message
+    assert not re.search("logging_steps|stop_after_steps", message)
     same = loaded(tmp_path, overrides=("output.name=one", "train.stop_after_steps=9"))
     check_same_run(folder, same, data={"train": {"sha256": "aa"}}, batch={"micro_batch": 4})
 
@@ -221,7 +219,7 @@ def test_a_git_remote_with_credentials_is_not_recorded(tmp_path, monkeypatch):
     assert "ghp_" not in json.dumps(state)
 
 
-def test_hostile_text_does_not_reach_the_terminal(tmp_path, command):
+def test_hostile_text_in_a_config_does_not_reach_the_terminal(tmp_path, command):
     assert escape_control("a\x1b[31mb\x07\x00\u202ec\td\n") == "a\\x1b[31mb\\x07\\x00\\u202ec\td\n"
     assert one_line("a\nb" + "x" * 200, limit=10) == "a\\nbxxxxx…"
     path = tmp_path / "run.yaml"
@@ -243,9 +241,8 @@ def test_hostile_text_does_not_reach_the_terminal(tmp_path, command):
 def test_a_damaged_run_says_what_is_damaged(tmp_path, file, content, message):
     folder = make(tmp_path)
     (folder.path / file).write_text(content)
-    job = loaded(tmp_path, overrides=("output.name=one",))
     with pytest.raises(RunFolderError, match=message):
-        check_same_run(folder, job, data={}, batch={})
+        check_same_run(folder, loaded(tmp_path, overrides=("output.name=one",)), data={}, batch={})
 
 
 @pytest.mark.parametrize("path", ["train.weight_decay", "tuning.lora.r"])
@@ -253,11 +250,8 @@ def test_a_key_that_a_version_added_hinders_no_old_run_unless_it_changes_somethi
     folder = make(tmp_path)
     job = loaded(tmp_path, overrides=("output.name=one",))
     old = json.loads((folder.path / "resolved.json").read_text())
-    *outer, name = path.split(".")
-    holder = old
-    for part in outer:
-        holder = holder[part]
-    had = holder.pop(name)
+    outer, _, name = path.rpartition(".")
+    had = functools.reduce(lambda holder, part: holder[part], outer.split("."), old).pop(name)
     (folder.path / "resolved.json").write_text(json.dumps(old))
     check_same_run(folder, job, data={}, batch={})
     another = had / 2 if had else 0.25
@@ -268,14 +262,10 @@ def test_a_key_that_a_version_added_hinders_no_old_run_unless_it_changes_somethi
 
 def test_metrics_after_the_checkpoint_are_dropped_for_a_resumed_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        "".join(json.dumps({"step": step}) + "\n" for step in range(5)) + '5\n{"step": null}\n{"step": 5, "lo'
-    )
+    whole = "".join(json.dumps({"step": step}) + "\n" for step in range(5))
+    path.write_text(whole + '5\n{"step": null}\n{"step": 5, "lo')
     truncate_metrics(path, 2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
-
-
-# --- the lock ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -315,7 +305,6 @@ def test_nobody_takes_the_folder_of_a_run_that_lives_and_a_crash_lets_it_go(tmp_
         lambda: create_run(folder, job, manifest={}, plan={}),  # one that looked before it was there
         lambda: lock_run(folder),  # a resumed run
         lambda: consolidate(folder),
-        lambda: consolidate(folder, out=folder.path / "here"),
     ]
     for take in takers:
         with pytest.raises(RunFolderError, match=f"another process .pid {other.pid} on .*kill {other.pid}"):
@@ -401,9 +390,6 @@ def test_whoever_comes_first_keeps_the_folder(tmp_path):
 
 @pytest.mark.parametrize("owner", ["dead", "of our pid", "alive", "elsewhere"])
 def test_on_a_disk_without_locks_the_note_of_who_writes_is_believed(tmp_path, monkeypatch, caplog, owner):
-    import errno
-    import socket
-
     folder = make(tmp_path)
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -475,12 +461,3 @@ def test_a_resume_takes_each_recorded_setting_once_and_what_is_given_now_over_it
     assert resumed("train.seed=8") == ("train.epochs=2", "model.mesh_shape=[2]", "train.seed=8")
     assert resumed(keeps_mesh=False)[-1] == "model.mesh_shape=null"
     assert resumed("model.mesh_shape=[4]", keeps_mesh=False)[-1] == "model.mesh_shape=[4]"
-
-
-def test_hostile_text_in_a_config_does_not_reach_the_terminal(tmp_path, command):
-    path = tmp_path / "run.yaml"
-    path.write_text('model: {name: gpt2}\ntrain: {epochs: "\\e]0;owned\\a\\e[2J"}\n"\\e[31mkey": 1\n')
-    code, printed = command("plan", "--config", str(path))
-    assert code == 2
-    assert "\x1b" not in printed
-    assert "\\x1b" in printed or "\\u001b" in printed
