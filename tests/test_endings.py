@@ -29,6 +29,17 @@ def said() -> Iterator[list[str]]:
         yield found
 
 
+def test_a_stop_in_the_exit_handlers_of_a_process_is_no_noise():
+    code = (
+        "import atexit, os, signal\n"
+        "from sft_play.process import signals\n"
+        "signals.StopSignals(signals.raise_interrupt).__enter__()\n"
+        "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGTERM), print('left')))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left\n", "")
+
+
 def test_a_request_to_stop_is_told_from_its_echo(said, monkeypatch):
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)  # at the same time: a batch system signals every process

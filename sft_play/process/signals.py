@@ -206,7 +206,9 @@ def signal_name(signal_number: int) -> str:
 def raise_interrupt(signal_number: int) -> None:
     """Handle a stop request where there is nothing to save: raise KeyboardInterrupt, as Ctrl-C
     does."""
-    raise KeyboardInterrupt
+    # a process on its way out, in its exit handlers, would only print it
+    if threading.main_thread().is_alive():
+        raise KeyboardInterrupt
 
 
 def start_child(
