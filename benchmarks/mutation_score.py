@@ -157,10 +157,10 @@ OWN_TESTS = {
     "learning_rate mixed_gpus mesh training_options fp16 kernels experts compiled_plans liger_plan generation "
     "micro_batches sdpa repeated_keys gradients",
     "launch": "decisions launch_files nodes tensorboard exported_nodes deepspeed_files mixed_gpus own_gpus agents "
-    "row_survey refusals failures distributed mesh runs restarts out_of_memory_runs",
+    "row_survey refusals failures distributed mesh runs restarts out_of_memory_runs device",
     "data": "data_decisions masks tool_calls ends mask_score template preview check rows splits files formats "
     "process data_story documents columns default_paths row_limit packing recorded_data options bad_inputs "
-    "own_messages tokenizer sources exact_match rendered_chats row_kwargs adapter_inputs",
+    "own_messages tokenizer sources exact_match rendered_chats row_kwargs adapter_inputs new",
 }
 """The test files of each package: its mutants are run against those that execute the mutant's line."""
 

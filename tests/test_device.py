@@ -5,6 +5,7 @@ import json
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -152,6 +153,17 @@ def test_a_plan_for_the_cpu_says_that_a_run_would_stop(succeed, monkeypatch, tmp
 def test_a_torch_that_cannot_use_the_gpu_says_what_it_is_built_for(torch, words):
     said = explain_unusable_torch("NVIDIA L4", "the driver is too old", torch_build=torch)
     assert f"{torch} and cannot use it: {words}" in said
+
+
+def test_a_torch_without_cuda_stops_a_start_on_gpus(config, monkeypatch):
+    loaded = SimpleNamespace(config=config(), runs=())
+    gpus = replace(parse_hardware("1xL4"), named=False)
+    monkeypatch.setattr(refusals, "torch_cuda_version", lambda: None)
+    with pytest.raises(HardwareError, match="the driver shows NVIDIA L4, but torch"):
+        refusals.require_gpus_and_disk(loaded, gpus, [])
+    refusals.require_gpus_and_disk(loaded, CPU, [])
+    monkeypatch.setattr(refusals, "torch_cuda_version", lambda: "13.0")
+    refusals.require_gpus_and_disk(loaded, gpus, [])
 
 
 def test_an_accelerator_that_only_torch_sees_stops_a_run_on_the_cpu(config, monkeypatch, tiny_llama):

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.masks import turns
 from sft_play.data.masks.render import LOST_TO_LENGTH, TOO_LONG, Renderer, drop_text_beside_calls
 from sft_play.data.masks.token_row import IGNORED, TokenRow, format_row
 from sft_play.data.masks.tokenizer import TokenizerParts, end_of_text_id, mask_encoding
@@ -811,6 +812,14 @@ def test_two_bos_tokens_are_never_trained(tokenizer):
 def test_a_template_that_drops_or_rewrites_every_text_is_refused_and_not_given_lists(make, change):
     with pytest.raises(TokenizerError, match=r"(drops|rewrites) an assistant's answer"):
         make(EACH + TURN.replace("m.content", change) + DONE + ASK).turn_locator()
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [("plain", 'é"'), ("json", 'é\\"'), ("ascii json", '\\u00e9\\"'), ("json in json", 'é\\\\\\"'), ("repr", 'é"')],
+)
+def test_each_way_of_writing_a_text_is_that_of_its_library(form, text):
+    assert turns._WRITTEN_FORMS[form]('é"') == text
 
 
 def test_documents_end_with_the_end_of_text_token(tokenizer, make):

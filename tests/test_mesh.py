@@ -24,13 +24,22 @@ from sft_play.launch.accelerate import _ACCELERATE_LAUNCH_VARIABLES, accelerate_
 from sft_play.launch.request import LaunchOptions
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.network import NodeSetup
-from sft_play.models.config_json import load_model_shape
+from sft_play.models.config_json import load_model_shape, parse_model_shape
 from sft_play.models.families import MODEL_FAMILIES, TENSOR_PARALLEL_TYPES
 from sft_play.planner.advice import make_advised_plan
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import build_candidate
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
-from sft_play.planner.layout import LAYOUT_NAMES, MESH_AXES, Layout, Mesh, PreviousRun, find_layouts, parse_mesh
+from sft_play.planner.layout import (
+    LAYOUT_NAMES,
+    MESH_AXES,
+    Layout,
+    Mesh,
+    PreviousRun,
+    context_parallel_layouts,
+    find_layouts,
+    parse_mesh,
+)
 from sft_play.planner.plan import plan_from_json
 from tests.conftest import chosen
 from tests.models import uneven_run
@@ -72,6 +81,18 @@ def test_a_mesh_is_its_sizes_by_name_in_any_order(sizes, order, upper):
     assert mesh.ranks == 6
     assert mesh.data_parallel_ranks == wanted["dp"] * wanted["fsdp"]
     assert parse_mesh(json.loads(re.sub(r"([a-z]+)", r'"\1"', str(mesh)))) == mesh  # as it is said is as it is written
+
+
+def test_ranks_share_rows_where_a_window_is_as_long_as_they_are():
+    fields = {
+        "model_type": "mistral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64, "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+    }  # fmt: skip
+    for length, is_shared in ((4088, True), (4096, True), (4104, False)):
+        config = config_from_text(f"model: {{name: m, max_seq_len: {length}}}\ntuning: {{mode: lora}}\n", name="x")
+        layouts = context_parallel_layouts(config, parse_model_shape(fields, name="m"), parse_hardware("4xH100"))
+        assert bool(layouts) == is_shared
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import pytest
 from pydantic import TypeAdapter
 
+from sft_play.planner import batching
 from sft_play.planner.batching import MicroBatches, RowAssignment, average_micro_steps, summarize_row_tokens
 from tests.ranks import found_by_ranks
 
@@ -111,6 +112,29 @@ def test_an_average_step_has_the_tokens_of_the_rows_and_the_places_of_its_cut(se
         assert passes.row_length <= rows.longest
     if len(lengths) > 200:
         assert passes.tokens == pytest.approx(batch * rows.mean, rel=0.6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("plan", [MicroBatches(2), MicroBatches(2, tokens=100, padded=False)])
+def test_a_step_that_takes_every_row_is_counted_by_hand(plan, ranks, monkeypatch):
+    lengths = [80, 70, 60, 50, 40, 30, 20, 10]
+    rows = summarize_row_tokens(Counter(lengths), limit=512)
+    assert rows is not None
+    fullest: list[tuple[int, float]] = []  # tokens and length of a row, by the fullest rank of each micro step
+    for micro_step in plan.assign_rows(lengths, ranks=ranks):
+        batches = [[lengths[index] for index in batch] for batch in micro_step if batch]
+        if plan.padded:
+            batch = max(batches, key=lambda some: len(some) * max(some))
+            fullest.append((len(batch) * max(batch), max(batch)))
+        else:
+            batch = max(batches, key=sum)
+            fullest.append((sum(batch), sum(one**2 for one in batch) / sum(batch)))
+    monkeypatch.setattr(batching, "_MAX_SAMPLED_ROWS", 8 // ranks)  # of each rank: all rows are drawn
+    found = average_micro_steps(rows, plan, effective_batch=8, ranks=ranks)
+    total = sum(tokens for tokens, _ in fullest)
+    assert (found.count, found.tokens) == (len(fullest), sum(lengths))
+    assert found.padded_tokens == pytest.approx(total / len(fullest))
+    assert found.row_length == pytest.approx(sum(tokens * length for tokens, length in fullest) / total)
 
 
 def test_another_limit_cuts_the_lengths_or_makes_them_unknown():

@@ -20,7 +20,7 @@ from sft_play.config import other_tools
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.options import find_option
 from sft_play.config.translated import format_run_yaml, translate_file
-from sft_play.data.infer_dataset import infer_dataset
+from sft_play.data.infer_dataset import _choose_length, infer_dataset
 from sft_play.data.sources.examples import check_first_rows
 from sft_play.data.sources.files import find_data_paths
 from sft_play.diagnose.run_check import check_run
@@ -182,6 +182,15 @@ def test_a_file_of_another_tool_becomes_one_that_loads_and_plans(tool, tmp_path,
     assert {path: found.get(path, "absent") for path in expected} == expected
     plan = plan_run(config, parse_hardware("8xH100"), include_suggestions=False)
     assert plan.choice is not None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length"),
+    [([100] * 9, 128), ([100, 129], 256), ([100] * 999 + [4096], 4096), ([4000] * 199 + [5000], 4096),
+     ([5000], 8192), ([10**6], 32_768)],
+)  # fmt: skip
+def test_the_length_holds_every_row_or_from_4096_on_all_but_a_hundredth_of_the_tokens(tokens, length):
+    assert _choose_length(tokens) == length
 
 
 def test_preferences_are_refused_and_a_file_without_a_model_asks_for_it():

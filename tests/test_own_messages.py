@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from typing import Any
 
@@ -112,6 +113,7 @@ def test_a_processed_row_is_read_as_the_row_itself(name):
     again = to_example(RawRow("f:1", written), recognise_format(written))
     assert again == chat
     assert content_digest(again) == content_digest(chat)
+    assert content_digest(dataclasses.replace(chat, template_kwargs={"tone": "dry"})) != content_digest(chat)
 
 
 REAL = ("bundled/tools", "trl/qwen3", "mistral-common/v13_think", "trl/gptoss", "llama.cpp/google-gemma-2-2b-it")

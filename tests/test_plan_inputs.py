@@ -29,11 +29,13 @@ from sft_play.planner.advice import find_largest_fit, make_advised_plan
 from sft_play.planner.batching import RowTokens
 from sft_play.planner.candidates import evaluate_candidates, lowest_memory_candidates
 from sft_play.planner.decide import PlanRequest, build_plan_inputs
+from sft_play.planner.explain import bar_lines
 from sft_play.planner.layout import find_layouts
 from sft_play.planner.plan import Plan, planned_disk_usage
 from sft_play.planner.precision import choose_precision
 from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.runs.lookup import output_dir
+from sft_play.text import GIB
 from tests.conftest import ROOT, Command
 
 LORA = str(ROOT / "configs" / "run_lora.yaml")
@@ -407,6 +409,13 @@ def test_checkpoints_after_each_epoch_are_counted_by_the_steps_that_are_given(sm
         assert planned_disk_usage(config, load_model_shape(config.model.name), plan).max_checkpoints == count
 
 
+def test_a_plan_names_the_longest_held_out_row_only_where_it_is_longer(small_run):
+    config = load_config(small_run).config
+    for held_out in (0, 20, 21):
+        plan = plan_run(config, detect_hardware(), rows=RowTokens(20.0, 20, 20, 64, 64, held_out, (20,) * 64))
+        assert any("longest held-out row 21" in reason for reason in plan.reasons) == (held_out == 21)
+
+
 def test_a_start_asks_for_its_plan_once_and_makes_it_once(command, monkeypatch, tmp_path, tiny_llama, sums):
     """The rows are counted between the two: what no length changes is checked in the request that is then completed."""
     calls: list[str] = []
@@ -433,3 +442,19 @@ def test_a_start_asks_for_its_plan_once_and_makes_it_once(command, monkeypatch, 
     code, printed = command("train", "--config", str(path), f"output.dir={tmp_path}/outputs")
     assert (code, "error: planned" in printed) == (2, True), printed
     assert calls == steps
+
+
+def test_what_loading_takes_beyond_a_step_is_a_part_of_the_bar():
+    plan = plan_of("1xH100", "tuning.mode=full", "train.effective_batch_size=1", name="Qwen/Qwen2.5-0.5B-Instruct")
+    loading = dataclasses.replace(plan.memory, load_bytes=40 * GIB)
+    for memory, has_more in ((plan.memory, False), (loading, True)):
+        choice = dataclasses.replace(plan.choice, memory=memory)
+        bar, legend = bar_lines(dataclasses.replace(plan, choice=choice))[:2]
+        assert ("L more while loading" in legend) == ("L" in bar.partition("|")[2]) == has_more
+        parts = sum(float(part.rpartition(" ")[2]) for part in legend.split(","))
+        assert parts == pytest.approx(memory.required / GIB, abs=0.1)
+
+
+def test_the_longest_rows_are_looked_for_over_ranks_that_share_them():
+    request = request_of("8xRTX4090", "tuning.mode=full", "train.effective_batch_size=8")
+    assert "fsdp_cp does NOT fit" in str(find_largest_fit("seq_len", request))
