@@ -60,7 +60,7 @@ def test_a_step_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(t
         spoil(patch, {5: math.nan})
         code, printed, folder = train("one", *same)
     assert code == 2, printed
-    assert re.search(r"step 5: the gradient norm is nan.*checkpoint is that of step 4.*train\.on_nan=skip", printed)
+    assert re.search(r"step 5: the gradient norm is nan.*train\.on_nan=skip.*checkpoint is that of step 4", printed)
     found = checkpoints.complete_checkpoints(folder / "checkpoints")
     assert [path.name for path in found] == ["checkpoint-2", "checkpoint-4"]
     code, printed, _ = train("one", *same, "train.on_nan=skip", verb="resume")  # what the message advises

@@ -295,10 +295,10 @@ def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one(
     assert text.memory.terms == plan("task_mode=cpt").memory.terms  # full blocks: nothing to pack
 
 
-def run_yaml(folder: Any, model: Any) -> Any:
+def run_yaml(folder: Any, model: Any, *, rows: int = 24) -> Any:
     words = ["the", "light", "in", "kitchen", "is", "on", "yes", "no"]
     draw = np.random.default_rng(3)
-    answers = [" ".join(draw.choice(words, size=int(draw.integers(1, 12)))) for _ in range(24)]
+    answers = [" ".join(draw.choice(words, size=int(draw.integers(1, 12)))) for _ in range(rows)]
     lines = [json.dumps(chat(f"what is {n}?", answer)) for n, answer in enumerate(answers)]
     (folder / "rows.jsonl").write_text("\n".join(lines))
     path = folder / "run.yaml"
