@@ -237,6 +237,12 @@ def test_a_column_that_rows_may_lack_is_looked_for_in_more_than_the_first():
             detect_format(iter(rows), DataConfig(columns=columns))
 
 
+def test_a_column_that_every_row_needs_is_missed_in_the_first():
+    rows = [RawRow("f:1", {"asked": "a", "other": "x"}), RawRow("f:2", {"asked": "a", "said": "b"})]
+    with pytest.raises(DataError, match=r"f:1: data\.columns names said; the columns are: asked, other"):
+        detect_format(iter(rows), DataConfig(columns={"prompt": "asked", "completion": "said"}))
+
+
 def test_a_file_may_lack_a_mapped_column_where_it_has_none_that_could_be_meant():
     columns = {"prompt": "frage", "context": "absatz", "completion": "antwort"}
     rows = [{"frage": "Was?", "antwort": "Das.", "url": "u", "system": "Kurz."}] * 2

@@ -38,7 +38,7 @@ from sft_play.launch.deepspeed import (
     shipped_deepspeed_config,
     translate_deepspeed_keys,
 )
-from sft_play.launch.request import DeepspeedRequest, LaunchOptions, override_lines
+from sft_play.launch.request import DeepspeedRequest, LaunchOptions, fill_from_accelerate, override_lines
 from sft_play.machine.gpu import Gpu
 from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.network import NodeSetup
@@ -168,6 +168,10 @@ def test_the_questionnaires_file_works_as_it_is_and_the_run_yaml_wins_aloud(tmp_
     assert "mixed_precision: no" in line
     assert "bf16: the run YAML wins" in line
     assert override_lines(config, planned("float32"), max_grad_norm=1) == []
+    options = fill_from_accelerate(LaunchOptions(), config)
+    assert (options.processes_per_node, options.nodes.count) == (8, 2)  # its processes are those of all machines
+    of_each_gpu = read(tmp_path, QUESTIONNAIRE.replace("num_processes: 16\n", ""))
+    assert fill_from_accelerate(LaunchOptions(), of_each_gpu).processes_per_node is None
 
 
 def test_numbers_of_an_engines_block_that_the_plan_decides_are_said(tmp_path):

@@ -153,6 +153,12 @@ def look(folder: Path, text: str, *, task_mode: str = "sft", **options: object) 
     examples.check_first_rows(data, find_data_paths(data), task_mode=task_mode)
 
 
+def test_rows_that_need_a_library_are_left_to_the_run(monkeypatch):
+    data = DataConfig(train_path="hub:owner/name")
+    monkeypatch.setattr(examples, "read_part", lambda part: pytest.fail(f"{part} was read"))
+    examples.check_first_rows(data, find_data_paths(data), task_mode="sft")
+
+
 def test_a_later_row_that_can_be_read_is_left_to_the_run(tmp_path):
     """Whoever has to fix rows wants all of them counted: only a file whose first rows are all bad is refused here."""
     bad, good = ["{not json"] * examples.CHECKED_FIRST_ROWS, chat("a", "b")
