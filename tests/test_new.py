@@ -230,7 +230,7 @@ def test_whatever_a_file_says_is_taken_or_named_with_a_reason(said):
         asked = [*answer.settings, *find_option(key)]
         is_idle = value in (False, None, []) or "no effect" in answer.explanation
         is_taken = any(f"{one}.".startswith(f"{path}.") for one in found.settings for path in asked)
-        # a config of the hub stands in the name that is written: hub:owner/name:config
+        # a config of the hub is a part of the name that is written: hub:owner/name:config
         is_in_source = any(f":{value}" in json.dumps(found.settings.get(path)) for path in DATA_SET_PATHS)
         is_taken |= key in other_tools.key_table().data_set_names["config"] and is_in_source
         assert is_taken or is_idle or key in comments or any(path in comments for path in asked)

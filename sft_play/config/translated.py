@@ -82,28 +82,7 @@ def translate_file(
     )
     if document.problems:
         raise ConfigError("\n".join(map(str, document.problems)))
-    # keys that describe all data sets (`dataset_config`, `max_samples`) move into the entry of each
-    # one
-    named_keys = {
-        key: other_tools.find_known_key((key,)) for key, value in document.data.items() if value
-    }
-    data_set_keys = [
-        key
-        for key, known_key in named_keys.items()
-        if known_key
-        and known_key.path == other_tools.DATA_SET_OPTIONS[0]
-        and other_tools.translate_value(known_key, document.data[key]).settings
-    ]
-    shared_options = {
-        key: document.data.pop(key)
-        for key in named_keys
-        if data_set_keys and key in other_tools.key_table().data_set_names["beside"]
-    }
-    for data_set_key in data_set_keys if shared_options else []:
-        document.data[data_set_key] = [
-            shared_options | entry
-            for entry in other_tools.parse_data_sets(document.data[data_set_key])
-        ]
+    _move_shared_data_keys(document)
     foreign_keys = find_unknown_keys(document, read_config(document)[1])
     key_names = {
         str(part)
@@ -146,6 +125,31 @@ def translate_file(
         )
     _complete_settings(result, user_settings)
     return result
+
+
+def _move_shared_data_keys(document: YamlDocument) -> None:
+    """Move keys that describe all data sets (`dataset_config`, `max_samples`) into the entry of
+    each data set."""
+    named_keys = {
+        key: other_tools.find_known_key((key,)) for key, value in document.data.items() if value
+    }
+    data_set_keys = [
+        key
+        for key, known_key in named_keys.items()
+        if known_key
+        and known_key.path == other_tools.DATA_SET_OPTIONS[0]
+        and other_tools.translate_value(known_key, document.data[key]).settings
+    ]
+    shared_options = {
+        key: document.data.pop(key)
+        for key in named_keys
+        if data_set_keys and key in other_tools.key_table().data_set_names["beside"]
+    }
+    for data_set_key in data_set_keys if shared_options else []:
+        document.data[data_set_key] = [
+            shared_options | entry
+            for entry in other_tools.parse_data_sets(document.data[data_set_key])
+        ]
 
 
 def _same_named_keys(document: YamlDocument, result: Translation) -> Iterator[ForeignKey]:

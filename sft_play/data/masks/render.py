@@ -1,6 +1,6 @@
 """Chats → tokens with a loss mask, through the tokenizer's own chat template.
 
-`turns.py` finds and verifies where the turns stand in the rendered text; here the trained ones
+`turns.py` finds and verifies where the turns are in the rendered text; here the trained ones
 become labels. What cannot be found exactly is a bad row with its reason, never a guess, unless the
 run YAML says so.
 

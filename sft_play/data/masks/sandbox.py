@@ -329,7 +329,7 @@ def _find_searched_texts(tree: nodes.Template) -> Iterator[str]:
     for holder in holders:
         for constant in holder.find_all(nodes.Const):
             text = str(constant.value).strip()
-            # a role's name may stand in any answer: marks around it would cut the answer into
+            # a role's name may occur in any answer: marks around it would cut the answer into
             # pieces
             if (
                 isinstance(constant.value, str)
