@@ -215,9 +215,8 @@ def accelerate_launch_config(environment: Mapping[str, str]) -> AccelerateConfig
     they divide what the run YAML alone divides."""
     if not is_accelerate_launch(environment):
         return None
-    distributed_type: DistributedType = (
-        "MULTI_GPU"  # what is left where no engine's variable is set
-    )
+    # what is left where no engine's variable is set
+    distributed_type: DistributedType = "MULTI_GPU"
     if environment.get("ACCELERATE_USE_FSDP") == "true":
         distributed_type = "FSDP"
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":

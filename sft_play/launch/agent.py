@@ -188,9 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch_logger.addHandler(logging.NullHandler())
     os.environ[failures.AGENT_VARIABLE] = str(os.getpid())
     options = launcher.parse_args(sys.argv[1:] if argv is None else list(argv))
-    options.signals_to_handle = (  # torch's own handling of the others ends the ranks after 30 s
-        "SIGQUIT"
-    )
+    # torch's own handling of the others ends the ranks after 30 s
+    options.signals_to_handle = "SIGQUIT"
     world_size = int(options.nproc_per_node) * int(str(options.nnodes).rpartition(":")[2])
     with tempfile.TemporaryDirectory(
         prefix="sft_play_ranks_", ignore_cleanup_errors=True

@@ -671,9 +671,8 @@ class TurnLocator:
         if shape is not None and shape not in self._layouts_by_shape:
             if len(self._layouts_by_shape) >= _MAX_SHAPES:
                 self._layouts_by_shape.clear()
-            self._layouts_by_shape[shape] = (
-                None  # rows of this shape have none, or may differ from one another
-            )
+            # rows of this shape have none, or may differ from one another
+            self._layouts_by_shape[shape] = None
             with contextlib.suppress(InexactMaskError):
                 self._layouts_by_shape[shape] = self._measure(messages, ())[0]
         template_layout = self._layouts_by_shape.get(shape)

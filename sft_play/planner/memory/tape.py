@@ -392,9 +392,8 @@ class ForwardPass:
         ) -> Grads:
             out = tape.new(size, e) if needs_gradient else None
             if out is not None:
-                out.is_view = (
-                    True  # nn.Linear multiplies (B*S, h) and views the result as (B, S, h)
-                )
+                # nn.Linear multiplies (B*S, h) and views the result as (B, S, h)
+                out.is_view = True
             if trainable:
                 self.create_weight_gradient(inputs * outputs, itemsize)
             return (out,)
