@@ -50,9 +50,9 @@ def unbroken(world) -> Callable[[str], list[float]]:
 
 
 KILL = """
-import importlib, os, signal
+import importlib, os, signal, sys
 module, _, name = os.environ.get("KILL_AT", "").partition(":")
-if module and os.environ.get("RANK", "0") == "0":
+if module and os.environ.get("RANK", "0") == "0" and not sys.flags.safe_path:  # the process of templates has -P
     def killed(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
     setattr(importlib.import_module(module), name, killed)

@@ -140,6 +140,19 @@ def test_a_template_without_end_is_stopped(name, short_limit):
     assert template("{{ messages[0].content }}").render(CHAT) == "hello there"  # the next one is rendered as ever
 
 
+def test_what_a_machine_loads_into_every_python_is_not_counted_as_the_templates_memory(monkeypatch, tmp_path):
+    taken = "import mmap; taken = mmap.mmap(-1, 3 * 2**30, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)"
+    (tmp_path / "sitecustomize.py").write_text(taken)
+    monkeypatch.syspath_prepend(tmp_path)
+    sandbox._end_process()
+    try:
+        assert template("{{ messages[0].content * 2000000 }}").render(CHAT) == "hello there" * 2000000
+        with pytest.raises(EndlessTemplateError, match="more than 2 GiB of memory"):
+            template(ENDLESS["a text that doubles"]).render(CHAT)
+    finally:
+        sandbox._end_process()
+
+
 def test_a_template_is_stopped_in_any_thread(short_limit):
     made = template(ENDLESS["lists in lists, compared"])
     with ThreadPoolExecutor(1) as pool, pytest.raises(EndlessTemplateError, match=r"more than 0\.3 seconds"):

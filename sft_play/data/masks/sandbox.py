@@ -25,6 +25,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime, time
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -35,7 +36,8 @@ from sft_play.log import one_line
 # Processor time of one rendering. A conversation of a thousand turns takes some hundredths of a
 # second.
 MAX_RENDER_SECONDS = 5
-# Address space of the process. Without a conversation it takes a hundredth of this.
+# Address space of the process beyond what it has when it starts, which is a hundredth of this; a
+# `sitecustomize` of the machine may make it more than this, as one that imports torch does.
 MAX_SANDBOX_BYTES = 2 * 2**30
 _EXIT_NO_MEMORY = 3
 
@@ -142,14 +144,7 @@ def serve() -> None:
     has ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for who asks, whose end closes the pipe
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    limit = (
-        MAX_SANDBOX_BYTES
-        if hard_limit == resource.RLIM_INFINITY
-        else min(hard_limit, MAX_SANDBOX_BYTES)
-    )
-    with contextlib.suppress(ValueError, OSError):  # macOS refuses it
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
+    _limit_address_space()
     try:
         while True:
             seconds, function, arguments = pickle.load(sys.stdin.buffer)
@@ -174,6 +169,16 @@ def serve() -> None:
         os._exit(0)
     except MemoryError:  # ended at once: what is left would not do for more
         os._exit(_EXIT_NO_MEMORY)
+
+
+def _limit_address_space() -> None:
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(ValueError, OSError):  # macOS has no /proc and refuses the limit
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        limit = pages * resource.getpagesize() + MAX_SANDBOX_BYTES
+        if hard_limit != resource.RLIM_INFINITY:
+            limit = min(limit, hard_limit)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
 
 
 # What is asked of it.
