@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +115,17 @@ def process_group(plan: Plan, *, timeout_s: float, uses_deepspeed: bool = False)
 
 def sum_over_ranks(value: int) -> int:
     """The sum of a number over all ranks."""
-    return _all_reduce(value, dist.ReduceOp.SUM)
+    return sum_each_over_ranks([value])[0]
+
+
+def sum_each_over_ranks(values: Sequence[int]) -> list[int]:
+    """The sum of each of the numbers over all ranks, which have equally many."""
+    return _all_reduce(values, dist.ReduceOp.SUM)
 
 
 def max_over_ranks(value: int) -> int:
     """The highest of a number that every rank has."""
-    return _all_reduce(value, dist.ReduceOp.MAX)
+    return _all_reduce([value], dist.ReduceOp.MAX)[0]
 
 
 def any_rank(flag: bool) -> bool:
@@ -128,15 +133,21 @@ def any_rank(flag: bool) -> bool:
     return bool(max_over_ranks(int(flag)))
 
 
-def _all_reduce(value: int, operation: Any) -> int:
+def any_rank_for_each(flags: Sequence[bool]) -> list[bool]:
+    """Whether each of the flags is true on any rank; ranks have equally many."""
+    return [bool(flag) for flag in _all_reduce([*map(int, flags)], dist.ReduceOp.MAX)]
+
+
+def _all_reduce(values: Sequence[int], operation: Any) -> list[int]:
     if world_size() == 1:
-        return value
-    tensor = torch.tensor(value, dtype=torch.int64)
+        return [*values]
+    tensor = torch.tensor(values, dtype=torch.int64)
     # a group that was there before, and has no backend for the host
     if dist.get_backend() == "nccl":
         tensor = tensor.cuda()
     dist.all_reduce(tensor, op=operation)
-    return int(tensor.item())
+    numbers: list[int] = tensor.tolist()
+    return numbers
 
 
 def broadcast_value(value: Any) -> Any:

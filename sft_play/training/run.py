@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sft_play.process.waiting import report_wait
+from sft_play.process.waiting import frozen_objects, report_wait
 from sft_play.runs.files import truncate_metrics
 from sft_play.training import distributed, engines
 from sft_play.training.checkpoints import checkpoints
@@ -208,7 +208,12 @@ def _run_training_loop(
     monitor_context = (
         contextlib.closing(compile_monitor) if compile_monitor else contextlib.nullcontext()
     )
-    with stop_signals(stop_controller), monitor_context, progress.start_wait as start_wait:
+    with (
+        stop_signals(stop_controller),
+        monitor_context,
+        frozen_objects(),
+        progress.start_wait as start_wait,
+    ):
         start_wait.enter_context(report_wait(message))
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.log import one_line
-from sft_play.training.loop.rows import COUNT_KEYS, Collator
+from sft_play.training.loop.rows import COUNT_KEYS, Collator, complete_boundaries
 
 VOCABULARY_SIZE = 128
 # Of a model at full width with few layers: more would take longer than a few seconds.
@@ -189,7 +189,9 @@ def run_model(
     to one row, with boundaries between chats; `uses_masks`: give padded rows a mask;
     `extra_inputs`: other arguments of the model."""
     batch = Collator(pad_id=0, flat=flat, adds_masks=uses_masks, adds_chat_lengths=flat)(rows)
-    inputs = {name: value for name, value in batch.items() if name not in COUNT_KEYS}
+    inputs = {
+        name: value for name, value in complete_boundaries(batch).items() if name not in COUNT_KEYS
+    }
     if not needs_gradients:
         del inputs["labels"]
     inputs = send_to_device(inputs, model.device)

@@ -8,6 +8,7 @@ import math
 import re
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -73,12 +74,8 @@ class GradientCheck(TrainerCallback):
             return
         parameters = dict(model.named_parameters())
         if is_fp16:
-            are_finite = all(
-                is_finite(engines.local_shard(parameter.grad))
-                for parameter in parameters.values()
-                if parameter.grad is not None
-            )
-            if distributed.any_rank(not are_finite):
+            sizes = largest_sizes([parameter.grad for parameter in parameters.values()])
+            if distributed.any_rank(not all(map(math.isfinite, sizes))):
                 return
         if self._unchecked is None:
             self._unchecked = {
@@ -86,18 +83,23 @@ class GradientCheck(TrainerCallback):
             }
             if not self._unchecked:
                 raise TrainingError("no tensor of the model is trainable")
-        # any_rank is a collective: all ranks walk through the same names in the same order
-        ready, without_gradient = [], []
-        for name, parameter in self._unchecked.items():
-            if _LORA_A.search(name):
-                lora_b = parameters.get(
-                    _LORA_A.sub(lambda match: match.group().replace("A", "B"), name)
-                )
-                if lora_b is not None and not _has_nonzero(lora_b.detach()):
-                    continue
-            ready.append(name)
-            if not _has_nonzero(parameter.grad):
-                without_gradient.append(name)
+        lora_b_names = {
+            name: _LORA_A.sub(lambda match: match.group().replace("A", "B"), name)
+            for name in self._unchecked
+            if _LORA_A.search(name)
+        }
+        lora_bs = {
+            name: parameters[other] for name, other in lora_b_names.items() if other in parameters
+        }
+        # one read of the device and one collective for all: a rank may hold no part of a tensor
+        sizes = largest_sizes(
+            [parameter.grad for parameter in self._unchecked.values()] + [*lora_bs.values()]
+        )
+        flags = distributed.any_rank_for_each([size != 0 for size in sizes])
+        has_gradient = dict(zip(self._unchecked, flags, strict=False))
+        has_left_zero = dict(zip(lora_bs, flags[len(has_gradient) :], strict=True))
+        ready = [name for name in self._unchecked if has_left_zero.get(name, True)]
+        without_gradient = [name for name in ready if not has_gradient[name]]
         late = {name for name in without_gradient if trained_pattern(name) in self._late_gradients}
         ready, faulty = (
             [name for name in names if name not in late] for names in (ready, without_gradient)
@@ -124,13 +126,6 @@ class GradientCheck(TrainerCallback):
                 len(late),
                 ", ".join(late[:3]),
             )
-
-
-# On any rank; all ranks call it.
-def _has_nonzero(tensor: torch.Tensor | None) -> bool:
-    return distributed.any_rank(
-        tensor is not None and bool(torch.count_nonzero(engines.local_shard(tensor)))
-    )
 
 
 class MetricsFile(TrainerCallback):
@@ -546,7 +541,11 @@ def require_finite(trainer: Any) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 tensors.append((f"the optimizer's {name}", engines.local_shard(value)))
-    local_name = next((name for name, tensor in tensors if not is_finite(tensor)), None)
+    sizes = largest_sizes([tensor for _, tensor in tensors])
+    local_name = next(
+        (name for (name, _), size in zip(tensors, sizes, strict=True) if not math.isfinite(size)),
+        None,
+    )
     faulty_name = next((name for name in distributed.gather_values(local_name) if name), None)
     if faulty_name is not None:
         raise TrainingError(
@@ -555,7 +554,17 @@ def require_finite(trainer: Any) -> None:
         )
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """True if all values are finite; read from the minimum and maximum, which need no copy of the
-    tensor."""
-    return not tensor.numel() or all(map(math.isfinite, torch.stack(tensor.aminmax()).tolist()))
+def largest_sizes(tensors: Sequence[torch.Tensor | None]) -> list[float]:
+    """The largest absolute value of each tensor, or of this rank's part of it: 0.0 where there is
+    none, not finite where one value is not. Each device is read once for all of its tensors."""
+    parts_by_device: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
+    for index, tensor in enumerate(tensors):
+        part = None if tensor is None else engines.local_shard(tensor.detach())
+        if part is not None and part.numel():
+            parts_by_device[part.device][index] = part
+    sizes = [0.0] * len(tensors)
+    for parts in parts_by_device.values():
+        norms = torch.stack(torch._foreach_norm([*parts.values()], ord=math.inf))
+        for index, size in zip(parts, norms.tolist(), strict=True):
+            sizes[index] = size
+    return sizes

@@ -380,9 +380,9 @@ class Collator:
                 np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
             )
             longest = int(lengths.max())
+            # `complete_boundaries` adds those of the keys, which are the same
             tensors |= {
                 "cu_seq_lens_q": boundaries,
-                "cu_seq_lens_k": boundaries,
                 "max_length_q": longest,
                 "max_length_k": longest,
             }
@@ -418,6 +418,14 @@ class Collator:
                 target[: len(value)] = value
             tensors[name] = torch.from_numpy(table)
         return tensors
+
+
+def complete_boundaries(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch with the boundaries of keys, where it has those of queries: the same tensor, which
+    so is copied to the device once."""
+    if "cu_seq_lens_q" not in batch:
+        return batch
+    return {**batch, "cu_seq_lens_k": batch["cu_seq_lens_q"]}
 
 
 def split_batch(batch: dict[str, Any], max_rows: int) -> list[dict[str, Any]]:

@@ -23,7 +23,9 @@ OVERRIDDEN_METHODS: MethodsByName = {
     "_load_from_checkpoint": ("_prepare_for_training",),
     "_load_best_model": ("_finalize_training",),
     "_run_epoch": ("_inner_training_loop",),
+    "_clip_grad_norm": ("_run_epoch",),
     "_get_grad_norm": ("_run_epoch",),
+    "_prepare_inputs": ("training_step", "prediction_step"),
     "_save_rng_state": ("_save_checkpoint",),
     "_issue_warnings_after_load": ("_load_best_model",),
 }

@@ -3,6 +3,7 @@ run whose updates are rounded away looks like any other."""
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,9 +74,12 @@ class UpdateCheck(TrainerCallback):
 
     def __init__(self, trainer: Any, rounding: WeightUpdates) -> None:
         self._trainer, self._rounding = trainer, rounding
-        self._steps = self._moved_count = self._compared_count = 0
-        self._samples_before: list[torch.Tensor] = []
-        self._has_gradient: list[torch.Tensor] | None = None
+        self._steps = 0
+        # Of the step that is compared: the sampled elements before it, and those with a gradient.
+        self._elements_before: torch.Tensor | None = None
+        self._has_gradient: torch.Tensor | None = None
+        # Moved and compared elements [2], on the device: they are read once, at the end.
+        self._counts: torch.Tensor | None = None
         self.facts: UpdateFacts | None = None
 
     def on_step_begin(self, *_: Any, lr_scheduler: Any = None, **__: Any) -> None:
@@ -84,34 +88,33 @@ class UpdateCheck(TrainerCallback):
         if self._steps in COMPARED_STEPS and (
             lr_scheduler is None or max(lr_scheduler.get_last_lr()) > 0
         ):
-            self._samples_before = [
-                _sample_elements(tensor).clone() for tensor in stepped_tensors(self._trainer)
-            ]
+            self._elements_before = _sample_elements(stepped_tensors(self._trainer))
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Note which of the sampled elements have a gradient. DeepSpeed has already stepped, and
         shows none."""
-        if self._samples_before and not self._trainer.is_deepspeed_enabled:
-            self._has_gradient = []
-            for parameter in _trainable_parameters(self._trainer):
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                sample = _sample_elements(engines.local_shard(gradient))
-                if not bool(torch.isfinite(sample).all()):
-                    self._samples_before = []  # loss scaling skips this step
-                self._has_gradient.append(sample != 0)
+        if self._elements_before is not None and not self._trainer.is_deepspeed_enabled:
+            gradients = _sample_elements(
+                [
+                    engines.local_shard(
+                        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    )
+                    for parameter in _trainable_parameters(self._trainer)
+                ]
+            )
+            # loss scaling skips a step whose gradients are not finite: none of it counts
+            self._has_gradient = (gradients != 0) & torch.isfinite(gradients).all()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Compare, and take the result after the last step to compare."""
-        if self._samples_before and not self._trainer.accelerator.optimizer_step_was_skipped:
-            masks = self._has_gradient or [
-                torch.ones_like(before, dtype=torch.bool) for before in self._samples_before
-            ]
-            for before, mask, after in zip(
-                self._samples_before, masks, stepped_tensors(self._trainer), strict=True
-            ):
-                self._moved_count += int(((_sample_elements(after) != before) & mask).sum())
-                self._compared_count += int(mask.sum())
-        self._samples_before, self._has_gradient = [], None
+        before, has_gradient = self._elements_before, self._has_gradient
+        if before is not None and not self._trainer.accelerator.optimizer_step_was_skipped:
+            if has_gradient is None:
+                has_gradient = torch.ones_like(before, dtype=torch.bool)
+            has_moved = _sample_elements(stepped_tensors(self._trainer)) != before
+            counts = torch.stack([(has_moved & has_gradient).sum(), has_gradient.sum()])
+            self._counts = counts if self._counts is None else self._counts + counts
+        self._elements_before = self._has_gradient = None
         if self._steps == COMPARED_STEPS[-1]:
             self._report_facts()
 
@@ -121,7 +124,8 @@ class UpdateCheck(TrainerCallback):
             self._report_facts()
 
     def _report_facts(self) -> None:
-        moved, compared = map(distributed.sum_over_ranks, (self._moved_count, self._compared_count))
+        counts = [0, 0] if self._counts is None else self._counts.tolist()
+        moved, compared = distributed.sum_each_over_ranks(counts)
         self.facts = UpdateFacts(
             **training_dtypes(self._trainer),
             moved_share=round(moved / compared, 4) if compared else None,
@@ -131,9 +135,10 @@ class UpdateCheck(TrainerCallback):
             logger.warning("%s", self.facts.warning)
 
 
-def _sample_elements(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // 4096))]  # at most 4,096, evenly spaced
+def _sample_elements(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    # a copy of at most 4,096 of each, evenly spaced, in one tensor: one kernel for all of them
+    flat_tensors = [tensor.detach().reshape(-1) for tensor in tensors]
+    return torch.cat([flat[:: max(1, -(-flat.numel() // 4096))] for flat in flat_tensors])
 
 
 def _trainable_parameters(trainer: Any) -> list[nn.Parameter]:
