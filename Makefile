@@ -109,7 +109,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: LAYOUTS=ddp,fsdp         verify-layouts: the layouts to compare
 #: MODES=lora               verify-layouts: full, lora, qlora
 #: STEPS=4                  verify-layouts, bench: optimizer steps of each run
-#: WARMUP=3                 bench: steps before those that are measured
+#: WARMUP=5                 bench: steps before those that are measured
 #: ROUNDS=3                 bench: how often each side runs, in turns
 #: PEER=trl                 bench: what to compare with: bare, trl, trl-grouped, trl-cli
 #: PEER_PYTHON=PATH         bench: the Python that has the peer's package

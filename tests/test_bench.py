@@ -67,6 +67,7 @@ def test_the_bare_loop_does_the_same_steps(kind, small):
     }  # fmt: skip
     [mine], [other] = data["runs"]["ours"], data["runs"]["bare"]
     assert mine["tokens"] == other["tokens"]
+    assert [sum(step[name] for step in mine["tokens_by_step"]) for name in mine["tokens"]] == [*mine["tokens"].values()]
     assert mine["losses"][0] != mine["losses"][-1]  # the weights move
     assert mine["tokens"]["trained"] < mine["tokens"]["total"] <= mine["tokens"]["padded"]
     assert set(mine["parts_s"]) == {"data", "forward_backward", "optimizer"}

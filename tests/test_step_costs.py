@@ -1,6 +1,7 @@
 """What a step costs the host besides the model's own operators: no walk through the modules, no wait for the device in
 the checks of the first steps, and one collective at most."""
 
+import gc
 import math
 from types import SimpleNamespace
 from unittest import mock
@@ -11,12 +12,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
+from benchmarks import host_pass
 from sft_play.planner.batching import MicroBatches
+from sft_play.process.waiting import frozen_objects
+from sft_play.runs.files import read_json
 from sft_play.training import distributed
 from sft_play.training.loop.callbacks import GradientCheck, largest_sizes
 from sft_play.training.loop.loop import _replaced_module_walks
 from sft_play.training.loop.rows import Collator, complete_boundaries
 from sft_play.training.measure.updates import UpdateCheck, UpdateFacts
+from tests.conftest import ROOT
 from tests.ranks_micro_batches import trainer_of
 
 pytestmark = pytest.mark.build
@@ -188,3 +193,17 @@ def test_boundaries_of_chats_are_copied_to_the_device_once():
     assert completed["cu_seq_lens_k"] is completed["cu_seq_lens_q"]
     padded = Collator(pad_id=0)([{"input_ids": [1], "labels": [1]}])
     assert complete_boundaries(padded) is padded
+
+
+def test_what_is_there_before_the_loop_is_left_out_of_collections():
+    before = gc.get_freeze_count()
+    with frozen_objects():
+        assert gc.get_freeze_count() > before
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_layer_calls_as_many_operators_as_were_counted(tmp_path):
+    """Those that start a kernel, in the versions that the file names; a figure that falls is written anew."""
+    counted = read_json(ROOT / "benchmarks" / "host_pass.json")["operators_of_layer"]
+    assert host_pass.operators_of_layer(tmp_path, host_pass.COUNTED["lora"]) == counted["lora"]
+    assert counted["lora"] < counted["stock peft"]

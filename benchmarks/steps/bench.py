@@ -35,7 +35,8 @@ from sft_play.trace.confirm import load_run_model_shape
 
 logger = logging.getLogger(__name__)
 
-STEPS, WARMUP, ROUNDS = 20, 3, 3
+STEPS, WARMUP, ROUNDS = 20, 5, 3
+"""The checks of a run's first four steps (updates, gradients) are not among those that are measured."""
 # What our run is compared with. All but `bare` need the package trl, in this environment or in that of PEER_PYTHON=.
 PEERS = ("bare", "trl", "trl-grouped")
 OUR_MODULE, TRL_MODULE = "benchmarks.steps.ours", "benchmarks.steps.trl_peer"

@@ -81,7 +81,9 @@ class Recorder:
     def _measured(self) -> dict[str, Any]:
         counted = [[count_batch(batch, pad_id=self._pad_id) for batch in step] for step in self._by_step(self._batches)]
         window = [one for step in counted[self._warmup :] for one in step]
-        tokens = {name: sum(one[name] for one in window) for name in ("total", "trained", "padded")}
+        names = ("total", "trained", "padded")
+        tokens = {name: sum(one[name] for one in window) for name in names}
+        by_step = [{name: sum(one[name] for one in step) for name in names} for step in counted[self._warmup :]]
         lengths = [length for one in window for length in one["lengths"]]
         seconds = self._times[-1] - self._times[0]
         losses = [float(sum(float(loss) for loss in step)) for step in self._by_step(self._losses)]
@@ -92,6 +94,7 @@ class Recorder:
             "cpu_s": self._cpu_s,
             "step_s": [later - earlier for earlier, later in zip(self._times, self._times[1:], strict=False)],
             "tokens": tokens,
+            "tokens_by_step": by_step,
             "rows": len(lengths),
             "tokens_per_s": {name: count / seconds for name, count in tokens.items()},
             "rows_per_s": len(lengths) / seconds,

@@ -1,0 +1,143 @@
+"""What a pass costs the host beside the device: operators that start a kernel, counted, and seconds on a CPU.
+
+    make -C benchmarks host-pass OUT=host_pass.json
+
+A layer's operators, forwards and backwards, are the difference between passes of models of 4 and 2 layers, in bf16 with
+fp32 adapters; `stock peft` is a plain loop with PEFT's own adapters. Seconds are those of a model of 36 tiny layers on
+one short row a step, in turns with the loops that `make bench` compares with: nearly all of them are Python, torch's
+dispatcher and autograd. Operators are exact; seconds mean something as ratios only.
+"""
+
+import contextlib
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.random_model import write_random_model
+from benchmarks.report_header import report_header
+from benchmarks.steps import bench
+from benchmarks.steps.material import write_chats, write_config
+from sft_play.runs.files import write_json
+
+SHAPE = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+         "tie_word_embeddings": True}  # fmt: skip
+COUNTED_LAYERS, TIMED_LAYERS = (2, 4), 36
+COUNTED = {
+    "full": ("tuning.mode=full",),
+    "lora": ("tuning.mode=lora",),
+    "lora, checkpointed": ("tuning.mode=lora", "train.gradient_checkpointing=true"),
+    "qlora": ("tuning.mode=qlora",),
+}
+COUNTED_PASS = 3
+STEPS, WARMUP, ROUNDS = 20, 6, 3
+PEERS = ("bare", "trl")
+_ALLOCATIONS = ("empty", "new_empty", "_unsafe_view")
+"""Operators that start no kernel, beside those that return a view."""
+
+
+class KernelOperators(TorchDispatchMode):
+    """Counts the operators that start a kernel while open."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aliases = (one.alias_info for one in function._schema.returns)
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not is_view and not function._schema.name.removeprefix("aten::").startswith(_ALLOCATIONS):
+            self.count += 1
+        return function(*args, **kwargs or {})
+
+
+class _Counted(BaseException):
+    """The pass is counted, and the run needs nothing more."""
+
+
+def operators_of_layer(folder: Path, overrides: tuple[str, ...]) -> float:
+    """Operators of a layer in a pass of a run as `make train` runs it."""
+    counts = [operators_of_pass(config_of(folder, layers), overrides) for layers in COUNTED_LAYERS]
+    return (counts[1] - counts[0]) / (COUNTED_LAYERS[1] - COUNTED_LAYERS[0])
+
+
+def operators_of_pass(config: Path, overrides: tuple[str, ...]) -> int:
+    from sft_play.config.load import load_config
+    from sft_play.launch.request import LaunchRequest
+    from sft_play.launch.start import start_run
+    from sft_play.training.loop.loop import PlannedLoop
+
+    real, operators, passes = PlannedLoop.compute_micro_step, KernelOperators(), iter(range(1, 100))
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        if next(passes) < COUNTED_PASS:
+            return real(self, *args, **options)
+        with operators:
+            real(self, *args, **options)
+        raise _Counted
+
+    words = [*overrides, "train.bf16=true", "output.name=counted", "output.if_exists=replace",
+             f"output.dir={config.parent}/outputs"]  # fmt: skip
+    with mock.patch.object(PlannedLoop, "compute_micro_step", counted), contextlib.suppress(_Counted):
+        start_run(LaunchRequest(load_config(config, overrides=words)))
+    return operators.count
+
+
+def stock_operators_of_layer(folder: Path) -> float:
+    """Operators of a layer with PEFT's adapters in a plain loop, under autocast."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    counts = []
+    for layers in COUNTED_LAYERS:
+        model = AutoModelForCausalLM.from_pretrained(config_of(folder, layers).parent / "model")
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")).train()
+        ids = torch.arange(8)[None]
+        with KernelOperators() as operators:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        counts.append(operators.count)
+    return (counts[1] - counts[0]) / (COUNTED_LAYERS[1] - COUNTED_LAYERS[0])
+
+
+def config_of(folder: Path, layers: int) -> Path:
+    """A run YAML of one short row a step with a model of so many layers, made once."""
+    home = folder / str(layers)
+    if not home.exists():
+        write_random_model(home / "model", SHAPE | {"num_hidden_layers": layers})
+        write_chats(home / "chats.jsonl", 100, words_of_question=(2, 0.1), words_of_answer=(2, 0.1))
+        train = {"effective_batch_size": 1, "gradient_checkpointing": False}
+        write_config(home / "run.yaml", model=home / "model", rows=home / "chats.jsonl", seq_len=64, train=train)
+    return home / "run.yaml"
+
+
+def seconds(config: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """By peer: processor seconds of a step of both sides, and our share of the peer's."""
+    for peer in PEERS:
+        found = bench.compare(config, peer=peer, steps=STEPS, warmup=WARMUP, rounds=ROUNDS)
+        by_side = {side: [run["cpu_s_per_step"] for run in runs] for side, runs in found.runs.items()}
+        ours, theirs = (statistics.median(by_side[side]) for side in ("ours", peer))
+        yield peer, {"cpu_s_per_step": by_side, "ratio": ours / theirs}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="sft-play-host-") as name:
+        folder = Path(name)
+        operators = {mode: operators_of_layer(folder, words) for mode, words in COUNTED.items()}
+        operators["stock peft"] = stock_operators_of_layer(folder)
+        print(*(f"{mode}: {count:g} operators a layer" for mode, count in operators.items()), sep="\n")
+        measured = dict(seconds(config_of(folder, TIMED_LAYERS)))
+        print(*(f"ours / {peer}: {one['ratio']:.2f} of its seconds" for peer, one in measured.items()), sep="\n")
+    if "OUT" in os.environ:
+        result = {**report_header(), "operators_of_layer": operators, "seconds": measured}
+        write_json(Path(os.environ["OUT"]), result)
+
+
+if __name__ == "__main__":
+    main()
