@@ -15,21 +15,18 @@ from tests.test_train import assert_resumes, losses, run_yaml, train, trained, w
 
 pytestmark = pytest.mark.build
 
-CPU = torch.device("cpu")
-
 
 def adapted(base, *, rank: int, alpha: int, **options):
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
-    return get_peft_model(
-        copy.deepcopy(base), PeftConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", **options)
-    )
+    config = PeftConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", **options)
+    return get_peft_model(copy.deepcopy(base), config)
 
 
-def started(base, lora: LoraConfig):
+def started(base, lora: LoraConfig, whole_weights=None):
     model = adapted(base, rank=lora.stored_rank, alpha=lora.stored_alpha)
-    initialize_adapters(model, lora, seed=1, device=CPU, read_base_weights=lambda: None)
+    initialize_adapters(model, lora, seed=1, device=torch.device("cpu"), read_base_weights=lambda: whole_weights)
     freeze_pissa_half(model, lora)
     return model
 
@@ -138,10 +135,7 @@ def test_loftq_takes_what_the_loaded_nf4_weights_lost(tmp_path):
     options = quantization_config(Precision("bfloat16", "bfloat16", ""))
     packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=options)
     own = dict(plain.named_parameters())
-    model = adapted(packed, rank=8, alpha=32)
-    initialize_adapters(
-        model, LoraConfig(r=8, alpha=32, init="loftq"), seed=1, device=CPU, read_base_weights=lambda: own
-    )
+    model = started(packed, LoraConfig(r=8, alpha=32, init="loftq"), own)
     layers = {path: one for path, one in model.named_modules() if hasattr(one, "lora_A")}
     assert len(layers) == 14
     for path, layer in layers.items():
