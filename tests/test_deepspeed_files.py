@@ -30,6 +30,7 @@ from tests.conftest import ROOT
 OPTIONS = deepspeed_options(config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml"))
 NUMBERS = PlanValues("zero3", 2, 4, 2, hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
 KEYS = {"micro": "train_micro_batch_size_per_gpu", "accum": "gradient_accumulation_steps", "batch": "train_batch_size"}
+OF_ONE_RANK = {"batch_size": 2, "grad_accum": 4, "effective_batch_size": 8}
 FIELDS = {"micro": "batch_size", "accum": "grad_accum", "batch": "effective_batch_size"}
 
 
@@ -51,6 +52,7 @@ def test_numbers_of_a_file_fill_what_the_run_yaml_leaves_open():
     assert taken(settings(), {KEYS["accum"]: 8}) == ("auto", 8, 32)
     assert taken(settings(), {KEYS["batch"]: 64}) == ("auto", "auto", 64)
     assert taken(settings(batch_size=4, effective_batch_size=32), {KEYS["accum"]: 4}) == (4, 4, 32)
+    assert taken(settings(**OF_ONE_RANK), {KEYS["batch"]: 8}) == (2, 4, 8)
     # an effective batch that nobody gave is the product
     assert taken(settings(), {KEYS["micro"]: 3, KEYS["accum"]: 5}, ranks=4) == (3, 5, 60)
     assert taken(settings(batch_size=3), {KEYS["accum"]: 5}) == (3, 5, 30)
@@ -60,6 +62,7 @@ def test_numbers_of_a_file_fill_what_the_run_yaml_leaves_open():
     ("train", "config", "words"),
     [
         ({"batch_size": 2}, {KEYS["micro"]: 4}, ["train_micro_batch_size_per_gpu: 4", "train.batch_size=2"]),
+        (OF_ONE_RANK, {KEYS["batch"]: 8, KEYS["accum"]: 4}, ["is not train.batch_size=2"]),
         ({"grad_accum": 2}, {KEYS["accum"]: 4}, ["gradient_accumulation_steps: 4", "train.grad_accum=2"]),
         ({"effective_batch_size": 32}, {KEYS["batch"]: 64}, ["train_batch_size: 64", "train.effective_batch_size=32"]),
         ({}, {KEYS["micro"]: 5}, ["train.effective_batch_size=32 (its default)", "train_micro_batch_size_per_gpu: 5"]),
@@ -108,7 +111,7 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
         if said:
             agreed += 1
             splits = batch_splits(found, ranks=ranks)
-            assert all(split.effective_batch == found.effective_batch_size for split in splits)
+            assert {split.effective_batch for split in splits} == {found.effective_batch_size}
             sizes = {"micro_batch": splits[0].micro_batch, "grad_accum": splits[0].grad_accum}
             if (found.batch_size, found.grad_accum) != ("auto", "auto"):
                 fill_auto_values(config, replace(NUMBERS, **sizes, data_parallel_ranks=ranks))
@@ -142,8 +145,8 @@ def test_the_typed_file_is_planned_for_the_starter(command, tmp_path, monkeypatc
     path.write_text(TYPED)
     monkeypatch.setenv("NPROC", "2")
     monkeypatch.setenv("DEEPSPEED_CONFIG", str(path))
-    words = ["launch-command", "--config", str(ROOT / "configs/run_starter.yaml"), f"model.name={tiny_llama}"]
-    words.append(f"output.dir={tmp_path}")
+    starter = str(ROOT / "configs/run_starter.yaml")
+    words = ["launch-command", "--config", starter, f"model.name={tiny_llama}", f"output.dir={tmp_path}"]
     assert "zero3_offload on the CPU" in command(*words)[1]
     path.write_text(TYPED.replace('"gradient_accumulation_steps": "auto"', '"gradient_accumulation_steps": 4'))
     assert "micro 2 x accum 4 x 2 ranks = 16" in command(*words)[1]  # the starter's effective batch of 16
