@@ -123,13 +123,10 @@ TASKS = {
 NAMES = ("Plan", "Batch", "Train", "Best checkpoint", "Evaluate", "Compare", "Ship", "Resume", "Diagnose", "Export")
 
 
-def test_the_page_for_programs_has_ten_tasks():
+def test_the_page_for_programs_has_ten_tasks_and_make_takes_every_line():
     assert (tuple(TASKS), all(TASKS.values()), len(AGENTS.splitlines()) <= 100) == (NAMES, True, True)
     for words in TASKS.values():
         assert all(line.split()[0] in variables.COMMANDS and line.endswith(" JSON=1") for line in words)
-
-
-def test_make_takes_every_line():
     for line in [one for task in TASKS.values() for one in task]:
         words, env = ["make", "-n", *shlex.split(line)], clean_environment()
         ended = subprocess.run(words, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, timeout=60)

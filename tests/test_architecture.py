@@ -120,11 +120,6 @@ def test_small_sizes_give_the_modules_of_the_class(kind, changes):
     check(file_of(kind, **changes))
 
 
-def test_without_a_window_no_rule_asks_for_its_fields():
-    shape = parse_model_shape(file_of("exaone4", sliding_window=None, sliding_window_pattern=None), name="m")
-    assert (shape.window, {kind.attention for kind in shape.layers}) == (None, {"full"})
-
-
 @pytest.mark.parametrize("kind", sorted(MODEL_FAMILIES))
 def test_fields_left_to_the_class_are_those_of_the_class(kind):
     width = CLASS_DEFAULTS[kind]["hidden_size"]
@@ -154,7 +149,7 @@ def test_the_table_of_class_defaults_is_transformers_own():
     assert DEFAULTS_FILE.read_text(encoding="utf-8") == defaults_text(CLASS_DEFAULTS), "run make -C benchmarks generate"
 
 
-def test_sizes_by_another_name_are_read_as_transformers_reads_them():
+def test_sizes_by_another_name_and_wrappers_are_read_as_transformers_reads_them():
     from transformers import CONFIG_MAPPING
 
     known = {other for others in FIELD_ALIASES.values() for other in others} | {"num_local_experts", "num_experts"}
@@ -162,11 +157,6 @@ def test_sizes_by_another_name_are_read_as_transformers_reads_them():
     for kind in MODEL_FAMILIES:
         for usual, own in CONFIG_MAPPING[kind].attribute_map.items():
             assert {usual, own} & known, (kind, usual, own)
-
-
-def test_wrappers_have_the_language_model_that_transformers_gives_them():
-    from transformers import CONFIG_MAPPING
-
     for wrapper, kind in WRAPPED_TYPES.items():
         assert CONFIG_MAPPING[wrapper]().get_text_config().model_type == kind, wrapper
     assert len(WRAPPED_TYPES) >= 8
@@ -306,6 +296,9 @@ def test_blocks_that_differ_are_counted_by_kind():
     shape = parse_model_shape(file_of("gemma3_text", num_hidden_layers=7, sliding_window=16), name="m")
     assert {kind.attention: kind.count for kind in shape.layers} == {"sliding": 6, "full": 1}
     assert (shape.layer_order, shape.window) == ((0, 0, 0, 0, 0, 1, 0), 16)
+    # without a window no rule asks for its fields
+    shape = parse_model_shape(file_of("exaone4", sliding_window=None, sliding_window_pattern=None), name="m")
+    assert (shape.window, {kind.attention for kind in shape.layers}) == (None, {"full"})
     # GLM-4.5: the first 3 blocks of 5 have no experts
     shape = parse_model_shape(file_of("glm4_moe", first_k_dense_replace=3), name="m")
     assert [(kind.count, kind.num_experts, kind.mlp_width) for kind in shape.layers] == [(3, 0, 96), (2, 4, 0)]

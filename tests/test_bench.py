@@ -294,16 +294,13 @@ def noted(tool: str, of: int, per_s: float, **more: Any) -> dict[str, Any]:
     return {**run, "prepare_s": rows / per_s, "total_s": rows / per_s + 5, "peak_rss_bytes": 100, **more}
 
 
-def test_repeated_rows_differ_from_each_other_in_every_text():
+def test_repeated_rows_differ_in_every_text_and_the_last_turn_is_the_completion(tmp_path: Path):
     made = list(data.changed_rows(ROWS, 5))
     assert [[message["role"] for message in row] for row in made] == [["user", "assistant"]] * 5
     asked = [f"No. {number}: {'two' if number % 2 else 'one'}" for number in range(5)]
     assert [row[0]["content"] for row in made] == asked
     assert made[2][1]["content"] == "1\n(No. 2 assistant)"
     assert ROWS[0][0]["content"] == "one"
-
-
-def test_the_last_turn_is_the_completion(tmp_path: Path):
     data.write_rows(tmp_path / "rows.jsonl", iter(ROWS[:1]), "prompt_completion")
     assert json.loads((tmp_path / "rows.jsonl").read_text()) == {"prompt": ROWS[0][:1], "completion": ROWS[0][1:]}
 

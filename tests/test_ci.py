@@ -22,7 +22,7 @@ def commands(*names: str) -> list[str]:
     return [step["run"] for name in names or JOBS for step in JOBS[name]["steps"] if "run" in step]
 
 
-def test_the_workflow_names_targets_and_files_that_are_there():
+def test_the_workflow_names_targets_and_files_that_are_there_and_every_supported_python():
     text = "\n".join(commands())
     targets = set(re.findall(r"make ([a-z-]+)", text))
     assert targets == {"setup", "lint", "test", "coverage"}
@@ -31,9 +31,6 @@ def test_the_workflow_names_targets_and_files_that_are_there():
     files = re.findall(r"(?<!\^)(?:tests|configs)/\S+", text)
     assert len(files) == 9
     assert [file for file in files if not (ROOT / file).is_file()] == []
-
-
-def test_the_workflow_runs_every_python_that_the_package_supports():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     low, high = (int(number) for number in re.findall(r"3\.(\d+)", project["requires-python"]))
     assert JOBS["tests"]["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(low, high)]

@@ -221,7 +221,7 @@ def test_no_setting_is_proposed_that_would_make_the_row_a_bad_one():
         assert (found.verdict, "data.columns" in found.found) == ("WARN", False), row
 
 
-def test_a_column_that_rows_may_lack_is_looked_for_in_more_than_the_first():
+def test_a_column_that_rows_may_lack_is_looked_for_in_more_than_the_first_and_another_in_that_alone():
     data = DataConfig(columns={"reasoning": "cot"})
     rows = [RawRow(f"f:{number}", {**QA, **({"cot": "Hm, yes."} if number == 5 else {})}) for number in range(1, 9)]
     read_rows, shape = detect_format(iter(rows), data)
@@ -231,9 +231,6 @@ def test_a_column_that_rows_may_lack_is_looked_for_in_more_than_the_first():
     for columns in ({"reasoning": "cott"}, {"prompt": "quest"}):
         with pytest.raises(DataError, match=r"f:1: data\.columns names .*; the columns are: question, answer"):
             detect_format(iter(rows), DataConfig(columns=columns))
-
-
-def test_a_column_that_every_row_needs_is_missed_in_the_first():
     rows = [RawRow("f:1", {"asked": "a", "other": "x"}), RawRow("f:2", {"asked": "a", "said": "b"})]
     with pytest.raises(DataError, match=r"f:1: data\.columns names said; the columns are: asked, other"):
         detect_format(iter(rows), DataConfig(columns={"prompt": "asked", "completion": "said"}))
@@ -338,11 +335,6 @@ def test_texts_without_speakers_are_turns_only_where_it_is_said(key, pack):
     assert list(taken.messages) == chat("Compose a blog post.", "Rewrite it.")["messages"]
 
 
-def test_plain_text_may_have_any_label():
-    for label in (0, 1, True, False, "neg", "false"):
-        assert read({"text": "a film review", "label": label}).text == "a film review"
-
-
 INNOCENT: dict[str, list[Any]] = {
     "label": [True, "true", 1, 3, "math", "", None, 0.5, ["a"], "falsehood", "desirable", "1"],
     "kto_tag": [True, None], "undesirable": [False, 0, None, "no"], "is_desirable": [True, 1, None],
@@ -373,6 +365,8 @@ def _rows() -> list[dict[str, Any]]:
 
 def test_innocent_columns_change_nothing():
     """Every format with random columns beside it, seeded: the example is that of the row alone."""
+    for label in (0, 1, True, False, "neg", "false"):  # which plain text may have
+        assert read({"text": "a film review", "label": label}).text == "a film review"
     chance = random.Random(13)
     for row in _rows():
         alone = read(row)

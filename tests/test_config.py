@@ -121,13 +121,6 @@ def test_the_bad_yaml_fixtures_each_get_one_clear_message(refuse, origin):
         assert file.name in refuse("train", "--config", str(file))
 
 
-def test_a_config_that_is_not_utf8_names_the_byte(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_bytes(b"model: {name: gpt2}\n# caf\xe9\n")
-    with pytest.raises(ConfigError, match=r"run.yaml:2: byte 0xE9 is not UTF-8"):
-        load_config(path)
-
-
 @pytest.mark.parametrize(
     ("override", "path", "value"),
     [
@@ -232,7 +225,9 @@ def test_of_names_that_begin_alike_the_nearest_is_meant_whatever_its_place():
         assert len(normalize_name(found)) == min(len(normalize_name(name)) for name in longer)
 
 
-def test_a_missing_run_yaml_names_those_beside_it_or_the_shipped_ones(tmp_path, monkeypatch):
+def test_a_missing_run_yaml_names_those_beside_it_or_the_shipped_ones_and_another_encoding_its_byte(
+    tmp_path, monkeypatch
+):
     (tmp_path / ".hidden.yaml").touch()
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match=r"none\.yaml does not exist .*; there are: configs/reference\.yaml"):
@@ -240,3 +235,6 @@ def test_a_missing_run_yaml_names_those_beside_it_or_the_shipped_ones(tmp_path, 
     (tmp_path / "mine.yml").touch()
     with pytest.raises(ConfigError, match=r"there are: \S*/mine\.yml$"):
         load_config(tmp_path / "none.yaml")
+    (tmp_path / "mine.yml").write_bytes(b"model: {name: gpt2}\n# caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"mine\.yml:2: byte 0xE9 is not UTF-8"):
+        load_config(tmp_path / "mine.yml")

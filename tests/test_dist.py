@@ -145,11 +145,9 @@ def test_the_file_computes_in_what_was_asked_for_and_auto_follows_it(tmp_path, f
 def test_the_accelerator_has_exactly_the_settings():
     chance = random.Random(3)
     for _ in range(8):
-        config = {
-            "mixed_precision": chance.choice(["no", "bf16"]),
-            "gradient_accumulation_steps": chance.choice([1, 3, 8]),
-            "find_unused_parameters": chance.choice([True, False]),
-        }
+        config: dict[str, Any] = {"mixed_precision": chance.choice(["no", "bf16"])}
+        config |= {"gradient_accumulation_steps": chance.choice([1, 3, 8])}
+        config |= {"find_unused_parameters": chance.choice([True, False])}
         accelerator = get_accelerator(config)
         assert accelerator.mixed_precision == config["mixed_precision"]
         assert accelerator.gradient_accumulation_steps == config["gradient_accumulation_steps"]
@@ -189,9 +187,8 @@ def train(accelerator: Any, *, batch: int, epochs: int = 2, adapter: bool = Fals
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader([torch.randint(0, 64, (8,), generator=generator) for _ in range(rows)], batch_size=batch)
-    model, optimizer, loader, schedule, nothing = wrap_model_optimizer(
-        accelerator, model, optimizer, loader, schedule, None
-    )
+    parts = wrap_model_optimizer(accelerator, model, optimizer, loader, schedule, None)
+    model, optimizer, loader, schedule, nothing = parts
     assert nothing is None
     model.train()
     losses, steps = [], 0
@@ -300,10 +297,8 @@ def test_a_save_that_fails_leaves_the_earlier_one_whole(where, tmp_path, monkeyp
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     write(tmp_path / "thesis.txt", "years of work")
-    for folder, message in (
-        (tmp_path, r"holds no saved model \(thesis.txt\)"),
-        (tmp_path / "thesis.txt", "not a folder"),
-    ):
+    file = tmp_path / "thesis.txt"
+    for folder, message in ((tmp_path, r"holds no saved model \(thesis.txt\)"), (file, "not a folder")):
         with pytest.raises(RunFolderError, match=message):
             save(folder, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
@@ -376,6 +371,9 @@ except TrainingError as error:
 """
 
 
+SHARDED = ("FSDP", "DEEPSPEED stage 2", "DEEPSPEED stage 3")
+
+
 def check_two_ranks(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     """Both ranks find what one process finds; rank 1 dies in a last save, of which rank 0 says so."""
     from peft import PeftModel
@@ -416,18 +414,13 @@ def check_two_ranks(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_two_ranks_train_as_one_and_save_once_or_not_at_all(tmp_path):
-    check_two_ranks(tmp_path, {"gradient_accumulation_steps": 2, "find_unused_parameters": False}, "MULTI_CPU")
-
-
-@pytest.mark.slow
-def test_two_ranks_of_fsdp_train_as_one_and_save_once_or_not_at_all(tmp_path):
-    check_two_ranks(tmp_path, {"gradient_accumulation_steps": 2, "fsdp": True}, "FSDP")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_two_ranks_of_deepspeed_train_as_one_and_save_once_or_not_at_all(stage, tmp_path):
-    file = write(tmp_path / "ds.json", {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
-    config = {"backend": "deepspeed", "deepspeed_config": str(file), "gradient_accumulation_steps": 2}
-    check_two_ranks(tmp_path, config, "DEEPSPEED")
+@pytest.mark.parametrize("kind", ["MULTI_CPU", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SHARDED)])
+def test_two_ranks_train_as_one_and_save_once_or_not_at_all(kind, tmp_path):
+    config: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    if kind.startswith("DEEPSPEED"):
+        zero = {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0}
+        file = write(tmp_path / "ds.json", {"zero_optimization": zero})
+        config |= {"backend": "deepspeed", "deepspeed_config": str(file)}
+    else:
+        config |= {"fsdp": True} if kind == "FSDP" else {"find_unused_parameters": False}
+    check_two_ranks(tmp_path, config, kind.partition(" ")[0])

@@ -142,8 +142,7 @@ H100_FLA = {"names": ("NVIDIA H100 80GB HBM3",), "capability": (9, 0), "packages
 )
 def test_a_known_bad_pair_is_found_and_its_neighbour_is_not(words, bad, good):
     (found,) = [item for item in known(**bad) if words in item.found]
-    assert found.verdict in ("FAIL", "WARN")
-    assert found.sources
+    assert (found.verdict in ("FAIL", "WARN"), bool(found.sources)) == (True, True)
     assert words not in " ".join(item.found for item in known(**{**bad, **good}))
 
 
@@ -176,24 +175,21 @@ def test_every_known_pair_is_tested_says_what_to_do_and_accuses_no_unknown_versi
     assert verdicts(known(**TWO_5090)) == verdicts(known()) == ["PASS"]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "fact", "met"),
-    [(">=580.82.7,<580.82.8", "580.82.07", True), ("<5", "6.8.0-45-generic", False), (">=2.13", "2.13.0+cu130", True),
-     (">1", 1, False), (["a"], "a", True), (True, False, False), ("<5", None, False), (False, None, False)],
-)  # fmt: skip
-def test_conditions_of_the_table(wanted, fact, met):
-    assert matches_conditions([{"fact": wanted}, {"fact": ["other"]}], {"fact": fact}) is met
-    assert not matches_conditions({"fact": wanted, "more": True}, {"fact": fact, "more": None})
+def test_conditions_of_the_table():
+    for wanted, fact, met in (
+        (">=580.82.7,<580.82.8", "580.82.07", True), ("<5", "6.8.0-45-generic", False), (">=2.13", "2.13.0+cu1", True),
+        (">1", 1, False), (["a"], "a", True), (True, False, False), ("<5", None, False), (False, None, False),
+    ):  # fmt: skip
+        assert matches_conditions([{"fact": wanted}, {"fact": ["other"]}], {"fact": fact}) is met
+        assert not matches_conditions({"fact": wanted, "more": True}, {"fact": fact, "more": None})
 
 
-@pytest.mark.parametrize(
-    ("free", "gpus", "verdict"),
-    [(64 * MIB, 2, "FAIL"), (64 * MIB, 1, "PASS"), (512 * MIB, 2, "WARN"), (8 * GIB, 8, "PASS"), (None, 2, "SKIP")],
-)
-def test_shared_memory_has_room_for_nccl(free, gpus, verdict):
-    space = None if free is None else DiskSpace(free, free)
-    found = machine_checks.check_shared_memory(space, gpus_per_node=gpus)
-    assert (found.verdict, "--shm-size" in str(found.remedy)) == (verdict, verdict in ("FAIL", "WARN"))
+def test_shared_memory_has_room_for_nccl():
+    sizes = ((64 * MIB, 1, "PASS"), (512 * MIB, 2, "WARN"), (8 * GIB, 8, "PASS"), (None, 2, "SKIP"))
+    for free, gpus, verdict in ((64 * MIB, 2, "FAIL"), *sizes):
+        space = None if free is None else DiskSpace(free, free)
+        found = machine_checks.check_shared_memory(space, gpus_per_node=gpus)
+        assert (found.verdict, "--shm-size" in str(found.remedy)) == (verdict, verdict in ("FAIL", "WARN"))
 
 
 MIXED = machine(gpu(0), gpu(1), gpu(2, "NVIDIA L4", 22 * GIB))
@@ -229,9 +225,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, sums: Path
     return folder
 
 
-def planned(
-    world: Path, hardware: Hardware, *overrides: str, only: Any = "single", steps: int | None = 2
-) -> doctor.PlannedRun:
+def planned(world: Path, hardware: Hardware, *overrides: str, only: Any = "single", steps: int | None = 2) -> Any:
     config = load_config(world / "run.yaml", overrides=overrides).config
     shape = load_model_shape(config.model.name)
     work = RunLength(steps, None) if steps else None
@@ -283,10 +277,9 @@ def test_a_disk_that_cannot_hold_the_checkpoints_fails_with_the_numbers(kept, fr
 
 def test_weights_that_must_be_fetched_need_room(tiny_llama):
     shape = load_model_shape(str(tiny_llama))
-    space = DiskSpace(shape.params, shape.params)
+    folder = {"disk_folder": Path("/cache"), "space": DiskSpace(shape.params, shape.params)}
     for is_cached, verdict in ((False, "FAIL"), (True, "SKIP")):
-        found = machine_checks.check_download(shape, is_cached=is_cached, disk_folder=Path("/cache"), space=space)
-        assert found.verdict == verdict
+        assert machine_checks.check_download(shape, is_cached=is_cached, **folder).verdict == verdict
 
 
 def note(rank: int, stage: str = "done", **changes: Any) -> dict[str, Any]:
@@ -295,9 +288,8 @@ def note(rank: int, stage: str = "done", **changes: Any) -> dict[str, Any]:
 
 def outcome(*notes: dict[str, Any], world: int = 2, seconds: float | None = 0.001, **changes: Any) -> Any:
     result = {"bytes": 256 * MIB, "seconds": seconds} if seconds else None
-    by_rank = {item["rank"]: item for item in notes}
-    made = doctor.AllReduceOutcome(tuple(range(world)), world, by_rank, result, limit_s=40.0)
-    return dataclasses.replace(made, **changes)
+    by_rank, ranks = {item["rank"]: item for item in notes}, tuple(range(world))
+    return doctor.AllReduceOutcome(ranks, world, by_rank, result, limit_s=40.0, **changes)
 
 
 AROUND = SystemFacts(machine(gpu(0), gpu(1), link_bytes_per_s=300e9), driver="580.82.07")
@@ -363,11 +355,10 @@ def test_the_ranks_are_started_as_those_of_a_run(monkeypatch):
         with pytest.raises(InterruptedError):
             doctor.run_all_reduce(hardware, options, limit_s=40.0, environment={})
     (words, environment), (on_cpu, cpu_environment) = seen
-    assert "--nproc-per-node 2 --module sft_play.diagnose.collective_check --out " in words
-    assert "--device cuda --timeout " in words
-    assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    for part in ("--nproc-per-node 2 --module sft_play.diagnose.collective_check --out ", "--device cuda --timeout "):
+        assert part in words
     assert "--nnodes 2 --node-rank 1 --master-addr head --master-port 29501" in on_cpu
-    assert cpu_environment["OMP_NUM_THREADS"] == "1"
+    assert (environment["CUDA_VISIBLE_DEVICES"], cpu_environment["OMP_NUM_THREADS"]) == ("0,1", "1")
 
 
 def met(*places: SystemFacts, count: int | None = None, limit_s: float = 15.0) -> list[Finding]:
@@ -454,18 +445,19 @@ def test_this_machine_is_examined_with_a_real_all_reduce_of_two_ranks(world, mon
 def test_two_nodes_on_loopback_reduce_together(world):
     port = free_port()
 
-    def node(rank: int) -> dict[str, str]:
+    def one_node(rank: int) -> dict[str, str]:
         options = LaunchOptions(processes_per_node=1, nodes=NodeSetup(2, rank, "127.0.0.1", port))
         report = doctor.run_doctor(functools.partial(planned, world, only="ddp"), options, environment=WITHOUT_GPUS)
         assert report.ok, report.lines()
         return {name: finding.found for name, finding in by_name(report).items()}
 
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(node, (0, 1))
-    assert "right over gloo on 2 ranks" in first["all-reduce"]
-    assert "2 met, with the same" in first["nodes"]
-    assert "this node's part of 2" in second["all-reduce"]
-    assert "node 0 writes checkpoints" in second["disk"]
+        first, second = pool.map(one_node, (0, 1))
+    for node, name, words in (
+        (first, "all-reduce", "right over gloo on 2 ranks"), (first, "nodes", "2 met, with the same"),
+        (second, "all-reduce", "this node's part of 2"), (second, "disk", "node 0 writes checkpoints"),
+    ):  # fmt: skip
+        assert words in node[name]
 
 
 @pytest.mark.build
@@ -513,16 +505,15 @@ def test_a_rank_that_stops_is_named_and_no_process_is_left(world, monkeypatch):
 @pytest.mark.build
 def test_the_sum_is_compared_element_by_element(tmp_path):
     """One process alone: the pattern's sum is the pattern; a changed all-reduce is found out."""
-    code = (
-        "import torch, torch.distributed as dist\n"
-        "from sft_play.diagnose import collective_check as check\n"
-        "cpu = torch.device('cpu')\n"
-        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
-        "assert check.wrong_elements(4096, cpu) == 0\n"
-        "dist.all_reduce = lambda tensor: tensor[3:5].add_(1)\n"
-        "assert check.wrong_elements(4096, cpu) == 2\n"
-        "dist.destroy_process_group()\n"  # gloo's threads, if they still run at the end, abort the process
-    )
+    code = f"""
+import torch, torch.distributed as dist
+from sft_play.diagnose import collective_check as check
+dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)
+assert check.wrong_elements(4096, torch.device('cpu')) == 0
+dist.all_reduce = lambda tensor: tensor[3:5].add_(1)
+assert check.wrong_elements(4096, torch.device('cpu')) == 2
+dist.destroy_process_group()  # gloo's threads, if they still run at the end, abort the process
+"""
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr
 
