@@ -195,8 +195,7 @@ def test_ranks_lose_what_one_process_does(world, kind, strategy):  # noqa: F811
     succeed(world, "train", *words, f"output.name=one-{kind}-{strategy}")
     succeed(world, "train-distributed", *words, f"output.name=many-{kind}-{strategy}", STRATEGY=strategy, NPROC="2")
     one, many = (losses(world / "outputs" / f"{name}-{kind}-{strategy}") for name in ("one", "many"))
-    assert len(one) == 5
-    assert many == pytest.approx(one, rel=2e-5)
+    assert (len(one), many) == (5, pytest.approx(one, rel=2e-5))
     saved = weights(world / "outputs" / f"many-{kind}-{strategy}")
     for name, a in saved.items():
         if "lora_A" in name and kind == "pissa":  # the frozen half is that of the start: A0 and B0 with equal lengths

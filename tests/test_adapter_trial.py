@@ -131,8 +131,7 @@ def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
     assert set(_peft_config(config, shape)["target_modules"]) == targets
     places = shape.adapter_placement
     if kind not in MODEL_FAMILIES:
-        assert places.untried_reason == ""
-        assert set(places.targets) == targets
+        assert (places.untried_reason, set(places.targets)) == ("", targets)
     counted = sum(count for one, count in shape.linears if one.adaptable)
     with torch.device("meta"):
         real = get_peft_model(AutoModelForCausalLM.from_config(spec.hf_config), copy.deepcopy(spec.peft_config))
@@ -225,8 +224,7 @@ def test_classes_of_other_sizes_and_with_router_logits_that_no_block_gives_are_t
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes))
         places.append(adapter_trial.find_adapter_placement(model))
-    assert places[0] == places[-1]
-    assert places[0][0].untried_reason == ""
+    assert (places[0], places[0][0].untried_reason) == (places[-1], "")
     assert len(places[0][1]) < len(adapter_trial.linear_layers(model))
 
 
@@ -295,8 +293,7 @@ def test_a_class_that_cannot_be_tried_says_so_and_leaves_out_what_its_source_sho
     monkeypatch.setattr(adapter_trial, "measure_small_model", lambda *args, **options: (None, "it is too large"))
     config = SimpleNamespace(model_type="odd", to_dict=lambda: {"model_type": "odd"})
     places, lost = adapter_trial.find_adapter_placement(Odd(config))
-    assert lost == {"past"}
-    assert set(places.targets) == {"0.0", "1.0", "2.0", "good", "lost", "tuple_", "zero"}
+    assert (lost, set(places.targets)) == ({"past"}, {"0.0", "1.0", "2.0", "good", "lost", "tuple_", "zero"})
     untried = "on every linear layer: odd could not be tried: it is too large"
     assert places.notes == [f"none on past ({adapter_trial.BYPASSES_ADAPTER})", untried]
 
@@ -308,16 +305,14 @@ def test_a_trial_is_remembered_unless_the_code_is_the_models_own(monkeypatch):
     model = Odd(SimpleNamespace(model_type="odd", to_dict=lambda: dict(fields)))
     first = adapter_trial.find_adapter_placement(model)
     fields["_name_or_path"] = "elsewhere"  # says nothing of the class
-    assert adapter_trial.find_adapter_placement(model) == first
-    assert trial.call_count == 1
+    assert (adapter_trial.find_adapter_placement(model), trial.call_count) == (first, 1)
     adapter_trial.find_adapter_placement(model, trust_remote_code=True)
     fields["vocab_size"] = 3
     adapter_trial.find_adapter_placement(model)
     assert trial.call_count == 3
     newest = max((cache_dir() / "adapters").glob("*.json"), key=lambda place: place.stat().st_mtime_ns)
     newest.write_text("{")
-    assert adapter_trial.find_adapter_placement(model) == first
-    assert trial.call_count == 4
+    assert (adapter_trial.find_adapter_placement(model), trial.call_count) == (first, 4)
 
 
 def test_targets_match_the_chosen_layers_and_no_others():

@@ -250,8 +250,7 @@ def test_random_traffic_on_several_streams_is_as_a_plain_allocator_has_it(expand
             assert outcomes[0] == outcomes[1]
             refused += not outcomes[0]
             live += [key] if outcomes[0] else []
-        assert allocator.reserved_bytes == plain.reserved
-        assert allocator.allocated_bytes == plain.total("used")
+        assert (allocator.reserved_bytes, allocator.allocated_bytes) == (plain.reserved, plain.total("used"))
         assert sum(block.size for _, block in allocator._waiting) == plain.total("waiting")
         free = (size for pool in allocator._pools.values() for size, _, _ in pool.blocks)
         assert sum(free) == plain.total("free")
@@ -270,13 +269,11 @@ EVENTS = [
 def test_counters_run_from_the_phase_that_is_asked_for_and_a_plans_from_when_it_has_loaded():
     for count_from, allocated in (("start", 42 * MIB), ("loaded", 42 * MIB), ("second_step", 32 * MIB)):
         peaks = replay(EVENTS, count_from=count_from)
-        assert peaks.allocated == allocated
-        assert peaks.phases["build"] == (40 * MIB, 40 * MIB)
+        assert (peaks.allocated, peaks.phases["build"]) == (allocated, (40 * MIB, 40 * MIB))
         assert peaks.phases["forward"][0] == 42 * MIB
     for expandable in (False, True):
         own = storages.replay(EVENTS, expandable_segments=expandable)
-        assert own == replay(EVENTS, expandable_segments=expandable)
-        assert own.phases["build"][0] == 40 * MIB
+        assert (own, own.phases["build"][0]) == (replay(EVENTS, expandable_segments=expandable), 40 * MIB)
 
 
 def test_a_replay_gives_a_waiting_block_when_the_host_has_waited():

@@ -145,8 +145,7 @@ def test_a_file_is_answered_once_and_resumed_after_its_last_whole_line(run, tmp_
     lines = [f"{line}\n" for line in target.read_text().split("\n")[:-1]]
     assert [json.loads(line)["messages"][0]["content"] for line in lines] == [f"what is {n}\u2028?" for n in range(7)]
     target.write_text(lines[0] + lines[1][:20])
-    assert infer(run, source, target, max_new_tokens=6).resumed == 1
-    assert target.read_text() == "".join(lines)
+    assert (infer(run, source, target, max_new_tokens=6).resumed, target.read_text()) == (1, "".join(lines))
     assert infer(run, source, target, max_new_tokens=6).resumed == 7
     with pytest.raises(DataError, match="max_new_tokens=6"):
         infer(run, source, target, max_new_tokens=7)
@@ -251,5 +250,4 @@ def test_the_base_answers_without_the_adapter_alone_and_beside_the_tuned_model(r
     chat.handle_line("/both")
     shown.clear()
     chat.handle_line("hello there")
-    assert "".join(shown) == f"base:  {base}\ntuned: {tuned}\n"
-    assert chat.messages[-1]["content"] == tuned
+    assert ("".join(shown), chat.messages[-1]["content"]) == (f"base:  {base}\ntuned: {tuned}\n", tuned)

@@ -48,8 +48,7 @@ def test_train_returns_the_summary_of_the_run_folder(tiny_llama, sums, tmp_path)
     config = write_run(tmp_path, tiny_llama, sums, output={"name": "mine"})
     summary = train(load_config(config))
     folder = Path(str(summary.pop("run")))
-    assert folder.name == "mine"
-    assert summary == json.loads((folder / "summary.json").read_text())
+    assert (folder.name, summary) == ("mine", json.loads((folder / "summary.json").read_text()))
     assert (summary["status"], summary["steps"]) == ("finished", 2)
     with pytest.raises(DataError, match=r"nowhere\.jsonl"):
         train(load_config(config, overrides=["data.train_path=nowhere.jsonl", "output.name=other"]))

@@ -11,15 +11,9 @@ import yaml
 
 from benchmarks.generate import defaults_text
 from sft_play.errors import ModelError
+from sft_play.models import families
 from sft_play.models.config_json import KNOWN_MODELS, load_max_positions, load_model_shape, parse_model_shape
-from sft_play.models.families import (
-    CLASS_DEFAULTS,
-    DEFAULTS_FILE,
-    FIELD_ALIASES,
-    MODEL_FAMILIES,
-    WRAPPED_TYPES,
-    UnknownArchitecture,
-)
+from sft_play.models.families import CLASS_DEFAULTS, FIELD_ALIASES, MODEL_FAMILIES, WRAPPED_TYPES, UnknownArchitecture
 from sft_play.models.shape import LayerKind, ModelShape
 from tests.bundled import SHARED_SLOWLY, model_configs
 from tests.conftest import ROOT
@@ -108,8 +102,7 @@ def check(config: dict[str, Any]) -> None:
     assert sorted(item.path for item, _ in parsed.linears) == sorted(item.path for item, _ in built.linears)
     for mine, real in zip(parsed.layers, built.layers, strict=True):
         assert set(mine.linears) == set(real.linears)
-        assert sorted(mine.packable_sizes) == sorted(real.packable_sizes)
-        assert _stacks(mine) == _stacks(real)
+        assert (sorted(mine.packable_sizes), _stacks(mine)) == (sorted(real.packable_sizes), _stacks(real))
         of_experts = ("num_experts", "expert_width", "expert_params", "router_params")
         for key in ("count", "params", "attention", "mlp_width", *of_experts, "norm_params", "other_params"):
             assert getattr(mine, key) == getattr(real, key), key
@@ -146,7 +139,9 @@ def test_the_table_of_class_defaults_is_transformers_own():
     changed = {kind: dict.fromkeys(fields, 1) for kind, fields in CLASS_DEFAULTS.items()}
     for kind, fields in class_defaults(changed).items():
         assert {key: CLASS_DEFAULTS[kind][key] if key != "partial_rotary_factor" else 1 for key in fields} == fields
-    assert DEFAULTS_FILE.read_text(encoding="utf-8") == defaults_text(CLASS_DEFAULTS), "run make -C benchmarks generate"
+    assert families.DEFAULTS_FILE.read_text(encoding="utf-8") == defaults_text(CLASS_DEFAULTS), (
+        "run make -C benchmarks generate"
+    )
 
 
 def test_sizes_by_another_name_and_wrappers_are_read_as_transformers_reads_them():

@@ -74,8 +74,7 @@ READ = {
 @pytest.mark.parametrize("name", READ)
 def test_what_only_looks_odd_is_read_whole_without_a_word(origin, tmp_path, name):
     report = run(tmp_path, origin, name)
-    assert report.rows_kept == READ[name]
-    assert (report.notes, report.dropped) == ({}, {})
+    assert (report.rows_kept, report.notes, report.dropped) == (READ[name], {}, {})
 
 
 NOTED = {
@@ -90,8 +89,7 @@ NOTED = {
 def test_what_can_be_used_but_looks_wrong_is_counted_and_named(origin, tmp_path, name):
     rows, note, lines = NOTED[name]
     report = run(tmp_path, origin, name)
-    assert report.rows_kept == rows
-    assert [place.rpartition(":")[2] for place in report.notes[note].first] == lines
+    assert (report.rows_kept, [place.rpartition(":")[2] for place in report.notes[note].first]) == (rows, lines)
     assert any(note in line for line in report.lines())
 
 

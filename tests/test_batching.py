@@ -41,8 +41,7 @@ def test_the_product_of_both_factors_and_the_ranks_is_the_effective_batch_that_n
         train = written(*words[cut:], text=f"train:\n{lines}" if lines else "").train
         follows = effective is None and "auto" not in (micro, accum)
         wanted = micro * accum * ranks if follows else effective or 32
-        assert effective_batch(train, ranks=ranks) == wanted
-        assert train.derives_effective_batch == follows
+        assert (effective_batch(train, ranks=ranks), train.derives_effective_batch) == (wanted, follows)
         if effective is not None and "auto" not in (micro, accum) and micro * accum == effective:
             continue  # agrees on one rank: the next test
         fits = wanted % ((1 if micro == "auto" else micro) * (1 if accum == "auto" else accum) * ranks) == 0

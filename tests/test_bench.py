@@ -111,8 +111,7 @@ def test_peers_of_a_run_with_boundaries_take_sdpa(small, tmp_path, monkeypatch):
 
     monkeypatch.setattr(ours, "write_facts", watched)
     facts = facts_of(small / "joined.yaml", tmp_path)
-    assert used == [attention_functions.VARLEN_ATTENTION]
-    assert facts["attention"] == "sdpa"
+    assert (used, facts["attention"]) == ([attention_functions.VARLEN_ATTENTION], "sdpa")
 
 
 @pytest.mark.build
@@ -163,8 +162,7 @@ def test_tokens_are_counted_alike_padded_without_a_mask_and_packed(seed):
     }
     total, trained = sum(map(len, chats)), sum(label != -100 for row in labels for label in row)
     found = [count_batch(batch, pad_id=pad) for batch in (masked, padded, packed)]
-    assert [one["total"] for one in found] == [total] * 3
-    assert [one["trained"] for one in found] == [trained] * 3
+    assert ([one["total"] for one in found], [one["trained"] for one in found]) == ([total] * 3, [trained] * 3)
     assert [one["padded"] for one in found] == [batch["input_ids"].numel() for batch in (masked, padded, packed)]
     assert sorted(found[2]["lengths"]) == sorted(map(len, chats))
     assert len({rows_digest([one["rows"]]) for one in found}) == 1
@@ -298,8 +296,7 @@ def test_repeated_rows_differ_in_every_text_and_the_last_turn_is_the_completion(
     made = list(data.changed_rows(ROWS, 5))
     assert [[message["role"] for message in row] for row in made] == [["user", "assistant"]] * 5
     asked = [f"No. {number}: {'two' if number % 2 else 'one'}" for number in range(5)]
-    assert [row[0]["content"] for row in made] == asked
-    assert made[2][1]["content"] == "1\n(No. 2 assistant)"
+    assert ([row[0]["content"] for row in made], made[2][1]["content"]) == (asked, "1\n(No. 2 assistant)")
     assert ROWS[0][0]["content"] == "one"
     data.write_rows(tmp_path / "rows.jsonl", iter(ROWS[:1]), "prompt_completion")
     assert json.loads((tmp_path / "rows.jsonl").read_text()) == {"prompt": ROWS[0][:1], "completion": ROWS[0][1:]}

@@ -19,14 +19,7 @@ from sft_play.finished.export.merge import card_facts, merge_run
 from sft_play.finished.export.push import plan_upload
 from sft_play.finished.load import build_run_renderer, load_model_folder, load_trained_model
 from sft_play.finished.run import find_finished_run
-from sft_play.training.checkpoints.card import (
-    REPOSITORY_PLACEHOLDER,
-    CardBase,
-    CardFacts,
-    answer_stop_ids,
-    describe_base,
-    render_card,
-)
+from sft_play.training.checkpoints import card
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import added_token_rows, load_tokenizer
 from tests.conftest import chat, write_rows, write_run
@@ -46,12 +39,12 @@ KINDS = {
 SECRET = "hf_" + "abcdefghijklmnopqrstuvwxyz12345678"
 
 
-def facts_of(run) -> CardFacts:
+def facts_of(run) -> card.CardFacts:
     """What the card of a fabricated run says."""
     tokenizer = load_tokenizer(run.config).tokenizer
     size, new_rows = len(tokenizer), added_token_rows(tokenizer, run.config)
     spec = build_model_spec(run.config, run.plan().precision, tokenizer_size=size, new_rows=new_rows)
-    stop = answer_stop_ids(run.config, tokenizer, build_run_renderer(run, tokenizer))
+    stop = card.answer_stop_ids(run.config, tokenizer, build_run_renderer(run, tokenizer))
     return card_facts(run, spec, stop, kind="adapter" if run.is_adapter else "model")
 
 
@@ -60,7 +53,7 @@ def run_of_kind(folder: Path, kind: str):
     build, options = KINDS[kind]
     base = make_base(folder / f"base of {kind}", build())
     run = find_finished_run(folder, str(finished_run(folder / kind, base, **options)))
-    (run.weights / "README.md").write_text(render_card(facts_of(run), describe_base(run.config)))
+    (run.weights / "README.md").write_text(card.render_card(facts_of(run), card.describe_base(run.config)))
     return run
 
 
@@ -179,11 +172,11 @@ def test_a_run_writes_its_card_with_figures_and_no_rows_paths_or_secrets(tmp_pat
 def test_a_base_is_named_by_its_hub_id_or_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     base = make_base(tmp_path / "models--Some-Org--Some.Model-1B" / "snapshots" / "0123", llama())
-    named = lambda folder: describe_base(SimpleNamespace(model=SimpleNamespace(name=str(folder), revision=None)))  # noqa: E731
-    assert named(base) == CardBase("Some-Org/Some.Model-1B", True, {})
+    named = lambda folder: card.describe_base(SimpleNamespace(model=SimpleNamespace(name=str(folder), revision=None)))  # noqa: E731
+    assert named(base) == card.CardBase("Some-Org/Some.Model-1B", True, {})
     plain = tmp_path / "plain"
     shutil.copytree(base, plain)
-    assert named(plain) == CardBase("plain", False, {})
+    assert named(plain) == card.CardBase("plain", False, {})
     config = json.loads((plain / "config.json").read_text())
     for recorded, wanted in (("Org/Model-7B", ("Org/Model-7B", True)), ("/home/me/model", ("plain", False))):
         (plain / "config.json").write_text(json.dumps(config | {"_name_or_path": recorded}))
@@ -194,21 +187,21 @@ def test_a_base_is_named_by_its_hub_id_or_its_folder(tmp_path, monkeypatch):
     assert named(plain).license == {}
     (plain / "config.json").write_text(json.dumps(config | {"license": "apache-2.0"}))
     assert named(plain).license == {"license": "apache-2.0"}
-    assert describe_base(SimpleNamespace(model=SimpleNamespace(name="no-such/model", revision=None))).license == {}
+    assert card.describe_base(SimpleNamespace(model=SimpleNamespace(name="no-such/model", revision=None))).license == {}
     starter = SimpleNamespace(model=SimpleNamespace(name="sft-play/starter-base"))
-    assert describe_base(starter) == CardBase("sft-play/starter-base", False, {})
+    assert card.describe_base(starter) == card.CardBase("sft-play/starter-base", False, {})
 
 
 def test_front_matter_names_base_licence_and_data_of_the_hub(world):
     run = find_finished_run(world, "lora")
     data = run.config.data.model_copy(update={"train_path": "hub:org/rows:main", "text_path": "texts/*.txt"})
     changed = replace(run, config=run.config.model_copy(update={"data": data}))
-    text = render_card(facts_of(changed), CardBase("Org/Base", True, {"license": "apache-2.0"}))
+    text = card.render_card(facts_of(changed), card.CardBase("Org/Base", True, {"license": "apache-2.0"}))
     front = yaml.safe_load(text.split("---")[1])
     named = ("base_model", "license", "datasets", "pipeline_tag")
     assert [front[key] for key in named] == ["Org/Base", "apache-2.0", ["org/rows"], "text-generation"]
     assert 'base = "Org/Base"\n' in text
-    assert REPOSITORY_PLACEHOLDER in text
+    assert card.REPOSITORY_PLACEHOLDER in text
 
 
 BOTH = ("README.md", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
@@ -264,8 +257,7 @@ def test_it_asks_first_and_says_what_where_and_to_whom(world, hub, command, monk
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     code, printed = command(*words, "--yes")
     assert (code, hub.commits, "PUBLIC=1 has to confirm it" in printed) == (2, 0, True)
-    assert command(*words, "--yes", "--public")[0] == 0
-    assert hub.commits == 1
+    assert (command(*words, "--yes", "--public")[0], hub.commits) == (0, 1)
     hub.repositories["me/it"] = True
     upload = plan_upload(find_finished_run(world, "lora"), "me/it", is_merged=False, is_public=True, is_confirmed=True)
     assert upload.is_private

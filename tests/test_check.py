@@ -171,8 +171,7 @@ def test_the_command_answers_with_its_exit_code_and_json(tiny_llama, tmp_path, c
         write_rows(tmp_path / "train.jsonl", rows)
         assert command("check", "--config", str(config), "--out", str(out))[0] == code
         answer = json.loads(out.read_text())
-        assert answer["ok"] == (code == 0)
-        assert {"name", "state", "what", "do"} == set(answer["checks"][0])
+        assert (answer["ok"], {"name", "state", "what", "do"}) == (code == 0, set(answer["checks"][0]))
 
 
 WITH_BOS = ("bundled/metaspace", "bundled/pad_is_eos", "Mistral-7B-Instruct-v0.3", "SmolLM2")
@@ -191,8 +190,7 @@ def test_real_tokenizers_end_every_answer_with_a_token(name, tmp_path):
     config = load_config(run_yaml(tmp_path, "any", train_path=str(path))).config
     found = count_source_rows(config, path, "train", tokenizer, max_seq_len=512, has_val=False)
     assert (found.kept_rows, found.rows_with_open_end, found.lost_tokens) == (40, 0, 0)
-    assert found.rows_with_bos == (40 if name in WITH_BOS else 0)
-    assert sum(found.end_token_ids.values()) == 40
+    assert (found.rows_with_bos, sum(found.end_token_ids.values())) == (40 if name in WITH_BOS else 0, 40)
 
 
 def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch):
@@ -216,8 +214,7 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
         monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / f"cache of {count}"))
         found.append(count_source_rows(config, path, "train", tokenizer, max_seq_len=64, has_val=False))
     read = count_readable_rows(path, config.data, "train")
-    assert (read.rows, sum(read.bad_rows.values())) == (150, 2)
-    assert found[0] == found[1]
+    assert (read.rows, sum(read.bad_rows.values()), found[0]) == (150, 2, found[1])
     assert found[0].repeated_rows > 10
 
 

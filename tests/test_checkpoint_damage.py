@@ -116,8 +116,7 @@ def test_every_file_reaches_the_disk_before_the_rename_and_the_names_after_it(of
     monkeypatch.undo()
     at = done.index("rename")
     expected = {str(written), *(str(written / path.relative_to(final)) for path in final.rglob("*"))}
-    assert set(done[:at]) == expected
-    assert done[at + 1 :] == [str(tmp_path)]
+    assert (set(done[:at]), done[at + 1 :]) == (expected, [str(tmp_path)])
 
 
 def test_a_resume_after_damage_repeats_the_run(train):  # noqa: F811

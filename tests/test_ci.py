@@ -29,8 +29,7 @@ def test_the_workflow_names_targets_and_files_that_are_there_and_every_supported
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert all(f"\n{target}:" in makefile for target in targets)
     files = re.findall(r"(?<!\^)(?:tests|configs)/\S+", text)
-    assert len(files) == 9
-    assert [file for file in files if not (ROOT / file).is_file()] == []
+    assert (len(files), [file for file in files if not (ROOT / file).is_file()]) == (9, [])
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     low, high = (int(number) for number in re.findall(r"3\.(\d+)", project["requires-python"]))
     assert JOBS["tests"]["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(low, high)]

@@ -36,8 +36,7 @@ from tests.test_score import write as write_peaks
 
 
 def test_there_is_a_case_for_every_command_and_its_schema():
-    assert set(COMMAND_CASES) == set(COMMAND_FILES)
-    assert schemas().keys() - {"ending"} == set(COMMAND_CASES)
+    assert (set(COMMAND_CASES), schemas().keys() - {"ending"}) == (set(COMMAND_FILES), set(COMMAND_CASES))
     for schema in schemas().values():
         Draft202012Validator.check_schema(schema)
 
@@ -200,8 +199,7 @@ def test_what_is_printed_beside_an_answer_goes_to_standard_error(capfd):
 def test_words_and_json_are_of_one_object(capfd, monkeypatch, tmp_path):
     answer = CommandResult({"number": 7}, ["the number is 7"], exit_code=3)
     monkeypatch.setattr(load_module("gpu-info"), "run_diagnosing", lambda request: answer)
-    assert main(["gpu-info"]) == 3
-    assert capfd.readouterr() == ("[gpu-info] the number is 7\n", "")
+    assert (main(["gpu-info"]), capfd.readouterr()) == (3, ("[gpu-info] the number is 7\n", ""))
     assert main(["gpu-info", "--json", "--out", f"{tmp_path}/out.json"]) == 3
     expected = {"ok": False, "kind": "does_not_fit", "exit": 3, "error": "the number is 7", "number": 7}
     printed, beside = capfd.readouterr()
@@ -254,8 +252,7 @@ def test_with_json_every_ending_has_its_kind(capfd, monkeypatch):
     kind, code, error = answer_of(SystemExit("a library gave up"), entry.main)
     assert (kind, code, "a library gave up" in error) == ("failed", 1, True)
     monkeypatch.setenv("RANK", "1")  # of a launcher's ranks the first answers
-    assert main(["plan", "--config", "nowhere.yaml", "--json"]) == 2
-    assert capfd.readouterr().out == ""
+    assert (main(["plan", "--config", "nowhere.yaml", "--json"]), capfd.readouterr().out) == (2, "")
 
 
 def test_a_command_imports_its_own_file_alone():

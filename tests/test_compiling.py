@@ -100,8 +100,7 @@ def test_passes_of_every_length_are_those_of_the_plain_code_from_one_graph(tiny_
     for (loss, grads), (loss_plain, grads_plain) in zip(found, plain, strict=True):
         assert loss == pytest.approx(loss_plain, rel=1e-3 if half else 1e-5)
         assert float((grads - grads_plain).norm() / grads_plain.norm()) < (1e-2 if half else 1e-5)
-    assert len({loss for loss, _ in found}) == len(LENGTHS)
-    assert list(model.state_dict()) == names
+    assert (len({loss for loss, _ in found}), list(model.state_dict())) == (len(LENGTHS), names)
     assert not any("_orig_mod" in name for name in names)
 
 
@@ -240,8 +239,7 @@ def test_seconds_and_graphs_are_told(caplog, monkeypatch):
         passed(model, length=length)
         compiler.on_step_end()
     facts = compiler.figures()
-    assert (facts["graphs"], facts["breaks"]) == (1, 0)
-    assert facts["seconds"] == pytest.approx(sum(waited), abs=0.01)
+    assert (facts["graphs"], facts["breaks"], facts["seconds"]) == (1, 0, pytest.approx(sum(waited), abs=0.01))
     assert "WARNING" not in caplog.text
     passed(model, length=9, rows=1)  # one row is a graph of its own
     assert compiler.figures()["graphs"] == 2
@@ -303,8 +301,7 @@ def test_a_stopped_run_with_adapters_goes_on_compiled_and_not_otherwise(refuse, 
     assert "train.compile" in refuse("resume", *words, "output.name=parts", "train.compile=false")
     succeed("resume", *words, "output.name=parts")
     found, whole = (logged(tmp_path / "outputs" / name, "loss") for name in ("parts", "whole"))
-    assert found == pytest.approx(whole, rel=1e-5)
-    assert len(found) == 4
+    assert (found, len(found)) == (pytest.approx(whole, rel=1e-5), 4)
 
 
 @pytest.mark.slow
@@ -320,8 +317,7 @@ def test_inductor_itself_is_proven_and_trains_the_same(monkeypatch, tiny_llama):
         found, found_grads = passed(model, length=length)
         assert found == pytest.approx(loss, rel=1e-2)  # a bf16 base without autocast
         assert float((found_grads - grads).norm() / grads.norm()) < 5e-2
-    assert graphs() - before == 1
-    assert list(get_peft_model_state_dict(model)) == names
+    assert (graphs() - before, list(get_peft_model_state_dict(model))) == (1, names)
 
 
 @pytest.mark.slow

@@ -47,8 +47,7 @@ def tokenizer(tmp_path_factory) -> Any:
 def test_the_rows_of_a_preview_are_spread_over_the_file(rows, count, data):
     longest = data.draw(st.integers(0, rows - 1))
     found = choose_row_indices(rows, count, longest_index=longest)
-    assert (found, len(found)) == (sorted(set(found) & set(range(rows))), min(rows, count))
-    assert found[0] == 0
+    assert (found, len(found), found[0]) == (sorted(set(found) & set(range(rows))), min(rows, count), 0)
     assert count < 2 or found[-1] == rows - 1
     assert count < 3 or longest in found
 
@@ -308,8 +307,7 @@ def test_what_a_share_splits_off_is_counted_on_its_side_and_where_that_is_nothin
     many = [{"messages": [{"role": "user", "content": f"say {n}"}, CHAT[1]]} for n in range(60)]
     made = splits_of(tmp_path, tokenizer, many, "data.val_fraction=0.3")
     counts = [split.stats.rows for split in (made.train, made.val)]
-    assert counts == [len(made.train.rows), len(made.val.rows)]
-    assert (sum(counts), counts[1] > 5) == (60, True)
+    assert (counts, sum(counts), counts[1] > 5) == ([len(made.train.rows), len(made.val.rows)], 60, True)
     assert (len(made.train.chats), len(made.val.chats)) == (0, counts[1])  # of which answers are generated
     rows = [{"messages": CHAT}]
     nothing = splits_of(tmp_path, tokenizer, rows, "data.val_fraction=0.000001")
@@ -328,5 +326,4 @@ def test_text_is_mixed_in_by_its_share(tmp_path_factory, tokenizer, chats, share
     words = ["task_mode=cpt_mixed", f"data.text_path={folder}/texts.jsonl", f"data.text_fraction={share}"]
     made = splits_of(folder, tokenizer, rows, *words)
     sources = [row["source"] for row in made.train.rows]
-    assert sources.count(0) == chats
-    assert sources.count(1) == max(1, round(chats * share / (1 - share)))
+    assert (sources.count(0), sources.count(1)) == (chats, max(1, round(chats * share / (1 - share))))

@@ -154,8 +154,7 @@ def test_rows_are_no_longer_than_the_positions_and_evaluation_takes_what_was_ask
     # test_evaluation.py counts it
     most = max_evaluation_rows(StepMemorySimulation(run, shape, plan.precision, plan.choice.step))
     assert plan.eval_batch == (most if eval_wish == "auto" else eval_wish)
-    assert plan.choice.step.eval_batch == plan.eval_batch
-    assert plan.choice.step.seq_len == plan.max_seq_len
+    assert (plan.choice.step.eval_batch, plan.choice.step.seq_len) == (plan.eval_batch, plan.max_seq_len)
     unjudged = make_plan(PlanRequest(run, shape, machine(79), has_eval=False))
     assert unjudged.choice.step.eval_batch == 0
 
@@ -181,8 +180,7 @@ def test_of_closed_form_and_trace_the_larger_counts(allocated, reserved):
     assert traced.memory.margin == pytest.approx(last.margin * max(1.0, reserved), abs=2)
     assert traced.fits == (traced.memory.required <= traced.budget_bytes)
     said = [reason for reason in traced.reasons if reason.startswith("traced: ")]
-    assert len(said) == len(asked)
-    assert ("the larger one is used" in said[-1]) == (abs(allocated - 1) > 0.03)
+    assert (len(said), "the larger one is used" in said[-1]) == (len(asked), abs(allocated - 1) > 0.03)
 
 
 @QUICK
@@ -199,11 +197,9 @@ def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, 
     names = [layout.name for layout in possible]
     assert all(layout.ranks == count for layout in possible)
     assert not set(names) & {item.name for item in refused}
-    assert ("single" in names) == (count == 1)
-    assert ("ddp" in names) == (count > 1)
+    assert ("single" in names, "ddp" in names) == (count == 1, count > 1)
     sharded = count > 1 and optim != "paged_adamw_8bit"
-    assert ("fsdp" in names) == sharded
-    assert ("fsdp_hybrid" in names) == (sharded and per_node > 1 and nodes > 1)
+    assert ("fsdp" in names, "fsdp_hybrid" in names) == (sharded, sharded and per_node > 1 and nodes > 1)
     assert ("zero2" in names) == (sharded and optim != "adafactor")
     assert ("zero2_offload" in names) == optim.startswith("adamw_torch")
     for layout in possible:
@@ -222,8 +218,7 @@ def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, 
 def test_a_layouts_properties_follow_from_its_name(name):
     layout, is_zero = Layout(name, 4, 4), name.startswith("zero")
     is_fsdp, stage = name.startswith("fsdp") or name == "tp", int(name[4]) if is_zero else 0
-    assert (layout.is_zero, layout.is_fsdp) == (is_zero, is_fsdp)
-    assert layout.shards_params == (is_fsdp or stage == 3)
+    assert (layout.is_zero, layout.is_fsdp, layout.shards_params) == (is_zero, is_fsdp, is_fsdp or stage == 3)
     assert layout.shards_gradients == (layout.shards_params or stage == 2)
     assert layout.shards_states == (layout.shards_gradients or stage == 1)
     assert layout.offloads_states == name.endswith("offload")
@@ -338,8 +333,7 @@ def test_the_launch_says_who_meets_where_and_leaves_set_variables_alone(count, d
     if count > 1:
         meet = ["--nnodes", str(count), "--node-rank", str(rank), "--master-addr", "10.0.0.1", "--master-port", "29501"]
     words = ["python", "-m", TORCHRUN_MODULE, *meet, "--nproc-per-node", "5", "--module", "sft_play", "train"]
-    assert list(launch.argv) == words
-    assert launch.port == (29_501 if count > 1 and rank == 0 else None)
+    assert (list(launch.argv), launch.port) == (words, 29_501 if count > 1 and rank == 0 else None)
     expected = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if timeout_s is not None:
         expected |= {name: waits[name] for name in waits if name not in already}
@@ -362,8 +356,7 @@ def test_a_rank_knows_its_place_or_the_contradiction_is_named(rank, world, local
             read_rank_info(texts)
         return
     place = read_rank_info(texts)
-    assert place == RankInfo(rank, local, world, on_node)
-    assert place.is_first == (rank == 0)
+    assert (place, place.is_first) == (RankInfo(rank, local, world, on_node), rank == 0)
     assert place.node_count == max(1, world // max(1, on_node))
 
 

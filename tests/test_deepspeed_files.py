@@ -9,14 +9,7 @@ import pytest
 
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed import (
-    PlanValues,
-    deepspeed_layout,
-    deepspeed_options,
-    fill_auto_values,
-    keeps_params_on_gpu,
-    merge_deepspeed_batch,
-)
+from sft_play.launch import deepspeed
 from sft_play.launch.planning import build_stage_request, plan_stage
 from sft_play.launch.request import DeepspeedRequest, LaunchOptions
 from sft_play.machine.hardware import parse_hardware
@@ -27,8 +20,10 @@ from sft_play.planner.layout import LAYOUT_NAMES
 from sft_play.planner.plan import plan_from_json
 from tests.conftest import ROOT
 
-OPTIONS = deepspeed_options(config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml"))
-NUMBERS = PlanValues("zero3", 2, 4, 2, hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
+OPTIONS = deepspeed.deepspeed_options(
+    config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml")
+)
+NUMBERS = deepspeed.PlanValues("zero3", 2, 4, 2, hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
 KEYS = {"micro": "train_micro_batch_size_per_gpu", "accum": "gradient_accumulation_steps", "batch": "train_batch_size"}
 OF_ONE_RANK = {"batch_size": 2, "grad_accum": 4, "effective_batch_size": 8}
 FIELDS = {"micro": "batch_size", "accum": "grad_accum", "batch": "effective_batch_size"}
@@ -41,7 +36,7 @@ def settings(**train: object):
 
 
 def taken(train, config, ranks=2):
-    found = merge_deepspeed_batch(train, config, ranks=ranks, name="theirs.json")
+    found = deepspeed.merge_deepspeed_batch(train, config, ranks=ranks, name="theirs.json")
     return found.batch_size, found.grad_accum, found.effective_batch_size
 
 
@@ -74,7 +69,7 @@ def test_numbers_of_a_file_fill_what_the_run_yaml_leaves_open():
 )
 def test_a_contradiction_of_what_the_user_wrote_names_both(train, config, words):
     with pytest.raises(ConfigError) as error:
-        merge_deepspeed_batch(settings(**train), config, ranks=2, name="theirs.json")
+        deepspeed.merge_deepspeed_batch(settings(**train), config, ranks=2, name="theirs.json")
     assert all(word in str(error.value) for word in ["theirs.json: ", *words]), error.value
     assert "\n" not in str(error.value)
 
@@ -94,7 +89,7 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
         train, said = settings(**text), {key: value for key, value in config.items() if value != "auto"}
         before = train.model_copy()
         try:
-            found = merge_deepspeed_batch(train, config, ranks=ranks, name="f")
+            found = deepspeed.merge_deepspeed_batch(train, config, ranks=ranks, name="f")
         except ConfigError as error:
             refused += 1
             for line in str(error).splitlines():
@@ -114,7 +109,7 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
             assert {split.effective_batch for split in splits} == {found.effective_batch_size}
             sizes = {"micro_batch": splits[0].micro_batch, "grad_accum": splits[0].grad_accum}
             if (found.batch_size, found.grad_accum) != ("auto", "auto"):
-                fill_auto_values(config, replace(NUMBERS, **sizes, data_parallel_ranks=ranks))
+                deepspeed.fill_auto_values(config, replace(NUMBERS, **sizes, data_parallel_ranks=ranks))
     assert agreed > 50
     assert refused > 50
 
@@ -125,7 +120,7 @@ def test_precision_is_the_runs_whatever_a_file_says(compute):
     for bf16, fp16 in itertools.product(states, states):
         raw = {"bf16": bf16, "fp16": fp16, "zero_optimization": {"stage": 3}}
         raw = {key: dict(value) for key, value in raw.items() if value is not None}
-        config = fill_auto_values(raw, numbers)
+        config = deepspeed.fill_auto_values(raw, numbers)
         assert config.get("bf16", {}).get("enabled", False) is (compute == "bfloat16")
         assert config.get("fp16", {}).get("enabled", False) is (compute == "float16")
 
@@ -176,7 +171,7 @@ def test_a_file_means_kept_weights_where_it_offloads_the_states_alone():
     both = {**states, **weights}
     for zero, keeps in (({"stage": 3, **states}, True), ({"stage": 3, **both}, False), ({"stage": 2}, False)):
         config = {"zero_optimization": zero}
-        assert keeps_params_on_gpu(config, deepspeed_layout(config)) is keeps
+        assert deepspeed.keeps_params_on_gpu(config, deepspeed.deepspeed_layout(config)) is keeps
 
 
 @pytest.mark.parametrize(

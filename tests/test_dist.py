@@ -17,11 +17,9 @@ from torch.utils.data import DataLoader
 from sft_play import dist
 from sft_play.config.yaml_io import parse_yaml
 from sft_play.dist import (
-    DEFAULT_CONFIG,
     DistConfig,
     NoOpAccelerator,
     get_accelerator,
-    load_deepspeed_config,
     read_settings,
     save_sharded,
     wrap_model_optimizer,
@@ -50,7 +48,7 @@ def _own_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def deepspeed_of(config: Any, best_precision: str = CPU) -> dict[str, Any]:
     settings, folder = read_settings(config)
-    return load_deepspeed_config(settings, folder, best_precision=best_precision)
+    return dist.load_deepspeed_config(settings, folder, best_precision=best_precision)
 
 
 def write(path: Path, content: Any) -> Path:
@@ -92,12 +90,12 @@ def test_the_shipped_deepspeed_settings_are_as_asked(device):
 
 
 def test_the_shipped_file_says_the_defaults_and_is_found_from_anywhere(monkeypatch, tmp_path):
-    text = (ROOT / DEFAULT_CONFIG).read_text(encoding="utf-8")
+    text = (ROOT / dist.DEFAULT_CONFIG).read_text(encoding="utf-8")
     assert parse_yaml(text, name="x").data == DistConfig().model_dump()
     monkeypatch.chdir(tmp_path)
-    assert read_settings(DEFAULT_CONFIG)[0] == DistConfig()
+    assert read_settings(dist.DEFAULT_CONFIG)[0] == DistConfig()
     monkeypatch.setattr("sft_play.dist.PROJECT_FOLDER", tmp_path / "installed")
-    assert read_settings(DEFAULT_CONFIG)[0] == DistConfig()
+    assert read_settings(dist.DEFAULT_CONFIG)[0] == DistConfig()
     with pytest.raises(ConfigError, match="does not exist"):
         read_settings("configs/train/nowhere.yaml")
 
@@ -152,8 +150,7 @@ def test_the_accelerator_has_exactly_the_settings():
         assert accelerator.mixed_precision == config["mixed_precision"]
         assert accelerator.gradient_accumulation_steps == config["gradient_accumulation_steps"]
         assert accelerator.ddp_handler.find_unused_parameters is config["find_unused_parameters"]
-        assert accelerator.distributed_type == "NO"
-        assert accelerator.dist_config == DistConfig(**config)
+        assert (accelerator.distributed_type, accelerator.dist_config) == ("NO", DistConfig(**config))
 
 
 def test_without_deepspeed_accelerate_runs_with_a_warning(caplog, monkeypatch):
@@ -390,8 +387,7 @@ def check_two_ranks(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     assert [rank.returncode for rank in ranks] == [3, -9], "\n".join(said)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert kind in first["kind"]
-    assert (first["precision"], first["accumulation"]) == ("bf16", 2)
-    assert (first["written"], second["written"]) == (3, 0)
+    assert (first["precision"], first["accumulation"], first["written"], second["written"]) == ("bf16", 2, 3, 0)
     for name, tolerance in {"no-full": 1e-5, "no-adapter": 1e-5, "bf16-adapter": 2e-2}.items():
         precision, _, part = name.partition("-")
         alone = get_accelerator({"mixed_precision": precision, "gradient_accumulation_steps": 2})

@@ -211,8 +211,7 @@ TWO_NODES = NodeSetup(2, 0, "a", 1)
 )
 def test_the_gpus_that_are_asked_for_are_there_and_alike(present, asked, verdict, ranks, words):
     local, everywhere, found = doctor._select_gpus(present, asked)
-    assert (found.verdict, words in found.found) == (verdict, True)
-    assert bool(found.remedy) == (verdict == "FAIL")
+    assert (found.verdict, words in found.found, bool(found.remedy)) == (verdict, True, verdict == "FAIL")
     assert ranks is None or (local.ranks, everywhere.ranks) == ranks
 
 

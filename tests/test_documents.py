@@ -140,8 +140,7 @@ def test_a_document_stays_in_its_split_when_others_come(folder, tmp_path):
     for n in range(20):
         (folder / f"a{n}.txt").write_text(f"Document of others, {n}.\n\n{LONG}")
     after = split()
-    assert set(before.values()) == {"train", "val"}
-    assert {name: after[name] for name in before} == before
+    assert (set(before.values()), {name: after[name] for name in before}) == ({"train", "val"}, before)
 
 
 def test_copies_and_repeated_paragraphs_are_left_out_and_counted(folder, tmp_path):
@@ -248,8 +247,7 @@ def test_word(tmp_path):
     path = make_docx(tmp_path / "a.docx")
     table = "|  |  |\n| --- | --- |\n| left | right |\n| 1 | 2 |"
     text = f"# Heading\n\nPlain paragraph.\n\n* point\n\n1. number\n\n{table}"
-    assert read(path) == text
-    assert read(path, headers=True) == f"Running head\n\n{text}"
+    assert (read(path), read(path, headers=True)) == (text, f"Running head\n\n{text}")
 
 
 def test_excel_powerpoint_and_epub(tmp_path):
@@ -319,8 +317,7 @@ def test_text_is_taken_as_it_is_and_long_runs_of_spaces_take_no_time(tmp_path):
 @pytest.mark.parametrize(("origin", "count", "without_text"), there([("bundled", 4, 1), ("shared", 39, 4)]))
 def test_word_files_of_others_are_read(origin, count, without_text):
     whys = [why_not(path) for path in word_files(origin)]
-    assert len(whys) == count
-    assert [why for why in whys if why] == ["holds no text"] * without_text
+    assert (len(whys), [why for why in whys if why]) == (count, ["holds no text"] * without_text)
     if origin == "bundled":
         [path] = (path for path in word_files("bundled") if path.name == "revised.docx")
         assert "What stays, what was added" in read(path)
