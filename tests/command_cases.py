@@ -130,17 +130,14 @@ COMMAND_CASES: dict[str, CommandCase] = {
     "doctor": CommandCase("--nproc 2", "ok elapsed_s findings"),
     "consolidate": CommandCase("--run begun --out {world}/whole", "ok run path"),
     "chat": CommandCase("--run whole --max-new-tokens 2", "ok run messages"),
-    "infer": CommandCase("--run whole --input rows.jsonl --max-new-tokens 2", "ok path prompts", next_commands=(
-        (answer("respond.InferResult", RUN, OTHER, 3, 0), ["make", "eval", OF_RUN]),
-    )),
+    "infer": CommandCase("--run whole --input rows.jsonl --max-new-tokens 2", "ok path prompts",
+                         next_commands=((answer("respond.InferResult", RUN, OTHER, 3, 0), ["make", "eval", OF_RUN]),)),
     "serve": CommandCase("--run whole --port 0", "ok url model pid", next_commands=(
         (answer("serve.ServedEndpoint", RUN, "transformers", "first", RUN / "adapter", "127.0.0.1", 8000, 1),
          ["make", "push", OF_RUN, "REPO=user/name"]),
     )),
-    "eval": CommandCase(
-        "--run whole --data rows.jsonl --limit 2 --max-new-tokens 2", "ok rows figures perplexity path",
-        next_commands=((evaluate, ["make", "ship", OF_RUN]),),
-    ),
+    "eval": CommandCase("--run whole --data rows.jsonl --limit 2 --max-new-tokens 2", "ok rows figures perplexity path",
+                        next_commands=((evaluate, ["make", "ship", OF_RUN]),)),
     "ship": CommandCase("--run whole --limit 2", "ok verdict checks evidence thresholds", next_commands=(
         (ship, ["make", "export", OF_RUN, "FORMAT=gguf"]),
         (lambda: ship(reason="it is worse"), ["make", "eval", OF_RUN, "writes", "every", "row"]),
@@ -164,15 +161,12 @@ COMMAND_CASES: dict[str, CommandCase] = {
         (answer("export.checks.ExportTest", RUN, RUN / "first.gguf", ("F32",), "val", 1, (), None, None),
          ["llama-server", "--jinja", "-m", str(RUN / "first.gguf")]),
     )),
-    "push": CommandCase("--run whole --repo me/it --yes", "ok pushed repo files private", next_commands=(
-        (push, ["make", "prune", "RUNS=first", "CHECKPOINTS=1"]),
-    )),
-    "report": CommandCase("--run whole", "ok run path status sections figures warnings", next_commands=(
-        (report, ["make", "compare", f"RUNS={RUN} OTHER"]),
-    )),
-    "compare": CommandCase("--runs 'whole begun'", "ok path runs differing", next_commands=(
-        (compare, ["make", "report", OF_RUN]),
-    )),
+    "push": CommandCase("--run whole --repo me/it --yes", "ok pushed repo files private",
+                        next_commands=((push, ["make", "prune", "RUNS=first", "CHECKPOINTS=1"]),)),
+    "report": CommandCase("--run whole", "ok run path status sections figures warnings",
+                          next_commands=((report, ["make", "compare", f"RUNS={RUN} OTHER"]),)),
+    "compare": CommandCase("--runs 'whole begun'", "ok path runs differing",
+                           next_commands=((compare, ["make", "report", OF_RUN]),)),
     "reproduce": CommandCase("--run whole", "ok tensors first_differing", next_commands=(
         (reproduce(), ["make", "prune", "RUNS=else where"]),
         (reproduce("weight"), ["make", "compare", "RUNS=first else where"]),
@@ -180,9 +174,8 @@ COMMAND_CASES: dict[str, CommandCase] = {
     "runs": CommandCase("", "ok output runs", can_refuse=False, next_commands=(
         (runs, ["make", "report", OF_RUN]), (lambda: runs(is_empty=True), ["make", "train"]),
     )),
-    "prune": CommandCase("--runs old --yes", "ok removed freed_bytes", next_commands=(
-        (answer("listing.PruneResult", (RUN,), 10), ["make", "runs"]),
-    )),
+    "prune": CommandCase("--runs old --yes", "ok removed freed_bytes",
+                         next_commands=((answer("listing.PruneResult", (RUN,), 10), ["make", "runs"]),)),
     "gpu-info": CommandCase("", "gpus host", can_refuse=False),
     "memory-check": CommandCase("", "folder running"),
     "process": CommandCase("data.process.raw_path=raw.jsonl", "ok"),

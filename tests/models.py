@@ -20,10 +20,8 @@ def make_tokenizer(folder: Path, *, template: str | None = CHATML, vocab_size: i
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     special, alphabet = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    raw.train_from_iterator(TEXTS * 4, trainer)
+    options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    raw.train_from_iterator(TEXTS * 4, trainers.BpeTrainer(vocab_size=vocab_size, **options))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)

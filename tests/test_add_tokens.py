@@ -174,9 +174,8 @@ def check_trace(name, micro, length, passes, checkpointed, *, mode, added="[]", 
     from sft_play.trace.step import trace_step
 
     model = model_config(name) | {"num_hidden_layers": 2}
-    config = config_from_text(
-        f"model: {{name: x, max_seq_len: {length}, add_tokens: {added}}}\ntuning: {{mode: {mode}}}\n{more}", name="run"
-    )
+    text = f"model: {{name: x, max_seq_len: {length}, add_tokens: {added}}}\ntuning: {{mode: {mode}}}\n{more}"
+    config = config_from_text(text, name="run")
     plain = parse_model_shape(model, name=name)
     shape = dataclasses.replace(plain, vocab_size=plain.vocab_size + len(config.model.add_tokens))
     precision = Precision("float32", "float32", "") if wide else Precision("bfloat16", "bfloat16", "")

@@ -7,16 +7,14 @@ import re
 from typing import Any
 
 import pytest
-import yaml
 
 from benchmarks.generate import defaults_text
 from sft_play.errors import ModelError
 from sft_play.models import families
-from sft_play.models.config_json import KNOWN_MODELS, load_max_positions, load_model_shape, parse_model_shape
+from sft_play.models.config_json import KNOWN_MODELS, load_max_positions, parse_model_shape
 from sft_play.models.families import CLASS_DEFAULTS, FIELD_ALIASES, MODEL_FAMILIES, WRAPPED_TYPES, UnknownArchitecture
 from sft_play.models.shape import LayerKind, ModelShape
 from tests.bundled import SHARED_SLOWLY, model_configs
-from tests.conftest import ROOT
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -139,9 +137,8 @@ def test_the_table_of_class_defaults_is_transformers_own():
     changed = {kind: dict.fromkeys(fields, 1) for kind, fields in CLASS_DEFAULTS.items()}
     for kind, fields in class_defaults(changed).items():
         assert {key: CLASS_DEFAULTS[kind][key] if key != "partial_rotary_factor" else 1 for key in fields} == fields
-    assert families.DEFAULTS_FILE.read_text(encoding="utf-8") == defaults_text(CLASS_DEFAULTS), (
-        "run make -C benchmarks generate"
-    )
+    written = families.DEFAULTS_FILE.read_text(encoding="utf-8")
+    assert written == defaults_text(CLASS_DEFAULTS), "run make -C benchmarks generate"
 
 
 def test_sizes_by_another_name_and_wrappers_are_read_as_transformers_reads_them():
@@ -206,14 +203,6 @@ def test_known_models_are_built_with_the_parameters_of_their_names():
             assert 0.8 < params / float(size) / {"b": 1e9, "m": 1e6}[unit] < 1.7, (name, params)
             checked += 1
     assert checked > 120
-
-
-def test_every_shipped_config_plans_without_a_network(monkeypatch):
-    monkeypatch.setattr("sft_play.models.config_json._fetch_config", lambda *_: pytest.fail("asked the network"))
-    files = sorted((ROOT / "configs").glob("run_*.yaml"))
-    assert len(files) >= 6
-    for file in files:
-        assert load_model_shape(yaml.safe_load(file.read_text(encoding="utf-8"))["model"]["name"]).params > 1e6
 
 
 @pytest.mark.parametrize(

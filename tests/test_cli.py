@@ -33,7 +33,6 @@ from tests.conftest import ROOT, write_run
         ([], "the following arguments are required: command"),
         (["plan", "--confg", "x"], "has no flag --confg; did you mean --config?"),
         (["plan", "--config"], "expected one argument"),
-        (["plan", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["plan", "--config", "configs/run_bnb.yaml", "--hardware", "3xH300"], "nearest: H800, H200"),
         (["plan", "--config", "configs/run_bnb.yaml", "epochs"], "is not key=value"),
         (["plan", "--config", "é" * 300], "cannot be read: File name too long"),

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,10 @@ from sft_play.process import waiting
 from sft_play.training import distributed
 from tests.conftest import ROOT, clean_environment, write_run
 from tests.processes import is_alive, wait_for
+from tests.test_distributed import needs_deepspeed
 from tests.test_failures import Started, start, two_ranks_of  # noqa: F401
 
 pytestmark = pytest.mark.build
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
 needs_ninja = pytest.mark.skipif(shutil.which("ninja") is None, reason="ninja is not installed here")
 
 COMPILING = '''

@@ -178,9 +178,8 @@ def test_generation_and_evaluation_run_the_plain_code(monkeypatch):
 
 def rounded(graph: Any, inputs: Any) -> Any:
     """Exact in fp32; in 16 bits a multiple of 1/8."""
-    return lambda *given: tuple(
-        one if one.dtype == torch.float32 else one + ((one * 8).round() / 8 - one).detach() for one in graph(*given)
-    )
+    near = lambda one: one + ((one * 8).round() / 8 - one).detach()  # noqa: E731
+    return lambda *given: tuple(one if one.dtype == torch.float32 else near(one) for one in graph(*given))
 
 
 def failing(graph: Any, inputs: Any) -> Any:

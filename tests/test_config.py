@@ -225,9 +225,7 @@ def test_of_names_that_begin_alike_the_nearest_is_meant_whatever_its_place():
         assert len(normalize_name(found)) == min(len(normalize_name(name)) for name in longer)
 
 
-def test_a_missing_run_yaml_names_those_beside_it_or_the_shipped_ones_and_another_encoding_its_byte(
-    tmp_path, monkeypatch
-):
+def test_a_missing_run_yaml_names_those_beside_it_and_another_encoding_its_byte(tmp_path, monkeypatch):
     (tmp_path / ".hidden.yaml").touch()
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match=r"none\.yaml does not exist .*; there are: configs/reference\.yaml"):

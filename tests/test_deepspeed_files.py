@@ -20,9 +20,8 @@ from sft_play.planner.layout import LAYOUT_NAMES
 from sft_play.planner.plan import plan_from_json
 from tests.conftest import ROOT
 
-OPTIONS = deepspeed.deepspeed_options(
-    config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml")
-)
+RUN = config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml")
+OPTIONS = deepspeed.deepspeed_options(RUN)
 NUMBERS = deepspeed.PlanValues("zero3", 2, 4, 2, hidden_size=1024, compute_dtype="bfloat16", options=OPTIONS)
 KEYS = {"micro": "train_micro_batch_size_per_gpu", "accum": "gradient_accumulation_steps", "batch": "train_batch_size"}
 OF_ONE_RANK = {"batch_size": 2, "grad_accum": 4, "effective_batch_size": 8}

@@ -55,9 +55,8 @@ def bytes_of(rule, case) -> dict[str, int]:
 @pytest.mark.filterwarnings("ignore")
 def test_it_allocates_what_the_package_does(monkeypatch):
     """The package's own Python, whose kernels are not launched: equal bytes (seen with fla-core 0.6.0)."""
-    pytest.importorskip(
-        "fla.ops.gated_delta_rule", reason=f"{LINEAR_ATTENTION_PACKAGE} is not installed", exc_type=ImportError
-    )
+    reason = f"{LINEAR_ATTENTION_PACKAGE} is not installed"
+    pytest.importorskip("fla.ops.gated_delta_rule", reason=reason, exc_type=ImportError)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as theirs
     from triton.runtime import autotuner
     from triton.runtime.jit import JITFunction

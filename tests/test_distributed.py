@@ -21,6 +21,7 @@ from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
 from tests.processes import free_port
+from tests.test_train import assert_same_bits, losses
 
 GIB = 2**30
 pytestmark = pytest.mark.build
@@ -35,9 +36,7 @@ def world(tmp_path_factory, tiny_llama) -> Path:
     return folder
 
 
-def start(
-    world: Path, *words: str, limit_s: float = 280, python: str = "", **environ: str
-) -> subprocess.CompletedProcess[str]:
+def start(world: Path, *words: str, limit_s: float = 280, python: str = "", **environ: str) -> Any:
     command, env = [python or warm.python(), "-m", "sft_play", *words], clean_environment(**environ)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s)
 
@@ -48,11 +47,6 @@ def succeed(world: Path, *words: str, **environ: str) -> subprocess.CompletedPro
     answer = start(world, command, "--config", f"{world}/run.yaml", *more, **environ)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer
-
-
-def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 @pytest.fixture(scope="module")
@@ -246,8 +240,6 @@ WRITTEN_ELSEWHERE = """// for the A100s
 @needs_deepspeed
 def test_each_rank_keeps_half_of_the_nf4_bytes_and_the_run_is_that_of_one_process(world, alone, command, tiny_llama):
     from safetensors.torch import load_file
-
-    from tests.test_train import assert_same_bits
 
     (world / "theirs.json").write_text(WRITTEN_ELSEWHERE)
     words = ("tuning.mode=qlora", "output.name=theirs", "train.batch_size=auto", "eval.generate_rows=3")
