@@ -182,14 +182,11 @@ def test_what_was_trained_is_a_plain_adapter_of_the_base(trained, command, tiny_
             torch.testing.assert_close(opened.eval()(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [
-        ("pissa", "ddp"),
-        *(pytest.param("pissa", name, marks=pytest.mark.slow) for name in ("fsdp", "zero2", "zero3")),
-        *(pytest.param("loftq", name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "zero2")),
-    ],
-)
+@pytest.mark.parametrize(("kind", "strategy"), [
+    ("pissa", "ddp"),
+    *(pytest.param("pissa", name, marks=pytest.mark.slow) for name in ("fsdp", "zero2", "zero3")),
+    *(pytest.param("loftq", name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "zero2")),
+])  # fmt: skip
 def test_ranks_lose_what_one_process_does(world, kind, strategy):  # noqa: F811
     words = (*RUNS[kind], "tuning.lora.r=4")
     succeed(world, "train", *words, f"output.name=one-{kind}-{strategy}")
@@ -203,16 +200,13 @@ def test_ranks_lose_what_one_process_does(world, kind, strategy):  # noqa: F811
             torch.testing.assert_close(a[4:].norm(dim=1), b[:, 4:].norm(dim=0), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("init=loftq tuning.mode=lora", "loftq starts at what NF4 lost, and tuning.mode is lora"),
-        ("init=loftq use_dora=true", "loftq changes what DoRA's magnitudes were taken from"),
-        ("init=loftq target_parameters=auto", "target_parameters adapts experts"),
-        ("init=pissa use_rslora=true", "set tuning.lora.alpha instead"),
-        ("init=pissa r=65", "has 32 singular directions, and tuning.lora.r is 65"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ("init=loftq tuning.mode=lora", "loftq starts at what NF4 lost, and tuning.mode is lora"),
+    ("init=loftq use_dora=true", "loftq changes what DoRA's magnitudes were taken from"),
+    ("init=loftq target_parameters=auto", "target_parameters adapts experts"),
+    ("init=pissa use_rslora=true", "set tuning.lora.alpha instead"),
+    ("init=pissa r=65", "has 32 singular directions, and tuning.lora.r is 65"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(command, run_yaml, words, said):  # noqa: F811
     settings = [word if "." in word.partition("=")[0] else f"tuning.lora.{word}" for word in words.split()]
     code, printed = command("train", "--config", str(run_yaml), *settings)
@@ -220,14 +214,11 @@ def test_what_cannot_be_is_refused(command, run_yaml, words, said):  # noqa: F81
     assert said in printed.replace("\n", " ")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "words", "said"),
-    [
-        ("zero3", "tuning.mode=qlora tuning.lora.init=loftq", "whole 16-bit weights are read for it"),
-        ("fsdp", "tuning.mode=lora tuning.lora.init=pissa tuning.lora.use_dora=true", "half of an adapter"),
-        ("tp", "tuning.mode=lora tuning.lora.init=pissa", "whole 16-bit weights are read for it"),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "words", "said"), [
+    ("zero3", "tuning.mode=qlora tuning.lora.init=loftq", "whole 16-bit weights are read for it"),
+    ("fsdp", "tuning.mode=lora tuning.lora.init=pissa tuning.lora.use_dora=true", "half of an adapter"),
+    ("tp", "tuning.mode=lora tuning.lora.init=pissa", "whole 16-bit weights are read for it"),
+])  # fmt: skip
 def test_layouts_that_cannot_are_refused_by_name(command, refuse, run_yaml, monkeypatch, strategy, words, said):  # noqa: F811
     monkeypatch.setenv("STRATEGY", strategy)
     asked = ("plan", "--config", str(run_yaml), "--hardware", "2xH100")

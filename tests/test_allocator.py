@@ -12,20 +12,17 @@ from sft_play.trace.storages import ALLOC, FREE, PHASE_START, CachingAllocator
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("request_bytes", "allocated", "reserved"),
-    [
-        (1, 512, 2 * MIB),  # one block of 512 in a small segment
-        (513, 1024, 2 * MIB),
-        (MIB, MIB, 2 * MIB),  # the largest small request
-        (MIB + 1, MIB + 512, 20 * MIB),  # large pool, shared segment
-        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),  # the last one that shares
-        (10 * MIB, 10 * MIB, 10 * MIB),  # a segment of its own
-        (11 * MIB, 12 * MIB, 12 * MIB),  # rounded to 2 MiB; the rest of 1 MiB is not split off and counts
-        (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),  # a rest of more than 1 MiB is split off
-        (0, 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("request_bytes", "allocated", "reserved"), [
+    (1, 512, 2 * MIB),  # one block of 512 in a small segment
+    (513, 1024, 2 * MIB),
+    (MIB, MIB, 2 * MIB),  # the largest small request
+    (MIB + 1, MIB + 512, 20 * MIB),  # large pool, shared segment
+    (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),  # the last one that shares
+    (10 * MIB, 10 * MIB, 10 * MIB),  # a segment of its own
+    (11 * MIB, 12 * MIB, 12 * MIB),  # rounded to 2 MiB; the rest of 1 MiB is not split off and counts
+    (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),  # a rest of more than 1 MiB is split off
+    (0, 0, 0),
+])  # fmt: skip
 def test_one_request_costs_its_block_and_its_segment(request_bytes, allocated, reserved):
     allocator = CachingAllocator()
     allocator.malloc("a", request_bytes)

@@ -74,26 +74,23 @@ def test_prompts_of_every_kind_of_file_are_read(tmp_path):
         read_prompts(tmp_path / "empty.txt")
 
 
-@pytest.mark.parametrize(
-    ("row", "said", "reference", "columns"),
-    [
-        ({"id": 7, "prompt": "q"}, "q", None, {"id": 7}),
-        ({"id": "a", "system": "s", "prompt": "q", "tag": [1]}, "s|q", None, {"id": "a", "tag": [1]}),
-        ({"question": "q", "label": "spam", "score": 0.5}, "q", None, {"label": "spam", "score": 0.5}),
-        ({"instruction": "q", "input": "i", "id": 1}, "q\ni", None, {"id": 1}),
-        ({"instruction": "q", "context": "c", "output": "a"}, "q\nc", "a", {}),
-        ({"query": "q", "text": "other"}, "q", None, {"text": "other"}),
-        ({"prompt": "q", "completion": "a", "id": 3}, "q", "a", {"id": 3}),
-        ({"prompt": question("q"), "id": 3}, "q", None, {"id": 3}),
-        ({"messages": [*question("q"), {"role": "assistant", "content": "a"}], "n": 1}, "q", "a", {"n": 1}),
-        ({"messages": question("q"), "system": "s", "question": "not read"}, "s|q", None, {"question": "not read"}),
-        ({"conversations": [{"from": "human", "value": "q"}], "id": "x"}, "q", None, {"id": "x"}),
-        ({"conversations": [["q", "a"], ["r", "b"]]}, "q|a|r", "b", {}),
-        ({"messages": json.dumps(question("q")), "id": 1}, "q", None, {"id": 1}),
-        ({"frage": "q", "id": 1}, "q", None, {"id": 1}),
-        ({"frage": "q", "passage": "p", "cot": "think", "id": 1}, "q\np", None, {"id": 1, "cot": "think"}),
-    ],
-)
+@pytest.mark.parametrize(("row", "said", "reference", "columns"), [
+    ({"id": 7, "prompt": "q"}, "q", None, {"id": 7}),
+    ({"id": "a", "system": "s", "prompt": "q", "tag": [1]}, "s|q", None, {"id": "a", "tag": [1]}),
+    ({"question": "q", "label": "spam", "score": 0.5}, "q", None, {"label": "spam", "score": 0.5}),
+    ({"instruction": "q", "input": "i", "id": 1}, "q\ni", None, {"id": 1}),
+    ({"instruction": "q", "context": "c", "output": "a"}, "q\nc", "a", {}),
+    ({"query": "q", "text": "other"}, "q", None, {"text": "other"}),
+    ({"prompt": "q", "completion": "a", "id": 3}, "q", "a", {"id": 3}),
+    ({"prompt": question("q"), "id": 3}, "q", None, {"id": 3}),
+    ({"messages": [*question("q"), {"role": "assistant", "content": "a"}], "n": 1}, "q", "a", {"n": 1}),
+    ({"messages": question("q"), "system": "s", "question": "not read"}, "s|q", None, {"question": "not read"}),
+    ({"conversations": [{"from": "human", "value": "q"}], "id": "x"}, "q", None, {"id": "x"}),
+    ({"conversations": [["q", "a"], ["r", "b"]]}, "q|a|r", "b", {}),
+    ({"messages": json.dumps(question("q")), "id": 1}, "q", None, {"id": 1}),
+    ({"frage": "q", "id": 1}, "q", None, {"id": 1}),
+    ({"frage": "q", "passage": "p", "cot": "think", "id": 1}, "q\np", None, {"id": 1, "cot": "think"}),
+])  # fmt: skip
 def test_a_row_is_a_prompt_with_its_further_columns(tmp_path, row, said, reference, columns):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(row) + "\n")

@@ -205,17 +205,14 @@ def test_known_models_are_built_with_the_parameters_of_their_names():
     assert checked > 120
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"model_type": "jamba", "hidden_size": 64}, "jamba"),
-        (file_of("qwen3", layer_types=["linear_attention"] + ["full_attention"] * 4), "linear_attention"),
-        # masks of dropout, and activations of several steps, which the estimate does not count
-        (file_of("phi3", resid_pdrop=0.1), "resid_pdrop"),
-        (file_of("phi3", embd_pdrop=0.1), "embd_pdrop"),
-        (file_of("llama", hidden_act="gelu_new"), "hidden_act"),
-    ],
-)
+@pytest.mark.parametrize(("config", "named"), [
+    ({"model_type": "jamba", "hidden_size": 64}, "jamba"),
+    (file_of("qwen3", layer_types=["linear_attention"] + ["full_attention"] * 4), "linear_attention"),
+    # masks of dropout, and activations of several steps, which the estimate does not count
+    (file_of("phi3", resid_pdrop=0.1), "resid_pdrop"),
+    (file_of("phi3", embd_pdrop=0.1), "embd_pdrop"),
+    (file_of("llama", hidden_act="gelu_new"), "hidden_act"),
+])  # fmt: skip
 def test_what_the_table_does_not_know_is_unknown_not_guessed(config, named):
     with pytest.raises(UnknownArchitecture, match=named):
         parse_model_shape(config, name="m")
@@ -231,18 +228,15 @@ def test_published_configs_have_the_modules_of_their_classes(origin):
     assert checked >= 17
 
 
-@pytest.mark.parametrize(
-    ("config", "positions"),
-    [
-        ({"model_type": "gpt2", "n_embd": 64, "n_positions": 96}, 96),
-        ({"model_type": "opt", "hidden_size": 64, "max_position_embeddings": 48}, 48),
-        ({"model_type": "qwen3_5", "text_config": {"max_position_embeddings": 72, "hidden_size": 64}}, 72),
-        ({"model_type": "bloom", "hidden_size": 64}, None),
-        ({"model_type": "bloom", "max_position_embeddings": "many"}, None),
-        (file_of("llama", max_position_embeddings=80), 80),
-        ({"model_type": "bert", "max_position_embeddings": 512}, None),
-    ],
-)
+@pytest.mark.parametrize(("config", "positions"), [
+    ({"model_type": "gpt2", "n_embd": 64, "n_positions": 96}, 96),
+    ({"model_type": "opt", "hidden_size": 64, "max_position_embeddings": 48}, 48),
+    ({"model_type": "qwen3_5", "text_config": {"max_position_embeddings": 72, "hidden_size": 64}}, 72),
+    ({"model_type": "bloom", "hidden_size": 64}, None),
+    ({"model_type": "bloom", "max_position_embeddings": "many"}, None),
+    (file_of("llama", max_position_embeddings=80), 80),
+    ({"model_type": "bert", "max_position_embeddings": 512}, None),
+])  # fmt: skip
 def test_positions_are_read_of_every_class(config, positions, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_max_positions(str(tmp_path)) == positions
@@ -258,18 +252,14 @@ def test_modules_that_share_a_name_are_told_apart_by_their_paths():
     assert not [linear for linear, _ in shape.linears if linear.matches("proj")]
 
 
-@pytest.mark.parametrize(
-    ("fields", "alibi", "dropout"),
-    [
-        ({"model_type": "bloom", **SIZES}, True, 0.0),
-        ({"model_type": "falcon", **SIZES, "alibi": True}, True, 0.0),
-        ({"model_type": "falcon", **SIZES, "attention_dropout": 0.2}, False, 0.2),
-        ({"model_type": "gpt2", **SIZES}, False, 0.1),
-        ({"model_type": "codegen", **SIZES, "attn_pdrop": 0.3, "rotary_dim": 8}, False, 0.3),
-        ({"model_type": "qwen3_next", **SIZES}, False, 0.0),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize(("fields", "alibi", "dropout"), [
+    ({"model_type": "bloom", **SIZES}, True, 0.0),
+    ({"model_type": "falcon", **SIZES, "alibi": True}, True, 0.0),
+    ({"model_type": "falcon", **SIZES, "attention_dropout": 0.2}, False, 0.2),
+    ({"model_type": "gpt2", **SIZES}, False, 0.1),
+    ({"model_type": "codegen", **SIZES, "attn_pdrop": 0.3, "rotary_dim": 8}, False, 0.3),
+    ({"model_type": "qwen3_next", **SIZES}, False, 0.0),
+], ids=lambda value: value["model_type"] if isinstance(value, dict) else "")  # fmt: skip
 def test_what_decides_on_masks_is_read_of_measured_classes_too(fields, alibi, dropout):
     shape = measured(fields)
     assert (shape.uses_alibi, shape.attention_dropout) == (alibi, dropout)

@@ -152,17 +152,14 @@ def test_a_price_of_the_users_wins_and_is_for_the_machine_that_is_named(answered
     assert given["budget"]["price_ages_days"] is None
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--budget", "5", "train.max_steps=null"), "BUDGET needs the length of the run"),
-        (("--budget", "5", "--hardware", "1xRTX3060"), "price list has no 1xRTX 3060"),
-        (("--budget", "5", "--price", "2"), "HARDWARE=2xH200"),
-        (("--budget", "-1"), "not an amount of money, such as BUDGET=20"),
-        (("--budget", "much"), "not an amount of money, such as BUDGET=20"),
-        (("--budget", "２０"), "not an amount of money, such as BUDGET=20"),  # as STEPS=３ is refused
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (("--budget", "5", "train.max_steps=null"), "BUDGET needs the length of the run"),
+    (("--budget", "5", "--hardware", "1xRTX3060"), "price list has no 1xRTX 3060"),
+    (("--budget", "5", "--price", "2"), "HARDWARE=2xH200"),
+    (("--budget", "-1"), "not an amount of money, such as BUDGET=20"),
+    (("--budget", "much"), "not an amount of money, such as BUDGET=20"),
+    (("--budget", "２０"), "not an amount of money, such as BUDGET=20"),  # as STEPS=３ is refused
+])  # fmt: skip
 def test_what_is_missing_is_asked_for(refuse, run_yaml, few_prices, words, message):
     assert message in refuse("plan", "--config", run_yaml, *words)
 

@@ -25,21 +25,18 @@ from sft_play.runs.folder import MANIFEST_FORMAT
 from tests.conftest import ROOT, write_run
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["trian"], "did you mean train?"),
-        (["dance"], "there are: train, resume, train-distributed, "),
-        ([], "the following arguments are required: command"),
-        (["plan", "--confg", "x"], "has no flag --confg; did you mean --config?"),
-        (["plan", "--config"], "expected one argument"),
-        (["plan", "--config", "configs/run_bnb.yaml", "--hardware", "3xH300"], "nearest: H800, H200"),
-        (["plan", "--config", "configs/run_bnb.yaml", "epochs"], "is not key=value"),
-        (["plan", "--config", "é" * 300], "cannot be read: File name too long"),
-        (["resume", "--config", "configs/run_bnb.yaml", "output.dir=/nowhere"], "no unfinished run of"),
-        (["resume", "--config", "configs/run_bnb.yaml", "--run", "../x"], "RUN="),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["trian"], "did you mean train?"),
+    (["dance"], "there are: train, resume, train-distributed, "),
+    ([], "the following arguments are required: command"),
+    (["plan", "--confg", "x"], "has no flag --confg; did you mean --config?"),
+    (["plan", "--config"], "expected one argument"),
+    (["plan", "--config", "configs/run_bnb.yaml", "--hardware", "3xH300"], "nearest: H800, H200"),
+    (["plan", "--config", "configs/run_bnb.yaml", "epochs"], "is not key=value"),
+    (["plan", "--config", "é" * 300], "cannot be read: File name too long"),
+    (["resume", "--config", "configs/run_bnb.yaml", "output.dir=/nowhere"], "no unfinished run of"),
+    (["resume", "--config", "configs/run_bnb.yaml", "--run", "../x"], "RUN="),
+])  # fmt: skip
 def test_wrong_words_are_one_message_and_exit_code_2(refuse, monkeypatch, words, message):
     monkeypatch.chdir(ROOT)
     assert message in refuse(*words)
@@ -136,19 +133,16 @@ def test_training_on_a_gpu_traces_the_plan_before_anything_loads(tmp_path, tiny_
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (f"data.train_path=/{'a' * 300}", "does not exist"),
-        (f"output.dir=/{'a' * 300}", "cannot be a folder"),
-        ("data.train_path=~nobody-there/x", "does not exist"),
-        (r'model.name="a\0b"', "neither a folder here nor a hub id"),
-        ("data.train_path=/dev/null", "is not a regular file (a pipe or a device?)"),
-        ("output.dir=/dev/null", "is a file"),
-        ("data.chat_template=/tmp", "is neither a file"),
-        ("train.epochs=1e400", "found 1e400"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    (f"data.train_path=/{'a' * 300}", "does not exist"),
+    (f"output.dir=/{'a' * 300}", "cannot be a folder"),
+    ("data.train_path=~nobody-there/x", "does not exist"),
+    (r'model.name="a\0b"', "neither a folder here nor a hub id"),
+    ("data.train_path=/dev/null", "is not a regular file (a pipe or a device?)"),
+    ("output.dir=/dev/null", "is a file"),
+    ("data.chat_template=/tmp", "is neither a file"),
+    ("train.epochs=1e400", "found 1e400"),
+])  # fmt: skip
 def test_paths_that_can_be_none_are_one_message(tmp_path, tiny_llama, sums, refuse, override, message):
     config = write_run(tmp_path, tiny_llama, sums)
     assert message in refuse("train", "--config", str(config), override)

@@ -56,53 +56,47 @@ def proposed(words: str, row: dict[str, Any], **options: Any) -> Any:
     return read(row, **{**options, "columns": config.data.columns})
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "kind"),
-    [
-        ("context", PASSAGE, "context"), ("passage", "The hall is lit.", "context"), ("Kontext", PASSAGE, "context"),
-        ("supporting_facts", ["The hall is lit.", "So is the attic."], "context"),
-        ("背景资料", "走廊里有一盏灯", "context"),
-        ("wikiParagraph", PASSAGE, "context"), ("anything", PASSAGE, "long"), ("notes", {"inner": [PASSAGE]}, "long"),
-        ("reasoning", "The first was lit.", "reasoning"), ("chain_of_thought_cot", "It was lit.", "reasoning"),
-        ("thinking", "Hm, the hall.", "reasoning"), ("model_reasoning", "Hm, no.", "reasoning"),
-        ("tool_defs", TOOLS, "tools"), ("available_functions", json.dumps(TOOLS), "tools"), ("x", TOOLS, "tools"),
-        ("api", [{"type": "function", "function": {"name": "f"}}], "tools"), ("specs", json.dumps(TOOLS[0]), "tools"),
-        ("loss_mask", [1, 0, 1], "mask"), ("loss_mask", "[0, 1]", "mask"),
-        ("turns_seen", [0, 1, 1], "mask"), ("loss_masks", [True, False], "mask"),
-        ("skip", True, "mask"), ("skip", "true", "mask"), ("weight", 0.5, "mask"), ("weight", "0.5", "mask"),
-        ("is_ignored", 1, "mask"), ("ignore", 1, "mask"), ("sample_weight", 0, "mask"), ("train", False, "mask"),
-        ("system_text", "Be brief.", "system"), ("systemInstructions", "Be brief.", "system"),
-        ("persona", "A tired pirate.", "system"), ("response", "The kitchen's lamp is on.", "answer"),
-        ("options", ["hall", "kitchen"], "choices"), ("user_question", "Is any other lamp on?", "question"),
-        ("image_path", "lamps/3.png", "media"), ("photos", ["a.jpg"], "media"),
-        ("audio_file", {"path": "a.wav", "bytes": None}, "media"), ("pictureUrl", "https://example.org/3", "media"),
-        ("page", f"{PASSAGE} {PASSAGE}", "long"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("column", "value", "kind"), [
+    ("context", PASSAGE, "context"), ("passage", "The hall is lit.", "context"), ("Kontext", PASSAGE, "context"),
+    ("supporting_facts", ["The hall is lit.", "So is the attic."], "context"),
+    ("背景资料", "走廊里有一盏灯", "context"),
+    ("wikiParagraph", PASSAGE, "context"), ("anything", PASSAGE, "long"), ("notes", {"inner": [PASSAGE]}, "long"),
+    ("reasoning", "The first was lit.", "reasoning"), ("chain_of_thought_cot", "It was lit.", "reasoning"),
+    ("thinking", "Hm, the hall.", "reasoning"), ("model_reasoning", "Hm, no.", "reasoning"),
+    ("tool_defs", TOOLS, "tools"), ("available_functions", json.dumps(TOOLS), "tools"), ("x", TOOLS, "tools"),
+    ("api", [{"type": "function", "function": {"name": "f"}}], "tools"), ("specs", json.dumps(TOOLS[0]), "tools"),
+    ("loss_mask", [1, 0, 1], "mask"), ("loss_mask", "[0, 1]", "mask"),
+    ("turns_seen", [0, 1, 1], "mask"), ("loss_masks", [True, False], "mask"),
+    ("skip", True, "mask"), ("skip", "true", "mask"), ("weight", 0.5, "mask"), ("weight", "0.5", "mask"),
+    ("is_ignored", 1, "mask"), ("ignore", 1, "mask"), ("sample_weight", 0, "mask"), ("train", False, "mask"),
+    ("system_text", "Be brief.", "system"), ("systemInstructions", "Be brief.", "system"),
+    ("persona", "A tired pirate.", "system"), ("response", "The kitchen's lamp is on.", "answer"),
+    ("options", ["hall", "kitchen"], "choices"), ("user_question", "Is any other lamp on?", "question"),
+    ("image_path", "lamps/3.png", "media"), ("photos", ["a.jpg"], "media"),
+    ("audio_file", {"path": "a.wav", "bytes": None}, "media"), ("pictureUrl", "https://example.org/3", "media"),
+    ("page", f"{PASSAGE} {PASSAGE}", "long"),
+])  # fmt: skip
 def test_what_somebody_meant_to_be_trained_is_told_by_its_class(column, value, kind):
     for row in (QA, TURNS):
         assert kinds({**row, column: value}) == {column: kind}, row
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        ("uuid", "0b1c"), ("url", "https://example.org/a/very/long/path/of/a/page"), ("score", 0.93), ("lang", "en"),
-        ("created_at", "2024-01-01 10:00:00"), ("sha256", "ab" * 32), ("title", "The Lord of the Rings"),
-        ("category", "open questions"), ("tags", ["lamp", "hall", "noon"]), ("model", "gpt-4 turbo"),
-        ("context_id", "a b c d"), ("tool_name", "look"), ("answer_type", "a place name"), ("num_tools", 3),
-        ("is_complete", [True, True]), ("correctness", [True, False]), ("skip", False),
-        ("quality_explanation", "It is clear and short."), ("weight", 1), ("weight", "1.0"), ("train", True),
-        ("reasoning", "high"), ("system", ""),
-        ("operating", "linux"), ("reasoning_tokens", 12), ("user", "Ann Smith"), ("has_context", True),
-        ("is_tool_call", True), ("model_name", "a b c d"),
-        ("metadata", {"url": "https://example.org", "words": 12, "lang": "en"}), ("embedding", [0.1, 0.2]),
-        ("quality_explanation", PASSAGE), ("llm_judge_rationale", "It says what was asked."),
-        ("document_title", PASSAGE),
-        ("task", "Control of lamps in all rooms of a house"), ("image_count", 3), ("has_image", "no"), ("tool", "look"),
-        ("token_ids", [5, 1, 0]), ("prompt_length", 7), ("split", "train"), ("model_a", "some model of a family"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("column", "value"), [
+    ("uuid", "0b1c"), ("url", "https://example.org/a/very/long/path/of/a/page"), ("score", 0.93), ("lang", "en"),
+    ("created_at", "2024-01-01 10:00:00"), ("sha256", "ab" * 32), ("title", "The Lord of the Rings"),
+    ("category", "open questions"), ("tags", ["lamp", "hall", "noon"]), ("model", "gpt-4 turbo"),
+    ("context_id", "a b c d"), ("tool_name", "look"), ("answer_type", "a place name"), ("num_tools", 3),
+    ("is_complete", [True, True]), ("correctness", [True, False]), ("skip", False),
+    ("quality_explanation", "It is clear and short."), ("weight", 1), ("weight", "1.0"), ("train", True),
+    ("reasoning", "high"), ("system", ""),
+    ("operating", "linux"), ("reasoning_tokens", 12), ("user", "Ann Smith"), ("has_context", True),
+    ("is_tool_call", True), ("model_name", "a b c d"),
+    ("metadata", {"url": "https://example.org", "words": 12, "lang": "en"}), ("embedding", [0.1, 0.2]),
+    ("quality_explanation", PASSAGE), ("llm_judge_rationale", "It says what was asked."),
+    ("document_title", PASSAGE),
+    ("task", "Control of lamps in all rooms of a house"), ("image_count", 3), ("has_image", "no"), ("tool", "look"),
+    ("token_ids", [5, 1, 0]), ("prompt_length", 7), ("split", "train"), ("model_a", "some model of a family"),
+])  # fmt: skip
 def test_what_only_describes_a_row_is_listed_without_a_warning(column, value):
     for row in (QA, TURNS):
         found = finding({**row, column: value})
@@ -166,15 +160,12 @@ def test_a_label_of_texts_is_named_with_the_setting_that_trains_it():
     assert "{prompt: body, completion: label}" in finding(row, **mapped).found
 
 
-@pytest.mark.parametrize(
-    ("row", "more", "expected"),
-    [
-        (QA, {"passage": PASSAGE}, [("user", f"Which lamp is on?\n{PASSAGE}")]),
-        (QA, {"my passages": ["One is lit.", "Two are."]}, [("user", "Which lamp is on?\nOne is lit.\n\nTwo are.")]),
-        (QA, {"system text": "Be brief."}, [("system", "Be brief.")]),
-        (TURNS, {"system_text": "Be brief."}, [("system", "Be brief.")]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "more", "expected"), [
+    (QA, {"passage": PASSAGE}, [("user", f"Which lamp is on?\n{PASSAGE}")]),
+    (QA, {"my passages": ["One is lit.", "Two are."]}, [("user", "Which lamp is on?\nOne is lit.\n\nTwo are.")]),
+    (QA, {"system text": "Be brief."}, [("system", "Be brief.")]),
+    (TURNS, {"system_text": "Be brief."}, [("system", "Be brief.")]),
+])  # fmt: skip
 def test_the_setting_that_a_message_proposes_reads_the_column(row, more, expected):
     row = {**row, **more}
     found = finding(row)
@@ -295,25 +286,22 @@ KTO = "is false: an answer that is not wanted (KTO)"
 DPO = "preferences (a chosen and a rejected answer, as for DPO)"
 
 
-@pytest.mark.parametrize(
-    ("row", "kind", "columns"),
-    [
-        ({"messages": PAIR_TURNS, "label": False}, f"label {KTO}", {"messages": "messages"}),
-        ({"instruction": "q", "output": "a", "label": "False"}, f"label {KTO}", None),
-        ({"conversations": [ASKED], "chosen": ANSWERED, "rejected": {"from": "gpt", "value": "b"}}, DPO, None),
-        ({"messages": PAIR_TURNS, "chosen": PAIR_TURNS, "rejected": OTHER_TURNS}, DPO, None),
-        ({"messages": PAIR_TURNS, "chosen": "x", "rejected": "y"}, DPO, {"messages": "messages"}),
-        ({"messages": PAIR_TURNS, "rejected_response": "b"}, DPO, None),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, DPO, {"prompt": "prompt", "completion": "chosen"}),
-        ({"prompt": "q", "chosen": PAIR_TURNS, "rejected": OTHER_TURNS}, DPO, {"messages": "chosen"}),
-        ({"prompt": "q", "chosen": PAIR_TURNS, "rejected": json.dumps(OTHER_TURNS)}, DPO, None),
-        ({"chosen": PAIR_TURNS, "rejected": OTHER_TURNS}, DPO, {"messages": "chosen"}),
-        ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, DPO, None),
-        ({"query": "q", "answer": "a", "negative": "an other passage"}, "for retrieval or embeddings", None),
-        ({"question": "q", "choices": ["x", "y"], "answer": 1}, "multiple choice", None),
-        ({"question": "q", "options": {"A": "x", "B": "y"}, "answer": "B"}, "multiple choice", None),
-    ],
-)
+@pytest.mark.parametrize(("row", "kind", "columns"), [
+    ({"messages": PAIR_TURNS, "label": False}, f"label {KTO}", {"messages": "messages"}),
+    ({"instruction": "q", "output": "a", "label": "False"}, f"label {KTO}", None),
+    ({"conversations": [ASKED], "chosen": ANSWERED, "rejected": {"from": "gpt", "value": "b"}}, DPO, None),
+    ({"messages": PAIR_TURNS, "chosen": PAIR_TURNS, "rejected": OTHER_TURNS}, DPO, None),
+    ({"messages": PAIR_TURNS, "chosen": "x", "rejected": "y"}, DPO, {"messages": "messages"}),
+    ({"messages": PAIR_TURNS, "rejected_response": "b"}, DPO, None),
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, DPO, {"prompt": "prompt", "completion": "chosen"}),
+    ({"prompt": "q", "chosen": PAIR_TURNS, "rejected": OTHER_TURNS}, DPO, {"messages": "chosen"}),
+    ({"prompt": "q", "chosen": PAIR_TURNS, "rejected": json.dumps(OTHER_TURNS)}, DPO, None),
+    ({"chosen": PAIR_TURNS, "rejected": OTHER_TURNS}, DPO, {"messages": "chosen"}),
+    ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, DPO, None),
+    ({"query": "q", "answer": "a", "negative": "an other passage"}, "for retrieval or embeddings", None),
+    ({"question": "q", "choices": ["x", "y"], "answer": 1}, "multiple choice", None),
+    ({"question": "q", "options": {"A": "x", "B": "y"}, "answer": "B"}, "multiple choice", None),
+])  # fmt: skip
 def test_a_row_of_another_kind_is_named_and_the_mapping_of_its_message_trains_what_it_says(row, kind, columns):
     found = read(row)
     assert isinstance(found, BadRow), found

@@ -135,18 +135,15 @@ def test_missing_files_are_all_named_at_once_and_default_ones_with_who_writes_th
         find_data_paths(DataConfig())
 
 
-@pytest.mark.parametrize(
-    ("given", "val", "test"),
-    [
-        ({"train_path": "mine.jsonl"}, None, None),
-        ({"train_path": "mine.jsonl", "val_path": "v.jsonl"}, "v.jsonl", None),
-        ({"train_path": "mine.jsonl", "val_path": f"{STALE}/val.jsonl"}, f"{STALE}/val.jsonl", None),
-        ({"train_path": "data/processed_with_style/train.jsonl"}, None, None),
-        ({"train_path": f"{STALE}/train.jsonl"}, f"{STALE}/val.jsonl", f"{STALE}/test.jsonl"),
-        ({"train_path": f"./{STALE}/train.jsonl"}, f"{STALE}/val.jsonl", f"{STALE}/test.jsonl"),
-        ({"val_path": None}, None, f"{STALE}/test.jsonl"),
-    ],
-)
+@pytest.mark.parametrize(("given", "val", "test"), [
+    ({"train_path": "mine.jsonl"}, None, None),
+    ({"train_path": "mine.jsonl", "val_path": "v.jsonl"}, "v.jsonl", None),
+    ({"train_path": "mine.jsonl", "val_path": f"{STALE}/val.jsonl"}, f"{STALE}/val.jsonl", None),
+    ({"train_path": "data/processed_with_style/train.jsonl"}, None, None),
+    ({"train_path": f"{STALE}/train.jsonl"}, f"{STALE}/val.jsonl", f"{STALE}/test.jsonl"),
+    ({"train_path": f"./{STALE}/train.jsonl"}, f"{STALE}/val.jsonl", f"{STALE}/test.jsonl"),
+    ({"val_path": None}, None, f"{STALE}/test.jsonl"),
+])  # fmt: skip
 def test_a_train_path_of_ones_own_has_no_default_beside_it_and_what_is_given_stays(given, val, test):
     words = [f"data.{name}={'null' if path is None else path}" for name, path in given.items()]
     for found in (DataConfig(**given), config("x", "", *words).data):

@@ -288,19 +288,16 @@ def test_a_class_that_cannot_checkpoint_is_planned_without_and_refused_with_it()
             make_plan(PlanRequest(config(f"train: {{gradient_checkpointing: {wish}}}"), shape, machine(70)))
 
 
-@pytest.mark.parametrize(
-    ("words", "counted", "length"),
-    [
-        (["train.epochs=2"], True, RunLength(8, 10_300)),  # 4 steps of 32 rows an epoch
-        (["train.max_steps=2"], True, RunLength(2, 2_575)),
-        (["train.epochs=0.1"], True, RunLength(1, 1_288)),
-        (["train.epochs=1"], False, RunLength(2, 4_096)),  # by its characters, and what max_seq_len leaves of each row
-        (["train.epochs=1", "data.packing=best_fit"], False, RunLength(4, 6_400)),  # in full packs
-        (["train.epochs=1", "data.sources=[{path: ROWS, max_rows: 32}]"], False, RunLength(1, 2_048)),
-        (["train.max_steps=3", "data.train_path=/none"], False, RunLength(3, None)),
-        (["train.epochs=1", "data.train_path=/none"], False, None),
-    ],
-)
+@pytest.mark.parametrize(("words", "counted", "length"), [
+    (["train.epochs=2"], True, RunLength(8, 10_300)),  # 4 steps of 32 rows an epoch
+    (["train.max_steps=2"], True, RunLength(2, 2_575)),
+    (["train.epochs=0.1"], True, RunLength(1, 1_288)),
+    (["train.epochs=1"], False, RunLength(2, 4_096)),  # by its characters, and what max_seq_len leaves of each row
+    (["train.epochs=1", "data.packing=best_fit"], False, RunLength(4, 6_400)),  # in full packs
+    (["train.epochs=1", "data.sources=[{path: ROWS, max_rows: 32}]"], False, RunLength(1, 2_048)),
+    (["train.max_steps=3", "data.train_path=/none"], False, RunLength(3, None)),
+    (["train.epochs=1", "data.train_path=/none"], False, None),
+])  # fmt: skip
 def test_the_length_of_a_run_follows_its_rows_or_its_files(tmp_path, words, counted, length):
     row = {"question": "q" * 200, "answer": "a" * 200}  # 100 tokens
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 64)

@@ -52,20 +52,17 @@ def test_numbers_of_a_file_fill_what_the_run_yaml_leaves_open():
     assert taken(settings(batch_size=3), {KEYS["accum"]: 5}) == (3, 5, 30)
 
 
-@pytest.mark.parametrize(
-    ("train", "config", "words"),
-    [
-        ({"batch_size": 2}, {KEYS["micro"]: 4}, ["train_micro_batch_size_per_gpu: 4", "train.batch_size=2"]),
-        (OF_ONE_RANK, {KEYS["batch"]: 8, KEYS["accum"]: 4}, ["is not train.batch_size=2"]),
-        ({"grad_accum": 2}, {KEYS["accum"]: 4}, ["gradient_accumulation_steps: 4", "train.grad_accum=2"]),
-        ({"effective_batch_size": 32}, {KEYS["batch"]: 64}, ["train_batch_size: 64", "train.effective_batch_size=32"]),
-        ({}, {KEYS["micro"]: 5}, ["train.effective_batch_size=32 (its default)", "train_micro_batch_size_per_gpu: 5"]),
-        ({"effective_batch_size": 32}, {KEYS["micro"]: 3}, ["train.effective_batch_size=32", "3", "use 30 or 36"]),
-        ({"batch_size": 4}, {KEYS["batch"]: 12}, ["train_batch_size: 12", "train.batch_size=4", "use 8 or 16"]),
-        ({}, dict(zip(KEYS.values(), (2, 2, 16), strict=True)), ["train_batch_size: 16", "per_gpu: 2", "2 ranks"]),
-        ({"effective_batch_size": 32, "batch_size": 8}, {KEYS["accum"]: 4}, ["steps: 4", "train.batch_size=8", "= 64"]),
-    ],
-)
+@pytest.mark.parametrize(("train", "config", "words"), [
+    ({"batch_size": 2}, {KEYS["micro"]: 4}, ["train_micro_batch_size_per_gpu: 4", "train.batch_size=2"]),
+    (OF_ONE_RANK, {KEYS["batch"]: 8, KEYS["accum"]: 4}, ["is not train.batch_size=2"]),
+    ({"grad_accum": 2}, {KEYS["accum"]: 4}, ["gradient_accumulation_steps: 4", "train.grad_accum=2"]),
+    ({"effective_batch_size": 32}, {KEYS["batch"]: 64}, ["train_batch_size: 64", "train.effective_batch_size=32"]),
+    ({}, {KEYS["micro"]: 5}, ["train.effective_batch_size=32 (its default)", "train_micro_batch_size_per_gpu: 5"]),
+    ({"effective_batch_size": 32}, {KEYS["micro"]: 3}, ["train.effective_batch_size=32", "3", "use 30 or 36"]),
+    ({"batch_size": 4}, {KEYS["batch"]: 12}, ["train_batch_size: 12", "train.batch_size=4", "use 8 or 16"]),
+    ({}, dict(zip(KEYS.values(), (2, 2, 16), strict=True)), ["train_batch_size: 16", "per_gpu: 2", "2 ranks"]),
+    ({"effective_batch_size": 32, "batch_size": 8}, {KEYS["accum"]: 4}, ["steps: 4", "train.batch_size=8", "= 64"]),
+])  # fmt: skip
 def test_a_contradiction_of_what_the_user_wrote_names_both(train, config, words):
     with pytest.raises(ConfigError) as error:
         deepspeed.merge_deepspeed_batch(settings(**train), config, ranks=2, name="theirs.json")
@@ -173,15 +170,12 @@ def test_a_file_means_kept_weights_where_it_offloads_the_states_alone():
         assert deepspeed.keeps_params_on_gpu(config, deepspeed.deepspeed_layout(config)) is keeps
 
 
-@pytest.mark.parametrize(
-    ("params", "contradicts"),
-    [
-        ({"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}, ()),
-        ({"lr": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}, ()),
-        ({"lr": 1e-3}, ("lr: 0.001 contradicts train.learning_rate: 0.0002",)),
-        ({"betas": [0.8, 0.999], "weight_decay": 3e-7}, ("betas: [0.8, 0.999] contradicts", "weight_decay: 3e-07")),
-    ],
-)
+@pytest.mark.parametrize(("params", "contradicts"), [
+    ({"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}, ()),
+    ({"lr": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}, ()),
+    ({"lr": 1e-3}, ("lr: 0.001 contradicts train.learning_rate: 0.0002",)),
+    ({"betas": [0.8, 0.999], "weight_decay": 3e-7}, ("betas: [0.8, 0.999] contradicts", "weight_decay: 3e-07")),
+])  # fmt: skip
 def test_an_optimizer_of_a_file_that_changes_the_training_is_refused_by_a_run(tmp_path, params, contradicts):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": params}, "zero_optimization": {"stage": 2}}))

@@ -81,23 +81,20 @@ def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name, 
     assert said.endswith("or train.device=cpu trains on the CPU")
 
 
-@pytest.mark.parametrize(
-    ("files", "environment"),
-    [
-        ({}, {}),
-        (pci("0000:00:02.0", "0x8086", "0x030000"), {}),  # a processor's own GPU
-        (pci("0000:00:02.0", "0x8086", "0x038000"), {}),  # without a screen
-        (pci("0000:04:00.0", "0x1002", "0x120000"), {"HIP_VISIBLE_DEVICES": "-1"}),
-        (pci("0000:03:00.0", "0x8086", "0x020000"), {}),  # a network card
-        (pci("0000:05:00.0", "0x1002", "0x030000"), {}),  # one for a screen
-        (pci("0000:41:00.1", "0x10de", "0x040300"), {}),
-        (pci("0000:02:00.0", "0x1a03", "0x030000"), {}),  # a server's board
-        ({"sys/bus/pci/devices/0000:00:1f.0/vendor": "nonsense"}, {}),
-        ({"dev/dxg": ""}, {}),  # a Windows whose GPU is not NVIDIA's
-        (NVIDIA_S, {"CUDA_VISIBLE_DEVICES": ""}),
-        (NVIDIA_S, {"CUDA_VISIBLE_DEVICES": " -1"}),
-    ],
-)
+@pytest.mark.parametrize(("files", "environment"), [
+    ({}, {}),
+    (pci("0000:00:02.0", "0x8086", "0x030000"), {}),  # a processor's own GPU
+    (pci("0000:00:02.0", "0x8086", "0x038000"), {}),  # without a screen
+    (pci("0000:04:00.0", "0x1002", "0x120000"), {"HIP_VISIBLE_DEVICES": "-1"}),
+    (pci("0000:03:00.0", "0x8086", "0x020000"), {}),  # a network card
+    (pci("0000:05:00.0", "0x1002", "0x030000"), {}),  # one for a screen
+    (pci("0000:41:00.1", "0x10de", "0x040300"), {}),
+    (pci("0000:02:00.0", "0x1a03", "0x030000"), {}),  # a server's board
+    ({"sys/bus/pci/devices/0000:00:1f.0/vendor": "nonsense"}, {}),
+    ({"dev/dxg": ""}, {}),  # a Windows whose GPU is not NVIDIA's
+    (NVIDIA_S, {"CUDA_VISIBLE_DEVICES": ""}),
+    (NVIDIA_S, {"CUDA_VISIBLE_DEVICES": " -1"}),
+])  # fmt: skip
 def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(files, environment, tmp_path):
     assert visible_gpus.find_unusable_accelerator(environment, root=build(tmp_path, files), nvml=NvmlStatus()) is None
 
@@ -178,18 +175,15 @@ THERE = Toolchain(has_triton=True, python_version="3.11.9", **GCC)
 NO_HEADERS = "trial.c:1:10: fatal error: Python.h: No such file or directory"
 
 
-@pytest.mark.parametrize(
-    ("there", "missing", "remedy"),
-    [
-        (replace(THERE, compiler=None),
-         "no C compiler (neither CC, gcc nor clang) and no Python headers (/nowhere/python3.11/Python.h)",
-         "apt-get install -y gcc g++ libc6-dev python3.11-dev"),
-        (replace(THERE, compile_error=NO_HEADERS, python_version="3.13.1"),
-         "no Python headers (/nowhere/python3.11/Python.h)", "apt-get install -y gcc g++ libc6-dev python3.13-dev"),
-        (replace(THERE, compile_error="stdlib.h: No such file"), "the C compiler /usr/bin/gcc fails: stdlib.h",
-         "install a C compiler (gcc or clang; CC= names one) and the headers of Python 3.11"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("there", "missing", "remedy"), [
+    (replace(THERE, compiler=None),
+     "no C compiler (neither CC, gcc nor clang) and no Python headers (/nowhere/python3.11/Python.h)",
+     "apt-get install -y gcc g++ libc6-dev python3.11-dev"),
+    (replace(THERE, compile_error=NO_HEADERS, python_version="3.13.1"),
+     "no Python headers (/nowhere/python3.11/Python.h)", "apt-get install -y gcc g++ libc6-dev python3.13-dev"),
+    (replace(THERE, compile_error="stdlib.h: No such file"), "the C compiler /usr/bin/gcc fails: stdlib.h",
+     "install a C compiler (gcc or clang; CC= names one) and the headers of Python 3.11"),
+])  # fmt: skip
 def test_what_triton_misses_is_named_with_the_package(there, missing, remedy):
     found = toolchain_obstacle(there)
     assert found is not None

@@ -56,22 +56,19 @@ def write(path: Path, content: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"backend": "accelerat", "mixed_precison": "no"}, ["backend: ", "mixed_precison: "]),
-        ({"mixed_precision": False, "gradient_accumulation_steps": 0}, ["mixed_precision: ", "lation_steps: "]),
-        ({"gradient_accumulation_steps": "4", "zero3_offload": 1}, ["gradient_accumulation_steps: ", "'4'", "found 1"]),
-        ({"deepspeed_config": "", "find_unused_parameters": "no"}, ["deepspeed_config: ", "find_unused_parameters: "]),
-        ({"zero3_offload": True}, ["zero3_offload: true is for DeepSpeed"]),
-        # files, with their lines
-        ("backend: deepspeeed\nmixed_precison: no\n", ["my.yaml:1: backend", "my.yaml:2: mix"]),
-        ("gradient_accumulation_steps: 010\n", ["found '010'"]),
-        ("mixed_precision: yes\n", ["'auto', 'no', 'fp16' or 'bf16'"]),
-        ("- backend\n", ["the root is a list"]),
-        ("backend: accelerate\nbackend: deepspeed\n", ["appears twice"]),
-    ],
-)
+@pytest.mark.parametrize(("config", "named"), [
+    ({"backend": "accelerat", "mixed_precison": "no"}, ["backend: ", "mixed_precison: "]),
+    ({"mixed_precision": False, "gradient_accumulation_steps": 0}, ["mixed_precision: ", "lation_steps: "]),
+    ({"gradient_accumulation_steps": "4", "zero3_offload": 1}, ["gradient_accumulation_steps: ", "'4'", "found 1"]),
+    ({"deepspeed_config": "", "find_unused_parameters": "no"}, ["deepspeed_config: ", "find_unused_parameters: "]),
+    ({"zero3_offload": True}, ["zero3_offload: true is for DeepSpeed"]),
+    # files, with their lines
+    ("backend: deepspeeed\nmixed_precison: no\n", ["my.yaml:1: backend", "my.yaml:2: mix"]),
+    ("gradient_accumulation_steps: 010\n", ["found '010'"]),
+    ("mixed_precision: yes\n", ["'auto', 'no', 'fp16' or 'bf16'"]),
+    ("- backend\n", ["the root is a list"]),
+    ("backend: accelerate\nbackend: deepspeed\n", ["appears twice"]),
+])  # fmt: skip
 def test_wrong_settings_are_named_at_once(config, named, tmp_path):
     with pytest.raises(ConfigError) as caught:
         read_settings(write(tmp_path / "my.yaml", config) if isinstance(config, str) else config)
@@ -100,18 +97,15 @@ def test_the_shipped_file_says_the_defaults_and_is_found_from_anywhere(monkeypat
         read_settings("configs/train/nowhere.yaml")
 
 
-@pytest.mark.parametrize(
-    ("file", "settings", "said"),
-    [
-        ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, "4 contradicts the 2 of the settings"),
-        ({"zero_optimization": {"stage": 2}}, {"zero3_offload": True}, "need stage 3"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "need stage 3"),
-        ({"zero_optimisation": {"stage": 2}}, {}, "zero_optimisation is not a DeepSpeed key"),
-        ({"zero_optimization": {"stage": 5}}, {}, "stage: 5 is not valid"),
-        ("{", {}, "not valid YAML"),
-        (None, {}, "does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("file", "settings", "said"), [
+    ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, "4 contradicts the 2 of the settings"),
+    ({"zero_optimization": {"stage": 2}}, {"zero3_offload": True}, "need stage 3"),
+    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "need stage 3"),
+    ({"zero_optimisation": {"stage": 2}}, {}, "zero_optimisation is not a DeepSpeed key"),
+    ({"zero_optimization": {"stage": 5}}, {}, "stage: 5 is not valid"),
+    ("{", {}, "not valid YAML"),
+    (None, {}, "does not exist"),
+])  # fmt: skip
 def test_what_contradicts_the_deepspeed_file_is_said(tmp_path, file, settings, said):
     path = tmp_path / "ds.json"
     if file is not None:
@@ -122,17 +116,14 @@ def test_what_contradicts_the_deepspeed_file_is_said(tmp_path, file, settings, s
     assert "DEEPSPEED_CONFIG" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("file", "wish", "device", "precision"),
-    [
-        ({"bf16": {"enabled": True}}, "no", GPU, "no"),
-        ({"bf16": {"enabled": False}}, "bf16", CPU, "bf16"),
-        ({"bf16": {"enabled": False}}, "auto", GPU, "no"),
-        ({"fp16": {"enabled": True, "loss_scale": 0}}, "auto", GPU, "fp16"),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "auto", GPU, "bf16"),
-        ({}, "auto", OLD_GPU, "fp16"),
-    ],
-)
+@pytest.mark.parametrize(("file", "wish", "device", "precision"), [
+    ({"bf16": {"enabled": True}}, "no", GPU, "no"),
+    ({"bf16": {"enabled": False}}, "bf16", CPU, "bf16"),
+    ({"bf16": {"enabled": False}}, "auto", GPU, "no"),
+    ({"fp16": {"enabled": True, "loss_scale": 0}}, "auto", GPU, "fp16"),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "auto", GPU, "bf16"),
+    ({}, "auto", OLD_GPU, "fp16"),
+])  # fmt: skip
 def test_the_file_computes_in_what_was_asked_for_and_auto_follows_it(tmp_path, file, wish, device, precision):
     path = write(tmp_path / "ds.json", file)
     found = deepspeed_of({"backend": "deepspeed", "deepspeed_config": path, "mixed_precision": wish}, device)

@@ -124,16 +124,13 @@ def test_ranks_that_a_person_starts_find_each_other_and_one_counts_the_rows_and_
     assert losses(run) == pytest.approx(alone["lora"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"STRATEGY": "zero3", "SET": "tuning.mode=qlora train.optim=paged_adamw_8bit"}, "cannot run this job: bitsa"),
-        ({"NPROC": "3"}, "does not split over"),
-        ({"GPUS": "0,x"}, "is not a list of GPU numbers"),
-        ({"GPUS": ",0,, 1 ,"}, "GPUS= names GPUs, and this machine has none"),
-        ({"ACCELERATE_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), [
+    ({"STRATEGY": "zero3", "SET": "tuning.mode=qlora train.optim=paged_adamw_8bit"}, "cannot run this job: bitsa"),
+    ({"NPROC": "3"}, "does not split over"),
+    ({"GPUS": "0,x"}, "is not a list of GPU numbers"),
+    ({"GPUS": ",0,, 1 ,"}, "GPUS= names GPUs, and this machine has none"),
+    ({"ACCELERATE_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
+])  # fmt: skip
 def test_what_cannot_be_meant_is_one_message_before_anything_starts(world, refuse, monkeypatch, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -159,14 +156,11 @@ def pasted(*lines: str) -> list[subprocess.CompletedProcess[str]]:
     return [subprocess.CompletedProcess(one.args, one.returncode, said) for one, said in ended]
 
 
-@pytest.mark.parametrize(
-    ("layout", "words", "environ"),
-    [
-        ("ddp", (), {"STRATEGY": "ddp"}),
-        pytest.param("fsdp", (), {"SET": "model.mesh_shape=[[2],[fsdp]]"}, marks=pytest.mark.slow),
-        pytest.param("zero2", ("--deepspeed",), {"STRATEGY": "zero2"}, marks=[needs_deepspeed, pytest.mark.slow]),
-    ],
-)
+@pytest.mark.parametrize(("layout", "words", "environ"), [
+    ("ddp", (), {"STRATEGY": "ddp"}),
+    pytest.param("fsdp", (), {"SET": "model.mesh_shape=[[2],[fsdp]]"}, marks=pytest.mark.slow),
+    pytest.param("zero2", ("--deepspeed",), {"STRATEGY": "zero2"}, marks=[needs_deepspeed, pytest.mark.slow]),
+])  # fmt: skip
 def test_the_command_that_is_shown_trains_where_it_is_pasted(world, layout, words, environ):
     name = f"shown-{layout}"
     line = shown_command(world, name, *words, NPROC="2", **environ)

@@ -198,20 +198,17 @@ def test_no_documents_says_where_it_looked_and_what_is_there(folder, tmp_path):
             documents.convert_documents(config(path, tmp_path / "out"))
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ("a\r\nb\rc\u2028d\x85e", "a\nb\nc\nd\ne"),
-        ("one\x0ctwo\u2029three", "one\n\ntwo\n\nthree"),
-        ("co\u00adopera\ufefftion", "cooperation"),
-        ("a\u00a0b\u2009c   \nd", "a b c\nd"),
-        ("cafe\u0301", "café"),
-        ("x\x00y\x07z\ud800", "xyz"),
-        ("\x1b[1;31mred\x1b[0m \x1b]0;title\x07end", "red end"),
-        ("  indented\tstays", "  indented\tstays"),
-        ("می\u200cخواهم 👩\u200d👩", "می\u200cخواهم 👩\u200d👩"),
-    ],
-)
+@pytest.mark.parametrize(("given", "wanted"), [
+    ("a\r\nb\rc\u2028d\x85e", "a\nb\nc\nd\ne"),
+    ("one\x0ctwo\u2029three", "one\n\ntwo\n\nthree"),
+    ("co\u00adopera\ufefftion", "cooperation"),
+    ("a\u00a0b\u2009c   \nd", "a b c\nd"),
+    ("cafe\u0301", "café"),
+    ("x\x00y\x07z\ud800", "xyz"),
+    ("\x1b[1;31mred\x1b[0m \x1b]0;title\x07end", "red end"),
+    ("  indented\tstays", "  indented\tstays"),
+    ("می\u200cخواهم 👩\u200d👩", "می\u200cخواهم 👩\u200d👩"),
+])  # fmt: skip
 def test_text_is_cleaned(given, wanted):
     assert documents.clean_text(given) == wanted
 
