@@ -119,11 +119,11 @@ TASKS = {
     match[1]: re.findall(r"^    make (.*)$", match[2], re.MULTILINE)
     for match in re.finditer(r"^\*\*\d+\. ([^.?]+)[.?]\*\*(.*?)(?=^\*\*\d|^## )", AGENTS, re.MULTILINE | re.DOTALL)
 }
-NAMES = ("Plan", "Batch", "Train", "Best checkpoint", "Evaluate", "Compare", "Ship", "Resume", "Diagnose", "Export")
 
 
 def test_the_page_for_programs_has_ten_tasks_and_make_takes_every_line():
-    assert (tuple(TASKS), all(TASKS.values()), len(AGENTS.splitlines()) <= 100) == (NAMES, True, True)
+    assert ", ".join(TASKS) == "Plan, Batch, Train, Best checkpoint, Evaluate, Compare, Ship, Resume, Diagnose, Export"
+    assert (all(TASKS.values()), len(AGENTS.splitlines()) <= 100) == (True, True)
     for words in TASKS.values():
         assert all(line.split()[0] in variables.COMMANDS and line.endswith(" JSON=1") for line in words)
     for line in [one for task in TASKS.values() for one in task]:

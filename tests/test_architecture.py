@@ -279,7 +279,9 @@ def test_blocks_that_differ_are_counted_by_kind():
 
 
 GOOD = file_of("llama")
-BAD: list[tuple[object, str]] = [
+
+
+@pytest.mark.parametrize(("config", "message"), [
     ([], "holds a list: it has no model_type"),
     ({"tokenizer_class": "LlamaTokenizer"}, "(a tokenizer's?): it has no model_type"),
     ({"peft_type": "LORA", "base_model_name_or_path": "a/b"}, "an adapter's; name the base model, here a/b"),
@@ -298,10 +300,7 @@ BAD: list[tuple[object, str]] = [
     ({**file_of("qwen3"), "layer_types": ["full_attention"]}, "has 1 layer_types and num_hidden_layers: 5"),
     ({**file_of("phi3"), "resid_pdrop": 2}, "resid_pdrop: 2; it must be a number from 0 to 1"),
     ({**file_of("gemma2"), "attn_logit_softcapping": "x"}, "it must be a number above 0"),
-]
-
-
-@pytest.mark.parametrize(("config", "message"), BAD)
+])  # fmt: skip
 def test_a_config_json_that_is_none_gives_one_message(config, message):
     with pytest.raises(ModelError) as caught:
         parse_model_shape(config, name="m")

@@ -20,7 +20,7 @@ from sft_play.commands import developing
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.text import GIB
 from tests import warm
-from tests.conftest import ROOT
+from tests.conftest import ROOT, chat
 
 MIXED = {"words_of_question": (3, 0.5), "words_of_answer": (6, 0.9)}
 """Median and spread; the tiny tokenizer has about six tokens a word."""
@@ -279,10 +279,7 @@ def test_weights_are_made_on_the_cpu_where_the_gpu_does_not_hold_them(monkeypatc
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-ROWS = [
-    [{"role": "user", "content": "one"}, {"role": "assistant", "content": "1"}],
-    [{"role": "user", "content": "two"}, {"role": "assistant", "content": "2"}],
-]
+ROWS: Any = [chat("one", "1")["messages"], chat("two", "2")["messages"]]
 
 
 def noted(tool: str, of: int, per_s: float, **more: Any) -> dict[str, Any]:

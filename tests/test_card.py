@@ -31,9 +31,8 @@ KINDS = {
     "lora": (llama, {}),
     "qlora": (llama, {"mode": "qlora", "precision": "bf16"}),
     "full": (llama, {"mode": "full"}),
-    "dora and a larger vocabulary": (
-        lambda: llama(vocab_size=300), {"use_dora": True, "modules_to_save": ["embed_tokens", "lm_head"]},
-    ),
+    "dora and a larger vocabulary": (lambda: llama(vocab_size=300), {
+        "use_dora": True, "modules_to_save": ["embed_tokens", "lm_head"]}),
     "text tower": (gemma3_with_images, {}),
 }  # fmt: skip
 SECRET = "hf_" + "abcdefghijklmnopqrstuvwxyz12345678"

@@ -40,10 +40,6 @@ def damage(path: Path, kind: str, rng: random.Random) -> None:
         path.write_bytes(content)
 
 
-def files(checkpoint: Path) -> list[Path]:
-    return sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size)
-
-
 @pytest.fixture(scope="module")
 def of_all_kinds(tmp_path_factory) -> Path:
     """A checkpoint with files of many sizes, some below a folder, one of zeros, one empty."""
@@ -69,9 +65,9 @@ def test_any_damage_of_any_file_is_noticed(of_all_kinds, tmp_path, monkeypatch, 
     (staged / checkpoints.COMPLETE_FILE).unlink()
     one = checkpoints.commit_checkpoint(staged, tmp_path)
     assert not staged.parent.exists()
-    rng = random.Random(piece)
+    rng, files = random.Random(piece), sorted(path for path in one.rglob("*") if path.is_file() and path.stat().st_size)
     for number in range(120):
-        path = rng.choice(files(one))
+        path = rng.choice(files)
         kept = path.read_bytes()
         damage(path, KINDS[number % len(KINDS)], rng)
         found = checkpoints.find_damage(one)

@@ -41,17 +41,14 @@ def test_there_is_a_case_for_every_command_and_its_schema():
         Draft202012Validator.check_schema(schema)
 
 
-ENDINGS = [
+@pytest.mark.parametrize(("answer", "wrong"), [
     ({"ok": False, "kind": "fix", "exit": 2}, "'error' is a required property"),
     ({"ok": False, "kind": "done", "exit": 2, "error": "no"}, "should not be valid"),
     ({"ok": False, "kind": "broken", "exit": 2, "error": "no"}, "'broken' is not one of"),
     ({"ok": True, "kind": "fix", "exit": 0, "elapsed_s": 1.5, "checks": []}, "'done' was expected"),
     ({"ok": True, "kind": "done", "exit": 0, "checks": []}, "'elapsed_s' is a required property"),
     ({"ok": True, "kind": "done", "exit": 0, "elapsed_s": 1, "checks": [{"name": "x"}]}, "is a required property"),
-]
-
-
-@pytest.mark.parametrize(("answer", "wrong"), ENDINGS)
+])  # fmt: skip
 def test_a_schema_accepts_what_commands_write_and_nothing_less(answer, wrong):
     refuse_invalid("check", {"ok": True, "kind": "done", "exit": 0, "elapsed_s": 1.5, "checks": []})
     refuse_invalid("check", {"ok": False, "kind": "fix", "exit": 2, "error": "no"})

@@ -56,20 +56,15 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
             assert other[name] == pytest.approx(one[name])
         precision, step, shape = plain.precision, plain.choice.step, load_model_shape(model)
         rates = find_rates(plain.hardware, precision)
-        reads = _reads(plain, shape, rates)
+        layers, checkpointed = plain.choice.layers, step.checkpointed_layers
+        again = (layers if checkpointed is None else checkpointed) / layers
+        # seconds of a step in which weights are read, which no compiler spares
+        reads = 2 * active_params(shape) * (2 + again) / (rates.memory_bytes_per_s * BANDWIDTH_SHARE) * step.grad_accum
         assert other["memory"] - reads == pytest.approx((one["memory"] - reads) * COMPILED_TRAFFIC_SHARE)
         assert other["kernel_starts"] < one["kernel_starts"]
         assert fast.speed.step_s < plain.speed.step_s
         again = predict_speed(config(*words), shape, precision, step, rates)
         assert again.step_s == pytest.approx(fast.speed.step_s)
-
-
-def _reads(plan: Any, shape: Any, rates: Any) -> float:
-    """Seconds of a step in which weights are read, which no compiler spares."""
-    step, layers = plan.choice.step, plan.choice.layers
-    again = (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
-    weights = active_params(shape)
-    return float(2 * weights * (2 + again) / (rates.memory_bytes_per_s * BANDWIDTH_SHARE) * step.grad_accum)
 
 
 def test_hours_have_the_time_of_compiling_and_the_plan_says_so():

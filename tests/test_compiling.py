@@ -186,11 +186,10 @@ def failing(graph: Any, inputs: Any) -> Any:
     raise RuntimeError("no such instruction")
 
 
-@pytest.mark.parametrize(
-    ("backend", "words"),
-    [(rounded, "a small model of this class computes something else compiled: "),
-     (failing, "not proven: BackendCompilerFailed: ")],
-)  # fmt: skip
+@pytest.mark.parametrize(("backend", "words"), [
+    (rounded, "a small model of this class computes something else compiled: "),
+    (failing, "not proven: BackendCompilerFailed: "),
+])  # fmt: skip
 def test_what_is_not_proven_stays_plain_with_one_warning(monkeypatch, caplog, backend, words):
     monkeypatch.setattr(replaced_code, "COMPILE_BACKEND", backend)
     model = AutoModelForCausalLM.from_config(llama())
