@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
 from sft_play.models.families import MODEL_FAMILIES
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.estimate import estimate_memory
@@ -50,9 +51,14 @@ def tuning(draw: random.Random) -> str:
     return f"{{mode: {mode}, lora: {{r: {draw.choice((4, 64, 256))}, modules_to_save: [{copies}]}}}}"
 
 
+def run_of(words: str, more: str = "") -> RunConfig:
+    """A run with these settings of its tuning."""
+    return config_from_text(f"model: {{name: m}}\ntuning: {words}\n{more}", name="x")
+
+
 def apart(model: dict[str, object], words: str, optim: str, precision: Precision, step: Step) -> float:
     """The estimate's peak over the trace's, less one."""
-    config = config_from_text(f"model: {{name: m}}\ntuning: {words}\ntrain: {{optim: {optim}}}\n", name="x")
+    config = run_of(words, f"train: {{optim: {optim}}}\n")
     shape = load_planned_shape(model, name="m")
     predicted = estimate_memory(config, shape, precision, step).allocated
     return predicted / record_step(step_settings(config, model, shape, precision, step)).peak - 1
@@ -145,7 +151,7 @@ def test_what_a_class_gives_no_gradient_counts_as_weights_alone() -> None:
 
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "zero2", "zero3", "zero3_offload"])
 def test_a_rank_holds_its_part_of_it(name: str) -> None:
-    config = config_from_text("model: {name: m}\ntuning: {mode: full}\n", name="x")
+    config = run_of("{mode: full}")
     layout = Layout(name) if name == "single" else Layout(name, 4, 1 if name == "ddp" else 4)
     shape = load_planned_shape(fields("llama", tied=False), name="m")
     part = replace(shape, untrained_params=40_000_000)

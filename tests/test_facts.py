@@ -62,16 +62,13 @@ def test_a_hub_model_without_network_says_that_it_is_neither_here_nor_cached(mon
         config_json.load_config_json("nobody/no-such-model")
 
 
-@pytest.mark.parametrize(
-    ("environment", "answers"),
-    [
-        ({}, True),
-        ({"HF_HUB_OFFLINE": "1"}, False),
-        ({"TRANSFORMERS_OFFLINE": "yes"}, False),
-        ({"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "1"}, True),
-        ({"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": "1"}, False),
-    ],
-)
+@pytest.mark.parametrize(("environment", "answers"), [
+    ({}, True),
+    ({"HF_HUB_OFFLINE": "1"}, False),
+    ({"TRANSFORMERS_OFFLINE": "yes"}, False),
+    ({"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "1"}, True),
+    ({"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": "1"}, False),
+])  # fmt: skip
 def test_the_hub_is_offline_where_huggingface_hub_is(monkeypatch, environment, answers):
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
