@@ -131,9 +131,7 @@ def test_behind_calls_it_is_the_token_that_opens_the_result(make):
     assert (trained_texts(row), row.added_end) == (["\ntwo<|user|>"], "")
     row = make(OPENED).render(Chat("f:4", (user("one"), answer("two"), answer("three"))))
     assert (trained_texts(row), row.untrained_turns) == (["\nthree<|user|>"], 1)
-
-
-def test_special_tokens_in_texts_stay_text_beside_an_added_end(make):
+    # special tokens in texts stay text beside an added end
     row = make(OPENED).render(Chat("f:1", (user("<|user|>"), answer("say <|user|>"))))
     ids = [token for token, label in zip(row.input_ids, row.labels, strict=True) if label != -100]
     assert trained_texts(row) == ["\nsay <|user|><|user|>"]
@@ -159,9 +157,7 @@ def test_answers_that_would_never_end_are_bad_rows_until_told(make):
     assert row.reason == NO_END_TOKEN
     assert "data.on_missing_end=train" in row.detail
     assert trained_texts(make(NOTHING, on_missing_end="train").render(Chat("f:1", TWO))) == ["two\n", "four\n"]
-
-
-def test_an_end_that_is_no_token_of_the_tokenizer_ends_nothing(make):
+    # an end that is no token of the tokenizer ends nothing
     words = EACH + "<|{{ m.role }}|>{{ m.content }}<|fin|>\n" + DONE + asks("<|assistant|>")
     assert "<|fin|>" in make(words).render(Chat("f:1", TWO)).detail
     assert trained_texts(make(words, on_missing_end="train").render(Chat("f:1", TWO))) == ["two<|fin|>", "four<|fin|>"]

@@ -48,10 +48,9 @@ def test_a_closed_pipe_is_quiet_and_changes_no_answer(words, code):
 
 
 def test_a_watch_that_nobody_reads_ends():
-    with subprocess.Popen(
-        [sys.executable, "-m", "sft_play", "memory-check", "--watch"],
-        cwd=ROOT, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+    words = [sys.executable, "-m", "sft_play", "memory-check", "--watch"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=ROOT, env=clean_environment(), **streams) as process:
         assert process.stdout.readline()
         process.stdout.close()
         assert process.wait(timeout=60) == 0
@@ -201,11 +200,10 @@ def test_an_old_python_is_told_which_is_needed(monkeypatch, capfd):
 
 
 def test_what_any_python_reads_is_old_syntax():
-    for name in (
-        *("sft_play/__init__.py", "sft_play/__main__.py", "sft_play/exit_codes.py", "sft_play/entry.py"),
-        *("sft_play/spelling.py", "sft_play/variables.py", "scripts/check_variables.py", "scripts/setup_env.py"),
-        "scripts/train.py",
-    ):
+    package = [
+        f"sft_play/{name}.py" for name in ("__init__", "__main__", "exit_codes", "entry", "spelling", "variables")
+    ]
+    for name in (*package, *(f"scripts/{name}.py" for name in ("check_variables", "setup_env", "train"))):
         source = (ROOT / name).read_text(encoding="utf-8")
         ast.parse(source, feature_version=(3, 6))
         assert "from __future__ import annotations" not in source, name
@@ -262,8 +260,7 @@ USERS = ("", "expandable_segments:False", "max_split_size_mb:128")
 
 
 @pytest.mark.parametrize(("system", "devices", "given", "added"), [
-    ("linux", ("nvidia0",), {}, GROWS),
-    ("linux", ("nvidiactl",), {}, GROWS),
+    ("linux", ("nvidia0",), {}, GROWS), ("linux", ("nvidiactl",), {}, GROWS),
     *(("linux", devices, {}, {}) for devices in [(), ("dxg",), ("dxg", "nvidiactl"), ("kfd",)]),  # WSL, AMD
     *((system, ("nvidia0",), {}, {}) for system in ("win32", "darwin")),
     *(

@@ -109,23 +109,20 @@ def test_grouped_experts_take_what_their_kernel_takes(kind: str, mode: str, kern
     }  # fmt: skip
     at = "eager" if kind == "gpt_oss" else "sdpa"
     for checkpointed in (0, None):
-        step = Step(
-            2, 1, 256, attention=at, masks=False, saves=False, checkpointed_layers=checkpointed, capability=capability
-        )
-        words = f"{{mode: {mode}, lora: {{r: 8}}}}"
-        found = apart(model, words, "adamw_torch_fused", Precision(dtype, dtype, ""), step)
+        options = {"attention": at, "masks": False, "saves": False, "capability": capability}
+        step = Step(2, 1, 256, checkpointed_layers=checkpointed, **options)
+        tuning = f"{{mode: {mode}, lora: {{r: 8}}}}"
+        found = apart(model, tuning, "adamw_torch_fused", Precision(dtype, dtype, ""), step)
         assert abs(found) < TOLERANCE, checkpointed
 
 
 FEW = ("llama", "gpt_oss", "opt", "trocr")
-OTHERS = (
-    *sorted(MODEL_FAMILIES),
-    *("opt", "llama4_text", "nemotron", "seed_oss", "cohere2", "qwen3_5_text", "gpt_neox", "trocr"),
-)
+FURTHER = ("opt", "llama4_text", "nemotron", "seed_oss", "cohere2", "qwen3_5_text", "gpt_neox", "trocr")
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in FEW else [pytest.mark.slow]) for kind in OTHERS]
+    "kind",
+    [pytest.param(one, marks=() if one in FEW else pytest.mark.slow) for one in (*sorted(MODEL_FAMILIES), *FURTHER)],
 )
 def test_blocks_of_a_real_width_take_what_the_trace_takes(kind: str) -> None:
     """By formulas for a class of the table, measured for another."""

@@ -430,11 +430,9 @@ def harness(monkeypatch):
         results = {"acc,none": value, "acc_stderr,none": 0.1, "alias": "sums", "f1,none": 0.5, "f1_stderr,none": "N/A"}
         return {"results": dict.fromkeys(tasks, results)}
 
-    modules = {
-        "lm_eval": {"simple_evaluate": simple_evaluate, "__spec__": importlib.machinery.ModuleSpec("lm_eval", None)},
-        "lm_eval.tasks": {"TaskManager": TaskManager}, "lm_eval.models": {},
-        "lm_eval.models.huggingface": {"HFLM": HFLM},
-    }  # fmt: skip
+    spec = importlib.machinery.ModuleSpec("lm_eval", None)
+    modules = {"lm_eval": {"simple_evaluate": simple_evaluate, "__spec__": spec}, "lm_eval.models": {}}
+    modules |= {"lm_eval.tasks": {"TaskManager": TaskManager}, "lm_eval.models.huggingface": {"HFLM": HFLM}}
     for name, content in modules.items():
         module = types.ModuleType(name)
         vars(module).update(content)

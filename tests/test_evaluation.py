@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from sft_play.config.load import config_from_text
 from sft_play.machine.hardware import parse_hardware
@@ -24,11 +27,15 @@ from sft_play.planner.memory.estimate import (
 )
 from sft_play.planner.memory.step_memory import Step, StepMemorySimulation, is_padded
 from sft_play.planner.precision import Precision
+from sft_play.trace.step import trace_step
+from sft_play.training.loop.rows import balanced_batch_size, longest_first_order, pad_to_multiple
 from sft_play.training.measure import exact_match
 from sft_play.training.measure.exact_match import batch_by_tokens
 from tests.conftest import write_run
 from tests.ranks import found_by_ranks
+from tests.ranks_evaluation import LENGTHS, figures, rows_of, trainer_of
 from tests.test_decisions import QUICK
+from tests.test_trace import SMALL
 
 BF16 = Precision("bfloat16", "bfloat16", "bf16 everywhere")
 MODELS = ("Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "Qwen/Qwen3-30B-A3B")
@@ -114,8 +121,6 @@ def test_zero3_keeps_its_gradients_buffer_while_it_evaluates():
 @QUICK
 @given(rows=st.integers(1, 2000), most=st.integers(1, 64), ranks=st.integers(1, 16))
 def test_batches_are_evened_without_another_pass(rows, most, ranks):
-    from sft_play.training.loop.rows import balanced_batch_size
-
     batch = balanced_batch_size(rows, max_size=most, ranks=ranks)
     assert 1 <= batch <= most
     passes = -(-rows // (batch * ranks))
@@ -125,10 +130,6 @@ def test_batches_are_evened_without_another_pass(rows, most, ranks):
 
 @pytest.mark.build
 def test_the_longest_rows_come_first_and_equal_ones_in_their_order():
-    from datasets import Dataset
-
-    from sft_play.training.loop.rows import longest_first_order, pad_to_multiple
-
     draw = np.random.default_rng(3)
     lengths = draw.integers(2, 6, size=40)
     rows = Dataset.from_dict({
@@ -144,10 +145,6 @@ def test_the_longest_rows_come_first_and_equal_ones_in_their_order():
 @pytest.mark.parametrize("seed", range(8))
 def test_the_ranks_that_share_rows_each_get_every_batch(seed):
     """Batch n goes to rank n modulo the ranks, so that the ranks of a group have consecutive ones."""
-    from datasets import Dataset
-
-    from sft_play.training.loop.rows import longest_first_order
-
     draw = np.random.default_rng(seed)
     batch, copies, groups = (int(number) for number in draw.integers(1, 5, size=3))
     count = batch * copies * groups * int(draw.integers(1, 4))
@@ -164,8 +161,6 @@ def test_the_ranks_that_share_rows_each_get_every_batch(seed):
 # --- the figures ------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, tiny_llama):
-    from tests.ranks_evaluation import figures
-
     return figures(tiny_llama, tmp_path_factory.mktemp("alone"), ranks=1)
 
 
@@ -176,11 +171,6 @@ def together(tmp_path_factory, tiny_llama):
 
 
 def by_hand(model: Any, dtype: Any) -> tuple[float, float]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from tests.ranks_evaluation import rows_of
-
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
     lost, right = [], []
     for row in rows_of():
@@ -200,22 +190,18 @@ def test_the_loss_is_the_mean_over_trained_tokens_whatever_batches_and_ranks(
     request, tiny_llama, world, precision, tolerance
 ):
     """bf16: products are rounded to 8 bits, in another order for another length of the padding."""
-    import torch
-
     found = request.getfixturevalue(world)[precision]
     loss, accuracy = by_hand(tiny_llama, torch.float32)
-    for size, figures in found.items():
-        assert figures["loss"] == pytest.approx(loss, rel=tolerance), size
-        assert figures["loss"] == pytest.approx(found["1"]["loss"], rel=tolerance), size
-        assert figures["entropy"] == pytest.approx(found["1"]["entropy"], rel=tolerance), size
+    for size, measured in found.items():
+        assert measured["loss"] == pytest.approx(loss, rel=tolerance), size
+        assert measured["loss"] == pytest.approx(found["1"]["loss"], rel=tolerance), size
+        assert measured["entropy"] == pytest.approx(found["1"]["entropy"], rel=tolerance), size
         if precision == "fp32":
-            assert figures["accuracy"] == pytest.approx(accuracy, rel=1e-5), size
+            assert measured["accuracy"] == pytest.approx(accuracy, rel=1e-5), size
 
 
 @pytest.mark.build
 def test_batches_of_the_evaluation_hold_rows_of_like_length(tmp_path, tiny_llama):
-    from tests.ranks_evaluation import LENGTHS, trainer_of
-
     trainer = trainer_of(tiny_llama, tmp_path, "eval.batch_size=4")
     seen = []
     step = trainer.prediction_step
@@ -235,8 +221,6 @@ def test_batches_of_the_evaluation_hold_rows_of_like_length(tmp_path, tiny_llama
 @pytest.mark.build
 def test_a_traced_evaluation_has_a_mask_of_its_own():
     """Rows that are padded get the memory-efficient kernel with its mask, also where training has none."""
-    from sft_play.trace.step import trace_step
-    from tests.test_trace import SMALL
 
     def at(**changes: Any) -> int:
         base = dataclasses.replace(SMALL, capability=(8, 0), seq_len=256, attention="sdpa", eval_batch=8)
@@ -272,8 +256,7 @@ def test_a_tokens_keys_and_values_are_counted(model, nbytes):
 
 
 @pytest.mark.parametrize(("machine", "model", "has_eval"), [
-    ("1xRTX3060", "Qwen/Qwen2.5-0.5B", True),
-    ("1xH100", "Qwen/Qwen2.5-7B", False),
+    ("1xRTX3060", "Qwen/Qwen2.5-0.5B", True), ("1xH100", "Qwen/Qwen2.5-7B", False),
     ("4xRTX4090", "meta-llama/Llama-3.1-8B", True),
 ])  # fmt: skip
 def test_the_caches_of_a_batch_fit_where_a_step_fits(machine, model, has_eval):

@@ -168,8 +168,7 @@ def test_so_it_is_for_every_shared_template(tokenizer_of, monkeypatch):
     # no block is written, and none is expected
     ("trl/qwen3_instruct_2507", PLAIN, "There."),
     # the template strips white space
-    ("trl/gemma3", asked_and("  There. \n"), "There."),
-    ("trl/gptoss", PLAIN, "<|channel|>final<|message|>There."),
+    ("trl/gemma3", asked_and("  There. \n"), "There."), ("trl/gptoss", PLAIN, "<|channel|>final<|message|>There."),
 ])  # fmt: skip
 def test_the_reference_is_what_the_template_leaves_to_the_model(template, messages, reference, tokenizer_of):
     tokenizer = tokenizer_of(template_of(template))
@@ -213,10 +212,7 @@ def test_what_is_not_trained_is_not_asked_for(tokenizer_of):
     tokenizer = tokenizer_of(CHATML)
     asked = ([*PLAIN, *asked_and("There.", train=False)], asked_and(""), [*PLAIN, QUESTION])
     assert build_questions(map(conversation, asked), renderer_of(tokenizer), tokenizer) == [None] * 3
-
-
-def test_a_cut_row_is_compared_with_its_whole_answer(tokenizer_of):
-    tokenizer = tokenizer_of(CHATML)
+    # a cut row is compared with its whole answer
     renderer = Renderer(tokenizer, DataConfig(), max_seq_len=60)
     long = conversation(asked_and("the light in the kitchen is on " * 9))
     assert renderer(long).cut_tokens > 0

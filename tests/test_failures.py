@@ -410,9 +410,7 @@ def test_who_is_waited_for_is_the_silent_rank_else_the_one_behind():
 
 
 @pytest.mark.parametrize(("error", "kind"), [
-    (ConfigError("x"), "user"),
-    (DoesNotFit("x"), "user"),
-    (Interrupted("x"), "stopped"),
+    (ConfigError("x"), "user"), (DoesNotFit("x"), "user"), (Interrupted("x"), "stopped"),
     (KeyboardInterrupt(), "stopped"),
     (ValueError("Connection closed by peer"), "fault"),  # says so, and is none of torch's
     (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:14204"), "peer"),

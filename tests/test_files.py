@@ -102,8 +102,7 @@ class TestKinds:
         assert data_of(path) == [{"data": [ROW]}] * 2
 
     @pytest.mark.parametrize(("content", "message"), [
-        (b" \n\n", "has no rows: the file is blank"),
-        (b"[]", "the list is empty"),
+        (b" \n\n", "has no rows: the file is blank"), (b"[]", "the list is empty"),
         (b'[{"a": 1}\n{"a": 2}]', "x.jsonl:2: expected `,` or `]` after a row, found `{`"),
         (b'[{"a": 1}', "found the end of the file"),
         (b'[{"a": 1}] x', "text after the end of the list"),
@@ -112,14 +111,10 @@ class TestKinds:
         (b'[{"a": 1},\n {"a": tru}]', '2: not valid JSON: Expecting value at column 8. Line: {"a": tru}]'),
         (b"<!DOCTYPE html><html>", "a web page saved in place of the file"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
-        (b"PK\x03\x04rest", "a zip archive"),
-        (b"BZh9", "bunzip2"),
-        (b"\x80\x04\x95", "pickle"),
-        (b"('a', 1)", "json.dumps"),
-        (gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0), "gzipped twice"),
+        (b"PK\x03\x04rest", "a zip archive"), (b"BZh9", "bunzip2"), (b"\x80\x04\x95", "pickle"),
+        (b"('a', 1)", "json.dumps"), (gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0), "gzipped twice"),
         (gzip.compress(b"PAR1PAR1", mtime=0), "is gzipped Parquet"),
-        (b"PAR1garbagePAR1", "is Parquet that cannot be read"),
-        (b"ARROW1garbage", "is Arrow that cannot be read"),
+        (b"PAR1garbagePAR1", "is Parquet that cannot be read"), (b"ARROW1garbage", "is Arrow that cannot be read"),
         (gzip.compress(json.dumps(ROW).encode() * 50, mtime=0)[:-20], "cannot be read"),
     ])  # fmt: skip
     def test_what_is_no_data_file_says_what_it_is(self, tmp_path, content, message):
@@ -158,10 +153,8 @@ class TestJson:
         ('{"a": "b\tc"}', "a raw control character inside a string at column 9"),
         ('{"a": ' + "[" * 5_000, "nested too deeply"),
         ('{"a": ' + "[" * 300 + "]" * 300 + "}", "nested too deeply"),
-        ('{"a": "\\udc00"}', "half of a surrogate pair"),
-        ('{"\\udc00": "a"}', "half of a surrogate pair"),
+        ('{"\\udc00": "a"}', "half of a surrogate pair"), ('{"a": 1e400}', "a number is too large"),
         ('{"a": {"\\ud83d": 1}}', "half of a surrogate pair"),
-        ('{"a": 1e400}', "a number is too large"),
         ('"text"', "a row is not an object"),
         ('{"messages": [', "the object goes on in the next line"),
         ('{"a": ' + "1" * 5000 + "}", "too many digits"),
@@ -452,7 +445,7 @@ class TestHub:
         assert found == {f"hub:owner/name:part:train:row {n}": {"text": text} for n, text in ((1, "a"), (2, "b"))}
         assert self.asked == ("owner/name", "part", {"streaming": True})
 
-    def test_errors_say_what_to_do(self, hub):
+    def test_errors_and_a_connection_that_breaks_off_say_what_to_do(self, hub):
         for error in (ConnectionError("no route"), ValueError("Config name is missing.\nPick one")):
             hub(error)
             said = refusal("hub:owner/name")
@@ -518,7 +511,7 @@ def test_nul_bytes_at_the_end_are_named_and_no_encoding(tmp_path, size):
     path = lines(tmp_path / "a.jsonl", ROW, ROW)
     path.write_bytes(path.read_bytes() + b"\0" * size)
     good, other, bad = rows(path)
-    assert (good.data, other.data) == (ROW, ROW)
+    assert good.data == other.data == ROW
     assert "NUL bytes in place of a row" in bad.reason + bad.detail
 
 
@@ -593,9 +586,7 @@ def test_all_files_of_a_run_are_meant(tmp_path):
         assert count_part_rows(files.list_parts(paths.train)) is None  # a table's lines are no rows
     sources = ({"path": str(tmp_path / "c.csv"), "val_path": str(tmp_path / "val.csv")},)
     assert len(completions(files.find_data_paths(DataConfig(sources=sources, encoding="cp1252")))) == 2
-
-
-def test_a_byte_that_the_encoding_lacks_is_named_with_its_place(tmp_path):
+    # a byte that the encoding lacks is named with its place
     path = tmp_path / "a.csv"
     path.write_bytes(b"prompt;completion\na;\x81\n")
     with pytest.raises(DataError, match=r"a\.csv, byte 20: neither UTF-8 nor cp1252"):

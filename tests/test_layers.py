@@ -71,12 +71,8 @@ def tree_of(path: Path) -> ast.Module:
 def imports(path: Path, *, only_at_load: bool = False) -> set[str]:
     """Full names of imported modules; with `only_at_load`, those inside functions left out."""
     tree = tree_of(path)
-    inner = {
-        id(node)
-        for function in ast.walk(tree)
-        if only_at_load and isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for node in ast.walk(function)
-    }
+    functions = [one for one in ast.walk(tree) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inner = {id(node) for function in functions if only_at_load for node in ast.walk(function)}
     found: set[str] = set()
     for node in ast.walk(tree):
         if only_at_load and id(node) in inner:

@@ -26,9 +26,7 @@ from tests.conftest import ROOT, shared
 from tests.models import CHATML, make_tokenizer
 
 FIELDS = ["template", "case", "method", "verdict", "reason"]
-ENDLESS = (
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(9) %}{% endfor %}{% endfor %}{% endfor %}"
-)
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(9) %}" + "{% endfor %}" * 3
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +159,8 @@ def test_a_call_that_is_cut_in_half_is_called_wrong(tmp_path, tokenizer, monkeyp
         encoding = self.backend.encode(row.text, add_special_tokens=False)
         end = row.text.index("3}", row.text.index("<calls>")) + 2
         until = row.text.index("<|im_end|>", end) + len("<|im_end|>")
-        labels = [
-            IGNORED if end <= first < until else label
-            for (first, _), label in zip(encoding.offsets, row.labels, strict=True)
-        ]
+        pairs = zip(encoding.offsets, row.labels, strict=True)
+        labels = [IGNORED if end <= first < until else label for (first, _), label in pairs]
         return dataclasses.replace(row, labels=labels)
 
     monkeypatch.setattr(Renderer, "render", cut)
@@ -186,8 +182,7 @@ def test_a_label_that_is_another_token_is_wrong_and_makes_the_command_fail(monke
     monkeypatch.setattr(Renderer, "render", render)
     (tmp_path / "chatml.jinja").write_text(CHATML)
     rows = [row for row in score(tmp_path, str(tokenizer)).rows if row.verdict != "cannot_render"]
-    assert len(rows) == 6
-    assert {row.verdict for row in rows} == {"wrong"}
+    assert [row.verdict for row in rows] == ["wrong"] * 6
     assert all(row.reason for row in rows)
     code, text = command("mask-score", "--templates", str(tmp_path), "--tokenizer", str(tokenizer))
     assert (code != 0, "WRONG" in text, "chatml.jinja, single_turn: wrong: " in text) == (True, True, True)

@@ -181,9 +181,9 @@ def test_weights_that_a_class_reads_itself_are_not_packed_in_4_bits(kind, whole)
     shape = measure_shape(model, config, name=kind)
     linears = [linear for linear, _ in shape.linears]
     assert {linear.name for linear in linears if not linear.is_packable} == whole
-    assert shape.packable_params == sum(count * one.weights for one, count in shape.linears if one.is_packable) + sum(
-        kind.count * stacked.weights for kind in shape.layers for stacked in kind.expert_weights
-    )
+    packable = sum(count * one.weights for one, count in shape.linears if one.is_packable)
+    stacked = sum(of.count * one.weights for of in shape.layers for one in of.expert_weights)
+    assert shape.packable_params == packable + stacked
     left_out = ExpertQuantizer.get_modules_to_not_convert(model)
     assert whole <= {name.rpartition(".")[2] for name in left_out}
 
@@ -348,27 +348,24 @@ def test_what_cannot_be_measured_is_refused_by_name_and_nothing_is_guessed(monke
     def fails(*words, **options):
         raise confirm.TraceUnavailable("no kernel")
 
-    fields = wide("qwen3_5_text")
-    monkeypatch.setattr(blocks, "run_blocks", fails)
-    monkeypatch.setattr(blocks, "count_operators", fails)
+    shape = measured_shape(wide("qwen3_5_text"))
+    for name in ("run_blocks", "count_operators"):
+        monkeypatch.setattr(blocks, name, fails)
     with pytest.raises(ModelError, match=r"no plan can be made for the class qwen3_5_text: .* \(no kernel; on the CPU"):
-        make_plan(PlanRequest(run(), measured_shape(fields), parse_hardware("1xH100")))
+        make_plan(PlanRequest(run(), shape, parse_hardware("1xH100")))
 
 
 def test_a_class_that_repeats_its_blocks_is_refused(monkeypatch):
     """One of unknown name, as HRM-text."""
     monkeypatch.delitem(NON_DECODER_TYPES, "hrm_text")
-    built = small_on_meta("hrm_text")
-    assert built is not None
-    fields = json.loads(json.dumps(built[1].to_dict(), default=str))
-    shape = measured_shape(fields)
+    _, config = small_on_meta("hrm_text")
+    shape = measured_shape(json.loads(json.dumps(config.to_dict(), default=str)))
     with pytest.raises(ModelError, match="calls a block more than once"):
         estimate_memory(run(), shape, BF16, step_of(shape))
 
 
 def test_a_plan_says_where_its_activations_are_from():
-    fields = wide("lfm2")
-    measured = make_plan(PlanRequest(run(), measured_shape(fields), parse_hardware("1xRTX3060")))
+    measured = make_plan(PlanRequest(run(), measured_shape(wide("lfm2")), parse_hardware("1xRTX3060")))
     assert measured.as_json()["activations_from"] == "measured"
     assert any("tensors without bytes" in reason for reason in measured.reasons)
     assert plan_from_json(json.loads(json.dumps(measured.as_json()))) == measured
@@ -379,8 +376,7 @@ def test_a_plan_says_where_its_activations_are_from():
 
 
 def test_passes_are_measured_once(tmp_path, monkeypatch):
-    fields = wide("lfm2")
-    shape = measured_shape(fields)
+    shape = measured_shape(wide("lfm2"))
     step = step_of(shape, eval_batch=3)
     first = estimate_memory(run(), shape, BF16, step)
     monkeypatch.setattr(confirm, "_blocks_by_key", {})  # as in another process
@@ -402,8 +398,7 @@ def test_a_class_runs_its_own_code_where_a_package_would_replace_it(monkeypatch)
         pytest.fail("the package's kernel was called")
 
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", of_a_package)
-    fields = wide("qwen3_5_text")
-    shape = measured_shape(fields)
+    shape = measured_shape(wide("qwen3_5_text"))
     assert estimate_memory(run(), shape, BF16, step_of(shape)).allocated > 0
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is of_a_package
     assert set(shape.kernel_packages) == {"causal-conv1d", "flash-linear-attention"}
@@ -411,7 +406,7 @@ def test_a_class_runs_its_own_code_where_a_package_would_replace_it(monkeypatch)
 
 def test_all_functions_that_packages_replace_are_found():
     """By the text of transformers' files: as many as there are decorators."""
-    files = list(Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
+    files = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
     texts = [file.read_text(encoding="utf-8") for file in files]
     uses = sum(len(re.findall(r"^@use_kernel_func_from_hub_with_fallback\(", text, re.MULTILINE)) for text in texts)
     assert uses == sum(len(build._REPLACEABLE_FUNCTION.findall(text)) for text in texts) > 50
