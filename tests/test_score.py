@@ -63,19 +63,16 @@ def fixed(settings: ScriptSettings) -> TracedPeak:
 
 def test_columns_become_settings() -> None:
     made = settings_of()
-    assert (made.mode, made.micro_batch, made.seq_len, made.world) == ("lora", 2, 64, 1)
+    assert (made.mode, made.micro_batch, made.seq_len, made.world, made.capability) == ("lora", 2, 64, 1, (8, 0))
     assert (made.peft["r"], made.peft["target_modules"]) == (8, ["q_proj", "v_proj"])
     assert (made.weights, made.adapters, made.optimizer) == ("bfloat16", "float32", "adamw_foreach")
-    assert made.capability == (8, 0)
 
 
 @pytest.mark.parametrize(
     ("changed", "field", "value"),
     [
         ({"gpu": "Tesla T4"}, "capability", (7, 5)),
-        ({"gpu": "NVIDIA GeForce RTX 4080"}, "capability", (8, 9)),
         ({"gpu": "NVIDIA L40S"}, "capability", (8, 9)),
-        ({"gpu": "H100 80GB HBM3"}, "capability", (9, 0)),
         ({"gpu": "NVIDIA A10G"}, "capability", (8, 6)),
         ({"transformers": "4.49.0"}, "loss", "logits_shifted"),
         ({"transformers": "4.45.2"}, "loss", "logits_shifted_float"),
@@ -91,7 +88,6 @@ def test_columns_become_settings() -> None:
         ({"attention": "flash2"}, "attention", "flash_attention_2"),
         ({"compute_dtype": "bf16 (autocast)"}, "autocast", "bfloat16"),
         ({"strategy": "ddp", "n_gpus": "4"}, "world", 4),
-        ({"strategy": "fsdp2", "n_gpus": "8"}, "strategy", "fsdp2"),
         ({"strategy": "fsdp", "n_gpus": "8"}, "strategy", "fsdp1"),
         ({"strategy": "cp 8", "n_gpus": "8"}, "seq_len", 8),
         ({"seq_len": "", "tokens_per_microbatch": "256"}, "seq_len", 128),
@@ -118,11 +114,9 @@ def test_a_column_changes_its_setting(changed: dict[str, str], field: str, value
         ({"class": "D"}, "estimate"),
         ({"mode": "pretraining"}, "the mode is not"),
         ({"micro_batch": ""}, "micro-batch is not known"),
-        ({"micro_batch": "two"}, "micro_batch is not a positive number"),
         ({"micro_batch": "-1"}, "micro_batch is not a positive number"),
         ({"micro_batch": "1.5"}, "micro_batch is not a count"),
         ({"seq_len": "nan"}, "seq_len is not a positive number"),
-        ({"seq_len": "1e30"}, "seq_len is not a count"),
         ({"seq_len": ""}, "length of a row is not known"),
         ({"optimizer": ""}, "optimizer is not known"),
         ({"optimizer": "galore (galore_rank=32)"}, "the optimizer galore is not traced"),
@@ -171,19 +165,13 @@ def test_peft_rows_are_one_length_and_take_the_whole_config(tmp_path: Path) -> N
     assert second.peft["r"] == 8
 
 
-def test_a_spread_names_the_worst_on_either_side() -> None:
+def test_a_spread_names_the_worst_on_either_side_and_strategies_are_grouped_by_their_first_word() -> None:
     assert spread([0.02, None, -0.05, 0.01]) == {
         "n": 3, "median_abs_error": 0.02, "p95_abs_error": 0.047, "worst_over": 0.02, "worst_under": -0.05,
     }  # fmt: skip
     assert spread([0.1])["worst_under"] == 0.0
     assert spread([]) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "plain"), [("fsdp2 (8)", "fsdp2"), ("cp 8", "fsdp2"), ("fsdp2 4 x cp 2", "fsdp2"), ("single", "single")]
-)
-def test_strategies_are_grouped_by_their_first_word(text: str, plain: str) -> None:
-    assert plain_strategy(text) == plain
+    assert [plain_strategy(text) for text in ("fsdp2 (8)", "cp 8", "single")] == ["fsdp2", "fsdp2", "single"]
 
 
 def test_rows_groups_and_reasons(tmp_path: Path) -> None:
@@ -219,31 +207,24 @@ def test_rows_groups_and_reasons(tmp_path: Path) -> None:
     assert "1 of 2 rows expressed" in text
 
 
-def test_a_tracer_that_fails_is_counted_and_does_not_end_the_score(tmp_path: Path) -> None:
+def test_a_tracer_that_fails_is_counted_and_a_card_that_is_too_small_is_tried_without_its_bound(tmp_path: Path) -> None:
     rows = [ROW, {**ROW, "id": "x", "seq_len": "32"}, {**ROW, "id": "y", "seq_len": "16"}]
+    simulated = {"source": "Anassbzdd/fitcheck x", "notes": "cuda_context_mib=141.0", "gpu_total_gib": "1"}
+    rows.append({**ROW, **simulated, "id": "small"})
 
     def trace(settings: ScriptSettings) -> TracedPeak:
         if settings.seq_len == 32:
             raise TraceUnavailable("no such kernel")
         if settings.seq_len == 16:
             raise RuntimeError("boom")
-        return fixed(settings)
-
-    report = score(write(tmp_path / "peaks.csv", rows), trace=trace, config_of=config_of)
-    assert [row.run.id for row in report.rows] == ["someone/run-1"]
-    why = ("no such kernel", "RuntimeError: boom")
-    assert set(report.not_expressible) == {f"lora cannot be traced: {words}" for words in why}
-
-
-def test_a_simulated_card_that_is_too_small_is_tried_without_its_bound(tmp_path: Path) -> None:
-    row = {**ROW, "source": "Anassbzdd/fitcheck x", "notes": "cuda_context_mib=141.0", "gpu_total_gib": "1"}
-
-    def trace(settings: ScriptSettings) -> TracedPeak:
         if settings.capacity is not None:
             raise MemoryError
         return fixed(settings)
 
-    assert len(score(write(tmp_path / "peaks.csv", [row]), trace=trace, config_of=config_of).rows) == 1
+    report = score(write(tmp_path / "peaks.csv", rows), trace=trace, config_of=config_of)
+    assert {row.run.id for row in report.rows} == {"someone/run-1", "small"}
+    why = ("no such kernel", "RuntimeError: boom")
+    assert set(report.not_expressible) == {f"lora cannot be traced: {words}" for words in why}
 
 
 def test_byte_order_marks_empty_lines_no_rows_and_missing_columns_are_fine(tmp_path: Path) -> None:
@@ -263,7 +244,6 @@ def test_byte_order_marks_empty_lines_no_rows_and_missing_columns_are_fine(tmp_p
     ("content", "part"),
     [
         (b"id,model\nx,y\n", "no column class, source, mode"),
-        (b"", "no column id"),
         (b"\xff\xfe\x00\x01", "UTF-8"),
         (b'{"rows": []}\n', "no column id"),
         (None, "does not exist"),
@@ -342,19 +322,14 @@ def test_fp32_norms_cost_two_bytes_more_a_weight() -> None:
     assert {kind for name, kind in kinds.items() if "norm" not in name} == {"torch.bfloat16"}
 
 
-def test_outputs_held_until_the_next_ones_live_through_its_forward() -> None:
-    dropped, held = traced(), traced(holds_outputs=True, holds_until_next=True)
-    assert held.phases["forward"][0] == dropped.phases["forward"][0] + LOGITS
+def test_when_scripts_drop_outputs_gradients_and_the_cache_counts() -> None:
+    plain = traced()
+    held = traced(holds_outputs=True, holds_until_next=True)  # they live through the next forward
+    assert held.phases["forward"][0] == plain.phases["forward"][0] + LOGITS
+    late = traced(zero_grad_late=True)  # which leaves the next step as it was
+    assert late.phases["end"][0] >= plain.phases["end"][0] + 2 * parse_model_shape(LLAMA, name="m").params
+    assert late.allocated == plain.allocated
 
-
-def test_gradients_cleared_late_leave_the_next_step_as_it_was() -> None:
-    early, late = traced(), traced(zero_grad_late=True)
-    gradients = 2 * parse_model_shape(LLAMA, name="m").params
-    assert late.phases["end"][0] >= early.phases["end"][0] + gradients
-    assert late.allocated == early.allocated
-
-
-def test_the_cache_is_emptied_after_each_step() -> None:
     def times(settings: ScriptSettings) -> int:
         return sum(event[0] == EMPTY_CACHE for event in record_step(settings).events)
 
@@ -372,9 +347,8 @@ def test_older_losses_copy_the_logits_once_more() -> None:
 
 def test_lora_fa_trains_no_a() -> None:
     adapter = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]}
-    plain = traced(mode="lora", peft=adapter, checkpointing=False)
-    frozen = traced(mode="lora", peft=adapter, checkpointing=False, optimizer="lora_fa")
-    assert frozen.allocated < plain.allocated
+    common = {"mode": "lora", "peft": adapter, "checkpointing": False}
+    assert traced(**common, optimizer="lora_fa").allocated < traced(**common).allocated
 
 
 MIXTRAL = LLAMA | {"model_type": "mixtral", "hidden_size": 256, "intermediate_size": 640}
@@ -393,12 +367,8 @@ def test_experts_in_a_loop_are_quantised_one_by_one() -> None:
 def test_sharded_accumulation_keeps_whole_gradients() -> None:
     common = {"strategy": "fsdp1", "world": 4, "mixed_precision": None, "optimizer": "sgd"}
     one, two = traced(**common), traced(**common, grad_accum=2)
-    whole = 2 * LOGITS_FREE_PARAMS
-    assert two.allocated - one.allocated > 0.5 * whole
-
-
-LOGITS_FREE_PARAMS = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 160)
-"""Matrices of TINY's two layers: q, k, v, o and the MLP."""
+    matrices = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 160)  # of two layers: q, k, v, o and the MLP
+    assert two.allocated - one.allocated > 0.5 * 2 * matrices
 
 
 def test_shared_rows_of_class_a_are_expressible() -> None:
