@@ -30,7 +30,7 @@ from sft_play.finished import serve
 from sft_play.finished.run import find_finished_run
 from sft_play.machine.network import is_local
 from tests.bundled import template_of
-from tests.conftest import ROOT
+from tests.conftest import ROOT, write_rows
 from tests.finished_runs import finished_run, make_base
 from tests.processes import wait_for
 from tests.test_merge import llama
@@ -83,10 +83,8 @@ def serving(run: Path, *words: str, **variables: str) -> Iterator[tuple[subproce
     """The command with JSON=1 as a process of its own: the process and its answer, once it has one."""
     command = [sys.executable, "-m", "sft_play", "serve", "--run", str(run), "--port", "0", "--json", *words]
     with tempfile.TemporaryFile() as log:  # no pipe: what the command starts would keep it open
-        process = subprocess.Popen(
-            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=log, env={**os.environ, **variables}
-        )
-        assert process.stdout is not None
+        environment = {**os.environ, **variables}
+        process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=log, env=environment)
         try:
             line = process.stdout.readline()
             log.seek(0)
@@ -104,8 +102,7 @@ def test_openais_client_gets_the_answers_of_infer(world, tmp_path, name):
 
     from sft_play.finished.respond import infer
 
-    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    prompts.write_text(json.dumps({"messages": ASKED}) + "\n")
+    prompts, answers = write_rows(tmp_path / "prompts.jsonl", [{"messages": ASKED}]), tmp_path / "answers.jsonl"
     infer(find_finished_run(world, str(world / name)), prompts, answers, max_new_tokens=TOKENS)
     expected = json.loads(answers.read_text())["answer"]
     assert expected.strip("\N{REPLACEMENT CHARACTER}")
@@ -148,9 +145,7 @@ def post(
 ) -> tuple[int, dict]:
     """Status and answer; `body` in JSON, or bytes as they are."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(
-        f"{endpoint.url}/{path}", data, {"Content-Type": "application/json", **headers}, method="POST"
-    )
+    request = urllib.request.Request(f"{endpoint.url}/{path}", data, {"Content-Type": "application/json", **headers})
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.status, json.loads(answer.read())
@@ -285,12 +280,14 @@ def test_long_bodies_and_long_prompts_do_not_stop_the_others(lora):
 
 
 def test_only_this_machines_names_reach_a_server_that_only_it_can_reach(lora):
-    for host, status in (("[::1]:8000", 200), ("evil.example", 403), ("127.0.0.1.evil.example", 403), ("", 403)):
-        assert post(lora, {**CHAT, "max_tokens": 1}, Host=host)[0] == status, host
-    for origin, status in (("http://localhost:3000", 200), ("http://evil.example", 403), ("null", 403)):
-        code, said = post(lora, {**CHAT, "max_tokens": 1}, Origin=origin)
-        assert code == status, origin
-        assert code == 200 or said["error"]["type"] == "invalid_request_error"
+    good, evil = (
+        ({"Host": "[::1]:8000"}, {"Origin": "http://localhost:3000"}),
+        ({"Host": "evil.example"}, {"Origin": "null"}),
+    )
+    assert [post(lora, {**CHAT, "max_tokens": 1}, **headers)[0] for headers in good] == [200, 200]
+    for headers in evil:
+        code, said = post(lora, {**CHAT, "max_tokens": 1}, **headers)
+        assert (code, said["error"]["type"]) == (403, "invalid_request_error"), headers
     assert serve.allowed_host_names("0.0.0.0") is None
 
 
@@ -374,10 +371,8 @@ def test_wrong_addresses_are_refused_before_anything_is_loaded(world, command, m
 
 
 def test_only_addresses_of_this_machine_come_without_a_warning():
-    for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9"):
-        assert is_local(host)
-    for host in ("0.0.0.0", "::", "192.168.0.7", "gpu-node"):
-        assert not is_local(host)
+    assert all(map(is_local, ("127.0.0.1", "localhost", "::1", "127.9.9.9")))
+    assert not any(map(is_local, ("0.0.0.0", "::", "192.168.0.7", "gpu-node")))
     assert [serve.parse_port(text) for text in (None, "0", "65535")] == [8000, 0, 65535]
 
 
