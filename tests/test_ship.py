@@ -18,58 +18,39 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from sft_play.cli import main
 from sft_play.data.masks.render import Renderer
 from sft_play.errors import ConfigError
-from sft_play.finished import load, metrics, ship_measurement
+from sft_play.finished import load, metrics, ship, ship_measurement
 from sft_play.finished.export.checks import MergeTest, mean_divergence
 from sft_play.finished.load import load_held_out_rows
 from sft_play.finished.metrics import paired_bootstrap
 from sft_play.finished.run import find_finished_run
-from sft_play.finished.ship import (
-    Evidence,
-    GeneralEvidence,
-    Losses,
-    MergeEvidence,
-    ShipResult,
-    TaskEvidence,
-    Thresholds,
-    chance_losses,
-    judge_evidence,
-    loss_gain,
-    replay_verdict,
-)
-from sft_play.finished.ship_measurement import (
-    GENERAL_SAMPLE_VERSION,
-    chat_rows,
-    distinct_rows,
-    general_sample,
-    text_rows,
-)
+from sft_play.finished.ship_measurement import chat_rows, distinct_rows, general_sample, text_rows
 from sft_play.models.config_json import base_weights_identity
 from tests.conftest import chat, write_rows, write_run
 
-QUICK = Thresholds(resamples=1000)
+QUICK = ship.Thresholds(resamples=1000)
 
 
-def half(base, tuned, *, chance=100.0) -> Losses:
-    return Losses(tuple(base), tuple(tuned), (1,) * len(base), (chance,) * len(base))
+def half(base, tuned, *, chance=100.0) -> ship.Losses:
+    return ship.Losses(tuple(base), tuple(tuned), (1,) * len(base), (chance,) * len(base))
 
 
-def task(base, tuned) -> TaskEvidence:
-    return TaskEvidence("test", half(base, tuned))
+def task(base, tuned) -> ship.TaskEvidence:
+    return ship.TaskEvidence("test", half(base, tuned))
 
 
-def evidence(*, of_task=None, text=None, chats=None, merge=None) -> Evidence:
+def evidence(*, of_task=None, text=None, chats=None, merge=None) -> ship.Evidence:
     draw = np.random.default_rng(0)
     base = draw.uniform(1, 2, 40)
     same = half([1.0] * 40, [1.0] * 40)
-    return Evidence(
+    return ship.Evidence(
         of_task or task(base.tolist(), (base - draw.uniform(0.4, 0.6, 40)).tolist()),
-        GeneralEvidence(text or same, chats or same),
-        merge or MergeEvidence("compared", 1e-6, 1e-4, 0.1),
+        ship.GeneralEvidence(text or same, chats or same),
+        merge or ship.MergeEvidence("compared", 1e-6, 1e-4, 0.1),
     )
 
 
-def refused(given: Evidence, thresholds: Thresholds = QUICK) -> dict[str, str]:
-    verdict = judge_evidence(given, thresholds)
+def refused(given: ship.Evidence, thresholds: ship.Thresholds = QUICK) -> dict[str, str]:
+    verdict = ship.judge_evidence(given, thresholds)
     assert verdict.ok == all(check.ok for check in verdict.checks)
     return {check.name: check.reason for check in verdict.checks if not check.ok}
 
@@ -77,7 +58,7 @@ def refused(given: Evidence, thresholds: Thresholds = QUICK) -> dict[str, str]:
 def test_what_is_better_and_lost_nothing_ships_and_each_bound_is_where_it_is_said_to_be():
     assert refused(evidence()) == {}
     base = [2.0] * 30
-    at_most = Thresholds(min_gain=0.25, max_text_rise=0.125, max_chat_rise=0.25, resamples=100)
+    at_most = ship.Thresholds(min_gain=0.25, max_text_rise=0.125, max_chat_rise=0.25, resamples=100)
     more = math.nextafter(0.125, 1)
 
     def of(**parts):
@@ -90,19 +71,19 @@ def test_what_is_better_and_lost_nothing_ships_and_each_bound_is_where_it_is_sai
     assert "general text" in of(text=half([0.0] * 9, [more] * 9))["general"]
     assert of(chats=half([1.0] * 9, [1.25] * 9)) == {}
     assert "general chats" in of(chats=half([0.0] * 9, [math.nextafter(0.25, 1)] * 9))["general"]
-    assert of(merge=MergeEvidence("compared", 1e-4, 1e-4, 0.1)) == {}
-    assert "not the adapter's" in of(merge=MergeEvidence("compared", 1.1e-4, 1e-4, 0.1))["merge"]
+    assert of(merge=ship.MergeEvidence("compared", 1e-4, 1e-4, 0.1)) == {}
+    assert "not the adapter's" in of(merge=ship.MergeEvidence("compared", 1.1e-4, 1e-4, 0.1))["merge"]
 
 
 def test_a_loss_above_chance_that_falls_to_one_above_chance_is_no_gain():
     # 3 nats of chance: a base of 9 that any noise makes less sure, as random weights do
     blurred = half([9.0] * 40, [8.0] * 40, chance=3.0)
-    assert "by guessing" in refused(evidence(of_task=TaskEvidence("test", blurred)))["task"]
+    assert "by guessing" in refused(evidence(of_task=ship.TaskEvidence("test", blurred)))["task"]
     learned = dataclasses.replace(blurred, tuned=(2.5,) * 40)
-    assert refused(evidence(of_task=TaskEvidence("test", learned))) == {}
-    assert loss_gain(learned, QUICK).difference == 0.5
+    assert refused(evidence(of_task=ship.TaskEvidence("test", learned))) == {}
+    assert ship.loss_gain(learned, QUICK).difference == 0.5
     # of 4 tokens three are 7, one is 9
-    assert chance_losses([[7, 7], [7, 9], []]) == pytest.approx(
+    assert ship.chance_losses([[7, 7], [7, 9], []]) == pytest.approx(
         [-2 * math.log(3 / 4), -math.log(3 / 4) - math.log(1 / 4), 0.0]
     )
 
@@ -131,19 +112,19 @@ def test_a_loss_that_is_not_a_number_never_ships(which):
     assert f"the {whose} loss is not a number on 1 of 40" in refused(evidence(of_task=task(**columns)))["task"]
     for part in ("text", "chats"):
         assert whose in refused(evidence(**{part: half(**columns)}))["general"]
-    assert "merge" in refused(evidence(merge=MergeEvidence("compared", None, 1e-4, 0.1)))
+    assert "merge" in refused(evidence(merge=ship.MergeEvidence("compared", None, 1e-4, 0.1)))
 
 
 def test_no_held_out_rows_and_no_merge_never_ship():
-    assert "no rows that the run was not trained on" in refused(evidence(of_task=TaskEvidence("")))["task"]
-    assert refused(evidence(merge=MergeEvidence("failed", reason="no disk")))["merge"] == "no disk"
-    assert "merge" in refused(evidence(merge=MergeEvidence("not needed")))
-    assert refused(evidence(merge=MergeEvidence("no adapter"))) == {}
+    assert "no rows that the run was not trained on" in refused(evidence(of_task=ship.TaskEvidence("")))["task"]
+    assert refused(evidence(merge=ship.MergeEvidence("failed", reason="no disk")))["merge"] == "no disk"
+    assert "merge" in refused(evidence(merge=ship.MergeEvidence("not needed")))
+    assert refused(evidence(merge=ship.MergeEvidence("no adapter"))) == {}
     gone = dataclasses.replace(evidence(), not_loaded="the base is gone")
     assert refused(gone)["task"] == "the base is gone"
 
 
-def plain_rule(given: Evidence, asked: Thresholds) -> dict[str, bool]:
+def plain_rule(given: ship.Evidence, asked: ship.Thresholds) -> dict[str, bool]:
     def rises(losses, bound):
         if None in losses.base + losses.tuned:
             return False
@@ -162,7 +143,7 @@ def plain_rule(given: Evidence, asked: Thresholds) -> dict[str, bool]:
     is_better = len(losses) >= asked.min_rows and None not in losses.base + losses.tuned
     if is_better:
         floor = asked.min_gain * sum(map(min, losses.base, losses.chance)) / sum(losses.tokens)
-        is_better = loss_gain(losses, asked).low > floor
+        is_better = ship.loss_gain(losses, asked).low > floor
     if is_better and given.task.right_base:
         change = paired_bootstrap(given.task.right_base, given.task.right_tuned, resamples=asked.resamples)
         is_better = change.high >= 0
@@ -172,7 +153,7 @@ def plain_rule(given: Evidence, asked: Thresholds) -> dict[str, bool]:
     return {"task": is_better, "general": is_kept, "merge": is_merged}
 
 
-def random_evidence(seed: int) -> Evidence:
+def random_evidence(seed: int) -> ship.Evidence:
     draw, pick = np.random.default_rng(seed), random.Random(seed)
 
     def losses(shift, spread, number, *, general):
@@ -183,31 +164,31 @@ def random_evidence(seed: int) -> Evidence:
         if pick.random() < 0.06:
             pick.choice(columns)[0] = None
         chance = (pick.choice([0.2, 2.5, 6.0] if general else [1.5, 6.0]) * tokens).tolist()
-        return Losses(*map(tuple, columns), tuple(tokens.tolist()), tuple(chance))
+        return ship.Losses(*map(tuple, columns), tuple(tokens.tolist()), tuple(chance))
 
     number = pick.choice([10, 29, 30, 45, 80])
     answers = [tuple(pick.random() < share for _ in range(25)) for share in (0.5, pick.choice([0.1, 0.5, 0.9]))]
     given = losses(pick.choice([-0.5, -0.1, 0.0, 0.1]), 0.3, number, general=False)
     with_answers = pick.random() < 0.5
-    return Evidence(
-        TaskEvidence("val", given, *(answers if with_answers else ((), ()))),
-        GeneralEvidence(
+    return ship.Evidence(
+        ship.TaskEvidence("val", given, *(answers if with_answers else ((), ()))),
+        ship.GeneralEvidence(
             *(losses(pick.choice([-0.1, 0.0, 0.08, 0.18, 0.4]), 0.1, pick.choice([6, 40]), general=True) for _ in "12")
         ),
         pick.choice(
-            [MergeEvidence("no adapter"), MergeEvidence("compared", pick.choice([1e-5, 1e-3]), 1e-4, 0.1),
-             MergeEvidence("failed", reason="no disk")]
+            [ship.MergeEvidence("no adapter"), ship.MergeEvidence("compared", pick.choice([1e-5, 1e-3]), 1e-4, 0.1),
+             ship.MergeEvidence("failed", reason="no disk")]
         ),
     )  # fmt: skip
 
 
 def test_the_verdict_is_that_of_the_rule_written_again():
-    thresholds = Thresholds(resamples=200)
+    thresholds = ship.Thresholds(resamples=200)
     seen: Counter[tuple[str, bool]] = Counter()
     for seed in range(150):
         given = random_evidence(seed)
         wanted = plain_rule(given, thresholds)
-        verdict = judge_evidence(given, thresholds)
+        verdict = ship.judge_evidence(given, thresholds)
         assert {check.name: check.ok for check in verdict.checks} == wanted, seed
         assert verdict.ok == all(wanted.values())
         seen.update(wanted.items())
@@ -222,11 +203,11 @@ NO_GAIN = {
 }
 
 
-def changed(draw, change) -> Losses:
+def changed(draw, change) -> ship.Losses:
     """Rows of 1 to 60 tokens that lose 2 nats a token, and less by the change."""
     tokens = draw.integers(1, 61, len(change))
     columns = (2.0 * tokens, (2.0 - change) * tokens, tokens, 9.0 * tokens)
-    return Losses(*(tuple(column.tolist()) for column in columns))
+    return ship.Losses(*(tuple(column.tolist()) for column in columns))
 
 
 @pytest.mark.parametrize("rows", [30, 60])
@@ -236,7 +217,7 @@ def test_noise_does_not_pass_as_a_gain(kind, rows):
     draw = np.random.default_rng(1)
     trials, passed = 200, 0
     for _ in range(trials):
-        passed += loss_gain(changed(draw, 0.1 * NO_GAIN[kind](draw, rows)), QUICK).low > 0
+        passed += ship.loss_gain(changed(draw, 0.1 * NO_GAIN[kind](draw, rows)), QUICK).low > 0
     assert passed <= 0.025 * trials + 3 * math.sqrt(0.025 * 0.975 * trials) / 2
 
 
@@ -245,7 +226,7 @@ def test_a_gain_passes_with_few_rows():
     passed = 0
     for _ in range(40):
         losses = changed(draw, draw.normal(0.4, 0.3, 30))
-        passed += judge_evidence(evidence(of_task=TaskEvidence("val", losses)), QUICK).ok
+        passed += ship.judge_evidence(evidence(of_task=ship.TaskEvidence("val", losses)), QUICK).ok
     assert passed >= 38
 
 
@@ -255,7 +236,7 @@ def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
     sample = general_sample()
     texts, conversations = sample.texts, sample.chats
     everything = [*texts, *(message["content"] for messages in conversations for message in messages)]
-    assert GENERAL_SAMPLE_VERSION == "general-1"
+    assert ship_measurement.GENERAL_SAMPLE_VERSION == "general-1"
     # a changed row is another version
     assert sample.sha256 == "59dca0bf3d337c46a19c5bff4051ef2871da5d129f4c900b02943ef0bacdac59"
     assert (len(texts), len(conversations)) == (137, 77)
@@ -454,14 +435,14 @@ def random_run(folder: Path, mode: str, *, rows: int) -> Path:
 @pytest.fixture
 def recorded(tmp_path) -> dict:
     given = evidence()
-    whole = ShipResult(tmp_path, given, Thresholds(), judge_evidence(given, Thresholds()), {})
+    whole = ship.ShipResult(tmp_path, given, ship.Thresholds(), ship.judge_evidence(given, ship.Thresholds()), {})
     return json.loads(json.dumps(whole.as_json()))
 
 
 def replayed(tmp_path: Path, data) -> object:
     path = tmp_path / "ship.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))
-    return replay_verdict(path)
+    return ship.replay_verdict(path)
 
 
 EDITS = {
@@ -505,7 +486,7 @@ def test_a_file_that_is_no_verdict_is_refused(tmp_path, recorded, what):
     with pytest.raises(ConfigError, match="REPLAY="):
         replayed(tmp_path, WRONG_FILES[what](recorded))
     with pytest.raises(ConfigError, match="cannot be read"):
-        replay_verdict(tmp_path / "none.json")
+        ship.replay_verdict(tmp_path / "none.json")
 
 
 def drawn_losses(generator, rows):

@@ -15,15 +15,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from transformers import (
-    AutoTokenizer,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    GenerationConfig,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralForCausalLM
 
 from sft_play.errors import TrainingError
 from sft_play.runs.folder import RunFolder, first_start_date
