@@ -134,11 +134,10 @@ def test_a_first_build_makes_the_environment_then_setuptools_then_the_project(ch
     assert not [word for command in fake.commands for word in command if "index" in word]
     assert project[-3:] == ["--no-build-isolation", "--editable", ".[dev]"]
     output = capfd.readouterr()
-    assert output.out == ""  # stdout belongs to the program
-    assert output.err.count("[setup]") == 6
-    assert "torch for CUDA 13.0: NVIDIA's driver 580.65.06 runs it" in output.err
-    assert f"GiB on the disk; pip installs, its log is {checkout / '.venv.log'}" in output.err
-    assert ".venv is ready" in output.err
+    assert (output.out, output.err.count("[setup]")) == ("", 6)  # stdout belongs to the program
+    log = f"GiB on the disk; pip installs, its log is {checkout / '.venv.log'}"
+    parts = ("torch for CUDA 13.0: NVIDIA's driver 580.65.06 runs it", log, ".venv is ready")
+    assert all(part in output.err for part in parts), output.err
 
 
 @pytest.mark.parametrize(
@@ -198,8 +197,7 @@ def test_the_environment_of_another_checkout_is_never_built_through_a_link(ready
     (other / ".venv").symlink_to(ready / ".venv")
     before = sorted((ready / ".venv").rglob("*"))
     message = refusal(never, other)
-    assert f"is a link to the environment of {ready}, so it is not changed" in message
-    assert "VENV=.venv" in message
+    assert re.search(f"is a link to the environment of {ready}, so it is not changed[^$]*VENV=.venv", message)
     assert sorted((ready / ".venv").rglob("*")) == before
     (ready / ".venv" / STAMP).write_text("building\n", "utf-8")  # of a build there that is not done
     refusal(never, other)
@@ -213,8 +211,7 @@ def test_another_python_rebuilds_on_the_disk_that_a_link_names_and_is_then_kept(
     monkeypatch.setattr(setup_env, "named_python", lambda name: Python("/other/python", (3, 99), True))
     fake = built(ready, PYTHON="other")
     assert (fake.commands[0][0], fake.builds) == ("/other/python", 1)
-    assert venv.is_symlink()
-    assert (disk / STAMP).read_text("utf-8").startswith("ready ")
+    assert (venv.is_symlink(), (disk / STAMP).read_text("utf-8")[:6]) == (True, "ready ")
     monkeypatch.setattr(setup_env, "live_version", lambda venv: (3, 99))
     setup_env.ensure(ready, {"PYTHON": "other"}, never)
     setup_env.ensure(ready, {}, never)
@@ -250,8 +247,7 @@ def test_two_makes_at_once_build_once_and_the_second_says_that_it_waits(checkout
             output += capfd.readouterr().err
         go_on.set()
     second.result()
-    assert "waiting for another make that builds .venv" in output
-    assert fake.builds == 1
+    assert ("waiting for another make that builds .venv" in output, fake.builds) == (True, 1)
     setup_env.ensure(checkout, {}, never)
 
 
@@ -296,8 +292,7 @@ def test_without_a_way_to_pytorch_org_a_build_that_is_needed_is_an_error(monkeyp
     build = FakeBuild()
     monkeypatch.setenv("TORCH", "cpu")
     message = refusal(lambda command, root: build(command, root) or int("--index-url" in command))
-    assert "make setup TORCH=index" in message
-    assert "ended with exit code 1" in message
+    assert ("make setup TORCH=index" in message, "ended with exit code 1" in message) == (True, True)
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
@@ -326,17 +321,12 @@ def test_uv_installs_the_same_pins_into_the_same_environment(checkout, tmp_path,
     assert setup_env.main(checkout) == 0
     python = checkout / ".venv/bin/python"
     start = f"pip install --python {python} --constraint requirements.lock --compile-bytecode"
-    assert notes.read_text("utf-8").splitlines() == [
-        f"{start} setuptools",
-        f"{start} --no-build-isolation --editable .[dev]",
-    ]
+    made = [f"{start} setuptools", f"{start} --no-build-isolation --editable .[dev]"]
+    assert notes.read_text("utf-8").splitlines() == made
     assert python.exists()
-    message = capfd.readouterr().err
-    assert f"uv installs ({uv})" in message
-    assert "Resolved" not in message
-    log = (checkout / ".venv.log").read_text("utf-8")
-    assert log.count("Resolved 3 packages") == 2
-    assert f"$ {uv} pip install" in log
+    message, log = capfd.readouterr().err, (checkout / ".venv.log").read_text("utf-8")
+    assert (f"uv installs ({uv})" in message, "Resolved" in message) == (True, False)
+    assert (log.count("Resolved 3 packages"), f"$ {uv} pip install" in log) == (2, True)
 
 
 def test_a_failed_install_shows_the_end_of_its_log_and_where_it_is(checkout, tmp_path, monkeypatch, capfd):
@@ -348,8 +338,7 @@ def test_a_failed_install_shows_the_end_of_its_log_and_where_it_is(checkout, tmp
     assert setup_env.main(checkout) == 2
     message = capfd.readouterr().err
     assert f"ended with exit code 2; the last lines of {checkout / '.venv.log'}:\n" in message
-    assert "    line 40\n    error: no network\n" in message
-    assert "line 20\n" not in message
+    assert ("    line 40\n    error: no network\n" in message, "line 20\n" in message) == (True, False)
 
 
 def publish(index, name, version, *needs):
@@ -374,11 +363,10 @@ def test_real_pip_takes_torch_from_one_index_and_all_else_at_its_pins_from_the_o
     usual, other = tmp_path / "usual", tmp_path / "other"
     if has_build:
         publish(other / "cpu", "torch", "2.0+cpu", "beta")
-    for version in ("2.0", "2.1"):
-        publish(usual, "torch", version, "beta")
-    for name in ("alpha", "beta"):
-        for version in ("1.0", "1.1"):
-            publish(usual, name, version, *(["torch>=1"] if name == "alpha" else []))
+    for version in ("0", "1"):
+        publish(usual, "torch", f"2.{version}", "beta")
+        publish(usual, "alpha", f"1.{version}", "torch>=1")
+        publish(usual, "beta", f"1.{version}")
     (checkout / "pins").write_text("alpha==1.0\nbeta==1.1\ntorch==2.0\n", "utf-8")
     monkeypatch.setattr(torch_build, "WHEELS", other.as_uri() + "/")
     monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64"))
@@ -408,9 +396,7 @@ def test_a_foreign_venv_stays_untouched_and_the_ways_out_are_named(create, check
     before = sorted((str(path), path.lstat().st_mtime_ns) for path in [venv, *venv.rglob("*")])
     message = refusal(never)
     assert sorted((str(path), path.lstat().st_mtime_ns) for path in [venv, *venv.rglob("*")]) == before
-    assert "was not built by this project" in message
-    assert "VENV=.venv" in message
-    assert "mv .venv .venv.mine" in message
+    assert all(part in message for part in ("was not built by this project", "VENV=.venv", "mv .venv .venv.mine"))
 
 
 def test_an_environment_of_the_users_is_taken_as_it_is(ready, tmp_path, monkeypatch, capfd):
@@ -444,7 +430,6 @@ def test_a_named_python_that_cannot_be_used_is_refused(answer, words, tmp_path):
 def test_the_search_takes_the_first_python_that_fits(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     fake_python(tmp_path / "python3", "3 9 1 /nine")
-    fake_python(tmp_path / "python3.14", "3 14 0 /without pip")
     fake_python(tmp_path / "python3.13", "3 13 0 /without pip")
     fake_python(tmp_path / "python3.12", "3 12 1 /has a space/python3.12")
     fake_python(tmp_path / "python3.11", "3 11 1 /eleven")
@@ -574,10 +559,8 @@ def test_unsloths_environment_is_built_beside_ours_from_pins_of_its_own(checkout
     assert (folder / STAMP).read_text().startswith("ready ")
     assert not (checkout / ".venv" / STAMP).exists()
     made, installed = fake.commands
-    assert made[-1] == str(folder)
+    assert (made[-1], "unsloth" in installed, ".[dev]" in installed) == (str(folder), True, False)
     assert installed[installed.index("--constraint") + 1] == "requirements-unsloth.lock"
-    assert "unsloth" in installed
-    assert ".[dev]" not in installed
     assert ".venv-unsloth is ready" in capfd.readouterr().err
     setup_env.ensure(checkout, {"VENV": "/no/such"}, never, what=setup_env.UNSLOTH)
     (checkout / "requirements-unsloth.lock").write_text("unsloth==2.0\n", encoding="utf-8")
@@ -706,11 +689,10 @@ def test_sizes_are_said_in_gib_and_unknown_ones_as_such():
     mib, cpu = 2**20, BUILDS["cpu"]
     for name, build in BUILDS.items():
         download, disk, text = torch_build.sizes(torch_build.Choice(name, None, ""))
-        if build.disk is None:
-            assert "not measured" in text
-            assert (download, disk) == (cpu.download * mib, cpu.disk * mib)
-        else:
-            assert (download, disk) == (build.download * mib, build.disk * mib)
+        known = cpu if build.disk is None else build
+        assert (download, disk) == (known.download * mib, known.disk * mib)
+        assert ("not measured" in text) == (build.disk is None)
+        if build.disk is not None:
             assert f"{build.download / 1024:.1f} GiB to download, {build.disk / 1024:.1f} GiB on the disk" in text
     assert "not measured" in torch_build.sizes(torch_build.Choice("cu132", "x", ""))[2]
     download, disk, text = torch_build.sizes(torch_build.Choice("index", None, ""))

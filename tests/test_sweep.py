@@ -84,7 +84,9 @@ def test_what_can_be_refused_is_refused_at_once(world, monkeypatch, capsys):
     (world / "outputs" / "my-run-learning_rate=1e-3").mkdir(parents=True)
     with pytest.raises(RunFolderError, match="no manifest"):
         cells(LISTED)
-    assert main(["sweep", "model.name=some/model,other/model"]) == 2
+    with monkeypatch.context() as patch:
+        patch.chdir(ROOT)
+        assert main(["sweep", "model.name=some/model,other/model"]) == 2
     assert "without CONFIG sweep uses the starter" in capsys.readouterr().err  # which takes no other model
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

@@ -26,6 +26,7 @@ from sft_play.training.loop.trainer import PlannedTrainer
 from sft_play.training.measure import exact_match, profile
 from sft_play.training.measure.evaluate import EvalSet, estimate_remaining, remaining_events
 from tests.conftest import chat, write_rows, write_run
+from tests.processes import wait_for
 from tests.test_train import metrics
 
 pytestmark = pytest.mark.build
@@ -63,45 +64,32 @@ def test_what_is_still_to_come_is_what_the_trainer_does_from_there_on(seed: int)
         assert left == sum(at >= step for at in all_visits), (strategy, every, per_epoch, step)
 
 
-def trainer(took_s: dict[str, list[float]], **state: int) -> Any:
-    """A run of 10 steps that evaluates after 4 and 8 and at the end, and saves after each 5."""
-    arguments = SimpleNamespace(
-        eval_strategy="steps", eval_steps=4, save_strategy="steps", save_steps=5, load_best_model_at_end=False
-    )
-    return SimpleNamespace(args=arguments, pause_seconds=took_s, state=TrainerState(max_steps=10, **state))
+def left(took_s: dict[str, list[float]], name: str = "val", *, step: int = 10, rows: Any = (), **changes: Any) -> Any:
+    """What is left of a run of 10 steps that evaluates after 4 and 8 and at the end, and saves after each 5."""
+    usual = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 5}
+    arguments = SimpleNamespace(**{**usual, "load_best_model_at_end": False, **changes})
+    state = TrainerState(max_steps=10, global_step=step)
+    trainer: Any = SimpleNamespace(args=arguments, pause_seconds=took_s, state=state)
+    return estimate_remaining(trainer, EvalSet(rows, name, [], []))
 
 
-def eval_set(name: str, rows: Any = ()) -> EvalSet:
-    return EvalSet(rows, name, [], [])
-
-
-def test_what_was_measured_last_is_what_the_rest_takes() -> None:
+def test_what_was_measured_last_is_what_the_rest_takes_and_what_is_unknown_is_named() -> None:
     took_s = {"eval": [9.0, 7.0], "checkpoint": [2.0], "test": [60.0], "profile": [35.0]}
     # three evaluations (after 4, 8 and 10), two checkpoints and the weights; the last evaluation is that of the run
-    assert estimate_remaining(trainer(took_s, global_step=1), eval_set("val")) == (3 * 7 + 3 * 2, "")
-    assert estimate_remaining(trainer(took_s, global_step=10), eval_set("val")) == (1 * 7 + 2 * 2, "")
-    # test rows are evaluated after training besides
-    assert estimate_remaining(trainer(took_s, global_step=10), eval_set("test")) == (7 + 4 + 60, "")
-    best = trainer(took_s, global_step=10)
-    best.args.load_best_model_at_end = True
-    assert estimate_remaining(best, eval_set("val")) == (2 * 7 + 4, "")
-    without = trainer(took_s, global_step=10)
-    without.args.eval_strategy = "no"
-    assert estimate_remaining(without, eval_set("val")) == (7 + 4, "")
-    assert estimate_remaining(without, eval_set("val", None)) == (4, "")  # there are no rows to evaluate
-
-
-def test_rows_that_were_not_evaluated_yet_take_what_the_others_did_and_unknown_ones_are_named() -> None:
+    assert left(took_s, step=1) == (3 * 7 + 3 * 2, "")
+    assert left(took_s) == (1 * 7 + 2 * 2, "")
+    assert left(took_s, "test") == (7 + 4 + 60, "")  # test rows are evaluated after training besides
+    assert left(took_s, load_best_model_at_end=True) == (2 * 7 + 4, "")
+    assert left(took_s, eval_strategy="no") == (7 + 4, "")
+    assert left(took_s, eval_strategy="no", rows=None) == (4, "")  # there are no rows to evaluate
     # validation in training comes after the test rows were measured first, or the other way round
-    assert estimate_remaining(trainer({"test": [60.0]}, global_step=10), eval_set("test")) == (60 + 60, "")
-    assert estimate_remaining(trainer({"eval": [7.0]}, global_step=10), eval_set("test")) == (7 + 7, "")
+    assert left({"test": [60.0]}, "test") == (60 + 60, "")
+    assert left({"eval": [7.0]}, "test") == (7 + 7, "")
     # of a resumed run, and without eval.before_training, nothing is known: `1 second left` would be all but minutes
     unknown = ", evaluations not counted"
-    assert estimate_remaining(trainer({"checkpoint": [2.0]}, global_step=10), eval_set("test")) == (4, unknown)
-    without = trainer({}, global_step=10)
-    without.args.eval_strategy = "no"
-    assert estimate_remaining(without, eval_set("val")) == (0, unknown)
-    assert estimate_remaining(without, eval_set("val", None)) == (0, "")
+    assert left({"checkpoint": [2.0]}, "test") == (4, unknown)
+    assert left({}, eval_strategy="no") == (0, unknown)
+    assert left({}, eval_strategy="no", rows=None) == (0, "")
 
 
 def test_a_line_has_what_follows_and_not_what_came_between_steps() -> None:
@@ -178,9 +166,6 @@ def test_evaluations_and_answers_say_how_far_they_are(config: Path, succeed, mon
     assert int(left) >= 1
 
 
-STEPS = 1000
-
-
 class Simulated:
     """A run of steps, evaluations and checkpoints of random lengths, as the Trainer calls its callbacks."""
 
@@ -198,11 +183,11 @@ class Simulated:
 
     def run(self) -> None:
         control = SimpleNamespace(should_save=False, should_training_stop=False)
-        while self.step < STEPS and not control.should_training_stop:
+        while self.step < 1000 and not control.should_training_stop:
             self.step += 1
             self.stop.on_step_begin()
             self.take("step")
-            self.stop.on_step_end(None, SimpleNamespace(global_step=self.step, max_steps=STEPS), control)
+            self.stop.on_step_end(None, SimpleNamespace(global_step=self.step, max_steps=1000), control)
             self.ended_at = self.now
             if self.step % self.every["eval"] == 0:
                 self.take("eval")
@@ -216,8 +201,7 @@ def test_the_run_ends_within_its_limit_and_no_sooner_than_it_must(seed):
     limit_s = draw.uniform(150, 1000)
     run = Simulated(draw, limit_s / 3600)
     run.run()
-    assert run.stop.has_stopped_early
-    assert run.now <= limit_s
+    assert (run.stop.has_stopped_early, run.now <= limit_s) == (True, True)
     # one more step, with the longest of each, and 5% of the limit for a checkpoint, would not have been sure to fit
     longest = {name: max(seconds, default=0.0) for name, seconds in run.took_s.items()}
     kept = longest["step"] + longest["eval"] + max(longest["checkpoint"], 0.05 * limit_s)
@@ -253,22 +237,12 @@ def test_a_run_that_stops_for_its_limit_ends_with_a_checkpoint_and_is_resumed_wi
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
 
 
-@pytest.fixture
-def quickly(monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.03)
-
-
 def said(caplog) -> list[str]:
     return [re.sub(r"\d+ s so far$", "S", record.getMessage()) for record in caplog.records]
 
 
 def until(caplog, text: str) -> None:
-    """Wait for a line; the test's own limit ends it where none comes."""
-    for _ in range(2000):
-        if any(text in line for line in said(caplog)):
-            return
-        threading.Event().wait(0.005)
-    pytest.fail(f"{text} was not said: {said(caplog)}")
+    wait_for(lambda: any(text in line for line in said(caplog)), within_s=10, said=lambda: str(said(caplog)))
 
 
 def test_what_is_quick_says_nothing_and_does_not_look_for_a_total(caplog):
@@ -280,7 +254,8 @@ def test_what_is_quick_says_nothing_and_does_not_look_for_a_total(caplog):
     assert not [one for one in threading.enumerate() if one.name == "waiting"]
 
 
-def test_the_innermost_speaks_and_then_the_one_around_it(caplog, quickly):
+def test_the_innermost_speaks_and_then_the_one_around_it(caplog, monkeypatch):
+    monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.03)
     caplog.set_level(logging.INFO)
     with report_wait("Checking"):
         with report_wait("Reading", unit="rows", count_total=lambda: 7) as news:
@@ -331,7 +306,7 @@ def test_rows_are_counted_by_lines_and_row_groups_and_by_nothing_that_has_to_be_
         for at, count in enumerate(counts):
             rows = [{"prompt": f"{n}", "completion": "x"} for n in range(count)]
             if chance.random() < 0.5:
-                (folder / f"{at}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+                write_rows(folder / f"{at}.jsonl", rows)
             else:
                 pa.parquet.write_table(pa.Table.from_pylist(rows), folder / f"{at}.parquet")
         assert count_part_rows(list_parts(find_source(str(folder)))) == sum(counts)

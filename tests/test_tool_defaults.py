@@ -21,7 +21,6 @@ TOOLS: dict[str, Any] = other_tools._load_tables("tool_defaults.yaml")
 NAMED = [tool for tool in TOOLS if tool != "none"]
 INSTALLED = ("transformers", "trl", "peft", "torch")
 
-
 WHEELS = "SFT_PLAY_WHEELS"
 """The variable that names a folder with wheels of the tools (docs/testing.md)."""
 
@@ -68,10 +67,8 @@ def default_in(source: str, name: str, key: str) -> Any:
 
 def _fields(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
     if isinstance(node, ast.FunctionDef):
-        given = node.args.args
-        yield from zip(
-            (one.arg for one in given[len(given) - len(node.args.defaults) :]), node.args.defaults, strict=True
-        )
+        names = [one.arg for one in node.args.args[len(node.args.args) - len(node.args.defaults) :]]
+        yield from zip(names, node.args.defaults, strict=True)
         yield from zip((one.arg for one in node.args.kwonlyargs), node.args.kw_defaults, strict=True)
     if isinstance(node, ast.ClassDef):
         for item in node.body:
@@ -171,19 +168,18 @@ NEUTRAL = {
 def test_each_default_reaches_the_yaml_or_a_comment(tool, mode):
     """Of a file that says nothing but the mode, every default is in force in the run that is written, or a comment
     names its key. Those that follow from other settings are worked out by hand in test_translated.py."""
-    found = translate_file(
-        f"{NEUTRAL[tool]}\ntuning: {{mode: {mode}}}\n", name="x.yaml", user_settings={"model.name": "a/b"}
-    )
+    text = f"{NEUTRAL[tool]}\ntuning: {{mode: {mode}}}\n"
+    found = translate_file(text, name="x.yaml", user_settings={"model.name": "a/b"})
     assert found.tool.name.startswith(TOOLS[tool]["name"])
     config = config_from_text(format_run_yaml(found.settings), name="x.yaml")
     said = " ".join(" ".join(found.comments()).replace("# ", "").split())
     seen: set[str] = set()
     for key, value in found.tool.defaults.items():
         row = found.tool.known_keys.get(key) or other_tools.find_known_key(tuple(key.split(".")))
-        wanted = (
-            value if isinstance(value, dict) else dict(other_tools.translate_value(row, value).settings) if row else {}
-        )
-        wanted = wanted if row or isinstance(value, dict) else {find_option(key)[0]: value}
+        if isinstance(value, dict):
+            wanted = value
+        else:
+            wanted = dict(other_tools.translate_value(row, value).settings) if row else {find_option(key)[0]: value}
         for path, ours in wanted.items() if value is not None else ():
             is_idle = mode == "full" and path.startswith("tuning.lora.")
             if path in {"words", "tuning.mode", *seen} or isinstance(ours, (dict, list)) or is_idle:

@@ -87,17 +87,13 @@ def test_the_bench_and_tensorboard_show_a_new_option(longer, monkeypatch, tmp_pa
     assert build_hparams(longer, plan)["adam_epsilon"] == 1e-6  # type: ignore[arg-type]
 
 
-def test_other_tools_names_lead_to_a_new_option(longer):
+def test_other_tools_names_lead_to_a_new_option_and_an_optimizer_that_does_not_read_it_is_refused(longer):
     for name in ("adam_eps", "epsilon", "eps"):
         with pytest.raises(ConfigError, match=r"here it is train.adam_epsilon: 1e-6"):
             config_from_text(f"model: {{name: a}}\n{name}: 1e-6\n", name="x.yaml")
-
-
-def test_an_optimizer_that_does_not_read_a_new_option_is_refused(longer):
     train = longer.train.model_copy(update={"optim": "adafactor"})
     config = longer.model_copy(update={"train": train})
-    told = [problem for problem in find_conflicts(config, YamlDocument("run.yaml")) if "adam_epsilon" in problem.path]
-    (problem,) = told
+    (problem,) = (one for one in find_conflicts(config, YamlDocument("run.yaml")) if "adam_epsilon" in one.path)
     assert problem.message == "1e-06 is AdamW's, and train.optim is adafactor; remove one of them"
 
 
