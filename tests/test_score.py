@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.memory_model import old_scripts, published, published_sources  # noqa: F401  (the tracer runs them)
 from benchmarks.memory_model.published import read_runs
@@ -68,37 +69,29 @@ def test_columns_become_settings() -> None:
     assert (made.weights, made.adapters, made.optimizer) == ("bfloat16", "float32", "adamw_foreach")
 
 
-@pytest.mark.parametrize(
-    ("changed", "field", "value"),
-    [
-        ({"gpu": "Tesla T4"}, "capability", (7, 5)),
-        ({"gpu": "NVIDIA L40S"}, "capability", (8, 9)),
-        ({"gpu": "NVIDIA A10G"}, "capability", (8, 6)),
-        ({"transformers": "4.49.0"}, "loss", "logits_shifted"),
-        ({"transformers": "4.45.2"}, "loss", "logits_shifted_float"),
-        ({"transformers": "4.50.1"}, "loss", "model"),
-        ({"loss_head": "chunked"}, "loss", "chunked"),
-        ({"optimizer": "AdamW (HF Trainer default)"}, "optimizer", "adamw_fused"),
-        ({"optimizer": "AdamW (HF Trainer default)", "transformers": "4.48.1"}, "optimizer", "adamw_foreach"),
-        ({"optimizer": "paged_adamw_8bit"}, "optimizer", "paged_adamw_8bit"),
-        ({"optimizer": "adamw_bnb_8bit"}, "optimizer", "adamw_8bit"),
-        ({"gradient_checkpointing": "no"}, "checkpointing", False),
-        ({"transformers": "4.48.1"}, "reentrant", True),
-        ({"padding": "padded to longest"}, "mask", "padded"),
-        ({"attention": "flash2"}, "attention", "flash_attention_2"),
-        ({"compute_dtype": "bf16 (autocast)"}, "autocast", "bfloat16"),
-        ({"strategy": "ddp", "n_gpus": "4"}, "world", 4),
-        ({"strategy": "fsdp", "n_gpus": "8"}, "strategy", "fsdp1"),
-        ({"strategy": "cp 8", "n_gpus": "8"}, "seq_len", 8),
-        ({"seq_len": "", "tokens_per_microbatch": "256"}, "seq_len", 128),
-        ({"mode": "qlora", "quant": "bnb-nf4"}, "double_quant", False),
-        ({"mode": "qlora", "quant": "bnb-nf4-dq"}, "double_quant", True),
-        ({"mode": "qlora", "quant": "bnb-nf4", "weights_dtype": "nf4 (rest fp32)"}, "fp32_rest", True),
-        ({"lora_targets": "attention (q k v o)"}, "peft.target_modules", ["q_proj", "k_proj", "v_proj", "o_proj"]),
-        ({"lora_targets": "all-linear"}, "peft.target_modules", "all-linear"),
-        ({"mode": "dora"}, "peft.use_dora", True),
-    ],
-)
+@pytest.mark.parametrize(("changed", "field", "value"), [
+    ({"gpu": "Tesla T4"}, "capability", (7, 5)), ({"gpu": "NVIDIA L40S"}, "capability", (8, 9)),
+    ({"gpu": "NVIDIA A10G"}, "capability", (8, 6)), ({"transformers": "4.49.0"}, "loss", "logits_shifted"),
+    ({"transformers": "4.45.2"}, "loss", "logits_shifted_float"), ({"transformers": "4.50.1"}, "loss", "model"),
+    ({"loss_head": "chunked"}, "loss", "chunked"),
+    ({"optimizer": "AdamW (HF Trainer default)"}, "optimizer", "adamw_fused"),
+    ({"optimizer": "AdamW (HF Trainer default)", "transformers": "4.48.1"}, "optimizer", "adamw_foreach"),
+    ({"optimizer": "paged_adamw_8bit"}, "optimizer", "paged_adamw_8bit"),
+    ({"optimizer": "adamw_bnb_8bit"}, "optimizer", "adamw_8bit"),
+    ({"gradient_checkpointing": "no"}, "checkpointing", False), ({"transformers": "4.48.1"}, "reentrant", True),
+    ({"padding": "padded to longest"}, "mask", "padded"),
+    ({"attention": "flash2"}, "attention", "flash_attention_2"),
+    ({"compute_dtype": "bf16 (autocast)"}, "autocast", "bfloat16"),
+    ({"strategy": "ddp", "n_gpus": "4"}, "world", 4), ({"strategy": "fsdp", "n_gpus": "8"}, "strategy", "fsdp1"),
+    ({"strategy": "cp 8", "n_gpus": "8"}, "seq_len", 8),
+    ({"seq_len": "", "tokens_per_microbatch": "256"}, "seq_len", 128),
+    ({"mode": "qlora", "quant": "bnb-nf4"}, "double_quant", False),
+    ({"mode": "qlora", "quant": "bnb-nf4-dq"}, "double_quant", True),
+    ({"mode": "qlora", "quant": "bnb-nf4", "weights_dtype": "nf4 (rest fp32)"}, "fp32_rest", True),
+    ({"lora_targets": "attention (q k v o)"}, "peft.target_modules", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+    ({"lora_targets": "all-linear"}, "peft.target_modules", "all-linear"),
+    ({"mode": "dora"}, "peft.use_dora", True),
+])  # fmt: skip
 def test_a_column_changes_its_setting(changed: dict[str, str], field: str, value: object) -> None:
     found: Any = settings_of(**changed)
     assert found != settings_of()
@@ -107,30 +100,20 @@ def test_a_column_changes_its_setting(changed: dict[str, str], field: str, value
     assert found == value
 
 
-@pytest.mark.parametrize(
-    ("changed", "part"),
-    [
-        ({"model": "someone/unseen"}, "no config.json of its model"),
-        ({"class": "D"}, "estimate"),
-        ({"mode": "pretraining"}, "the mode is not"),
-        ({"micro_batch": ""}, "micro-batch is not known"),
-        ({"micro_batch": "-1"}, "micro_batch is not a positive number"),
-        ({"micro_batch": "1.5"}, "micro_batch is not a count"),
-        ({"seq_len": "nan"}, "seq_len is not a positive number"),
-        ({"seq_len": ""}, "length of a row is not known"),
-        ({"optimizer": ""}, "optimizer is not known"),
-        ({"optimizer": "galore (galore_rank=32)"}, "the optimizer galore is not traced"),
-        ({"attention": "flex"}, "attention flex"),
-        ({"gradient_checkpointing": "offload"}, "offloaded"),
-        ({"strategy": "fsdp+offload"}, "host memory"),
-        ({"strategy": "fsdp 8 x tp 8"}, "tensor or pipeline"),
-        ({"strategy": "fsdp2", "n_gpus": ""}, "number of GPUs"),
-        ({"mode": "qlora", "quant": "gptq-int4"}, "gptq-int4"),
-        ({"loss_head": "liger"}, "Liger"),
-        ({"lora_targets": ""}, "target modules"),
-        ({"source": "Lightning-AI/litgpt x"}, "model class of its own"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "part"), [
+    ({"model": "someone/unseen"}, "no config.json of its model"), ({"class": "D"}, "estimate"),
+    ({"mode": "pretraining"}, "the mode is not"), ({"micro_batch": ""}, "micro-batch is not known"),
+    ({"micro_batch": "-1"}, "micro_batch is not a positive number"),
+    ({"micro_batch": "1.5"}, "micro_batch is not a count"),
+    ({"seq_len": "nan"}, "seq_len is not a positive number"), ({"seq_len": ""}, "length of a row is not known"),
+    ({"optimizer": ""}, "optimizer is not known"),
+    ({"optimizer": "galore (galore_rank=32)"}, "the optimizer galore is not traced"),
+    ({"attention": "flex"}, "attention flex"), ({"gradient_checkpointing": "offload"}, "offloaded"),
+    ({"strategy": "fsdp+offload"}, "host memory"), ({"strategy": "fsdp 8 x tp 8"}, "tensor or pipeline"),
+    ({"strategy": "fsdp2", "n_gpus": ""}, "number of GPUs"), ({"mode": "qlora", "quant": "gptq-int4"}, "gptq-int4"),
+    ({"loss_head": "liger"}, "Liger"), ({"lora_targets": ""}, "target modules"),
+    ({"source": "Lightning-AI/litgpt x"}, "model class of its own"),
+])  # fmt: skip
 def test_a_row_that_cannot_be_expressed_says_why(changed: dict[str, str], part: str) -> None:
     with pytest.raises(NotExpressible, match=re.escape(part)):
         settings_of(**changed)
@@ -139,9 +122,8 @@ def test_a_row_that_cannot_be_expressed_says_why(changed: dict[str, str], part: 
 def test_fms_baseline_keeps_norms_in_fp32_under_autocast() -> None:
     row = {"source": "foundation-model-stack/fms-acceleration refs", "mode": "qlora", "quant": "bnb-nf4"}
     row |= {"weights_dtype": "4bit (+bf16)", "transformers": "4.48.1", "attention": "flash2"}
-    baseline, accelerated = (
-        settings_of(**row, notes=f"framework_config={kind}-peft-bnb; x") for kind in ("baseline", "accelerated")
-    )
+    notes = (f"framework_config={kind}-peft-bnb; x" for kind in ("baseline", "accelerated"))
+    baseline, accelerated = (settings_of(**row, notes=one) for one in notes)
     assert (baseline.fp32_norms, accelerated.fp32_norms) == (True, False)
     assert baseline.autocast == accelerated.autocast == "bfloat16"
     assert baseline.peft["lora_dropout"] == 0.1
@@ -240,15 +222,10 @@ def test_byte_order_marks_empty_lines_no_rows_and_missing_columns_are_fine(tmp_p
     assert (run.settings, bool(run.reason)) == (None, True)
 
 
-@pytest.mark.parametrize(
-    ("content", "part"),
-    [
-        (b"id,model\nx,y\n", "no column class, source, mode"),
-        (b"\xff\xfe\x00\x01", "UTF-8"),
-        (b'{"rows": []}\n', "no column id"),
-        (None, "does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("content", "part"), [
+    (b"id,model\nx,y\n", "no column class, source, mode"), (b"\xff\xfe\x00\x01", "UTF-8"),
+    (b'{"rows": []}\n', "no column id"), (None, "does not exist"),
+])  # fmt: skip
 def test_a_file_that_is_no_table_of_peaks_is_one_message(tmp_path: Path, content: bytes | None, part: str) -> None:
     path = tmp_path / "peaks.csv"
     if content is not None:
@@ -278,16 +255,12 @@ def test_published_rows_nearest_to_this_toolkit_are_described() -> None:
     runs = read_runs(ROOT / "benchmarks" / "published_nearest.csv")
     expressed = {run.id for run in runs if run.settings is not None}
     assert len(runs) == len({run.id for run in runs}) == 113
-    assert sum(one.startswith("halo-trl/") for one in expressed) == 15
-    assert sum(one.startswith("prime-rl/") for one in expressed) == 7
+    assert [sum(one.startswith(kind) for one in expressed) for kind in ("halo-trl/", "prime-rl/")] == [15, 7]
     assert "deepspeed-bf16-master/fp32-master" in expressed
-    reasons = {run.reason for run in runs if run.settings is None}
-    assert reasons == {
-        "a step of reinforcement learning (prime-rl)",
-        "a model class of its own (prime-rl)",
-        "tensor, pipeline or expert parallel (Megatron)",
-        "ZeRO with master weights and states in half precision",
-    }
+    reasons = {"a step of reinforcement learning (prime-rl)", "a model class of its own (prime-rl)",
+               "tensor, pipeline or expert parallel (Megatron)",
+               "ZeRO with master weights and states in half precision"}  # fmt: skip
+    assert {run.reason for run in runs if run.settings is None} == reasons
     growing = {run.source for run in runs if run.settings and run.settings.expandable_segments}
     assert growing == {"PrimeIntellect-ai/prime-rl"}
 
@@ -317,9 +290,8 @@ def traced(**changed: Any) -> TracedPeak:
 
 def test_fp32_norms_cost_two_bytes_more_a_weight() -> None:
     model = build.load_skeleton(build.build_skeleton(TINY), replace(TINY, fp32_norms=True))
-    kinds = {name: str(one.dtype) for name, one in model.named_parameters()}
-    assert {kind for name, kind in kinds.items() if "norm" in name} == {"torch.float32"}
-    assert {kind for name, kind in kinds.items() if "norm" not in name} == {"torch.bfloat16"}
+    kinds = {("norm" in name, one.dtype) for name, one in model.named_parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 def test_when_scripts_drop_outputs_gradients_and_the_cache_counts() -> None:

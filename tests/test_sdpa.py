@@ -178,11 +178,10 @@ def test_the_trace_calls_the_operator_of_the_table(seed):
     on = prefers_cudnn(capability, wheel)
     attention = kernels.CudaAttention(capability, lambda: on)
     with FakeTensorMode(), Names():
-        query, key, value = (
-            torch.zeros(1, heads, 24, width, dtype=dtype, requires_grad=call.needs_gradient)
-            for heads, width in ((4, call.head_dim), (2 if call.has_grouped_heads else 4, call.head_dim),
-                                 (2 if call.has_grouped_heads else 4, call.value_head_dim))
-        )  # fmt: skip
+        kv_heads = 2 if call.has_grouped_heads else 4
+        sizes = ((4, call.head_dim), (kv_heads, call.head_dim), (kv_heads, call.value_head_dim))
+        made = {"dtype": dtype, "requires_grad": call.needs_gradient}
+        query, key, value = (torch.zeros(1, heads, 24, width, **made) for heads, width in sizes)
         mask = torch.zeros(1, 1, 24, 24, dtype=torch.bool) if call.masked else None
         kernel = sdpa_kernel(call, capability, uses_cudnn=on)
         with pytest.raises(TraceUnavailable) if kernel == "math" else contextlib.nullcontext():

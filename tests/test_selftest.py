@@ -197,8 +197,8 @@ def on_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialBench:
 
 def test_every_trial_fits_a_large_card_and_one_micro_batch_does_not(on_h100):
     plans = [trials.plan_run(on_h100.write_trial_config(trial)) for trial in trials.all_trials()]
-    assert all(plan.fits and plan.layout == "single" for plan in plans)
-    assert {plan.batch.micro_batch for plan in plans} == {GPU_SIZE.micro_batch}
+    found = {(plan.fits, plan.layout, plan.batch.micro_batch) for plan in plans}
+    assert found == {(True, "single", GPU_SIZE.micro_batch)}
     total = parse_hardware("1xH100").gpus[0].total_bytes
     sizes: dict[int, int] = {}
 
@@ -207,9 +207,7 @@ def test_every_trial_fits_a_large_card_and_one_micro_batch_does_not(on_h100):
         return sizes[size]
 
     micro = trials.find_oversized_micro_batch(required, total)
-    assert micro is not None
-    assert sizes[micro] > 1.25 * total
-    assert sizes[micro // 2] <= 1.25 * total
+    assert sizes[micro] > 1.25 * total >= sizes[micro // 2]
     assert trials.find_oversized_micro_batch(lambda size: 0, total) is None
 
 
@@ -218,8 +216,8 @@ def test_a_trial_that_does_not_fit_is_left_out_by_its_plan(on_h100, monkeypatch)
     monkeypatch.setattr(trials, "detect_hardware", lambda: small)
     monkeypatch.setattr(trials, "run_module", lambda *_, **__: pytest.fail("it was started"))
     part = trials.run_trial(trials.Trial("full", False, "equal", "evaluate"), on_h100)
-    assert part.status == "skipped"
-    assert "the plan says that it does NOT fit, too little GPU memory: needs" in part.reason
+    said = "the plan says that it does NOT fit, too little GPU memory: needs"
+    assert (part.status, said in part.reason) == ("skipped", True)
 
 
 def test_rows_are_of_their_kinds(tmp_path):
@@ -234,8 +232,7 @@ def test_rows_are_of_their_kinds(tmp_path):
     unequal = words("unequal")
     assert (len(unequal), len(set(unequal)) > 20) == (needed, True)
     assert max(unequal) == 2 * CPU_SIZE.seq_len  # the longest rows are those that a plan assumes
-    assert max(words("packed")) < CPU_SIZE.seq_len
-    assert len(words("out-of-memory")) >= 13
+    assert (max(words("packed")) < CPU_SIZE.seq_len, len(words("out-of-memory")) >= 13) == (True, True)
 
 
 def numbers(**changes: Any) -> dict[str, Any]:
@@ -279,9 +276,8 @@ def test_a_part_that_breaks_is_a_failure_and_the_others_go_on(tmp_path, monkeypa
     fake(monkeypatch, selftest.Step("first", broken), selftest.Step("second", lambda: Part("second", "pass", "well")))
     said: list[str] = []
     book = selftest.selftest(tmp_path / "a.json", progress=said.append)
-    assert not book.ok
+    assert (book.ok, book.parts["second"].status) == (False, "pass")
     assert "ZeroDivisionError: an unlucky part (test_selftest.py, line" in book.parts["first"].reason
-    assert book.parts["second"].status == "pass"
     assert any(line.startswith("FAIL  first") for line in said)
     page = (tmp_path / "a.txt").read_text()
     assert [line[:4] for line in page.splitlines() if line[:4] in ("PASS", "FAIL", "SKIP")] == ["FAIL", "PASS"]
@@ -293,10 +289,8 @@ def test_a_model_that_cannot_be_made_is_tried_once_and_said_of_every_trial(monke
     monkeypatch.setattr(selftest, "_make_material", lambda bench: asked.append("") or "no model, log x")
     steps = selftest._steps(TrialBench(Path(), Path(), on_gpu=False), ALONE)
     found = [selftest._run(step, ALONE) for step in steps if step.name.startswith("train/")]
-    assert len(found) == 9
-    assert {part.status for part in found} == {"fail"}
-    assert all("RuntimeError: no model, log x" in part.reason for part in found)
-    assert len(asked) == 1
+    is_told = ["RuntimeError: no model, log x" in part.reason for part in found if part.status == "fail"]
+    assert (is_told, len(asked)) == ([True] * 9, 1)
 
 
 def test_one_that_was_broken_off_goes_on_and_one_that_was_finished_begins_again(tmp_path, monkeypatch):
@@ -324,8 +318,7 @@ def test_one_that_was_broken_off_goes_on_and_one_that_was_finished_begins_again(
     assert "continues with what there was no time for" in (tmp_path / "a.txt").read_text()
     assert not json.loads(out.read_text())["finished"]
     selftest.selftest(out)
-    assert made[3:] == ["three"]
-    assert json.loads(out.read_text())["finished"]
+    assert (made[3:], json.loads(out.read_text())["finished"]) == (["three"], True)
     selftest.selftest(out)
     assert made[4:] == ["one", "two", "three"]
 
@@ -435,8 +428,7 @@ def test_the_plan_says_what_it_learned_from_the_self_test():
     earlier = [measured_run(device=machine.gpus[0].name)]
     plain = make_plan(PlanRequest(config, shape, machine))
     taught = make_plan(PlanRequest(config, shape, machine, measured_runs=earlier))
-    assert taught.speed.tokens_per_s == pytest.approx(0.7 * plain.speed.tokens_per_s)
-    assert taught.memory == plain.memory
+    assert (taught.speed.tokens_per_s, taught.memory) == (pytest.approx(0.7 * plain.speed.tokens_per_s), plain.memory)
     assert sum("make gpu-selftest measured 0.70" in reason for reason in taught.reasons) == 1
 
 
@@ -496,8 +488,7 @@ def test_all_of_it_on_the_cpu(tmp_path):
     words = [sys.executable, str(ROOT / "scripts" / "gpu_selftest.py")]
     answer = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=3600)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert not [part for part in found["parts"] if part["status"] == "fail"]
-    status = {part["name"]: part["status"] for part in found["parts"]}
+    status = {part["name"]: part["status"] for part in json.loads((tmp_path / "a.json").read_text())["parts"]}
+    assert "fail" not in status.values()
     assert {status[trial.name] for trial in trials.all_trials()} == {"pass"}
     assert (status["several/all-reduce"], status["several/fsdp-qlora"]) == ("pass", "pass")

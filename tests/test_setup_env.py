@@ -13,6 +13,7 @@ import zipfile
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -381,15 +382,14 @@ def test_real_pip_takes_torch_from_one_index_and_all_else_at_its_pins_from_the_o
     assert {"alpha==1.0", "beta==1.1", "torch==2.0+cpu" if has_build else "torch==2.0"} <= found
 
 
-@pytest.mark.parametrize(
-    "create",
-    [
-        lambda venv: (venv / "bin").mkdir(parents=True),
-        lambda venv: venv.write_text("notes"),
-        lambda venv: venv.symlink_to("/no/such/folder"),
-    ],
-    ids=["folder", "file", "dangling link"],
-)
+FOREIGN = {
+    "folder": lambda venv: (venv / "bin").mkdir(parents=True),
+    "file": lambda venv: venv.write_text("notes"),
+    "dangling link": lambda venv: venv.symlink_to("/no/such/folder"),
+}
+
+
+@pytest.mark.parametrize("create", FOREIGN.values(), ids=FOREIGN)
 def test_a_foreign_venv_stays_untouched_and_the_ways_out_are_named(create, checkout, refusal):
     venv = checkout / ".venv"
     create(venv)
@@ -412,14 +412,10 @@ def test_an_environment_of_the_users_is_taken_as_it_is(ready, tmp_path, monkeypa
         assert ("~ inside quotes" in message) is name.startswith("~")
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ("3 10 1 /x", "it is Python 3.10; this project needs Python 3.11 to 3.14"),
-        ("3 x 1 /x", "it does not answer as Python"),
-        ("3 12 0 /x", "apt install python3-venv (or python3.12-venv)"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "words"), [
+    ("3 10 1 /x", "it is Python 3.10; this project needs Python 3.11 to 3.14"),
+    ("3 x 1 /x", "it does not answer as Python"), ("3 12 0 /x", "apt install python3-venv (or python3.12-venv)"),
+])  # fmt: skip
 def test_a_named_python_that_cannot_be_used_is_refused(answer, words, tmp_path):
     name = fake_python(tmp_path / "python", answer)
     with pytest.raises(SetupError, match=f"PYTHON={name}") as caught:
@@ -473,18 +469,14 @@ def test_the_locks_are_sorted_and_free_of_local_builds_and_of_what_torch_pins():
 def test_renewing_writes_the_lock_in_one_step(tmp_path, monkeypatch, capsys):
     path = tmp_path / "requirements.lock"
     path.write_text("# old\nrich==1.0\ntorch==2.13.0\n", encoding="utf-8")
-    asked = []
-
-    def resolve(wanted, torch, python):
-        asked.append((wanted, torch))
-        names = {"Torch": "2.13.0+cpu", "rich": "2.0", "nvidia_cublas": "1", "triton": "3"}  # torch pins the last two
-        return {"install": [{"metadata": {"name": name, "version": version}} for name, version in names.items()]}
-
+    names = {"Torch": "2.13.0+cpu", "rich": "2.0", "nvidia_cublas": "1", "triton": "3"}  # torch pins the last two
+    found = [{"metadata": {"name": name, "version": version}} for name, version in names.items()]
+    resolve, python = Mock(return_value={"install": found}), Python(str(BASE), HERE, True)
     monkeypatch.setattr(lock, "LOCK", path)
     monkeypatch.setattr(lock, "resolve", resolve)
     monkeypatch.delenv("TORCH", raising=False)
-    lock.renew(Python(str(BASE), HERE, True))
-    assert asked == [(lock.requirements(pyproject()), "2.13.0")]
+    lock.renew(python)
+    resolve.assert_called_once_with(lock.requirements(pyproject()), "2.13.0", python)
     assert lock.read_pins(path.read_text(encoding="utf-8")) == {"rich": "2.0", "torch": "2.13.0"}
     assert "[lock] rich 1.0 -> 2.0\n" in capsys.readouterr().out
     assert [entry.name for entry in tmp_path.iterdir()] == ["requirements.lock"]
@@ -542,13 +534,11 @@ def test_an_extra_is_added_once_at_its_pins(ready, capfd):
 
 
 def test_an_extra_that_cannot_be_installed_names_the_way_by_hand(ready, monkeypatch, capfd):
-    monkeypatch.setattr(setup_env.add_extra, "__defaults__", (lambda *_: 1,))
-    assert setup_env.main(ready, targets=["dapt-docx"]) == 2
+    for code in (1, 0):
+        monkeypatch.setattr(setup_env.add_extra, "__defaults__", (lambda *_, code=code: code,))
+        assert setup_env.main(ready, targets=["dapt-docx"]) == 2 * code
+        assert setup_env.has_extra(ready / ".venv", "documents") is not bool(code)
     assert "pip install 'sft-play[documents]'" in capfd.readouterr().err
-    assert not setup_env.has_extra(ready / ".venv", "documents")
-    monkeypatch.setattr(setup_env.add_extra, "__defaults__", (lambda *_: 0,))
-    assert setup_env.main(ready, targets=["dapt-docx"]) == 0
-    assert setup_env.has_extra(ready / ".venv", "documents")
 
 
 def test_unsloths_environment_is_built_beside_ours_from_pins_of_its_own(checkout, monkeypatch, capfd):
@@ -642,17 +632,10 @@ def test_a_configured_index_is_used_and_no_other():
             assert chosen(machine, asked, "pip's settings name an index (global.index-url)") == ("index", None)
 
 
-@pytest.mark.parametrize(
-    ("asked", "configured", "source"),
-    [
-        ("cu126", "", CUDA_12_INDEX),
-        ("cu130", "", None),
-        ("cu130", "a mirror", torch_build.WHEELS + "cu130"),
-        ("cpu", "a mirror", CPU_INDEX),
-        ("rocm7.1", "", torch_build.WHEELS + "rocm7.1"),
-        ("index", "", None),
-    ],
-)
+@pytest.mark.parametrize(("asked", "configured", "source"), [
+    ("cu126", "", CUDA_12_INDEX), ("cu130", "", None), ("cu130", "a mirror", torch_build.WHEELS + "cu130"),
+    ("cpu", "a mirror", CPU_INDEX), ("rocm7.1", "", torch_build.WHEELS + "rocm7.1"), ("index", "", None),
+])  # fmt: skip
 def test_the_build_that_is_asked_for_is_taken_whatever_the_machine(asked, configured, source):
     for machine in (linux(), linux("470.57.02", K80)):
         assert chosen(machine, asked, configured) == (asked, source)

@@ -83,9 +83,8 @@ def test_a_loss_above_chance_that_falls_to_one_above_chance_is_no_gain():
     assert refused(evidence(of_task=ship.TaskEvidence("test", learned))) == {}
     assert ship.loss_gain(learned, QUICK).difference == 0.5
     # of 4 tokens three are 7, one is 9
-    assert ship.chance_losses([[7, 7], [7, 9], []]) == pytest.approx(
-        [-2 * math.log(3 / 4), -math.log(3 / 4) - math.log(1 / 4), 0.0]
-    )
+    chances = [-2 * math.log(3 / 4), -math.log(3 / 4) - math.log(1 / 4), 0.0]
+    assert ship.chance_losses([[7, 7], [7, 9], []]) == pytest.approx(chances)
 
 
 def test_what_the_base_does_not_know_cannot_be_lost():
@@ -128,15 +127,12 @@ def plain_rule(given: ship.Evidence, asked: ship.Thresholds) -> dict[str, bool]:
     def rises(losses, bound):
         if None in losses.base + losses.tuned:
             return False
-        rows = [
-            (base, min(tuned, chance), tokens)
-            for base, tuned, tokens, chance in zip(losses.base, losses.tuned, losses.tokens, losses.chance, strict=True)
-            if base < chance
-        ]
-        if len(rows) < asked.min_known:
+        base, tuned, tokens, chance = map(np.array, (losses.base, losses.tuned, losses.tokens, losses.chance))
+        is_known = base < chance
+        if is_known.sum() < asked.min_known:
             return True
-        tokens = np.array([row[2] for row in rows], float)
-        before, after = (np.array([row[at] for row in rows]) / tokens for at in (0, 1))
+        tokens = tokens[is_known]
+        before, after = base[is_known] / tokens, np.minimum(tuned, chance)[is_known] / tokens
         return paired_bootstrap(before, after, weights=tokens, resamples=asked.resamples).high <= bound
 
     losses = given.task.losses
@@ -214,20 +210,16 @@ def changed(draw, change) -> ship.Losses:
 @pytest.mark.parametrize("kind", NO_GAIN)
 def test_noise_does_not_pass_as_a_gain(kind, rows):
     """Pairs whose true difference is zero, of rows of 1 to 60 tokens: at most 2.5% of verdicts, measured 0 to 2%."""
-    draw = np.random.default_rng(1)
-    trials, passed = 200, 0
-    for _ in range(trials):
-        passed += ship.loss_gain(changed(draw, 0.1 * NO_GAIN[kind](draw, rows)), QUICK).low > 0
+    draw, trials = np.random.default_rng(1), 200
+    drawn = (changed(draw, 0.1 * NO_GAIN[kind](draw, rows)) for _ in range(trials))
+    passed = sum(ship.loss_gain(losses, QUICK).low > 0 for losses in drawn)
     assert passed <= 0.025 * trials + 3 * math.sqrt(0.025 * 0.975 * trials) / 2
 
 
 def test_a_gain_passes_with_few_rows():
     draw = np.random.default_rng(2)
-    passed = 0
-    for _ in range(40):
-        losses = changed(draw, draw.normal(0.4, 0.3, 30))
-        passed += ship.judge_evidence(evidence(of_task=ship.TaskEvidence("val", losses)), QUICK).ok
-    assert passed >= 38
+    drawn = (ship.TaskEvidence("val", changed(draw, draw.normal(0.4, 0.3, 30))) for _ in range(40))
+    assert sum(ship.judge_evidence(evidence(of_task=one), QUICK).ok for one in drawn) >= 38
 
 
 def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
@@ -312,11 +304,9 @@ def shipped(command, folder: Path, *words: str) -> tuple[int, dict]:
     answer = json.loads(line)
     written = json.loads((folder / "ship.json").read_text())
     assert {key: answer[key] for key in written} == written
-    assert answer["kind"] == ("done" if answer["ok"] else "do_not_ship")
-    assert code == (0 if answer["ok"] else 2)
+    assert (code, answer["kind"]) == ((0, "done") if answer["ok"] else (2, "do_not_ship"))
     replayed, printed = command("ship", "--replay", str(folder / "ship.json"))
-    assert replayed == code, printed
-    assert "follows from its evidence" in printed
+    assert (replayed, "follows from its evidence" in printed) == (code, True), printed
     return code, answer
 
 
@@ -328,8 +318,7 @@ def checks(answer: dict) -> dict[str, bool | None]:
 def test_a_good_run_ships(world, command):
     folder = world / "outputs" / "good"
     code, answer = shipped(command, folder)
-    assert code == 0, answer["reasons"]
-    assert answer["verdict"] == "ship"
+    assert (code, answer["verdict"]) == (0, "ship"), answer["reasons"]
     assert checks(answer) == {"task": True, "general": True, "merge": True}
     task = answer["evidence"]["task"]
     assert (len(task["losses"]["base"]), len(task["right_base"])) == (61, 4)
@@ -346,8 +335,7 @@ def test_a_good_run_ships(world, command):
 def test_ruined_untrained_and_no_numbers_are_refused(world, command, name, factor, task, general):
     folder = world / "outputs" / name if factor is None else adapter_copy(world, name, factor)
     code, answer = shipped(command, folder)
-    assert code == 2
-    assert checks(answer) == {"task": task, "general": general, "merge": None}
+    assert (code, checks(answer)) == (2, {"task": task, "general": general, "merge": None})
 
 
 @pytest.mark.build
@@ -368,8 +356,7 @@ def test_a_wrong_merge_is_refused_for_the_merge(world, command):
     adapter = base_weights_identity(str(folder / "adapter"), None)["sha256"]
     (folder / "merged" / "merge.json").write_text(json.dumps({"adapter_sha256": adapter}))
     code, answer = shipped(command, folder, "--limit", "45", "--tolerance", "0.5")
-    assert code == 2
-    assert checks(answer) == {"task": True, "general": True, "merge": False}
+    assert (code, checks(answer)) == (2, {"task": True, "general": True, "merge": False})
     assert (answer["thresholds"]["max_text_rise"], answer["thresholds"]["max_chat_rise"]) == (0.5, 0.5)
     assert len(answer["evidence"]["task"]["losses"]["base"]) == 45
 
@@ -463,8 +450,7 @@ def test_a_verdict_replays_and_an_edited_file_does_not(tmp_path, recorded, what)
     name, edit = EDITS[what]
     edit(recorded)
     again = replayed(tmp_path, recorded)
-    assert not again.ok
-    assert name in again.differences
+    assert (again.ok, name in again.differences) == (False, True)
 
 
 WRONG_FILES = {
@@ -549,8 +535,7 @@ def test_the_same_arguments_give_the_same_interval_in_pieces_of_any_size(monkeyp
     monkeypatch.setattr(metrics, "_MAX_DRAWN_ROWS", 100)
     assert paired_bootstrap(base, tuned, weights=weights, resamples=999) == made
     swapped = paired_bootstrap(tuned, base, weights=weights, resamples=999)
-    assert swapped.low == pytest.approx(-made.high)
-    assert swapped.high == pytest.approx(-made.low)
+    assert (swapped.low, swapped.high) == pytest.approx((-made.high, -made.low))
 
 
 def test_few_rows_widen_the_interval_and_one_row_says_nothing():

@@ -206,14 +206,9 @@ def test_plain_text_of_several_sources_is_mixed_by_blocks(run_yaml, succeed, tmp
     assert series(tmp_path / "outputs" / "text", "loss_two")
 
 
-def test_a_bad_row_of_a_source_is_named_with_the_source(run_yaml, refuse, tmp_path):
-    with (tmp_path / "colours.jsonl").open("a") as file:
-        file.write("{}\n")
-    said = refuse("train", "--config", str(run_yaml))
-    assert f"data.sources[1].path: 1 of 21 rows of {tmp_path}/colours.jsonl (messages) cannot be used" in said
-
-
-def test_check_render_and_preview_read_every_source(run_yaml, succeed, tmp_path, monkeypatch):
+def test_check_render_and_preview_read_every_source_and_a_bad_row_is_named_with_it(
+    run_yaml, succeed, refuse, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert "colours.jsonl" in succeed("check", "--config", str(run_yaml))
     succeed("render", "--config", str(run_yaml))
@@ -221,6 +216,10 @@ def test_check_render_and_preview_read_every_source(run_yaml, succeed, tmp_path,
     assert names == {"train-sums.jsonl", "train-colours.jsonl", "val-sums.jsonl"}
     assert "The first of data.sources; not shown: colours" in succeed("preview", "--config", str(run_yaml))
     succeed("plan", "--config", str(run_yaml))
+    with (tmp_path / "colours.jsonl").open("a") as file:
+        file.write("{}\n")
+    said = f"data.sources[1].path: 1 of 21 rows of {tmp_path}/colours.jsonl (messages) cannot be used"
+    assert said in refuse("train", "--config", str(run_yaml))
 
 
 @pytest.mark.slow

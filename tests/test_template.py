@@ -1,6 +1,7 @@
 """Chat templates: rendered as transformers renders them, with limits, and watched for looks into texts; and the rules
 of tokenizers, on real ones."""
 
+import contextlib
 import copy
 import json
 import shutil
@@ -45,13 +46,6 @@ def by_transformers(tokenizer, messages: Any, tools: Any, *, prompt: bool) -> st
         return None
 
 
-def by_us(made: ChatTemplate, messages: Any, tools: Any, *, prompt: bool) -> str | None:
-    try:
-        return made.render(messages, tools=tools, with_prompt=prompt)
-    except RenderError:
-        return None
-
-
 def same_on_all_cases(tokenizer, source: str) -> int:
     """How many renderings there are; all of them are those of transformers."""
     tokenizer.chat_template = source
@@ -60,8 +54,10 @@ def same_on_all_cases(tokenizer, source: str) -> int:
     count = 0
     for case in CASES:
         for prompt in (False, True):
-            wanted = by_transformers(tokenizer, case.messages, case.tools, prompt=prompt)
-            assert by_us(made, case.messages, case.tools, prompt=prompt) == wanted, case.name
+            wanted, ours = by_transformers(tokenizer, case.messages, case.tools, prompt=prompt), None
+            with contextlib.suppress(RenderError):
+                ours = made.render(case.messages, tools=case.tools, with_prompt=prompt)
+            assert ours == wanted, case.name
             count += wanted is not None
     return count
 

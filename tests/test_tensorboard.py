@@ -49,18 +49,22 @@ def own_cache(tmp_path, monkeypatch) -> Iterator[Path]:
 OPENS_AT = "?smoothing=0#custom_scalars&_smoothingWeight=0"
 
 
-def fetch(url: str) -> bytes:
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=20) as page:
-        content: bytes = page.read()
-        return content
+def fetch(asked: str | urllib.request.Request) -> tuple[int, bytes]:
+    """Status and content of a page."""
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked, timeout=20) as page:
+            return page.status, page.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
 
 
 def scalars(url: str, run: str, tag: str) -> dict[int, float]:
     """Step and value of a curve, as TensorBoard's own HTTP interface gives them; empty where there is none yet."""
-    if tag not in json.loads(fetch(f"{url}data/plugin/scalars/tags")).get(run, {}):
+    if tag not in json.loads(fetch(f"{url}data/plugin/scalars/tags")[1]).get(run, {}):
         return {}
     asked = f"run={urllib.request.quote(run)}&tag={urllib.request.quote(tag)}"
-    rows = json.loads(fetch(f"{url}data/plugin/scalars/scalars?{asked}"))
+    rows = json.loads(fetch(f"{url}data/plugin/scalars/scalars?{asked}")[1])
     return {int(step): value for _, step, value in rows}
 
 
@@ -72,7 +76,7 @@ def test_tensorboard_starts_is_found_again_and_ends_with_its_children(tmp_path):
     assert first is not None, words
     assert (first.port > port, f"port {port} is taken" in words) == (True, True)
     taken.close()
-    assert b"<html" in fetch(first.url).lower()
+    assert b"<html" in fetch(first.url)[1].lower()
     assert not logs.exists()  # a run makes its folder itself
     assert board.running_servers() == [first]
     again, words = board.start_server(logs, port=port)
@@ -92,19 +96,10 @@ def test_only_this_machines_names_and_pages_read_the_curves(tmp_path):
         asking += [({"Origin": "http://127.0.0.1:3000"}, 200), ({"Origin": "null"}, 403)]
         try:
             for headers, status in asking:
-                assert status_of(f"{sidecar.url}data/environment", headers) == (status if is_asked else 200), headers
+                asked = urllib.request.Request(f"{sidecar.url}data/environment", headers=headers)
+                assert fetch(asked)[0] == (status if is_asked else 200), headers
         finally:
             board.stop_server(sidecar)
-
-
-def status_of(url: str, headers: dict[str, str]) -> int:
-    request = urllib.request.Request(url, headers=headers)
-    try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20) as page:
-            return int(page.status)
-    except urllib.error.HTTPError as error:
-        error.close()
-        return error.code
 
 
 @pytest.fixture
@@ -353,8 +348,7 @@ def test_clean_of_a_run_that_may_go_on_or_is_somebody_elses_is_refused(several, 
         assert (code, why in printed) == (2, True), printed
     assert "There are no event files" in on("tb-clean", several, "--run", "linked-tb", "--yes")[1]
     assert events(several) == before
-    assert on("tb-clean", several, "--run", "finished", "--yes")[0] == 0
-    assert events(several) == before - {"finished"}
+    assert (on("tb-clean", several, "--run", "finished", "--yes")[0], events(several)) == (0, before - {"finished"})
 
 
 def test_clean_asks_at_a_terminal_and_takes_only_a_yes(several, on, monkeypatch):
@@ -368,11 +362,9 @@ def test_clean_asks_at_a_terminal_and_takes_only_a_yes(several, on, monkeypatch)
         code, printed = on("tb-clean", several)
         assert (code, printed.count("Removed: 0 event files")) == (0, 1)
     assert set(asked) == {"Remove 2 event files, 2.0 KiB, of 1 finished run? [y/N] "}
-    assert on("tb-clean", several, "--json")[0] == 2
-    assert events(several) == before
+    assert (on("tb-clean", several, "--json")[0], events(several)) == (2, before)
     monkeypatch.setattr("builtins.input", lambda question: "y")
-    assert on("tb-clean", several)[0] == 0
-    assert events(several) == before - {"finished"}
+    assert (on("tb-clean", several)[0], events(several)) == (0, before - {"finished"})
 
 
 def test_clean_leaves_a_finished_run_that_is_still_being_written(several, on, monkeypatch):
@@ -389,8 +381,7 @@ def test_clean_leaves_a_finished_run_that_is_still_being_written(several, on, mo
         monkeypatch.setattr("sft_play.finished.listing.lock_holder_pid", lambda folder: None)
         printed = on("tb-clean", several, "--yes")[1]
         assert f"kept: {several}/finished is being written by another process (pid {holder.pid}" in printed
-        assert "Removed: 0 event files" in printed
-        assert "finished" in events(several)
+        assert ("Removed: 0 event files" in printed, "finished" in events(several)) == (True, True)
         holder.kill()
 
 
@@ -410,8 +401,7 @@ def test_stop_ends_those_of_a_folder_or_all(tmp_path, fake, on, command):
     assert stopped(on("tb-stop", base, "--json")[1]) == {third, second}
     assert [*map(is_alive, (second, third, fourth))] == [False, False, True]
     code, printed = command("tb-stop", "--json")
-    assert (code, stopped(printed), answer_in(printed)["running"]) == (0, {fourth}, [])
-    assert not is_alive(fourth)
+    assert (code, stopped(printed), answer_in(printed)["running"], is_alive(fourth)) == (0, {fourth}, [], False)
     assert "No TensorBoard of this project is running\n" in command("tb-stop")[1]
 
 
@@ -433,8 +423,7 @@ def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, fake, o
     assert opened == [of_run.page, of_all.page]
     monkeypatch.delenv("WAYLAND_DISPLAY")
     printed = on("tb-open", base, "--run", "one")[1]
-    assert len(opened) == 2
-    assert f"open this address yourself: {of_run.page}" in printed
+    assert (len(opened), f"open this address yourself: {of_run.page}" in printed) == (2, True)
     code, printed = on("tb-open", base, "--run", "two")
     assert (code, "the runs there: one" in printed) == (2, True)
 
@@ -515,17 +504,11 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in metrics(run) if "loss" in line}
 
 
-def boards_of(world: World) -> dict[str, dict[str, Any]]:
-    """The TensorBoards of a world by the folder that they show."""
-    owner = str(world.folder / "cache")
-    shown = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            words = process.cmdline()
-            if board._TENSORBOARD_MODULE in words and process.environ().get(board.OWNER_VARIABLE) == owner:
-                options = dict(word[2:].split("=", 1) for word in words if word.startswith("--"))
-                shown[options["logdir"]] = {**options, "port": int(options["port"]), "pid": process.pid}
-    return shown
+def boards_of(world: World) -> dict[str, int]:
+    """The process ids of a world's TensorBoards by the folder that they show."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SFT_PLAY_CACHE", str(world.folder / "cache"))
+        return {one.logdir: one.pid for one in board.running_servers()}
 
 
 @pytest.mark.build
@@ -546,7 +529,7 @@ def test_two_runs_at_the_same_time_show_their_curves_and_end_with_their_tensorbo
     for name in ("stopped/tb", "killed/tb"):
         wait_for(lambda name=name: scalars(page, name, "train/loss"), within_s=END_S)
     boards = boards_of(world)
-    pids = [boards[str(training.run / "tb")]["pid"] for training in world.trainings]
+    pids = [boards[str(training.run / "tb")] for training in world.trainings]
     stopped.process.send_signal(signal.SIGINT)
     killed.process.kill()
     assert [training.process.wait(WAIT_S) for training in world.trainings] == [130, -signal.SIGKILL]
@@ -565,8 +548,7 @@ def test_several_ranks_have_one_tensorboard_that_ends_with_their_command(world, 
     shown, logged = until_curves(training), losses(training.run)
     assert {step: logged[step] for step in shown} == pytest.approx(shown, rel=1e-5)
     assert training.printed.count("TensorBoard: http") == 1
-    pid = boards_of(world)[str(training.run / "tb")]["pid"]
-    assert len(boards_of(world)) == 1
+    ((_, pid),) = boards_of(world).items()
     training.process.send_signal(number)
     assert training.process.wait(WAIT_S) == (130 if number == signal.SIGTERM else -number)
     wait_for(lambda: not is_alive(pid), within_s=END_S)

@@ -225,9 +225,9 @@ def test_an_nf4_twin_has_the_bytes_of_a_layer_that_bitsandbytes_quantised(double
 
 def test_an_nf4_twin_saves_nothing_and_passes_gradients_of_the_inputs_type():
     fake = build.fake_nf4(nn.Linear(64, 128), SMALL).to_empty(device="cpu")
-    assert (fake.bias.dtype, fake.bias.requires_grad) == (torch.bfloat16, False)
     hidden = torch.randn(3, 64, dtype=torch.float32, requires_grad=True)
     out = fake(hidden)
+    assert (fake.bias.dtype, fake.bias.requires_grad) == (torch.bfloat16, False)
     assert (out.shape, out.dtype) == ((3, 128), torch.float32)
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
@@ -356,10 +356,8 @@ def real_ranks(tmp_path_factory) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_sharded_step_in_one_process_is_that_of_a_rank_of_two(name, real_ranks):
     """Equal bytes, but for gloo's threads: they may hold the buffer of the last collective a little longer."""
-    fake = phase_peaks(step.record_step(changed({"world": 2, **SHARDED[name]})))
-    real = real_ranks[name]
-    assert fake["build"] == real["build"]
-    assert fake.keys() == real.keys()
+    fake, real = phase_peaks(step.record_step(changed({"world": 2, **SHARDED[name]}))), real_ranks[name]
+    assert (fake["build"], fake.keys()) == (real["build"], real.keys())
     largest = 2 * (2 * 1000 * 64 + 64)  # the embedding's, the head's and the last norm's gradients in bf16
     for phase, peak in fake.items():
         assert peak - 512 <= real[phase] <= peak + largest, phase
@@ -369,8 +367,7 @@ def test_a_sharded_step_in_one_process_is_that_of_a_rank_of_two(name, real_ranks
 def test_gathered_units_and_reduced_gradients_belong_to_streams_of_their_own():
     log = step.record_step(dataclasses.replace(SMALL, world=2, strategy="fsdp2"))
     own, gathered, reduced = sorted({one[3] for one in log.events if one[0] == ALLOC})  # in the order that they are met
-    assert own == 0
-    assert sum(one[2] for one in log.events if one[0] == ALLOC and one[3] == gathered) > 0
+    assert (own, sum(one[2] for one in log.events if one[0] == ALLOC and one[3] == gathered) > 0) == (0, True)
     live: dict[object, tuple[int, int]] = {}
     for kind, key, number, stream in log.events:
         if kind == ALLOC:

@@ -158,9 +158,9 @@ def test_a_default_never_counts_against_the_file():
 )
 def test_what_axolotl_says_of_a_data_set_is_taken_or_named(entry, said):
     text = f"{AXOLOTL}datasets:\n  - path: my.jsonl\n    {entry}\n"
-    key = re.split(r"[:{ ]", entry)[0]
-    assert (said is None) is (f"datasets[0].{key}" not in comments(text)), comments(text)
-    assert said is None or said in comments(text)
+    key, found = re.split(r"[:{ ]", entry)[0], comments(text)
+    assert (said is None) is (f"datasets[0].{key}" not in found), found
+    assert said is None or said in found
 
 
 def test_the_columns_that_a_file_names_are_those_that_are_trained(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from bitsandbytes.optim import PagedAdamW
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.optimization import Adafactor
 
@@ -31,6 +30,7 @@ from sft_play.training.loop.optimizers import round_stochastically, stochastic_r
 from sft_play.training.measure.updates import UpdateFacts
 from tests.conftest import chat, write_rows, write_run
 from tests.models import make_llama
+from tests.test_train import assert_same_bits, weights
 
 BF16 = Precision("bfloat16", "bfloat16", "bf16: the GPU has it")
 
@@ -241,8 +241,7 @@ def summary_of(folder: Path, name: str) -> dict:
 
 
 def saved_dtypes(folder: Path) -> set[str]:
-    (file,) = [*folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors")]
-    return {str(tensor.dtype).removeprefix("torch.") for tensor in load_file(file).values()}
+    return {str(tensor.dtype).removeprefix("torch.") for tensor in weights(folder).values()}
 
 
 @pytest.mark.build
@@ -278,22 +277,20 @@ def test_a_run_says_and_records_its_dtypes_and_what_a_step_moves(
 
 
 @pytest.mark.build
-def test_rounded_runs_resume_to_the_same_bits(world, command, succeed):
+def test_rounded_runs_resume_to_the_same_bits(world, succeed):
     same = ["--config", str(world / "run.yaml"), "tuning.mode=full", "train.weight_updates=stochastic",
             "train.learning_rate=1e-3", "train.save_steps=2"]  # fmt: skip
-    assert command("train", *same, "output.name=whole")[0] == 0
-    assert command("train", *same, "output.name=parts", "train.stop_after_steps=2")[0] == 0
+    succeed("train", *same, "output.name=whole")
+    succeed("train", *same, "output.name=parts", "train.stop_after_steps=2")
     succeed("resume", *same, "--run", "parts")
-    one, other = (load_file(world / "outputs" / name / "model" / "model.safetensors") for name in ("whole", "parts"))
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert_same_bits(*(weights(world / "outputs" / name) for name in ("whole", "parts")))
 
 
 @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp", "zero2"])
 @pytest.mark.parametrize("updates", ["float32", "stochastic", "bfloat16"])
 def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, layout, updates):
     """Whatever would fit now: another way would round its weights, or find states of another dtype."""
-    folder = RunFolder(tmp_path)
-    batch = {"micro_batch": 2, "grad_accum": 2, "ranks": 1}
+    folder, batch = RunFolder(tmp_path), {"micro_batch": 2, "grad_accum": 2, "ranks": 1}
     folder.write_json("manifest.json", {"format": MANIFEST_FORMAT, "batch": batch, "layout": layout, "processes": 1})
     folder.write_json("plan.json", {"precision": {"updates": updates}})
     checkpoint_path(folder.checkpoints_path, 1).mkdir(parents=True)  # without a step nothing is kept
@@ -360,8 +357,7 @@ def test_of_a_base_that_is_divided_a_checkpoint_of_adapters_reads_no_layer(world
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name and "lora_" in name)  # frozen adapters are saved too
     found = dict(full_state_dict.adapter_parameters(model))
-    wanted = get_peft_model_state_dict(model)
     saved = get_peft_model_state_dict(model, state_dict=found)
-    assert saved.keys() == wanted.keys()
+    assert saved.keys() == get_peft_model_state_dict(model).keys()
     assert not [name for name in found if "base_layer" in name or "original_module" in name]
     assert sum("embed_tokens" in name for name in found) == 1

@@ -51,14 +51,13 @@ def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more
         return
     assert torchrun.read_rank_info(environment) is None
     found, lines = torchrun.node_variables(environment)
-    assert (found["NODE_RANK"], found["NNODES"]) == (str(rank), str(rank + more))
+    assert (found["NODE_RANK"], found["NNODES"], len(lines)) == (str(rank), str(rank + more), rank + more > 1)
     assert found.keys() == {"NODE_RANK", "NNODES", "EXPORTED"}
-    assert len(lines) == (rank + more > 1)
     for command in ("train", "train-distributed", "train-deepspeed", "launch-command", "resume"):
         options = read_request([command, "--config", "x.yaml"], environment).options
         several = NodeSetup(rank + more, rank, "10.0.0.1", 1234)
-        assert options.nodes == (several if rank + more > 1 else NodeSetup())
-        assert bool(options.notes) == (rank + more > 1)
+        are_several = rank + more > 1
+        assert (options.nodes, bool(options.notes)) == (several if are_several else NodeSetup(), are_several)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +165,7 @@ def test_accelerates_file_for_several_machines_is_a_launch_over_them(tmp_path_fa
         return
     options = fill_from_accelerate(LaunchOptions(), config)
     several = NodeSetup(machines, min(rank, machines - 1), "10.0.0.1", 1234)
-    assert options.nodes == (several if machines > 1 else NodeSetup())
-    assert options.processes_per_node == each
+    assert (options.nodes, options.processes_per_node) == (several if machines > 1 else NodeSetup(), each)
     typed = fill_from_accelerate(parse_launch_options({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "5"}), config)
     assert (typed.nodes.address, typed.nodes.port) == ("10.0.0.9", 5)
 
@@ -291,18 +289,14 @@ def together(
 
 
 def program(name: str) -> str:
-    found = shutil.which(name, path=str(BIN))
-    if found is None:
-        pytest.skip(f"{name} is not beside this Python")
-    return found
+    return shutil.which(name, path=str(BIN)) or pytest.skip(f"{name} is not beside this Python")
 
 
 def assert_trained(world: Path, name: str, alone: list[float], ended: Sequence[subprocess.CompletedProcess[str]],
                    proved: str) -> None:  # fmt: skip
     """One run over all ranks, which lost what one process loses."""
     said = "\n---\n".join(one.stdout for one in ended)
-    assert [one.returncode for one in ended] == [0] * len(ended), said
-    assert said.count(f"Engine: {proved}") == 1, said
+    assert ({one.returncode for one in ended}, said.count(f"Engine: {proved}")) == ({0}, 1), said
     assert losses(world / "outputs" / name) == pytest.approx(alone, rel=1e-5)
     assert [path.name for path in (world / "outputs").iterdir() if path.name.startswith(name)] == [name]
 
@@ -310,12 +304,10 @@ def assert_trained(world: Path, name: str, alone: list[float], ended: Sequence[s
 @build
 def test_accelerates_own_file_makes_two_nodes_of_make_train_distributed(world, alone, tmp_path):
     """`accelerate config` on both machines, then `make train-distributed`: its file is read without being named."""
-    port = free_port()
-    environs = []
-    for rank in (0, 1):
-        environs.append({"HF_HOME": str(tmp_path / f"home-{rank}")})
-        path = accelerate.default_accelerate_path(environs[-1])
-        accelerate_file(path, num_machines=2, machine_rank=rank, main_process_ip="127.0.0.1", main_process_port=port)
+    at = {"num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": free_port()}
+    environs = [{"HF_HOME": str(tmp_path / f"home-{rank}")} for rank in (0, 1)]
+    for rank, environ in enumerate(environs):
+        accelerate_file(accelerate.default_accelerate_path(environ), machine_rank=rank, **at)
     words = ["make", f"VENV={warm.environment_folder()}", "train-distributed", f"CONFIG={world}/run.yaml"]
     words.append("SET=tuning.mode=lora output.name=own-file")
     ended = together(world, [words, words], environs)
