@@ -174,6 +174,7 @@ def test_a_rendering_that_was_interrupted_gives_its_text_to_no_other(monkeypatch
     ("source", "said"),
     [
         ("{{ ['a', 'b'] | random }}", "something else each time, by chance"),
+        ("{{ lipsum() }}", "something else each time, by chance"),
         ("{{ raise_exception('must\x1b[31m alternate\nhere') }}", r"^must\\x1b\[31m alternate\\nhere$"),
     ],
 )

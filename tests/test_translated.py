@@ -192,6 +192,7 @@ def test_the_columns_that_a_file_names_are_those_that_are_trained(tmp_path, monk
         (f"{TRL}dataset_config: default\n".replace("o/d", "./r.jsonl"), "data.train_path", "./r.jsonl"),
         (TUNE.replace("lr: 3e-4", "lr: 3e-4, betas: [0.9, 0.95]"), "train.adam_beta2", 0.95),
         (TUNE.replace("lr: 3e-4", "lr: 3e-4, betas: [0.9]"), "train.adam_beta2", 0.999),
+        (TUNE.replace("lr: 3e-4", "lr: 3e-4, betas: [0.9, 0.95, 0.9]"), "train.adam_beta2", 0.999),
         (f"{TRL}assistant_only_loss: true\n", "data.loss_on", "assistant"),
         (f"{AXOLOTL}train_on_inputs: true\n", "data.loss_on", "all"),
         (f"{OF_TUNE}.alpaca_cleaned_dataset}}\n", "data.loss_on", "all"),

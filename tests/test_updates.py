@@ -195,6 +195,7 @@ def test_adapters_are_fp32_unless_bf16_is_asked_for_by_name(mode, wish, compute,
     ("mode", "machine", "only", "more", "said"),
     [
         ("qlora", "1xRTX4090", "single", "", "adapters and their states are bf16"),
+        ("qlora", "2xH100", "fsdp", "", "adapters and their states are bf16"),
         ("lora", "2xH100", "fsdp", "", "fsdp still steps adapters in fp32"),
         ("qlora", "2xH100", "zero2", "", "zero2 still steps adapters in fp32"),
         ("lora", "1xT4", "single", "", "adapters stay in fp32, because the run computes in fp16"),
