@@ -315,11 +315,15 @@ def test_a_continued_run_that_is_stopped_and_resumed_equals_an_unbroken_one(tmp_
     whole, broken = map(load_file, files)
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
     other = shutil.copytree(world / "outputs" / "dora", tmp_path / "outputs" / "dora")
-    file = other / "adapter" / "adapter_model.safetensors"
-    save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
     succeed("train", *words, "output.name=third", "train.stop_after_steps=1")
     code, said = command("resume", *words, "--run", "third", f"model.adapter={other}")
-    assert (code, "model.adapter: the run has" in said, "data adapter: the content" in said) == (2, True, True), said
+    assert (code, "model.adapter: the run has" in said) == (2, True), said
+    words[3] = f"model.adapter={other}"
+    succeed("train", *words, "output.name=fourth", "train.stop_after_steps=1")
+    file = other / "adapter" / "adapter_model.safetensors"
+    save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
+    code, said = command("resume", *words, "--run", "fourth")
+    assert (code, "data adapter: the content" in said) == (2, True), said
 
 
 def test_the_plan_of_a_continued_run_is_that_of_a_new_adapter_of_its_shape(tmp_path, world, succeed):

@@ -216,8 +216,8 @@ def test_every_public_function_has_a_docstring_or_is_an_outcomes():
 
 # Refusals reach the user: no handler of a library's errors takes one of the project's own for it.
 OWN = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
-OF_FILES = {"open", "read", "run"}
-"""Methods of files and launchers that some of the project's share their name with."""
+OF_LIBRARIES = {"open", "read", "read_text", "run", "from_config"}
+"""Methods of files, launchers and transformers that some of the project's share their name with."""
 
 
 def name_of(node: ast.expr | None) -> str:
@@ -226,7 +226,7 @@ def name_of(node: ast.expr | None) -> str:
 
 def calls_in(nodes: list[ast.stmt]) -> set[str]:
     called = [one.func for node in nodes for one in ast.walk(node) if isinstance(one, ast.Call)]
-    return {name_of(one) for one in called if not (isinstance(one, ast.Attribute) and one.attr in OF_FILES)} - {""}
+    return {name_of(one) for one in called if not (isinstance(one, ast.Attribute) and one.attr in OF_LIBRARIES)} - {""}
 
 
 def imported_in(tree: ast.Module) -> dict[str, Path]:
@@ -265,7 +265,8 @@ def refusals(trees: dict[Path, ast.Module]) -> dict[tuple[Path | None, str], set
 
 
 def handlers(tree: ast.Module) -> Iterator[tuple[int, str, list[ast.stmt], set[str], set[str]]]:
-    """(line, function, body, what is handled, what was handled before) of each `except` and `suppress`."""
+    """(line, function, body, what is handled, what was handled before) of each `except` and `suppress` that neither
+    raises the error again nor puts it into a list for who raises it later."""
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         for node in ast.walk(function):
             if isinstance(node, ast.Try):
@@ -273,7 +274,9 @@ def handlers(tree: ast.Module) -> Iterator[tuple[int, str, list[ast.stmt], set[s
                 for handler in node.handlers:
                     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
                     here = {name_of(kind) for kind in kinds}
-                    if not any(isinstance(one, ast.Raise) and one.exc is None for one in ast.walk(handler)):
+                    is_raised = any(isinstance(one, ast.Raise) and one.exc is None for one in ast.walk(handler))
+                    is_listed = ast.unparse(handler.body[0]).endswith(f".append({handler.name})")
+                    if not is_raised and not is_listed:
                         yield handler.lineno, function.name, node.body, here, set(before)
                     before |= here
             for item in node.items if isinstance(node, ast.With) else ():
