@@ -161,7 +161,7 @@ OWN_TESTS = {
     "stages doctor",
     "data": "data_decisions masks tool_calls ends mask_score template preview check rows splits files formats "
     "process data_story documents columns default_paths row_limit packing recorded_data options bad_inputs "
-    "own_messages tokenizer sources exact_match rendered_chats row_kwargs adapter_inputs new",
+    "own_messages tokenizer sources exact_match adapter_inputs new",
 }
 """The test files of each package: its mutants are run against those that execute the mutant's line."""
 
