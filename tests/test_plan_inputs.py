@@ -36,7 +36,7 @@ from sft_play.planner.precision import choose_precision
 from sft_play.runs.folder import MANIFEST_FORMAT
 from sft_play.runs.lookup import output_dir
 from sft_play.text import GIB
-from tests.conftest import ROOT, Command
+from tests.conftest import ROOT, Command, write_run
 
 LORA = str(ROOT / "configs" / "run_lora.yaml")
 LLAMA = {
@@ -116,16 +116,12 @@ def test_a_known_model_answers_by_the_rules(mode):
         assert broken(plan, 32) == [], (name, hardware, length)
 
 
-@pytest.mark.parametrize(
-    ("hardware", "overrides"),
-    [
-        ("8xRTX3060,ram=128GiB", ["tuning.mode=full"]),
-        ("2x8xRTX3060", ["tuning.mode=full", "train.effective_batch_size=960"]),
-        ("2xMyGPU,mem=40GiB,ram=512GiB", ["model.max_seq_len=8192", "model.attn_implementation=eager"]),
-        ("1xRTX4090", ["tuning.mode=qlora"]),
-        ("cpu,ram=64GiB", []),
-    ],
-)
+@pytest.mark.parametrize(("hardware", "overrides"), [
+    ("8xRTX3060,ram=128GiB", ["tuning.mode=full"]),
+    ("2x8xRTX3060", ["tuning.mode=full", "train.effective_batch_size=960"]),
+    ("2xMyGPU,mem=40GiB,ram=512GiB", ["model.max_seq_len=8192", "model.attn_implementation=eager"]),
+    ("1xRTX4090", ["tuning.mode=qlora"]), ("cpu,ram=64GiB", []),
+])  # fmt: skip
 def test_a_way_out_is_what_its_words_plan(hardware, overrides):
     name = "meta-llama/Llama-3.3-70B-Instruct"
     plan = plan_of(hardware, *overrides, name=name)
@@ -288,12 +284,8 @@ def small_run(tmp_path, monkeypatch, tiny_llama, sums) -> Path:
     late = [*sums.read_text().splitlines(), *sums.read_text().splitlines(), "{"]
     Path("late.jsonl").write_text("\n".join(late))
     Path("outputs/taken").mkdir(parents=True)
-    Path("my.yaml").write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
-        f"data: {{train_path: {sums}, val_path: null, test_path: null}}\n"
-        "train: {effective_batch_size: 4, report_to: [], save_steps: 1}\n"
-    )
-    return Path("my.yaml")
+    train = {"effective_batch_size": 4, "save_steps": 1, "max_steps": None}
+    return write_run(Path(), tiny_llama, sums, train=train, output={"dir": "outputs"})
 
 
 REFUSED = {

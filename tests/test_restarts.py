@@ -22,7 +22,7 @@ from sft_play.process.failures import Failure, FailureKind
 from sft_play.runs.folder import CRASH_ENTRY, MANIFEST_FORMAT, RESTARTS_ENTRY, OomEvent, RunFolder, write_oom_note
 from sft_play.training.checkpoints import checkpoints
 from tests import warm
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, clean_environment, write_run
 from tests.models import uneven_run
 from tests.test_train import assert_same_bits, losses, weights
 
@@ -51,12 +51,8 @@ def test_what_died_is_told_from_what_would_fail_again(seed):
 
 @pytest.fixture
 def config(tmp_path) -> Path:
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model: {name: gpt2, max_seq_len: 64}\ndata: {train_path: rows.jsonl}\n"
-        f"train: {{effective_batch_size: 2}}\noutput: {{dir: {tmp_path}, name: one}}\n"
-    )
-    return path
+    output = {"dir": str(tmp_path), "name": "one"}
+    return write_run(tmp_path, Path("gpt2"), Path("rows.jsonl"), train={"effective_batch_size": 2}, output=output)
 
 
 def failed(folder: RunFolder, died: str | None, **more: Any) -> None:
@@ -145,15 +141,12 @@ def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path
     assert folder.read_manifest().get(CRASH_ENTRY) == (None if stopped else "the ranks' agent was killed by signal 50")
 
 
-@pytest.mark.parametrize(
-    ("environ", "words", "said"),
-    [
-        ({"MAX_RESTARTS": "-1"}, (), "is not a whole number from 0"),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, (), "has started on one machine"),
-        ({}, ("tuning.backend=unsloth",), "does not watch Unsloth's processes"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (), "started on one machine"),
-    ],
-)
+@pytest.mark.parametrize(("environ", "words", "said"), [
+    ({"MAX_RESTARTS": "-1"}, (), "is not a whole number from 0"),
+    ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, (), "has started on one machine"),
+    ({}, ("tuning.backend=unsloth",), "does not watch Unsloth's processes"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (), "started on one machine"),
+])  # fmt: skip
 def test_where_nothing_could_be_started_again_it_is_refused(command, config, monkeypatch, environ, words, said):
     for name, text in {"MAX_RESTARTS": "2", **environ}.items():
         monkeypatch.setenv(name, text)
@@ -212,11 +205,9 @@ def begun(world: Path, command: str, name: str, *words: str, **environ: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "words"),
-    [("ddp", ["tuning.mode=lora"]), ("fsdp", ["tuning.mode=full", "train.bf16=true"])],
-    ids=["ddp-lora-fp32", "fsdp-full-bf16"],
-)
+@pytest.mark.parametrize(("strategy", "words"), [
+    ("ddp", ["tuning.mode=lora"]), ("fsdp", ["tuning.mode=full", "train.bf16=true"]),
+], ids=["ddp-lora-fp32", "fsdp-full-bf16"])  # fmt: skip
 def test_a_run_whose_rank_is_killed_twice_ends_as_the_unbroken_one(world, strategy, words):
     of_ranks = {"STRATEGY": strategy, "NPROC": "2"}
     whole = begun(world, "train-distributed", f"{strategy}-whole", *words, **of_ranks)
