@@ -161,12 +161,9 @@ def test_the_page_holds_nothing_of_the_data_but_text():
     row = shown([TokenPiece(NASTY, (1,), is_trained=True)], reason=NASTY, raw_text=NASTY, notes=(NASTY,))
     text = render_html_page([row], title=NASTY, intro_lines=[NASTY])
     page = Page(text)
-    assert set(page.tags) == set(
-        ["html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "section", "pre", "span"]
-    )
-    assert {name for name, _ in page.attributes} <= set(
-        ["lang", "charset", "http-equiv", "content", "name", "class", "dir"]
-    )
+    allowed = ("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "section", "pre", "span")
+    assert set(page.tags) == set(allowed)
+    assert {name for name, _ in page.attributes} <= {"lang", "charset", "http-equiv", "content", "name", "class", "dir"}
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     text.encode("utf-8")
 

@@ -120,16 +120,8 @@ def mixed_run(folder: Path, model: Path) -> Path:
     texts = write_rows(folder / "text.jsonl", ({"text": f"the light {n} is on. " * 9} for n in range(12)))
     train = {"batch_size": 2, "max_steps": 4, "report_to": ["tensorboard"], "logging_steps": 2, "learning_rate": 1e-3}
     data = {"text_path": str(texts), "val_fraction": 0.2, "text_fraction": 0.5}
-    return write_run(
-        folder,
-        model,
-        rows,
-        model={"max_seq_len": 48},
-        tuning={"mode": "full"},
-        data=data,
-        train=train,
-        eval={"steps": 2},
-    )
+    changes = {"model": {"max_seq_len": 48}, "tuning": {"mode": "full"}, "eval": {"steps": 2}}
+    return write_run(folder, model, rows, data=data, train=train, **changes)
 
 
 def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
