@@ -43,8 +43,12 @@ def llama(**changes):
     return small_model("Llama", **{"tie_word_embeddings": False, **changes})
 
 
-def gemma3_with_images():
-    text = {"vocab_size": 400, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
+def gpt2():
+    return small_model("GPT2", n_embd=64, n_layer=2, n_head=4, n_positions=256)
+
+
+def gemma3_with_images(vocab_size=400):
+    text = {"vocab_size": vocab_size, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
     vision = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
         "image_size": 32, "patch_size": 16,
@@ -104,7 +108,7 @@ BASES = {
     "tied": (lambda: llama(tie_word_embeddings=True), {}),
     "biases": (lambda: llama(attention_bias=True), {"use_rslora": True, "alpha": 8}),
     "dora": (llama, {"use_dora": True}),
-    "transposed": (lambda: small_model("GPT2", n_embd=64, n_layer=2, n_head=4, n_positions=256), {}),
+    "transposed": (gpt2, {}),
     "trained head": (llama, {"modules_to_save": ["lm_head", "norm"]}),
     "tied, trained embeddings": (lambda: llama(tie_word_embeddings=True), {"modules_to_save": ["embed_tokens"]}),
     "tied, trained head": (lambda: llama(tie_word_embeddings=True), {"modules_to_save": ["lm_head"]}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from typing import Any
@@ -24,7 +25,6 @@ from sft_play.training.class_checks import masking
 from sft_play.training.class_checks.masking import require_packable
 from sft_play.training.loop.rows import COUNT_KEYS, FILLER_INDEX, Collator, TrainingRows
 from tests.conftest import Command, chat, write_rows, write_run
-from tests.test_train import metrics
 
 pytestmark = pytest.mark.build
 
@@ -289,21 +289,25 @@ def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one(
     assert text.memory.terms == plan("task_mode=cpt").memory.terms  # full blocks: nothing to pack
 
 
-def run_yaml(folder: Any, model: Any) -> Any:
+def run_yaml(folder: Any, model: Any, *, rows: int = 24) -> Any:
     words = ["the", "light", "in", "kitchen", "is", "on", "yes", "no"]
     draw = np.random.default_rng(3)
-    answers = [" ".join(draw.choice(words, size=int(draw.integers(1, 12)))) for _ in range(24)]
-    rows = write_rows(folder / "rows.jsonl", (chat(f"what is {n}?", answer) for n, answer in enumerate(answers)))
+    answers = [" ".join(draw.choice(words, size=int(draw.integers(1, 12)))) for _ in range(rows)]
+    file = write_rows(folder / "rows.jsonl", (chat(f"what is {n}?", answer) for n, answer in enumerate(answers)))
     train = {"effective_batch_size": 24, "batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 0, "bf16": False}
     return write_run(
-        folder, model, rows, model={"max_seq_len": 96}, tuning={"mode": "full"}, data={"val_path": str(rows)},
+        folder, model, file, model={"max_seq_len": 96}, tuning={"mode": "full"}, data={"val_path": str(file)},
         train={**train, "lr_scheduler_type": "constant"}, eval={"steps": 0},
     )  # fmt: skip
 
 
+def metrics(folder: Any, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
 def trained(succeed: Command, path: Any, name: str, *words: str) -> tuple[list[dict[str, Any]], str]:
     said = succeed("train", "--config", str(path), f"output.name={name}", *words)
-    return metrics(path.parent / "outputs" / name), said
+    return metrics(path.parent, name), said
 
 
 def test_a_run_on_packs_learns_what_the_run_on_rows_does(tmp_path, tiny_llama, succeed):
