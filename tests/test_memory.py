@@ -298,18 +298,13 @@ def test_the_closed_form_meets_measured_allocated_bytes(rows: list[ScoredRow]) -
     assert errors[len(errors) // 2] < 0.02
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"peft": {"peft_type": "IA3"}}, "adapters of another kind (IA3)"),
-        ({"peft": {**LORA, "target_modules": ".*q_proj"}}, "a pattern"),
-        ({"optimizer": "lora_fa"}, "the optimizer lora_fa"),
-        ({"strategy": "fsdp1", "world": 2}, "the first FSDP"),
-        ({"fp32_norms": True}, "norms in fp32"),
-        ({"loss": "logits_shifted_half"}, "half precision"),
-        ({"experts": "loop"}, "experts"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "part"), [
+    ({"peft": {"peft_type": "IA3"}}, "adapters of another kind (IA3)"),
+    ({"peft": {**LORA, "target_modules": ".*q_proj"}}, "a pattern"),
+    ({"optimizer": "lora_fa"}, "the optimizer lora_fa"), ({"strategy": "fsdp1", "world": 2}, "the first FSDP"),
+    ({"fp32_norms": True}, "norms in fp32"), ({"loss": "logits_shifted_half"}, "half precision"),
+    ({"experts": "loop"}, "experts"),
+])  # fmt: skip
 def test_what_the_closed_form_has_no_words_for_is_said(changes: dict[str, object], part: str) -> None:
     with pytest.raises(NoClosedForm) as why:
         closed_form(dataclasses.replace(settings_of(), **changes))  # type: ignore[arg-type]

@@ -87,14 +87,11 @@ def figures(trainer: Any) -> dict[str, Any]:
     return {"history": history, "flos": trainer.state.total_flos, "next": torch.rand(3).tolist()}
 
 
-@pytest.mark.parametrize(
-    ("when", "cut", "bf16"),
-    [
-        ("longest rows", "tokens", False), ("longest rows", "joined", True), ("step 1", "joined", False),
-        ("step 1", "two passes", True), ("step 3", "rows", True), ("step 3", "all at once", False),
-        ("step 3", "tokens", True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("when", "cut", "bf16"), [
+    ("longest rows", "tokens", False), ("longest rows", "joined", True), ("step 1", "joined", False),
+    ("step 1", "two passes", True), ("step 3", "rows", True), ("step 3", "all at once", False),
+    ("step 3", "tokens", True),
+])  # fmt: skip
 def test_a_repeated_step_and_all_after_it_are_those_of_a_run_planned_so(
     tiny_llama, tmp_path, monkeypatch, caplog, when, cut, bf16
 ):
@@ -171,14 +168,10 @@ def lacking_rows(most: int, *, only: Callable[[Any], bool] = lambda _: True) -> 
     return lambda trainer, rows, is_training: not (is_training and rows > most and only(trainer))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["tuning.mode=full", "data.packing=best_fit"],
-        pytest.param(["tuning.mode=qlora", "train.batch_by=tokens", "train.bf16=true"], marks=pytest.mark.slow),
-    ],
-    ids=["packs", "tokens"],
-)
+@pytest.mark.parametrize("settings", [
+    ["tuning.mode=full", "data.packing=best_fit"],
+    pytest.param(["tuning.mode=qlora", "train.batch_by=tokens", "train.bf16=true"], marks=pytest.mark.slow),
+], ids=["packs", "tokens"])  # fmt: skip
 def test_a_run_goes_on_and_says_why_and_a_resumed_one_does_not_try_again(train, trained, monkeypatch, settings):  # noqa: F811
     same = [*TWO_PASSES, "train.max_steps=4", *settings]
     code, printed, planned = train("planned", *same, "train.batch_size=2", "train.grad_accum=4")
@@ -355,14 +348,10 @@ def world(tmp_path_factory, tiny_llama) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("strategy", "step", "rank", "more"),
-    [
-        ("ddp", 3, 1, []),
-        pytest.param("fsdp", 1, 0, ["train.batch_by=tokens"], marks=pytest.mark.slow),
-        pytest.param("zero2", 3, 1, ["train.bf16=true"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "step", "rank", "more"), [
+    ("ddp", 3, 1, []), pytest.param("fsdp", 1, 0, ["train.batch_by=tokens"], marks=pytest.mark.slow),
+    pytest.param("zero2", 3, 1, ["train.bf16=true"], marks=pytest.mark.slow),
+])  # fmt: skip
 def test_ranks_start_again_from_the_last_checkpoint_as_a_run_planned_so(world, strategy, step, rank, more):
     if strategy == "zero2":
         pytest.importorskip("deepspeed")

@@ -183,16 +183,13 @@ def test_adapters_on_layers_that_are_not_there_are_refused(targets, why, command
     assert command(*words, "tuning.mode=full")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["CONFIG=configs/run_bnb.yaml"], "CONFIG=configs/run_bnb.yaml is a variable of make, not a setting"),
-        (["--whatif", "model.max_seq_len=2048,4"], "WHATIF, model.max_seq_len=4: "),
-        (["--whatif", "train.effective_batch_size=32,33 train.batch_size=2"],
-         "WHATIF, train.effective_batch_size=33 train.batch_size=2: "),
-        (["--whatif", "tuning.mode=lora,qlora tuning.mode=full"], "WHATIF names tuning.mode twice"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "message"), [
+    (["CONFIG=configs/run_bnb.yaml"], "CONFIG=configs/run_bnb.yaml is a variable of make, not a setting"),
+    (["--whatif", "model.max_seq_len=2048,4"], "WHATIF, model.max_seq_len=4: "),
+    (["--whatif", "train.effective_batch_size=32,33 train.batch_size=2"],
+     "WHATIF, train.effective_batch_size=33 train.batch_size=2: "),
+    (["--whatif", "tuning.mode=lora,qlora tuning.mode=full"], "WHATIF names tuning.mode twice"),
+])  # fmt: skip
 def test_a_word_that_cannot_be_meant_is_answered_by_its_own_name(words, message, refuse):
     assert message in refuse("plan", "--config", LORA, "--hardware", "1xH100", *words)
 

@@ -34,7 +34,7 @@ from sft_play.data.sources.files import find_data_paths
 from sft_play.data.sources.formats import Chat, detect_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import SftPlayError
-from tests.conftest import digest, need_documents_extra
+from tests.conftest import digest, need_documents_extra, write_rows
 from tests.models import CHATML, make_tokenizer
 
 RECORD = Path(__file__).with_name("recorded_data.json")
@@ -281,7 +281,7 @@ def shown(seed: int) -> dict[str, Any]:
             {"messages": list(chat.messages), **({"tools": list(chat.tools)} if chat.tools else {})}
             for chat in (conversation(draw) for _ in range(14))
         ]
-        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        write_rows(folder / "train.jsonl", made)
         config = folder / "run.yaml"
         config.write_text(
             f"model: {{name: {model}, max_seq_len: {draw.choice([24, 64, 200])}}}\n"
