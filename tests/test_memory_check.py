@@ -272,14 +272,12 @@ def test_the_newest_of_several_runs_is_shown_and_the_others_named(training, tmp_
     assert read_memory_snapshot(tmp_path / "out", {}, name="b").folder == str(older.path)
 
 
-def test_the_command_shows_the_machine_and_answers_0(command, tmp_path, monkeypatch):
+def test_the_command_shows_the_machine_and_answers_0(succeed, tmp_path, monkeypatch):
     config = tmp_path / "run.yaml"
     config.write_text(f"model: {{name: a/b}}\ndata: {{train_path: x.jsonl}}\noutput: {{dir: {tmp_path}/outputs}}\n")
-    code, printed = command("memory-check", "--config", str(config))
-    assert (code, "No run is in progress in" in printed) == (0, True)
+    assert "No run is in progress in" in succeed("memory-check", "--config", str(config))
     monkeypatch.setenv("JSON", "1")
-    code, printed = command("memory-check", "--config", str(config))
-    assert (code, json.loads(printed)["running"]) == (0, False)
+    assert json.loads(succeed("memory-check", "--config", str(config)))["running"] is False
     pauses: list[float] = []
 
     def pause(seconds: float) -> None:  # Ctrl-C in the third one
@@ -288,6 +286,6 @@ def test_the_command_shows_the_machine_and_answers_0(command, tmp_path, monkeypa
             raise KeyboardInterrupt
 
     monkeypatch.setattr(machine_pages.watch_memory, "__kwdefaults__", {"pause": pause})
-    code, printed = command("memory-check", "--config", str(config), "--watch")
-    assert (code, pauses) == (0, [machine_pages.REFRESH_S] * 3)
+    printed = succeed("memory-check", "--config", str(config), "--watch")
+    assert pauses == [machine_pages.REFRESH_S] * 3
     assert [json.loads(line)["running"] for line in printed.splitlines() if line.startswith("{")] == [False] * 3

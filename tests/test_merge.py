@@ -220,10 +220,9 @@ CHANGED_SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", CHANGED_SHAPES)
-def test_a_merge_whose_files_are_not_the_classes_is_never_written(tmp_path, monkeypatch, what):
+@pytest.mark.parametrize(("change", "message"), CHANGED_SHAPES.values(), ids=CHANGED_SHAPES)
+def test_a_merge_whose_files_are_not_the_classes_is_never_written(tmp_path, monkeypatch, change, message):
     """As of HrmText, whose files hold several layers in one tensor, which have no way back."""
-    change, message = CHANGED_SHAPES[what]
     run, shapes = run_of(tmp_path, qwen3_moe()), merge.MergedWeights._output_shapes
     if change is None:
         monkeypatch.setattr(merge._Source, "can_be_split", lambda self: False)

@@ -26,20 +26,12 @@ from sft_play.machine.hardware import Hardware, parse_hardware
 from sft_play.machine.network import NodeSetup
 from sft_play.models.config_json import load_model_shape, parse_model_shape
 from sft_play.models.families import MODEL_FAMILIES, TENSOR_PARALLEL_TYPES
+from sft_play.planner import layout as layouts_of_runs
 from sft_play.planner.advice import make_advised_plan
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import build_candidate
 from sft_play.planner.decide import PlanRequest, build_plan_inputs, make_plan
-from sft_play.planner.layout import (
-    LAYOUT_NAMES,
-    MESH_AXES,
-    Layout,
-    Mesh,
-    PreviousRun,
-    context_parallel_layouts,
-    find_layouts,
-    parse_mesh,
-)
+from sft_play.planner.layout import LAYOUT_NAMES, MESH_AXES, Layout, Mesh, PreviousRun, find_layouts, parse_mesh
 from sft_play.planner.plan import plan_from_json
 from tests.conftest import chosen
 from tests.models import uneven_run
@@ -92,8 +84,8 @@ def test_ranks_share_rows_where_a_window_is_as_long_as_they_are():
     }  # fmt: skip
     for length, is_shared in ((4088, True), (4096, True), (4104, False)):
         config = config_from_text(f"model: {{name: m, max_seq_len: {length}}}\ntuning: {{mode: lora}}\n", name="x")
-        layouts = context_parallel_layouts(config, parse_model_shape(fields, name="m"), parse_hardware("4xH100"))
-        assert bool(layouts) == is_shared
+        shape, machine = parse_model_shape(fields, name="m"), parse_hardware("4xH100")
+        assert bool(layouts_of_runs.context_parallel_layouts(config, shape, machine)) == is_shared
 
 
 @pytest.mark.parametrize(("mesh", "layout"), [

@@ -167,10 +167,9 @@ THEIRS = {
 }
 
 
-@pytest.mark.parametrize("tool", THEIRS)
-def test_a_file_of_another_tool_becomes_one_that_loads_and_plans(tool, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("text", "expected"), THEIRS.values(), ids=THEIRS)
+def test_a_file_of_another_tool_becomes_one_that_loads_and_plans(text, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text, expected = THEIRS[tool]
     Path("theirs.yaml").write_text(text)
     out = written(from_=Path("theirs.yaml"))
     assert out.name == "theirs_sft_play.yaml"

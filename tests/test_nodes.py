@@ -127,16 +127,14 @@ class Ended(NamedTuple):
     printed: str
 
 
-def run_together(
-    folder: Path, commands: Sequence[Sequence[str]], environs: Sequence[dict[str, str]], *, limit_s: float = 240
-) -> list[Ended]:
+def run_together(folder: Path, commands: Sequence[Sequence[str]], environs: Sequence[dict[str, str]]) -> list[Ended]:
     running, logs = [], []
     for number, (words, environ) in enumerate(zip(commands, environs, strict=True)):
         logs.append(folder / f"printed-{number}-{time.monotonic_ns()}")
         with logs[-1].open("w") as sink:
             pipes: dict[str, Any] = {"stdout": sink, "stderr": subprocess.STDOUT, "start_new_session": True}
             running.append(subprocess.Popen(words, cwd=ROOT, env=clean_environment(**environ), text=True, **pipes))
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + 240
     try:
         for process in running:
             process.wait(timeout=max(1.0, deadline - time.monotonic()))

@@ -587,9 +587,8 @@ PROBES: list[tuple[str, Probe]] = [
         "fallback_from": "unsloth"})),
     one(model_spec, "tuning.backend", "unsloth", REFUSED, Says("tuning.backend=unsloth cannot run here")),
     unlocks(model_spec, "tuning.backend_fallback", "bnb", "backend", "bnb", ["tuning.backend=unsloth"]),
-    one(model_spec, "tuning.lora.r", 4, "r", 4),
-    one(model_spec, "tuning.lora.alpha", 4, "lora_alpha", 4),
-    one(model_spec, "tuning.lora.dropout", 0.1, "lora_dropout", 0.1),
+    *(one(model_spec, f"tuning.lora.{name}", value, fact, value)
+      for name, value, fact in (("r", 4, "r"), ("alpha", 4, "lora_alpha"), ("dropout", 0.1, "lora_dropout"))),
     one(model_spec, "tuning.lora.target_modules", "[q_proj]", "target_modules", ("q_proj",)),
     one(model_spec, "tuning.lora.target_parameters", "auto", "target_parameters",
         (f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"), MIXTURE),
@@ -684,8 +683,12 @@ PROBES: list[tuple[str, Probe]] = [
     one(plan, "train.batch_size", 2, "micro_batch", 2),
     one(plan, "train.grad_accum", 4, "grad_accum", 4),
     one(arguments, "train.epochs", 3, "num_train_epochs", 3.0),
-    one(arguments, "train.max_steps", 3, "max_steps", 3),
-    one(arguments, "train.learning_rate", 0.5, "learning_rate", 0.5),
+    *(
+        one(arguments, f"train.{name}", value, name, value)
+        for name, value in (("max_steps", 3), ("learning_rate", 0.5), ("weight_decay", 0.1), ("adam_beta2", 0.95),
+                            ("max_grad_norm", 0.1), ("logging_steps", 9), ("save_steps", 9), ("seed", 1),
+                            ("dataloader_num_workers", 2))
+    ),
     *(
         one(arguments, "train.lr_scheduler_type", name, "lr_scheduler_type", name)
         for name in ("linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
@@ -693,13 +696,10 @@ PROBES: list[tuple[str, Probe]] = [
     one(plan, "train.compile", "true", "compile_s", 103.0),
     *(one(kernels, "train.kernels", name, "kernels", ("rms_norm",)) for name in ("auto", "liger")),
     one(arguments, "train.warmup_steps", 7, "warmup_steps", 7.0),
-    one(arguments, "train.weight_decay", 0.1, "weight_decay", 0.1),
     *(
         one(plan, "train.weight_updates", how, "precision.updates", how, [*FULL, f"train.weight_updates={other}"])
         for how, other in (("bfloat16", "auto"), ("stochastic", "bfloat16"), ("float32", "bfloat16"))
     ),
-    one(arguments, "train.adam_beta2", 0.95, "adam_beta2", 0.95),
-    one(arguments, "train.max_grad_norm", 0.1, "max_grad_norm", 0.1),
     *(
         one(arguments, "train.optim", name, "optim", name)
         for name in ("adamw_torch", "paged_adamw_8bit", "adafactor", "adamw_8bit", "lion_32bit", "lion_8bit")
@@ -713,8 +713,6 @@ PROBES: list[tuple[str, Probe]] = [
     one(arguments, "train.gradient_checkpointing", "true", "gradient_checkpointing", True),
     one(plan, "train.gradient_checkpointing", 3, "checkpointed_layers", 3),
     one(plan, "train.gradient_checkpointing", "offload", "step.offloads", True),
-    one(arguments, "train.logging_steps", 9, "logging_steps", 9),
-    one(arguments, "train.save_steps", 9, "save_steps", 9),
     one(arguments, "train.save_steps", "null", "save_strategy", "epoch"),
     one(trainer, "train.on_nan", "skip", "on_nan", "skip"),
     one(over_ranks, "train.async_save", "true", "checkpoint", "sharded", FULL),
@@ -726,10 +724,8 @@ PROBES: list[tuple[str, Probe]] = [
         "metric_for_best_model": "eval_loss", "greater_is_better": False},
         [*GENERATES, "train.metric_for_best_model=exact_match"])),
     one(trainer, "train.early_stopping_patience", 3, "patience", 3, ["train.load_best_model_at_end=true"]),
-    one(arguments, "train.seed", 1, "seed", 1),
     one(trainer, "train.profile_steps", 2, "profiled", [2]),
     one(trainer, "train.report_to", "[]", "callbacks", ()),
-    one(arguments, "train.dataloader_num_workers", 2, "dataloader_num_workers", 2),
     one(arguments, "eval.steps", 5, "eval_steps", 5),
     one(arguments, "eval.steps", 0, "eval_strategy", "no"),
     one(plan, "eval.batch_size", 3, "eval_batch", 3),

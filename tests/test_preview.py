@@ -16,18 +16,8 @@ import pytest
 from sft_play.commands.rows import Preview
 from sft_play.commands.rows import preview as preview_of
 from sft_play.config.load import load_config
-from sft_play.data.preview import (
-    PreviewRow,
-    TokenBytes,
-    TokenPiece,
-    character_sign,
-    format_plain_lines,
-    format_terminal_text,
-    kept_token_flags,
-    render_html_page,
-    shorten_pieces,
-    split_token_pieces,
-)
+from sft_play.data import preview as page_parts
+from sft_play.data.preview import PreviewRow, TokenBytes, TokenPiece, format_plain_lines, split_token_pieces
 from sft_play.errors import DataError
 from tests.bundled import there, tokenizer_folder
 from tests.conftest import chat, write_rows, write_run
@@ -96,7 +86,7 @@ def test_the_pieces_of_real_tokenizers_are_the_text(name):
     if len(ids) > 3:  # a character of which only a part is trained is shown by its bytes
         labels = [*[-100] * (len(ids) - 1), 1]
         found = split_token_pieces(ids, labels, TokenBytes(tokenizer), kept_flags=[True] * len(ids))
-        assert "".join(map(character_sign, found[-1].text)) == "⟨0x80⟩"
+        assert "".join(map(page_parts.character_sign, found[-1].text)) == "⟨0x80⟩"
         assert (found[-1].is_trained, found[-2].is_trained) == (True, False)
     if name in ("bundled/chatml", "Qwen2.5-Instruct"):
         ids = tokenizer("<tool_call>a<|im_end|>")["input_ids"]
@@ -107,16 +97,16 @@ def test_the_pieces_of_real_tokenizers_are_the_text(name):
 
 def test_a_cut_row_is_the_beginning_the_end_or_both_ends_of_the_whole_one():
     for kept in ([1, 2], [3, 4], [1, 3, 4], [1, 2, 3, 4]):
-        assert kept_token_flags([1, 2, 3, 4], kept) == [number in kept for number in range(1, 5)]
+        assert page_parts.kept_token_flags([1, 2, 3, 4], kept) == [number in kept for number in range(1, 5)]
 
 
 def test_long_examples_lose_the_middles_of_their_stretches_with_their_number():
     row = [TokenPiece("a", (1,)) for _ in range(1_000)] + [TokenPiece("b", (2,), is_trained=True) for _ in range(30)]
-    found = shorten_pieces(row, 100)
+    found = page_parts.shorten_pieces(row, 100)
     gaps = [item for item in found if isinstance(item, str)]
     assert gaps == ["… 950 tokens not shown …"]  # 100 for two stretches
     assert sum(1 for item in found if not isinstance(item, str) and item.is_trained) == 30
-    assert shorten_pieces(row, 2_000) == row
+    assert page_parts.shorten_pieces(row, 2_000) == row
 
 
 def shown(found: list[TokenPiece], **more: Any) -> PreviewRow:
@@ -139,7 +129,7 @@ def test_plain_text_marks_what_is_trained_and_what_is_cut():
 
 def test_nothing_of_a_row_reaches_a_terminal_as_a_control_character():
     row = shown([TokenPiece(NASTY, (1,), is_trained=True)], reason="x\x1b[2J", raw_text="\x1b]0;title\x07 \u202e")
-    text = format_terminal_text(row).plain + "".join(format_plain_lines(row))
+    text = page_parts.format_terminal_text(row).plain + "".join(format_plain_lines(row))
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     assert "⟨U+001B⟩[31m" in text
 
@@ -159,7 +149,7 @@ def test_colours_are_drawn_on_a_terminal_only(monkeypatch):
 
 def test_the_page_holds_nothing_of_the_data_but_text():
     row = shown([TokenPiece(NASTY, (1,), is_trained=True)], reason=NASTY, raw_text=NASTY, notes=(NASTY,))
-    text = render_html_page([row], title=NASTY, intro_lines=[NASTY])
+    text = page_parts.render_html_page([row], title=NASTY, intro_lines=[NASTY])
     page = Page(text)
     allowed = ("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "section", "pre", "span")
     assert set(page.tags) == set(allowed)
@@ -169,7 +159,7 @@ def test_the_page_holds_nothing_of_the_data_but_text():
 
 
 def test_the_page_allows_its_own_style_and_nothing_else():
-    text = render_html_page([], title="t", intro_lines=[])
+    text = page_parts.render_html_page([], title="t", intro_lines=[])
     style = text.partition("<style>")[2].partition("</style>")[0]
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     assert f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'" in text

@@ -14,16 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
+from sft_play.data import near_duplicates
 from sft_play.data.build.splits import build_splits
-from sft_play.data.near_duplicates import (
-    MISS_PROBABILITY,
-    SIMILARITY_MARGIN,
-    SimilarityIndex,
-    SketchMaker,
-    choose_bands,
-    compute_shingles,
-    jaccard_similarity,
-)
+from sft_play.data.near_duplicates import SIMILARITY_MARGIN, SimilarityIndex, SketchMaker
 from sft_play.data.process import process_files, read_processed, split_by_digest, style_rows
 from sft_play.data.sources.examples import NOTE_UNSTYLED, ExampleReader
 from sft_play.data.sources.files import find_data_paths
@@ -479,10 +472,10 @@ def test_pairs_are_found_and_no_others(seed):
 def test_the_index_misses_a_pair_above_the_margin_with_the_probability_that_is_said():
     for hundredths in range(50, 100):
         threshold = hundredths / 100
-        bands, rows = choose_bands(threshold)
+        bands, rows = near_duplicates.choose_bands(threshold)
         likeness = min(threshold + SIMILARITY_MARGIN, (1 + threshold) / 2)
-        assert (1 - likeness**rows) ** bands <= MISS_PROBABILITY
-        assert (1 - likeness**rows) ** (bands - 1) > MISS_PROBABILITY  # no band too many
+        assert (1 - likeness**rows) ** bands <= near_duplicates.MISS_PROBABILITY
+        assert (1 - likeness**rows) ** (bands - 1) > near_duplicates.MISS_PROBABILITY  # no band too many
         assert bands * rows <= 128
 
 
@@ -493,7 +486,8 @@ def test_texts_of_all_scripts_are_compared():
         ("Я пошёл в магазин за хлебом и молоком", "я пошёл В МАГАЗИН за хлебом, и молоком!", 1.0, 1.0),
         ("!!!", "???", 0.0, 0.0), ("!!!", " !!! ", 1.0, 1.0), ("", "a", 0.0, 0.0), ("\ud800 b", "\ud800 b", 1.0, 1.0),
     ):  # fmt: skip
-        assert least <= jaccard_similarity(compute_shingles(one), compute_shingles(other)) <= most
+        sets = map(near_duplicates.compute_shingles, (one, other))
+        assert least <= near_duplicates.jaccard_similarity(*sets) <= most
 
 
 LONG = "what is the name of the river that runs through the old town of {} in the north"

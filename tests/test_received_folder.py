@@ -114,17 +114,14 @@ def test_a_config_that_is_given_counts_for_its_own_model(received, tmp_path, nam
     assert mark.exists() == (code == 0)
 
 
-WAYS = {
-    "its SET": (["model.trust_remote_code=true"], None),
-    "its config": ([], "config.yaml"),
-    "a config that its manifest names": ([], "theirs.yaml"),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_stopped_run_that_was_received_runs_code_by_the_users_word_alone(received, tmp_path, command, way):
+@pytest.mark.parametrize(
+    ("overrides", "named"), [(["model.trust_remote_code=true"], None), ([], "config.yaml"), ([], "theirs.yaml")],
+    ids=["its SET", "its config", "a config that its manifest names"],
+)  # fmt: skip
+def test_a_stopped_run_that_was_received_runs_code_by_the_users_word_alone(
+    received, tmp_path, command, overrides, named
+):
     folder, mark = received
-    overrides, named = WAYS[way]
     config = yaml.safe_load((tmp_path / "outputs" / "received.yaml").read_text())
     for name in ("config.yaml", "theirs.yaml"):
         trusts = {"trust_remote_code": True} if named == name else {}

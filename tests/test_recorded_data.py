@@ -199,8 +199,8 @@ def processed(seed: int) -> dict[str, Any]:
         folder = Path(place)
         (folder / "raw").mkdir()
         for number in range(draw.randint(1, 3)):
-            made = odd_rows(draw)
-            lines = "".join(json.dumps(row) + draw.choice(["\n", "\n", "\r\n", "\n\n"]) for row in made)
+            ends = ["\n", "\n", "\r\n", "\n\n"]
+            lines = "".join(json.dumps(row) + draw.choice(ends) for row in odd_rows(draw))
             if draw.random() < 0.2:
                 lines += '{"broken": '
             (folder / "raw" / f"part{number}.jsonl").write_text(lines)
@@ -295,11 +295,9 @@ def shown(seed: int) -> dict[str, Any]:
         render = answer(["render", "--config", str(config), "--out", str(folder / "rendered")], folder)
         check = checked(config, folder)
         page = folder / "page.html"
-        return {
-            "preview": preview, "render": render, "check": check,
-            "page": digest(page.read_text().replace(place, "F")) if page.exists() else None,
-            "rendered": written(folder / "rendered"),
-        }  # fmt: skip
+        shows = digest(page.read_text().replace(place, "F")) if page.exists() else None
+        return {"preview": preview, "render": render, "check": check, "page": shows,
+                "rendered": written(folder / "rendered")}  # fmt: skip
 
 
 def read(seed: int) -> dict[str, Any]:

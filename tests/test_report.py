@@ -16,21 +16,8 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.options import all_options
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.report import (
-    COLOURS,
-    Chart,
-    Curve,
-    build_run_charts,
-    compare_runs,
-    draw_chart,
-    find_differences,
-    read_record,
-    report_on_exit,
-    report_sections,
-    thin_points,
-    write_final_report,
-    write_report,
-)
+from sft_play.finished import report as reports
+from sft_play.finished.report import COLOURS, Chart, Curve, draw_chart, find_differences, read_record, write_report
 from sft_play.finished.run import find_run_folder
 from sft_play.runs.files import read_evaluations, read_summary
 from sft_play.runs.folder import RunFolder
@@ -147,7 +134,7 @@ def test_stages_follow_each_other(tmp_path, plan_of):
     assert record.curve("loss") == [(1, 8.0), (2, 4.0), (3, 8 / 3), (4, 8.0), (5, 4.0)]
     assert (record.stage_starts, record.steps) == ([0, 3], 5)
     written = write_report(record)
-    sections = {section.title: section for section in report_sections(record, [])}
+    sections = {section.title: section for section in reports.report_sections(record, [])}
     assert [table.headers[0] for table in sections["Predicted and measured"].tables] == ["short", "long"]
     assert "short (3 steps), long (2 steps)" in Page(written.path.read_text(encoding="utf-8")).text
     assert len(written.charts) == 3
@@ -172,7 +159,7 @@ def test_a_run_on_gpus_is_compared_by_allocated_bytes_of_each_moment(tmp_path, p
     plan = json.loads((folder.path / "plan.json").read_text())
     plan["hardware"]["gpus"] = [{"name": "H200"}]
     (folder.path / "plan.json").write_text(json.dumps(plan))
-    sections = {section.title: section for section in report_sections(read_record(folder), [])}
+    sections = {section.title: section for section in reports.report_sections(read_record(folder), [])}
     assert {
         ("memory in training", "40.0 GiB", "30.0 GiB", "-25%"), ("memory in saving", "20.0 GiB", "-", ""),
         ("peak, reserved, in training", "50.0 GiB", "55.0 GiB", "+10%"),
@@ -215,7 +202,7 @@ def test_a_long_curve_is_averaged_in_groups_of_neighbours():
     draw = random.Random(1)
     for count in (1, 299, 300, 301, 3000, 4567):
         points = [(float(step), draw.random()) for step in range(count)]
-        kept = thin_points(points)
+        kept = reports.thin_points(points)
         assert len(kept) == min(count, 300)
         groups = np.array_split(np.arange(count), len(kept))
         for (x, y), group in zip(kept, groups, strict=True):
@@ -226,7 +213,7 @@ def test_a_long_curve_is_averaged_in_groups_of_neighbours():
 def test_a_chart_that_a_run_cannot_fill_is_left_out(tmp_path):
     def charts_of(name, metrics):
         record = read_record(recorded_run(tmp_path / name, metrics=metrics))
-        return {chart.title: chart for chart in build_run_charts(record)}
+        return {chart.title: chart for chart in reports.build_run_charts(record)}
 
     assert charts_of("run", [{"step": 1, "memory_predicted_gib": 3.0}]) == {}  # no curve of the run
     for name, share, has_chart in (("flat", 0.0, False), ("padded", 0.1, True)):
@@ -293,7 +280,7 @@ def test_the_report_is_named_at_the_end_however_the_run_ended(tmp_path, caplog):
     page = folder.path / "report.html"
 
     def train():
-        with report_on_exit(folder):
+        with reports.report_on_exit(folder):
             folder.update_manifest(status="failed")
             raise RuntimeError("the step")
 
@@ -302,7 +289,7 @@ def test_the_report_is_named_at_the_end_however_the_run_ended(tmp_path, caplog):
     assert f"Report: {page}" in caplog.text
     page.unlink()
     for refused in (folder, RunFolder(tmp_path / "never")):  # before it began: nothing is written
-        with pytest.raises(ConfigError), report_on_exit(refused):
+        with pytest.raises(ConfigError), reports.report_on_exit(refused):
             raise ConfigError("no")
     assert [page.exists(), (tmp_path / "never").exists()] == [False, False]
 
@@ -310,9 +297,9 @@ def test_the_report_is_named_at_the_end_however_the_run_ended(tmp_path, caplog):
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
     folder = recorded_run(tmp_path / "run", metrics=steps(3))
     (folder.path / "report.html").mkdir()
-    write_final_report(folder)
+    reports.write_final_report(folder)
     monkeypatch.setattr("sft_play.finished.report.read_record", lambda folder: 1 / 0)  # a fault of ours
-    write_final_report(folder)
+    reports.write_final_report(folder)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert ["is a folder" in caplog.text, "ZeroDivisionError" in caplog.text] == [True, True]
 
@@ -366,10 +353,10 @@ def test_runs_are_refused_before_anything_is_written(tmp_path):
     one = recorded_run(tmp_path / "one")
     page = tmp_path / "page.html"
     with pytest.raises(ConfigError, match="names one twice"):
-        compare_runs([one, find_run_folder(tmp_path, str(one.path))], path=page)
+        reports.compare_runs([one, find_run_folder(tmp_path, str(one.path))], path=page)
     (tmp_path / "odd").mkdir()
     with pytest.raises(RunFolderError, match="not a run folder"):
-        compare_runs([one, find_run_folder(tmp_path, "one"), find_run_folder(tmp_path, "odd")], path=page)
+        reports.compare_runs([one, find_run_folder(tmp_path, "one"), find_run_folder(tmp_path, "odd")], path=page)
     assert not page.exists()
 
 

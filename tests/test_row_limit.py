@@ -154,10 +154,9 @@ def test_long_rows_of_a_table_become_objects_a_few_at_a_time(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet
 
-    texts = [f"{number} " + "x" * 500_000 for number in range(80)]
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pa.table({"text": texts}), path, row_group_size=80, use_dictionary=False)
-    del texts
+    path, table = tmp_path / "a.parquet", pa.table({"text": [f"{number} " + "x" * 500_000 for number in range(80)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=80, use_dictionary=False)
+    del table
     with traced(24 * MIB):
         found = [int(row.data["text"].split()[0]) for row in read_rows(path, split="train")]
     assert found == list(range(80))
@@ -264,8 +263,7 @@ def test_a_command_that_is_killed_leaves_no_half_written_file_under_its_name(tmp
     code = (
         "import os, signal, sys; from pathlib import Path; from sft_play.data.managed_outputs import OutputFolder\n"
         "with OutputFolder(Path(sys.argv[1]), ('a.jsonl',), force=False, command='process') as out:\n"
-        "    file = out.open('a.jsonl'); file.write('x' * 1_000_000); file.flush()\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    file = out.open('a.jsonl'); file.write('x' * 10**6); file.flush(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     (tmp_path / "out").mkdir()
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)
