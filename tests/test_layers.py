@@ -292,8 +292,10 @@ def hidden_in(trees: dict[Path, ast.Module]) -> list[str]:
         imported = imported_in(tree)
         for line, function, body, here, before in handlers(tree):
             wide = [kind for name in here if isinstance(kind := getattr(builtins, name, None), type)]
+            methods = {one.attr for node in body for one in ast.walk(node) if isinstance(one, ast.Attribute)}
             for name in calls_in(body):
-                for error in raising.get((imported.get(name, path), name), set()) | raising.get((None, name), set()):
+                of_methods = raising.get((None, name), set()) if name in methods else set()
+                for error in raising.get((imported.get(name, path), name), set()) | of_methods:
                     kinds = {kind.__name__ for kind in OWN[error].__mro__}
                     is_wide = any(issubclass(OWN[error], kind) for kind in wide) and not here & set(OWN)
                     if is_wide and not before & kinds & set(OWN):
